@@ -1,0 +1,1 @@
+"""Everything that makes a language model: the embedded pair and draft distillation."""

@@ -1,0 +1,1 @@
+"""Decode, measure, report, release."""

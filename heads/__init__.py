@@ -1,0 +1,1 @@
+"""The acceptance head as an artefact: architecture, token mixing, loss, training."""

@@ -1,0 +1,1 @@
+"""One stage per file: typed configuration in, artefact folder out."""

@@ -1,0 +1,124 @@
+"""The one place where logits become probabilities and where p and q are compared.
+
+p is always the target's law, q always the draft's. Everything is float32 or wider: half precision
+loses the small probabilities on which acceptance depends. Both laws go through the same
+`probabilities`, because a token is verified against the law it was really drawn from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# A residual with less mass than this can only be reached through rounding; p itself is used then.
+NEGLIGIBLE_MASS = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """How both models turn logits into a law.
+
+    Args:
+        temperature: softmax temperature; 0 makes the law one-hot at the largest logit.
+        top_k: keep the k largest logits; 0 keeps all.
+        top_p: keep the smallest set of most likely tokens whose mass reaches top_p; 1 keeps all.
+
+    Raises:
+        ValueError: if a value lies outside its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 or larger, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (off) or larger, got {self.top_k}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+
+
+def probabilities(logits: Tensor, sampling: SamplingConfig) -> Tensor:
+    """Return the law that tokens are drawn from: temperature, then top-k, then top-p.
+
+    Args:
+        logits: (..., V), any float type.
+        sampling: the warp; the same object must be used for p and for q.
+
+    Returns:
+        (..., V) probabilities, float32 (float64 if the logits are float64), rows sum to 1.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if sampling.temperature == 0.0:
+        best = logits.argmax(dim=-1, keepdim=True)  # the first of equal maxima, as in generate()
+        return torch.zeros_like(logits).scatter_(-1, best, 1.0)
+    if sampling.temperature != 1.0:
+        # Shifting first keeps a tiny temperature from overflowing to inf - inf.
+        logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    probs = logits.softmax(dim=-1)
+    if sampling.top_p < 1.0:
+        ordered, index = probs.sort(dim=-1, descending=True, stable=True)
+        # A token stays while the mass before it is below top_p, so the best one always stays.
+        outside = ordered.cumsum(dim=-1) - ordered >= sampling.top_p
+        probs = probs.masked_fill(outside.gather(-1, index.argsort(dim=-1)), 0.0)
+        probs = probs / probs.sum(dim=-1, keepdim=True)
+    return probs
+
+
+def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Map uniforms in [0, 1) to tokens; a token of probability 0 is never returned.
+
+    Args:
+        probs: (..., V) non-negative weights, not all zero in a row.
+        uniform: (...) one uniform a row.
+
+    Returns:
+        (...) token ids, int64.
+    """
+    cdf = probs.double().cumsum(dim=-1)
+    total = cdf[..., -1:]
+    # Rounding may lift u * total to total itself; stay below it.
+    point = torch.minimum(uniform.double().unsqueeze(-1) * total, total * (1 - 1e-15))
+    token = torch.searchsorted(cdf, point, right=True)
+    return token.squeeze(-1).clamp_(max=probs.shape[-1] - 1)
+
+
+def draw(probs: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw one token a row: (..., V) -> (...). One uniform is used for each row."""
+    uniform = torch.rand(
+        probs.shape[:-1], generator=generator, dtype=torch.float64, device=generator.device
+    )
+    return inverse_cdf(probs, uniform.to(probs.device))
+
+
+def accept_probability(p: Tensor, q: Tensor) -> Tensor:
+    """min(1, p/q) for the probabilities p and q of drafted tokens (so q > 0), same shape."""
+    return (p / q).clamp(max=1.0)
+
+
+def overlap(p: Tensor, q: Tensor) -> Tensor:
+    """sum_x min(p, q) = 1 - TV(p, q): (..., V) -> (...), the acceptance of one drafted token."""
+    return torch.minimum(p, q).sum(dim=-1)
+
+
+def leftover(p: Tensor, q: Tensor) -> Tensor:
+    """norm((p - q)+): the law after a rejection, (..., V); p itself where no mass is left.
+
+    The masses need not be equal: verifiers pass `r * p` and `q` to get a scaled residual.
+    """
+    residual = (p - q).clamp(min=0.0)
+    mass = residual.sum(dim=-1, keepdim=True)
+    normalised = residual / mass.clamp(min=torch.finfo(mass.dtype).tiny)
+    return torch.where(mass > NEGLIGIBLE_MASS, normalised, p / p.sum(dim=-1, keepdim=True))
+
+
+def entropy(probs: Tensor) -> Tensor:
+    """Shannon entropy in nats, (..., V) -> (...)."""
+    return -torch.special.xlogy(probs, probs).sum(dim=-1)
