@@ -7,7 +7,7 @@ class ConfigError(ValueError):
     """A configuration that cannot be used: unknown key, wrong type, impossible combination."""
 
 
-class VocabularyMismatch(ValueError):
+class VocabularyMismatchError(ValueError):
     """Target and draft do not share a vocabulary."""
 
 
@@ -15,5 +15,5 @@ class ManifestError(ValueError):
     """A stored folder is incomplete, damaged, or belongs to another run."""
 
 
-class CacheNotRewindable(RuntimeError):
+class CacheNotRewindableError(RuntimeError):
     """A model's key-value cache cannot drop its last tokens, which every decoding round needs."""

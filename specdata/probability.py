@@ -121,4 +121,4 @@ def leftover(p: Tensor, q: Tensor) -> Tensor:
 
 def entropy(probs: Tensor) -> Tensor:
     """Shannon entropy in nats, (..., V) -> (...)."""
-    return -torch.special.xlogy(probs, probs).sum(dim=-1)
+    return torch.special.entr(probs).sum(dim=-1)

@@ -23,7 +23,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("rb+") as handle:
             os.fsync(handle.fileno())
-        os.replace(temporary, path)
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
