@@ -121,4 +121,5 @@ def leftover(p: Tensor, q: Tensor) -> Tensor:
 
 def entropy(probs: Tensor) -> Tensor:
     """Shannon entropy in nats, (..., V) -> (...)."""
-    return torch.special.entr(probs).sum(dim=-1)
+    nats: Tensor = torch.special.entr(probs).sum(dim=-1)
+    return nats

@@ -1,0 +1,251 @@
+"""What a draft is: tokens, who follows whom, and the law each token was drawn from.
+
+Nodes are numbered from 1 in draft order; node 0 is the last committed token. Siblings keep their
+draw order and may repeat a token: multiplicity is part of the verifiers' proofs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+How = Literal["iid", "distinct", "greedy"]
+Shape = Literal["chain", "siblings", "paths", "tree"]
+
+# Rows that should be one law (same context, same draft) may differ by a forward's rounding.
+SAME_LAW_TOLERANCE = 1e-6
+SUM_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """N drafted nodes over a vocabulary of V tokens.
+
+    Build it with `chain`, `paths`, `siblings` or `tree`, which check everything; the plain
+    constructor checks nothing and is for drafters that have just drawn the tokens themselves.
+
+    Args:
+        tokens: (N,) int64, the token of node i+1.
+        parents: (N,) int64, the node that node i+1 follows; parents[i] <= i.
+        laws: (M, V) the distinct laws tokens were drawn from (q), rows sum to 1.
+        law: (N,) int64, row of `laws` that node i+1's token was drawn from. For "distinct" and
+            "greedy" siblings this is the law before earlier picks were removed.
+        shape: the form of the tree.
+        how: how siblings were drawn: "iid" (independently; with several laws: independent),
+            "distinct" (without replacement, in draw order) or "greedy" (top K-1, then one draw).
+        tail: (V,) the draft's law after the last node of a chain, where a verifier asked for it.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    laws: Tensor
+    law: Tensor
+    shape: Shape
+    how: How = "iid"
+    tail: Tensor | None = None
+
+    def __len__(self) -> int:
+        """Number of drafted nodes, N."""
+        return self.tokens.shape[0]
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self.laws.shape[-1]
+
+    @cached_property
+    def token_list(self) -> list[int]:
+        """Tokens as Python ints, read from the device once."""
+        return [int(token) for token in self.tokens.tolist()]
+
+    @cached_property
+    def law_list(self) -> list[int]:
+        """Rows of `laws` as Python ints."""
+        return [int(row) for row in self.law.tolist()]
+
+    @cached_property
+    def kids(self) -> list[list[int]]:
+        """Children of every node, in draw order: N+1 lists."""
+        kids: list[list[int]] = [[] for _ in range(len(self) + 1)]
+        for index, parent in enumerate(self.parents.tolist()):
+            kids[int(parent)].append(index + 1)
+        return kids
+
+    def children(self, group: Sequence[int]) -> list[int]:
+        """Nodes that follow any node of a group, in draw order."""
+        return [child for node in group for child in self.kids[node]]
+
+    def follow(self, children: Sequence[int], chosen: int) -> list[int]:
+        """The group that an accepted child leads to.
+
+        On paths that is every path which carries the accepted token; elsewhere the child itself
+        (its twins keep their own subtrees, as in MCSD and SpecTr).
+        """
+        if self.shape != "paths":
+            return [children[chosen]]
+        token = self.token_list[children[chosen] - 1]
+        return [child for child in children if self.token_list[child - 1] == token]
+
+    def law_of(self, node: int) -> Tensor:
+        """(V,) the law that a drafted node's token was drawn from."""
+        return self.laws[self.law_list[node - 1]]
+
+    @cached_property
+    def identical(self) -> bool:
+        """True if tokens that compete for one place were all drawn from one law."""
+        groups: list[list[int]] = [[0]]
+        while groups:
+            children = self.children(groups.pop())
+            if len({self.law_list[child - 1] for child in children}) > 1:
+                return False
+            if self.shape == "paths":
+                tokens = {self.token_list[child - 1] for child in children}
+                groups += [
+                    [child for child in children if self.token_list[child - 1] == token]
+                    for token in sorted(tokens)
+                ]
+            else:
+                groups += [[child] for child in children]
+        return True
+
+    @property
+    def kind(self) -> str:
+        """What verifiers are asked to have a proof for, for example "paths, independent"."""
+        if self.shape == "chain":
+            return "chain"
+        return f"{self.shape}, {self.how if self.identical else 'independent'}"
+
+    @classmethod
+    def chain(cls, tokens: Tensor, q: Tensor, tail: Tensor | None = None) -> DraftTree:
+        """One path: tokens (L,), q (L, V); tail (V,) is the law after the last token, if known.
+
+        Raises:
+            ValueError: if shapes, ids or laws are not as described.
+        """
+        _require(tokens.ndim == 1 and q.ndim == 2, "a chain needs tokens (L,) and q (L, V)", q)
+        length = tokens.shape[0]
+        _require(q.shape[0] == length, f"q needs one row a token, {length}", q)
+        steps = torch.arange(length)
+        return cls(tokens, steps, q, steps, "chain", "iid", tail)._checked()
+
+    @classmethod
+    def paths(cls, tokens: Tensor, q: Tensor) -> DraftTree:
+        """K independent rollouts: tokens (K, L), q (K, L, V); laws may differ by path.
+
+        Raises:
+            ValueError: if shapes, ids or laws are not as described.
+        """
+        _require(tokens.ndim == 2 and q.ndim == 3, "paths need tokens (K, L) and q (K, L, V)", q)
+        count, length = tokens.shape
+        _require(q.shape[:2] == tokens.shape, f"q needs shape ({count}, {length}, V)", q)
+        index = torch.arange(count * length)
+        parents = torch.where(index % length == 0, 0, index)
+        flat = tokens.reshape(-1)
+        laws = q.reshape(count * length, -1)
+        prefixes = [tuple(row[:depth]) for row in tokens.tolist() for depth in range(length)]
+        law = _share_laws(prefixes, laws)
+        return cls(flat, parents, laws, law, "paths")._checked()
+
+    @classmethod
+    def siblings(cls, tokens: Tensor, q: Tensor, how: How = "iid") -> DraftTree:
+        """K candidates for one place: tokens (K,), q (V,), or (K, V) with "iid".
+
+        Raises:
+            ValueError: if shapes, ids or laws are not as described.
+        """
+        _require(tokens.ndim == 1 and q.ndim in (1, 2), "siblings need tokens (K,), q (V,)", q)
+        count = tokens.shape[0]
+        if q.ndim == 2:
+            _require(how == "iid", f"q (K, V) needs how='iid', not {how!r}; give q (V,)", q)
+            _require(q.shape[0] == count, f"q needs one row a token, {count}", q)
+            law = _share_laws([()] * count, q)
+        else:
+            q, law = q.unsqueeze(0), torch.zeros(count, dtype=torch.long)
+        parents = torch.zeros(count, dtype=torch.long)
+        return cls(tokens, parents, q, law, "siblings", how)._checked()
+
+    @classmethod
+    def tree(cls, widths: Sequence[int], tokens: Tensor, q: Tensor, how: How = "iid") -> DraftTree:
+        """A k-configuration such as (4, 2, 2), breadth first.
+
+        Args:
+            widths: children of every node at depth 0, 1, ...
+            tokens: (N,), N the sum of the cumulative products of `widths`.
+            q: (nodes with children, V), row i the draft's law after node i.
+            how: how siblings were drawn.
+
+        Raises:
+            ValueError: if shapes, ids or laws are not as described.
+        """
+        _require(len(widths) > 0 and min(widths) > 0, f"widths must be positive: {widths}", q)
+        level, parents, next_node = [0], [], 1
+        for width in widths:
+            parents += [node for node in level for _ in range(width)]
+            level = list(range(next_node, next_node + len(level) * width))
+            next_node += len(level)
+        inner = next_node - len(level)
+        _require(
+            tokens.shape == (len(parents),), f"widths {tuple(widths)} need {len(parents)} tokens", q
+        )
+        _require(q.ndim == 2 and q.shape[0] == inner, f"q needs {inner} rows", q)
+        parent = torch.tensor(parents)
+        return cls(tokens, parent, q, parent, "tree", how)._checked()
+
+    def _checked(self) -> DraftTree:
+        """Return self if every promise of the class holds; ValueError otherwise."""
+        _require(self.laws.is_floating_point(), "q must be floating point", self.laws)
+        _require(self.laws.dtype.itemsize >= 4, "q must be float32 or wider", self.laws)
+        _require(not self.tokens.is_floating_point(), "tokens must be integers", self.tokens)
+        _require(self.how in ("iid", "distinct", "greedy"), f"unknown how {self.how!r}", self.laws)
+        if len(self) == 0:
+            return self
+        low, high = int(self.tokens.min()), int(self.tokens.max())
+        if low < 0 or high >= self.vocabulary:
+            raise ValueError(
+                f"token ids must lie in [0, {self.vocabulary}), got ids from {low} to {high}"
+            )
+        if not bool(torch.isfinite(self.laws).all()) or bool((self.laws < 0).any()):
+            raise ValueError("q must be finite and non-negative")
+        error = float((self.laws.sum(dim=-1) - 1).abs().max())
+        if error > SUM_TOLERANCE:
+            raise ValueError(f"every law q must sum to 1; one is off by {error:.3g}")
+        self._check_siblings()
+        return self
+
+    def _check_siblings(self) -> None:
+        """Drafted tokens have q > 0; picks without replacement are distinct."""
+        for siblings in self.kids:
+            tokens = [self.token_list[child - 1] for child in siblings]
+            if self.how != "iid" and len(set(tokens)) < len(tokens):
+                raise ValueError(f"{self.how} siblings must differ, got tokens {tokens}")
+            # Greedy siblings but the last were chosen, not drawn; any set may be chosen.
+            for child in siblings[-1:] if self.how == "greedy" else siblings:
+                token = self.token_list[child - 1]
+                if not float(self.law_of(child)[token]) > 0:
+                    raise ValueError(
+                        f"node {child} holds token {token}, to which its law q gives probability 0:"
+                        " pass the law the token was really drawn from"
+                    )
+
+
+def _require(holds: bool, message: str, got: Tensor) -> None:
+    if not holds:
+        raise ValueError(f"{message}; got shape {tuple(got.shape)}, dtype {got.dtype}")
+
+
+def _share_laws(contexts: Sequence[tuple[int, ...]], laws: Tensor) -> Tensor:
+    """Index of the first equal law of the same context, for every row of `laws`: (rows,)."""
+    index = list(range(len(contexts)))
+    order = sorted(index, key=lambda row: (contexts[row], row))
+    for previous, row in pairwise(order):
+        first = index[previous]
+        same = contexts[previous] == contexts[row]
+        if same and float((laws[first] - laws[row]).abs().max()) <= SAME_LAW_TOLERANCE:
+            index[row] = first
+    return torch.tensor(index, dtype=torch.long)
