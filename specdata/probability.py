@@ -72,6 +72,18 @@ def probabilities(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     return probs
 
 
+def to_vocabulary(logits: Tensor, size: int) -> Tensor:
+    """Fit a draft's logits (..., V') to the target's vocabulary, (..., size).
+
+    Embedding matrices of one family are padded to different sizes. Ids that only the target has
+    get probability 0 from the draft; ids that only the draft has are never drafted.
+    """
+    missing = size - logits.shape[-1]
+    if missing <= 0:
+        return logits[..., :size]
+    return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+
+
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """Map uniforms in [0, 1) to tokens; a token of probability 0 is never returned.
 

@@ -1,0 +1,86 @@
+"""Prompts by name: the embedded families, or a local JSONL file with a `prompt` column."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from specdata import toy
+from specdata.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Some prompts of one data set."""
+
+    name: str = field(
+        metadata={"help": f"{', '.join(toy.FAMILIES)} (embedded) or a JSONL file with `prompt`"}
+    )
+    split: str = field(
+        default="test", metadata={"help": "train, dev or test; stored with each row"}
+    )
+    count: int = field(default=100, metadata={"help": "how many prompts, from the first"})
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt; `example_id` is a hash of its text."""
+
+    example_id: str
+    dataset: str
+    split: str
+    ids: list[int]
+
+
+def load_prompts(
+    sets: list[PromptSet], tokenizer: PreTrainedTokenizerBase, *, seed: int
+) -> list[Prompt]:
+    """Read and tokenize prompt sets. A text that comes twice is kept once.
+
+    Raises:
+        ConfigError: for an unknown set, an unreadable file, a missing column or too few prompts.
+    """
+    found: dict[str, Prompt] = {}
+    for wanted in sets:
+        for text in _texts(wanted, seed):
+            example_id = hashlib.sha256(text.encode()).hexdigest()[:16]
+            ids = [int(token) for token in tokenizer(text)["input_ids"]]
+            if not ids:
+                raise ConfigError(f"prompt set {wanted.name!r} holds an empty prompt")
+            name = Path(wanted.name).stem
+            found.setdefault(example_id, Prompt(example_id, name, wanted.split, ids))
+    return list(found.values())
+
+
+def _texts(wanted: PromptSet, seed: int) -> list[str]:
+    if wanted.count < 1:
+        raise ConfigError(f"prompt set {wanted.name!r}: count must be positive, got {wanted.count}")
+    if wanted.name in toy.FAMILIES:
+        try:
+            return toy.prompts(wanted.name, wanted.split, wanted.count, seed=seed)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    path = Path(wanted.name)
+    if path.suffix != ".jsonl":
+        raise ConfigError(
+            f"unknown prompt set {wanted.name!r}: give one of {', '.join(toy.FAMILIES)}, or a "
+            "file that ends in .jsonl"
+        )
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()[: wanted.count]
+        texts = [json.loads(line)["prompt"] for line in lines]
+    except FileNotFoundError as error:
+        raise ConfigError(f"prompt file {path} does not exist") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: every line must be a JSON object with a `prompt` ({error!r})"
+        ) from error
+    if len(texts) < wanted.count or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(
+            f"{path} must hold {wanted.count} prompts (strings), it has {len(texts)}: lower `count`"
+        )
+    return texts
