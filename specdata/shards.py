@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,30 @@ def atomic_write(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield a new temporary folder; when the block ends without an error it becomes `path`.
+
+    Raises:
+        FileExistsError: if `path` exists; a finished folder is never replaced.
+    """
+    if path.exists():
+        raise FileExistsError(f"{path} must not exist yet; delete it to make it again")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed run
+    temporary.mkdir()
+    try:
+        yield temporary
+        for file in (temporary, *temporary.rglob("*")):
+            handle = os.open(file, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+        temporary.replace(path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,0 +1,172 @@
+"""The embedded pair: a deep target and a shallow base draft, trained from scratch on `toy` text.
+
+Both become ordinary model folders, so that nothing after this stage knows where they came from.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    Trainer,
+    default_data_collator,
+    set_seed,
+)
+
+from distill.training import Schedule, check_settings, run, save_model, training_arguments
+from specdata.shards import atomic_folder, write_json
+from specdata.toy import corpus, train_tokenizer
+
+SETTINGS_FILE = "training.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ToyPairConfig:
+    """The two models and how long they train; the defaults take minutes on two cores."""
+
+    vocab_size: int = field(default=2048, metadata={"help": "tokens of the shared vocabulary"})
+    examples_per_family: int = field(
+        default=2000, metadata={"help": "training documents of each prompt family"}
+    )
+    library_characters: int = field(
+        default=300_000, metadata={"help": "library text in the training documents, at most"}
+    )
+    block_size: int = field(default=128, metadata={"help": "tokens of one packed training block"})
+    batch_size: int = field(default=8, metadata={"help": "blocks of one training step"})
+    target_layers: int = field(default=12, metadata={"help": "layers of the target"})
+    target_width: int = field(default=256, metadata={"help": "hidden size of the target"})
+    target_steps: int = field(default=400, metadata={"help": "training steps of the target"})
+    target_learning_rate: float = field(
+        default=2e-3, metadata={"help": "largest learning rate of the target"}
+    )
+    draft_layers: int = field(default=1, metadata={"help": "layers of the draft"})
+    draft_width: int = field(default=128, metadata={"help": "hidden size of the draft"})
+    draft_steps: int = field(default=400, metadata={"help": "training steps of the base draft"})
+    draft_learning_rate: float = field(
+        default=4e-3, metadata={"help": "largest learning rate of the draft"}
+    )
+    save_steps: int = field(
+        default=100, metadata={"help": "steps between checkpoints, from which a killed run goes on"}
+    )
+
+
+def train_toy_pair(folder: Path, config: ToyPairConfig, *, seed: int) -> None:
+    """Train `folder/target` and `folder/draft`; a model that is already finished is kept.
+
+    Args:
+        folder: where the two model folders go; a folder exists only once it is complete.
+        config: sizes and lengths.
+        seed: decides the text, the initial weights and the order of the blocks.
+
+    Raises:
+        ManifestError: if a model in `folder` was trained with other settings.
+    """
+    for name in ("target", "draft"):
+        # A model depends on the settings of its own and the shared ones only.
+        other = {"target": "draft_", "draft": "target_"}[name]
+        settings: dict[str, Any] = {
+            key: value for key, value in asdict(config).items() if not key.startswith(other)
+        }
+        settings["seed"] = seed
+        if (folder / name).exists():
+            check_settings(folder / name / SETTINGS_FILE, settings)
+        else:
+            _train(folder / name, config, settings, seed=seed)
+
+
+def language_model(
+    tokenizer: PreTrainedTokenizerBase, *, layers: int, width: int, seed: int
+) -> LlamaForCausalLM:
+    """Return a Llama with random weights, tied embeddings and heads of 64 (32 if narrow)."""
+    head_size = 64 if width % 64 == 0 and width > 128 else min(32, width)
+    set_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=width,
+            intermediate_size=width * 8 // 3 // 16 * 16,
+            num_hidden_layers=layers,
+            num_attention_heads=width // head_size,
+            max_position_embeddings=1024,
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    model.generation_config = GenerationConfig(
+        do_sample=True,  # from the full law: generate() would cut at top_k = 50 by itself
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return model
+
+
+def packed(texts: list[str], tokenizer: PreTrainedTokenizerBase, block_size: int) -> Dataset:
+    """Return blocks of `block_size` tokens: the documents in a row, each ended by the end token."""
+    documents = tokenizer(texts)["input_ids"]
+    end = [tokenizer.eos_token_id]
+    tokens = list(chain.from_iterable(document + end for document in documents))
+    blocks = [
+        tokens[start : start + block_size]
+        for start in range(0, len(tokens) - block_size + 1, block_size)
+    ]
+    return Dataset.from_dict({"input_ids": blocks, "labels": blocks})
+
+
+def _train(path: Path, config: ToyPairConfig, settings: dict[str, Any], *, seed: int) -> None:
+    texts = corpus(
+        seed=seed,
+        examples_per_family=config.examples_per_family,
+        library_characters=config.library_characters,
+    )
+    target = path.name == "target"
+    # The draft speaks the very tokens of the target.
+    tokenizer = (
+        train_tokenizer(texts, config.vocab_size)
+        if target
+        else AutoTokenizer.from_pretrained(path.with_name("target"))
+    )
+    model = language_model(
+        tokenizer,
+        layers=config.target_layers if target else config.draft_layers,
+        width=config.target_width if target else config.draft_width,
+        seed=seed,
+    )
+    schedule = Schedule(
+        steps=config.target_steps if target else config.draft_steps,
+        batch_size=config.batch_size,
+        learning_rate=config.target_learning_rate if target else config.draft_learning_rate,
+        warmup_ratio=0.1,
+        save_steps=config.save_steps,
+    )
+    work = path.with_name(f"{path.name}.training")
+    trainer = Trainer(
+        model=model,
+        args=training_arguments(work, schedule, seed=seed),
+        train_dataset=packed(texts, tokenizer, config.block_size),
+        data_collator=default_data_collator,
+    )
+    run(trainer, work, settings, label=f"training the {path.name}")
+    with atomic_folder(path) as temporary:
+        save_model(model, temporary)
+        tokenizer.save_pretrained(temporary)
+        write_json(temporary / SETTINGS_FILE, settings)
+    shutil.rmtree(work)
+    del trainer
+    torch.cuda.empty_cache()

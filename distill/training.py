@@ -1,0 +1,204 @@
+"""What every training in this package shares: arguments, progress, and a safe resume.
+
+A killed run goes on from its newest *complete* checkpoint, in the state and at the sample it had
+reached, so its final weights are those of an uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from tqdm.auto import tqdm
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.utils import logging
+
+from specdata.errors import ManifestError
+from specdata.shards import write_json
+
+# Written last, so its existence means that every rank has written its part of the checkpoint.
+_COMPLETE = "complete.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How long and how fast to train, in optimizer steps."""
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    warmup_ratio: float
+    save_steps: int
+
+
+def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> TrainingArguments:
+    """Return arguments for AdamW with a cosine schedule, checkpoints in `work`, no reporting.
+
+    `batch_size` is that of one process; everything else can be scaled by the launcher.
+    """
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
+        # Trainer imports DeepSpeed wherever it is installed, which warns unless told of the CPU.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    return TrainingArguments(
+        output_dir=str(work),
+        max_steps=schedule.steps,
+        per_device_train_batch_size=schedule.batch_size,
+        learning_rate=schedule.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=round(schedule.steps * schedule.warmup_ratio),
+        max_grad_norm=1.0,
+        save_strategy="steps",
+        save_steps=schedule.save_steps,
+        logging_strategy="steps",
+        logging_steps=10,
+        disable_tqdm=True,
+        report_to="none",
+        use_cpu=on_cpu,
+        dataloader_pin_memory=not on_cpu,
+        remove_unused_columns=False,
+        seed=seed,
+        data_seed=seed,
+    )
+
+
+def run(trainer: Trainer, work: Path, settings: dict[str, Any], *, label: str) -> None:
+    """Train to the end, from the newest complete checkpoint in `work` if there is one.
+
+    Args:
+        trainer: ready to train, with `training_arguments(work, ...)`.
+        work: folder of the checkpoints; the caller deletes it when the result is saved.
+        settings: what the result depends on (JSON); checkpoints of other settings are refused.
+        label: shown beside the progress bar.
+
+    Raises:
+        ManifestError: if `work` was started with other settings.
+    """
+    with PartialState().main_process_first():
+        check_settings(work / "settings.json", settings)
+        if trainer.is_world_process_zero():
+            work.mkdir(parents=True, exist_ok=True)
+            write_json(work / "settings.json", settings)
+            for checkpoint in work.glob("checkpoint-*"):
+                if not (checkpoint / _COMPLETE).is_file():
+                    shutil.rmtree(checkpoint)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(_Progress(label))
+    trainer.add_callback(_MarkComplete())
+    newest = max(work.glob("checkpoint-*"), key=_step, default=None)
+    with _no_shard_bars():
+        trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+    trainer.model.config.use_cache = True  # the Trainer turned it off; whoever decodes needs it
+
+
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """Write weights (safetensors), `config.json` and `generation_config.json`, without a bar."""
+    with _no_shard_bars():
+        model.save_pretrained(folder)
+
+
+@contextmanager
+def _no_shard_bars() -> Iterator[None]:
+    """Hide the bars of saving and loading, which break ours and last milliseconds."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def check_settings(path: Path, settings: dict[str, Any]) -> None:
+    """Refuse to go on with files that were made with other settings.
+
+    Raises:
+        ManifestError: if `path` holds settings that differ.
+    """
+    if not path.is_file():
+        return
+    stored = json.loads(path.read_text("utf-8"))
+    wanted = json.loads(json.dumps(settings))
+    for key in sorted(stored.keys() | wanted.keys()):
+        if stored.get(key) != wanted.get(key):
+            raise ManifestError(
+                f"{path.parent} was made with {key} = {stored.get(key)}, now it is "
+                f"{wanted.get(key)}; delete that folder or use another one"
+            )
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+class _MarkComplete(TrainerCallback):  # type: ignore[misc]
+    """Marks a checkpoint once all ranks have written it, and only then deletes the older ones.
+
+    `kill -9` can leave a torn checkpoint, so the last whole one must outlive the next save.
+    """
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        PartialState().wait_for_everyone()
+        if state.is_world_process_zero:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            write_json(folder / _COMPLETE, {"step": state.global_step})
+            for other in folder.parent.glob("checkpoint-*"):
+                if other != folder:
+                    shutil.rmtree(other)
+
+
+class _Progress(TrainerCallback):  # type: ignore[misc]
+    """One progress bar with the newest loss, and no other output."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.bar: tqdm[Any] | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            self.bar = tqdm(
+                desc=self.label, total=state.max_steps, initial=state.global_step, unit="step"
+            )
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        if self.bar is not None and logs is not None and "loss" in logs:
+            self.bar.set_postfix(loss=f"{logs['loss']:.3f}")
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self.bar is not None:
+            self.bar.close()
