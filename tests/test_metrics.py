@@ -1,0 +1,333 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eval.environment import describe_environment
+from eval.figures import figures, speed_ratio_interval
+from eval.metrics import LatencyFit, PromptRecord, Round, check_identity, fit_latency, record_prompt
+from eval.results import (
+    PLAIN,
+    Results,
+    build_results,
+    check_figures,
+    fit_latencies,
+    read_results,
+    recompute,
+    write_results,
+)
+from specdata.errors import ManifestError
+from tests.synthetic_results import (
+    ENVIRONMENT,
+    T_DRAFT,
+    T_TARGET,
+    method,
+    simulate,
+    synthetic_results,
+)
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return synthetic_results()
+
+
+def one_round(drafted: int, accepted: int, *, depth: int | None = None, emitted: int | None = None):
+    return Round(
+        drafted=drafted,
+        depth=drafted if depth is None else depth,
+        accepted=accepted,
+        emitted=accepted + 1 if emitted is None else emitted,
+        draft_forwards=drafted,
+        draft_seconds=0.1 * drafted,
+        target_seconds=0.5,
+        overhead_seconds=0.01,
+    )
+
+
+def by_hand() -> list[PromptRecord]:
+    return [
+        record_prompt(
+            "a", [one_round(3, 3), one_round(3, 1), one_round(2, 0)], seconds=4.0, finish="length"
+        ),
+        record_prompt("b", [one_round(1, 1, emitted=1)], seconds=1.0, finish="eos"),
+    ]
+
+
+def test_a_record_sums_its_rounds_and_counts_positions() -> None:
+    record = by_hand()[0]
+    assert (record.tokens, record.rounds, record.n_draft, record.n_discarded) == (7, 3, 8, 4)
+    assert record.drafted_by_position == [3, 3, 2]
+    assert record.reached_by_position == [3, 2, 1]
+    assert record.accepted_by_position == [2, 1, 1]
+    assert record.draft_seconds == pytest.approx(0.8)
+    assert record.overhead_seconds == pytest.approx(0.03)
+
+
+def test_figures_equal_the_hand_computed_ratios_of_sums() -> None:
+    plain = [
+        record_prompt(name, [one_round(0, 0)] * n, seconds=n * 1.0, finish="length")
+        for name, n in (("a", 7), ("b", 1))
+    ]
+    found = figures(by_hand(), plain)
+    assert (found.prompts, found.tokens, found.rounds, found.n_target) == (2, 8, 4, 4)
+    assert (found.n_draft, found.n_discarded) == (9, 4)
+    assert found.block_efficiency == 8 / 4
+    assert found.acceptance_rate == 5 / 9
+    assert found.acceptance_by_position == [3 / 4, 1 / 3, 1 / 2]
+    assert found.conditional_by_position == [3 / 4, 1 / 2, 1 / 1]
+    assert found.discard_rate == 4 / 8
+    assert found.verification_rate == 4 / 8
+    assert found.tokens_per_second == 8 / 5
+    assert found.speedup == (8 / 5) / (8 / 8)
+    assert found.seconds["total"] == 5.0
+
+
+def test_plain_decoding_has_no_acceptance_and_a_speedup_of_one() -> None:
+    plain = [record_prompt("a", [one_round(0, 0)] * 5, seconds=2.5, finish="length")]
+    found = figures(plain, plain)
+    assert found.acceptance_rate is None
+    assert "acceptance_rate" not in found.intervals
+    assert found.acceptance_by_position == []
+    assert found.block_efficiency == 1.0
+    assert (found.discard_rate, found.verification_rate) == (0.0, 1.0)
+    assert found.speedup == 1.0
+    assert found.intervals["speedup"] == (1.0, 1.0)
+
+
+def test_without_plain_decoding_there_is_no_speedup() -> None:
+    found = figures(by_hand())
+    assert found.speedup is None
+    assert "speedup" not in found.intervals
+
+
+def test_tree_acceptance_counts_depth_not_nodes() -> None:
+    rounds = [one_round(28, 2, depth=3), one_round(28, 1, depth=3)]
+    found = figures([record_prompt("a", rounds, seconds=1.0, finish="length")])
+    assert found.acceptance_rate == 3 / 6
+    assert found.n_discarded == 56 - 3
+    assert found.acceptance_by_position == [1.0, 0.5, 0.0]
+
+
+def test_several_generations_of_a_prompt_are_resampled_together() -> None:
+    records = by_hand()[:1] * 4
+    found = figures(records)
+    assert found.prompts == 1
+    assert found.tokens == 28
+    low, high = found.intervals["block_efficiency"]
+    assert low == high == found.block_efficiency
+
+
+def test_a_speedup_needs_the_same_prompts() -> None:
+    other = [record_prompt("z", [one_round(0, 0)], seconds=1.0, finish="eos")]
+    with pytest.raises(ValueError, match="same prompts"):
+        figures(by_hand(), other)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        one_round(2, 3),
+        one_round(2, 1, emitted=3),
+        one_round(2, 1, emitted=0),
+        one_round(2, 1, depth=4),
+        one_round(0, 0, emitted=0),
+    ],
+)
+def test_a_round_with_contradicting_counts_is_refused(broken: Round) -> None:
+    with pytest.raises(ValueError, match="round 0"):
+        record_prompt("a", [broken], seconds=1.0, finish="length")
+
+
+def test_only_the_last_round_may_leave_out_the_bonus() -> None:
+    cut = one_round(2, 2, emitted=2)
+    record_prompt("a", [one_round(2, 0), cut], seconds=1.0, finish="eos")
+    with pytest.raises(ValueError, match="round 0"):
+        record_prompt("a", [cut, one_round(2, 0)], seconds=1.0, finish="eos")
+
+
+def test_every_token_is_paid_for_by_a_drafted_token_or_a_target_forward(results: Results) -> None:
+    for run in results.runs:
+        for record in run.generations:
+            check_identity(record)
+            excess = record.n_draft + record.rounds - record.tokens - record.n_discarded
+            assert excess == 0
+    wrong = dataclasses.replace(by_hand()[0], n_discarded=1)
+    with pytest.raises(ValueError, match="n_draft"):
+        check_identity(wrong)
+
+
+def test_intervals_are_deterministic_and_contain_the_figure(results: Results) -> None:
+    for run in results.runs:
+        again = recompute(run, results.plain(run.dataset))
+        assert again.intervals == run.intervals
+        for name, (low, high) in run.intervals.items():
+            assert low <= getattr(run, name) <= high, (run.method, name)
+        assert len(run.position_intervals) == len(run.acceptance_by_position)
+
+
+def test_nominal_95_percent_intervals_cover_the_true_rate() -> None:
+    rng = np.random.default_rng(7)
+    trials, covered = 200, 0
+    truth = 0.7
+    for _ in range(trials):
+        eases = np.clip(rng.normal(truth, 0.1, size=30), 0, 1)
+        records = []
+        for i, ease in enumerate(eases):
+            accepted = rng.random(40) < ease
+            rounds = [one_round(1, int(a)) for a in accepted]
+            records.append(record_prompt(str(i), rounds, seconds=1.0, finish="length"))
+        low, high = figures(records).intervals["acceptance_rate"]
+        covered += low <= truth <= high
+    assert 0.88 <= covered / trials <= 0.99
+
+
+def test_pairing_by_prompt_narrows_the_speedup_interval() -> None:
+    rng = np.random.default_rng(3)
+    fast, slow = [], []
+    for i in range(30):
+        scale = float(rng.uniform(0.5, 5.0))  # prompts differ far more than methods do
+        fast.append(record_prompt(str(i), [one_round(1, 1)] * 9, seconds=scale, finish="length"))
+        slow.append(record_prompt(str(i), [one_round(0, 0)] * 9, seconds=scale, finish="length"))
+    low, high = speed_ratio_interval(fast, slow)
+    assert low == pytest.approx(2.0)
+    assert high == pytest.approx(2.0)
+    assert figures(fast, list(reversed(slow))).intervals["speedup"] == pytest.approx((2.0, 2.0))
+
+
+def test_latency_fit_recovers_the_times_of_the_machine(results: Results) -> None:
+    for fit in results.latency.values():
+        assert fit is not None
+        assert fit.t_draft == pytest.approx(T_DRAFT, rel=0.05)
+        assert fit.t_target == pytest.approx(T_TARGET, rel=0.08)
+        assert fit.r_squared > 0.98
+
+
+def test_fitted_latency_predicts_the_seconds_of_a_token_by_equation_5_1() -> None:
+    rng = np.random.default_rng(0)
+    records = [simulate(rng, str(i), lengths=(k, k), ease=0.7) for k in (1, 3, 6) for i in range(5)]
+    fit = fit_latency(records)
+    assert fit is not None
+    found = figures(records)
+    predicted = fit.seconds_per_token(
+        discard_rate=found.discard_rate, verification_rate=found.verification_rate
+    )
+    assert predicted == pytest.approx(1 / found.tokens_per_second, rel=0.02)
+    # The rearrangement is exact: it only uses N_draft = N + N_discarded - N_target.
+    direct = (fit.t_draft * found.n_draft + fit.t_target * found.n_target) / found.tokens
+    assert predicted == pytest.approx(direct)
+
+
+def test_latency_fit_is_none_when_the_two_times_cannot_be_told_apart() -> None:
+    plain = [
+        record_prompt(str(n), [one_round(0, 0)] * n, seconds=n * 1.0, finish="length")
+        for n in range(1, 6)
+    ]
+    assert fit_latency(plain) is None
+    assert fit_latency([]) is None
+    assert fit_latency(by_hand()) is None
+    same_ratio = [
+        record_prompt(str(n), [one_round(2, 1)] * n, seconds=n * 1.0, finish="length")
+        for n in range(1, 6)
+    ]
+    assert fit_latency(same_ratio) is None
+
+
+def test_latency_fit_never_gives_negative_times() -> None:
+    rng = np.random.default_rng(1)
+    records = [simulate(rng, str(i), lengths=(i, i), ease=0.5) for i in range(8)]
+    odd = [dataclasses.replace(r, seconds=10.0 / (1 + r.n_draft)) for r in records]
+    fit = fit_latency(odd)
+    assert isinstance(fit, LatencyFit)
+    assert fit.t_draft >= 0
+    assert fit.t_target >= 0
+
+
+def test_results_survive_writing_and_reading(results: Results, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    write_results(path, results)
+    assert read_results(path) == results
+    stored = json.loads(path.read_text())
+    assert stored["schema_version"] == 1
+    assert set(stored) >= {"schema_version", "environment", "runs"}
+    contract = [
+        "dataset",
+        "target",
+        "draft",
+        "head",
+        "drafter",
+        "verifier",
+        "stop",
+        "sampling",
+        "prompts",
+        "tokens",
+        "rounds",
+        "n_target",
+        "n_draft",
+        "n_discarded",
+        "block_efficiency",
+        "acceptance_rate",
+        "acceptance_by_position",
+        "discard_rate",
+        "verification_rate",
+        "tokens_per_second",
+        "speedup",
+    ]
+    for run in stored["runs"]:
+        assert set(contract) <= set(run)
+
+
+def test_every_published_figure_equals_its_recomputation(results: Results, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    write_results(path, results)
+    again = read_results(path)
+    check_figures(again)
+    assert fit_latencies(again) == again.latency
+
+
+@pytest.mark.parametrize("name", ["speedup", "block_efficiency", "tokens"])
+def test_a_figure_typed_by_hand_is_found(results: Results, name: str) -> None:
+    better = results.runs[1].model_copy(update={name: getattr(results.runs[1], name) * 2})
+    forged = results.model_copy(update={"runs": [results.runs[0], better, *results.runs[2:]]})
+    with pytest.raises(ManifestError, match=name):
+        check_figures(forged)
+
+
+def test_unusable_results_are_refused_with_the_place(results: Results, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    with pytest.raises(ManifestError, match="no results at"):
+        read_results(path)
+    write_results(path, results)
+    stored = json.loads(path.read_text())
+    stored["schema_version"] = 2
+    path.write_text(json.dumps(stored))
+    with pytest.raises(ManifestError, match="schema_version"):
+        read_results(path)
+    stored["schema_version"] = 1
+    stored["runs"][3]["tokens"] = "many"
+    path.write_text(json.dumps(stored))
+    with pytest.raises(ManifestError, match=r"runs\.3\.tokens"):
+        read_results(path)
+    path.write_text('{"schema_version": 1, "runs": [')
+    with pytest.raises(ManifestError, match=r"results\.json"):
+        read_results(path)
+
+
+def test_method_names_are_unique_and_plain_means_no_draft() -> None:
+    records = by_hand()
+    with pytest.raises(ValueError, match="unique"):
+        build_results(ENVIRONMENT, [(method("x", "d"), records)] * 2)
+    with pytest.raises(ValueError, match=PLAIN):
+        build_results(ENVIRONMENT, [(method(PLAIN, "d"), records)])
+
+
+def test_environment_names_hardware_versions_and_commit() -> None:
+    found = describe_environment(device="cpu", dtype="float32")
+    assert found.hardware["cpu"]
+    assert found.hardware["gpu"] is None
+    assert {"python", "torch", "transformers"} <= set(found.software)
+    assert found.git_commit is None or len(found.git_commit) == 40
