@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ Shape = Literal["chain", "siblings", "paths", "tree"]
 # Rows that should be one law (same context, same draft) may differ by a forward's rounding.
 SAME_LAW_TOLERANCE = 1e-6
 SUM_TOLERANCE = 1e-3
+
+FLOATS = (torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class DraftTree:
         length = tokens.shape[0]
         _require(q.shape[0] == length, f"q needs one row a token, {length}", q)
         steps = torch.arange(length)
-        return cls(tokens, steps, q, steps, "chain", "iid", tail)._checked()
+        return cls(tokens, steps, q, steps, "chain", "iid", tail).checked()
 
     @classmethod
     def paths(cls, tokens: Tensor, q: Tensor) -> DraftTree:
@@ -150,7 +153,7 @@ class DraftTree:
         laws = q.reshape(count * length, -1)
         prefixes = [tuple(row[:depth]) for row in tokens.tolist() for depth in range(length)]
         law = _share_laws(prefixes, laws)
-        return cls(flat, parents, laws, law, "paths")._checked()
+        return cls(flat, parents, laws, law, "paths").checked()
 
     @classmethod
     def siblings(cls, tokens: Tensor, q: Tensor, how: How = "iid") -> DraftTree:
@@ -168,7 +171,7 @@ class DraftTree:
         else:
             q, law = q.unsqueeze(0), torch.zeros(count, dtype=torch.long)
         parents = torch.zeros(count, dtype=torch.long)
-        return cls(tokens, parents, q, law, "siblings", how)._checked()
+        return cls(tokens, parents, q, law, "siblings", how).checked()
 
     @classmethod
     def tree(cls, widths: Sequence[int], tokens: Tensor, q: Tensor, how: How = "iid") -> DraftTree:
@@ -195,28 +198,70 @@ class DraftTree:
         )
         _require(q.ndim == 2 and q.shape[0] == inner, f"q needs {inner} rows", q)
         parent = torch.tensor(parents)
-        return cls(tokens, parent, q, parent, "tree", how)._checked()
+        return cls(tokens, parent, q, parent, "tree", how).checked()
 
-    def _checked(self) -> DraftTree:
-        """Return self if every promise of the class holds; ValueError otherwise."""
-        _require(self.laws.is_floating_point(), "q must be floating point", self.laws)
-        _require(self.laws.dtype.itemsize >= 4, "q must be float32 or wider", self.laws)
-        _require(not self.tokens.is_floating_point(), "tokens must be integers", self.tokens)
-        _require(self.how in ("iid", "distinct", "greedy"), f"unknown how {self.how!r}", self.laws)
-        if len(self) == 0:
-            return self
-        low, high = int(self.tokens.min()), int(self.tokens.max())
-        if low < 0 or high >= self.vocabulary:
-            raise ValueError(
-                f"token ids must lie in [0, {self.vocabulary}), got ids from {low} to {high}"
-            )
-        if not bool(torch.isfinite(self.laws).all()) or bool((self.laws < 0).any()):
-            raise ValueError("q must be finite and non-negative")
-        error = float((self.laws.sum(dim=-1) - 1).abs().max())
-        if error > SUM_TOLERANCE:
-            raise ValueError(f"every law q must sum to 1; one is off by {error:.3g}")
+    def checked(self) -> DraftTree:
+        """Return self if every promise of the class holds.
+
+        Raises:
+            ValueError: that says what must hold and what came.
+        """
+        self._check_form()
+        self._check_laws()
         self._check_siblings()
         return self
+
+    def _check_form(self) -> None:
+        """Shapes, types, ids; parents come before their children."""
+        count = len(self)
+        if self.how not in get_args(How) or self.shape not in get_args(Shape):
+            raise ValueError(
+                f"how must be one of {get_args(How)} and shape one of {get_args(Shape)};"
+                f" got {self.how!r}, {self.shape!r}"
+            )
+        for name, index in (("tokens", self.tokens), ("parents", self.parents), ("law", self.law)):
+            _require(index.shape == (count,), f"{name} must have shape ({count},)", index)
+            _require(index.dtype in INTEGERS, f"{name} must be integers", index)
+        _require(self.laws.ndim == 2, "laws must be (M, V)", self.laws)
+        if count == 0:
+            return
+        _in_range("token ids", self.tokens, self.vocabulary)
+        _in_range("rows of laws", self.law, self.laws.shape[0])
+        late = (self.parents < 0) | (self.parents > torch.arange(count))
+        if bool(late.any()):
+            node = int(late.nonzero()[0]) + 1
+            raise ValueError(
+                f"a parent must come before its child: node {node} follows"
+                f" node {int(self.parents[node - 1])}"
+            )
+        self._check_shape()
+
+    def _check_shape(self) -> None:
+        """The parents make the form that `shape` names."""
+        widths = [len(siblings) for siblings in self.kids]
+        branching = {
+            "chain": max(widths) > 1,
+            "paths": max(widths[1:]) > 1,
+            "siblings": max(widths[1:]) > 0,
+            "tree": False,
+        }
+        if branching[self.shape]:
+            raise ValueError(f"these parents do not make {self.shape}: children a node {widths}")
+        if self.shape in ("chain", "paths") and self.how != "iid":
+            raise ValueError(f"{self.shape} are drawn how='iid', got {self.how!r}")
+
+    def _check_laws(self) -> None:
+        """Every law is a probability law of float32 or wider."""
+        laws = self.laws if self.tail is None else torch.cat([self.laws, self.tail.unsqueeze(0)])
+        _require(laws.dtype in FLOATS, "laws q must be float32 or float64", laws)
+        if not bool(torch.isfinite(laws).all()) or bool((laws < 0).any()):
+            raise ValueError("laws q must be finite and non-negative")
+        error = (laws.sum(dim=-1) - 1).abs()
+        if laws.shape[0] and float(error.max()) > SUM_TOLERANCE:
+            raise ValueError(
+                f"every law q must sum to 1; row {int(error.argmax())} is off by"
+                f" {float(error.max()):.3g}: pass probabilities, not logits"
+            )
 
     def _check_siblings(self) -> None:
         """Drafted tokens have q > 0; picks without replacement are distinct."""
@@ -237,6 +282,12 @@ class DraftTree:
 def _require(holds: bool, message: str, got: Tensor) -> None:
     if not holds:
         raise ValueError(f"{message}; got shape {tuple(got.shape)}, dtype {got.dtype}")
+
+
+def _in_range(name: str, index: Tensor, size: int) -> None:
+    low, high = int(index.min()), int(index.max())
+    if low < 0 or high >= size:
+        raise ValueError(f"{name} must lie in [0, {size}), got {low} to {high}")
 
 
 def _share_laws(contexts: Sequence[tuple[int, ...]], laws: Tensor) -> Tensor:

@@ -140,12 +140,15 @@ class Verifier:
     rule: Rule = field(repr=False)
     takes: tuple[str, ...]
 
-    def check(self, tree: DraftTree) -> None:
-        """Raise ValueError unless there is a proof for this form of draft."""
+    def check(self, tree: DraftTree, target: Tensor) -> None:
+        """Raise ValueError unless there is a proof for this form of draft and p fits it."""
         if tree.kind not in self.takes:
             raise ValueError(
-                f"verifier {self.name!r} is proved for {', '.join(self.takes)}; got {tree.kind}"
+                f"verifier {self.name!r} is proved for {'; '.join(self.takes)}; got {tree.kind}"
             )
+        expected = (len(tree) + 1, tree.vocabulary)
+        if tuple(target.shape) != expected:
+            raise ValueError(f"target must be (N+1, V) = {expected}, got {tuple(target.shape)}")
 
     def __call__(self, tree: DraftTree, target: Tensor) -> Verdict:
         """Enumerate the rule.
@@ -158,12 +161,9 @@ class Verifier:
         Raises:
             ValueError: for a draft without a proof, or a target of another shape.
         """
-        self.check(tree)
-        expected = (len(tree) + 1, tree.vocabulary)
-        if tuple(target.shape) != expected:
-            raise ValueError(f"target must be (N+1, V) = {expected}, got {tuple(target.shape)}")
+        self.check(tree, target)
         stop = torch.zeros(len(tree) + 1, dtype=torch.float64)
-        bonus = torch.zeros(expected, dtype=torch.float64)
+        bonus = torch.zeros(len(tree) + 1, tree.vocabulary, dtype=torch.float64)
         for weight, end in outcomes(lambda dice: self.rule(tree, target, dice)):
             stop[end.node] += weight
             bonus[end.node] += weight * end.law.double().cpu()
@@ -172,6 +172,7 @@ class Verifier:
 
     def draw(self, tree: DraftTree, target: Tensor, generator: torch.Generator) -> Drawn:
         """Draw one outcome, visiting only the nodes walked. Arguments as in `__call__`."""
+        self.check(tree, target)
         end = self.rule(tree, target, RealDice(generator))
         token = int(draw(end.law, generator))
         nodes, node = [], end.node

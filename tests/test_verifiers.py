@@ -1,0 +1,262 @@
+"""One body of laws for the whole zoo: every entry of VERIFIERS over every form of draft.
+
+A new verifier needs no new test here: its line in VERIFIERS (and, if it has parameters, a line in
+PARAMETERS) is picked up by everything below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from eval.drafts import DraftTree
+from eval.verifiers import VERIFIERS, Verifier
+from tests.oracles import (
+    CASES,
+    Case,
+    Table,
+    joint_law,
+    node_prefixes,
+    output_law,
+    random_law,
+    random_table,
+    target_rows,
+    total_variation,
+)
+
+# Settings that a verifier is driven with; one that is not listed has no parameters.
+PARAMETERS: Mapping[str, list[dict[str, Any]]] = {
+    "biased_uno": [{"epsilon": 0.0}, {"epsilon": 0.1}],
+    "biased_opt": [{"epsilon": 0.0}, {"epsilon": 0.1}],
+}
+
+
+def zoo() -> Iterator[tuple[str, dict[str, Any]]]:
+    for name in VERIFIERS:
+        for parameters in PARAMETERS.get(name, [{}]):
+            yield name, parameters
+
+
+def label(name: str, parameters: Mapping[str, Any]) -> str:
+    return " ".join([name, *(f"{key}={value}" for key, value in parameters.items())])
+
+
+def zoo_over_cases(lossless: bool | None = None) -> list[Any]:
+    """A pytest parameter (verifier, case) for every form that every verifier takes."""
+    found = []
+    for name, parameters in zoo():
+        if lossless is not None and VERIFIERS[name].lossless is not lossless:
+            continue
+        verifier = VERIFIERS[name].make(**parameters)
+        for title, case in CASES.items():
+            if case.kind in verifier.takes:
+                title_of = f"{label(name, parameters)}: {title}"
+                found.append(pytest.param(verifier, case, id=title_of))
+    return found
+
+
+ZOO = [pytest.param(VERIFIERS[n].make(**kw), id=label(n, kw)) for n, kw in zoo()]
+# Rules of one place visit the nodes they walk and no others; these read a whole path or subtree.
+READS_BEYOND_ITS_WALK = {"block", "greedy_block", "multipath_block", "traversal"}
+
+
+def first_drafts(case: Case, seed: int, zeros: float = 0.0) -> tuple[DraftTree, Tensor, Table]:
+    """One draft of a case that has the kind itself, the target's rows for it, and the target."""
+    p, qs = case.models(seed, zeros)
+    _, tree = max(case.drafts(qs), key=lambda pair: (pair[1].kind == case.kind, pair[0]))
+    return tree, target_rows(tree, p), p
+
+
+# --- the laws ---
+
+
+@pytest.mark.parametrize(("seed", "zeros"), [(1, 0.0), (2, 0.35)])
+@pytest.mark.parametrize(("verifier", "case"), zoo_over_cases(lossless=True))
+def test_output_law_is_the_target_law(
+    verifier: Verifier, case: Case, seed: int, zeros: float
+) -> None:
+    p, qs = case.models(seed, zeros)
+
+    def verify(tree: DraftTree, target: Tensor) -> Any:
+        verdict = verifier(tree, target)
+        assert float(verdict.stop.sum()) == pytest.approx(1.0, abs=1e-12)
+        assert bool((verdict.stop >= 0).all())
+        assert bool((verdict.bonus >= 0).all())
+        return verdict
+
+    drafts = list(case.drafts(qs))
+    weights = [weight for weight, _ in drafts]
+    assert math.fsum(weights) == pytest.approx(1.0, abs=1e-12)
+    emitted = output_law(verify, iter(drafts), p, case.depth + 1)
+    assert total_variation(emitted, joint_law(p, (), case.depth + 1)) <= 1e-12
+
+
+@pytest.mark.parametrize(("verifier", "case"), zoo_over_cases(lossless=True))
+def test_a_token_that_the_target_never_emits_is_never_accepted(
+    verifier: Verifier, case: Case
+) -> None:
+    p, qs = case.models(3, 0.5)
+    for _, tree in case.drafts(qs):
+        verdict = verifier(tree, target_rows(tree, p))
+        for node, prefix in enumerate(node_prefixes(tree)):
+            impossible = any(float(p[prefix[:d]][prefix[d]]) == 0 for d in range(len(prefix)))
+            if impossible:
+                assert float(verdict.stop[node]) == 0.0
+            elif float(verdict.stop[node]) > 0:
+                assert float(verdict.bonus[node][p[prefix] == 0].sum()) == 0.0
+
+
+@pytest.mark.parametrize("verifier", ZOO)
+def test_refuses_every_form_it_has_no_proof_for(verifier: Verifier) -> None:
+    kinds = set()
+    for case in CASES.values():
+        if case.kind in verifier.takes:
+            continue
+        tree, target, _ = first_drafts(case, 4)
+        assert tree.kind == case.kind
+        kinds.add(case.kind)
+        with pytest.raises(ValueError, match=r"is proved for .*; got ") as refused:
+            verifier(tree, target)
+        assert all(taken in str(refused.value) for taken in verifier.takes)
+        with pytest.raises(ValueError, match=r"is proved for .*; got "):
+            verifier.draw(tree, target, torch.Generator())
+    assert kinds | set(verifier.takes) == {case.kind for case in CASES.values()}
+
+
+@pytest.mark.parametrize("verifier", ZOO)
+def test_refuses_a_target_of_another_shape(verifier: Verifier) -> None:
+    case = next(case for case in CASES.values() if case.kind in verifier.takes)
+    tree, target, _ = first_drafts(case, 4)
+    with pytest.raises(ValueError, match=r"target must be \(N\+1, V\)"):
+        verifier(tree, target[:-1])
+
+
+# --- the walk ---
+
+
+@pytest.mark.parametrize(("verifier", "case"), zoo_over_cases())
+def test_walk_has_the_enumerated_law(verifier: Verifier, case: Case) -> None:
+    """Chi-square over (node, token) with 1e-4 false alarms; a shift of 0.1 is found surely."""
+    draws, level, shift = 1500, 1e-4, 0.1
+    tree, target, _ = first_drafts(case, 5)
+    verdict = verifier(tree, target)
+    exact = (verdict.stop.unsqueeze(-1) * verdict.bonus).flatten()
+    generator = torch.Generator().manual_seed(11)
+    counts = torch.zeros_like(exact)
+    for _ in range(draws):
+        drawn = verifier.draw(tree, target, generator)
+        node = drawn.nodes[-1] if drawn.nodes else 0
+        counts[node * tree.vocabulary + drawn.token] += 1
+    assert float(counts[exact == 0].sum()) == 0
+    common = exact * draws >= 5
+    rare = ~common & (exact > 0)
+    cells = torch.cat([exact[common], exact[rare].sum().reshape(1)])
+    seen = torch.cat([counts[common], counts[rare].sum().reshape(1)])
+    cells, seen = cells[cells > 0], seen[cells > 0]
+    freedom = len(cells) - 1
+    if freedom == 0:
+        return
+    statistic = float(((seen - draws * cells) ** 2 / (draws * cells)).sum())
+    critical = stats.chi2.isf(level, freedom)
+    # The least visible shift of one cell's probability by `shift` has noncentrality n d^2/(1/4).
+    assert stats.ncx2.sf(critical, freedom, draws * shift**2 * 4) > 0.95
+    assert statistic < critical
+
+
+@pytest.mark.parametrize(
+    ("verifier", "case"),
+    [c for c in zoo_over_cases() if c.values[0].name not in READS_BEYOND_ITS_WALK],
+)
+def test_walk_reads_only_the_nodes_it_visits(verifier: Verifier, case: Case) -> None:
+    tree, target, _ = first_drafts(case, 6)
+    prefixes = node_prefixes(tree)
+    for seed in range(8):
+        drawn = verifier.draw(tree, target, torch.Generator().manual_seed(seed))
+        end = prefixes[drawn.nodes[-1]] if drawn.nodes else ()
+        hidden = target.clone()
+        for node, prefix in enumerate(prefixes):
+            if prefix != end[: len(prefix)]:
+                hidden[node] = float("nan")
+        again = verifier.draw(tree, hidden, torch.Generator().manual_seed(seed))
+        assert (again.nodes, again.token) == (drawn.nodes, drawn.token)
+
+
+# --- edges ---
+
+
+LawMaker = Callable[[int, torch.Generator], Tensor]
+
+
+def one_hot(vocabulary: int, generator: torch.Generator) -> Tensor:
+    law = torch.zeros(vocabulary, dtype=torch.float64)
+    law[int(torch.randint(vocabulary, (), generator=generator))] = 1.0
+    return law
+
+
+def within(keep: slice) -> LawMaker:
+    def law(vocabulary: int, generator: torch.Generator) -> Tensor:
+        whole = torch.zeros(vocabulary, dtype=torch.float64)
+        whole[keep] = random_law(len(range(vocabulary)[keep]), generator)
+        return whole
+
+    return law
+
+
+def subnormal(vocabulary: int, generator: torch.Generator) -> Tensor:
+    law = random_law(vocabulary, generator)
+    law[0] = 0.0
+    law = law / law.sum()
+    law[0] = 5e-324
+    return law
+
+
+# The law of the target and of the draft at every place; "equal" has both the same.
+EDGES: Mapping[str, tuple[LawMaker, LawMaker]] = {
+    "one-hot target": (one_hot, random_law),
+    "one-hot both": (one_hot, one_hot),
+    "equal": (random_law, random_law),
+    "disjoint": (within(slice(0, 1)), within(slice(1, None))),
+    "one token in common": (within(slice(0, 2)), within(slice(1, None))),
+    "subnormal draft": (random_law, subnormal),
+    "subnormal target": (subnormal, random_law),
+}
+
+
+def edge_models(case: Case, edge: str) -> tuple[Table, list[Table]]:
+    """The target and the drafts of a named edge."""
+    generator = torch.Generator().manual_seed(8)
+    target_law, draft_law = EDGES[edge]
+    prefixes = list(random_table(case.vocabulary, case.depth, 0))
+    p = {prefix: target_law(case.vocabulary, generator) for prefix in prefixes}
+    if edge == "equal":
+        return p, [p] * case.tables
+    return p, [
+        {prefix: draft_law(case.vocabulary, generator) for prefix in prefixes}
+        for _ in range(case.tables)
+    ]
+
+
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize(
+    "verifier",
+    [pytest.param(v.values[0], id=v.id) for v in ZOO if VERIFIERS[v.values[0].name].lossless],
+)
+def test_edges_are_finite_and_lossless(verifier: Verifier, edge: str) -> None:
+    for kind in verifier.takes:
+        case = next(case for case in CASES.values() if case.kind == kind and case.depth <= 2)
+        p, qs = edge_models(case, edge)
+        drafts = list(case.drafts(qs))
+        for _, tree in drafts:
+            verdict = verifier(tree, target_rows(tree, p))
+            assert bool(torch.isfinite(verdict.stop).all())
+            assert bool(torch.isfinite(verdict.bonus).all())
+        emitted = output_law(verifier, iter(drafts), p, case.depth + 1)
+        assert total_variation(emitted, joint_law(p, (), case.depth + 1)) <= 1e-12
+        if edge == "disjoint":
+            assert all(float(verifier(t, target_rows(t, p)).stop[0]) == 1 for _, t in drafts)
