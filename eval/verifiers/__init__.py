@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from eval.verifiers.block import block, greedy_block
+from eval.verifiers.kseq import kseq
+from eval.verifiers.multi_candidate import greedy_draft, naive, rrs, rrs_wor
 from eval.verifiers.rule import Verdict, Verifier, walk
 from eval.verifiers.single import token
 
@@ -33,6 +36,11 @@ class Entry:
     paper: str
 
 
+IID = ("chain", "siblings, iid", "paths, iid", "tree, iid")
+INDEPENDENT = (*IID, "siblings, independent", "paths, independent")
+DISTINCT = ("siblings, distinct", "tree, distinct")
+GREEDY = ("siblings, greedy", "tree, greedy")
+
 VERIFIERS: Mapping[str, Entry] = MappingProxyType(
     {
         "token": Entry(
@@ -40,6 +48,48 @@ VERIFIERS: Mapping[str, Entry] = MappingProxyType(
             branching=False,
             lossless=True,
             paper="Leviathan et al. 2023 (arXiv:2211.17192); Chen et al. 2023 (arXiv:2302.01318)",
+        ),
+        "block": Entry(
+            lambda: Verifier("block", block, ("chain",)),
+            branching=False,
+            lossless=True,
+            paper="Sun et al. 2025 (arXiv:2403.10444v2), Algorithm 2",
+        ),
+        "greedy_block": Entry(
+            lambda: Verifier("greedy_block", greedy_block, ("chain",)),
+            branching=False,
+            lossless=True,
+            paper="Sun et al. 2024 (arXiv:2403.10444v1), Algorithm 3",
+        ),
+        "naive": Entry(
+            lambda: Verifier("naive", walk(naive), (*INDEPENDENT, *DISTINCT, *GREEDY)),
+            branching=True,
+            lossless=True,
+            paper="Yang et al. 2024 (arXiv:2401.06706), MCNS",
+        ),
+        "rrs": Entry(
+            lambda: Verifier("rrs", walk(rrs), INDEPENDENT),
+            branching=True,
+            lossless=True,
+            paper="Miao et al. 2023 (arXiv:2305.09781); Yang et al. 2024 (arXiv:2401.06706)",
+        ),
+        "rrs_wor": Entry(
+            lambda: Verifier("rrs_wor", walk(rrs_wor), DISTINCT),
+            branching=True,
+            lossless=True,
+            paper="Yang et al. 2024 (arXiv:2401.06706), Algorithm 2",
+        ),
+        "kseq": Entry(
+            lambda: Verifier("kseq", walk(kseq), IID),
+            branching=True,
+            lossless=True,
+            paper="Sun et al. 2023, SpecTr (arXiv:2310.15141), Algorithm 3",
+        ),
+        "greedy_draft": Entry(
+            lambda: Verifier("greedy_draft", walk(greedy_draft), GREEDY),
+            branching=True,
+            lossless=True,
+            paper="Hu et al. 2025 (ICLR), greedy draft sampling",
         ),
     }
 )

@@ -1,0 +1,262 @@
+"""Laws of the verifiers of several candidates: exact output, exact acceptance, edge cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from eval.drafts import DraftTree, How
+from eval.verifiers import VERIFIERS
+from eval.verifiers.kseq import discount
+
+P3, Q3 = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]], dtype=torch.float64)
+P4, Q4 = torch.tensor([[0.45, 0.25, 0.2, 0.1], [0.35, 0.1, 0.15, 0.4]], dtype=torch.float64)
+
+
+def siblings(q: Tensor, k: int, how: How) -> Iterator[tuple[float, DraftTree]]:
+    """Every draft of k siblings with its probability; q is (V,), or (k, V) for several laws."""
+    chosen = q.argsort(descending=True, stable=True)[: k - 1].tolist() if how == "greedy" else []
+    for tokens in product(range(q.shape[-1]), repeat=k):
+        weight, rest = 1.0, q.clone()
+        for index, x in enumerate(tokens):
+            if index < len(chosen):
+                weight *= float(x == chosen[index])
+            else:
+                law = rest[index] if q.ndim == 2 else rest / rest.sum()
+                weight *= float(law[x]) if law[x] > 0 else 0.0
+            if how != "iid":
+                rest[x] = 0.0
+            if weight == 0.0:
+                break
+        if weight > 0:
+            yield weight, DraftTree.siblings(torch.tensor(tokens), q, how)
+
+
+def judge(name: str, p: Tensor, q: Tensor, k: int, how: How = "iid") -> tuple[Tensor, float]:
+    """Exact output law and acceptance of a verifier at one place, by enumerating every draft."""
+    verifier = VERIFIERS[name].make()
+    law, acceptance, total = torch.zeros_like(p), 0.0, 0.0
+    for weight, tree in siblings(q, k, how):
+        verdict = verifier(tree, p.expand(k + 1, -1))
+        assert float(verdict.stop.sum()) == pytest.approx(1.0, abs=1e-12)
+        assert bool(torch.isfinite(verdict.bonus).all())
+        law += weight * verdict.stop[0] * verdict.bonus[0]
+        law.index_add_(0, tree.tokens, weight * verdict.stop[1:])
+        acceptance += weight * float(verdict.stop[1:].sum())
+        total += weight
+    assert total == pytest.approx(1.0, abs=1e-12)
+    return law, acceptance
+
+
+def random_laws(seed: int, size: int, rows: int = 2, zeros: bool = False) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    laws = torch.rand(rows, size, generator=generator, dtype=torch.float64) ** 3
+    if zeros:
+        kept = torch.rand(rows, size, generator=generator) > 0.35
+        laws = laws * (kept | (torch.arange(size) == seed % size))
+    return list(laws / laws.sum(dim=-1, keepdim=True))
+
+
+def recursive_acceptance(p: Tensor, laws: list[Tensor]) -> float:
+    """1 - prod_k TV(p^k, q_k), written without the library."""
+    survival = 1.0
+    for q in laws:
+        rest = (p - q).clamp(min=0)
+        survival *= float(rest.sum())
+        p = rest / rest.sum() if rest.sum() > 1e-14 else p
+    return 1 - survival
+
+
+RULES: list[tuple[str, How]] = [
+    ("naive", "iid"),
+    ("naive", "distinct"),
+    ("naive", "greedy"),
+    ("rrs", "iid"),
+    ("rrs_wor", "distinct"),
+    ("kseq", "iid"),
+    ("greedy_draft", "greedy"),
+]
+
+
+@pytest.mark.parametrize(("name", "how"), RULES)
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_output_law_is_the_target_law(name: str, how: How, k: int) -> None:
+    for seed in range(12):
+        p, q = random_laws(seed, 2 + seed % 3, zeros=seed % 2 == 1)
+        if how != "iid" and k > int((q > 0).sum()):
+            continue
+        law, _ = judge(name, p, q, k, how)
+        torch.testing.assert_close(law, p, atol=1e-12, rtol=0)
+
+
+def test_recursive_rejection_is_lossless_for_drafts_of_different_laws() -> None:
+    for seed in range(10):
+        p, *laws = random_laws(seed, 3, rows=4, zeros=seed % 2 == 1)
+        for name in ("naive", "rrs"):
+            law, acceptance = judge(name, p, torch.stack(laws), 3)
+            torch.testing.assert_close(law, p, atol=1e-12, rtol=0)
+            if name == "rrs":
+                assert acceptance == pytest.approx(recursive_acceptance(p, laws), abs=1e-12)
+
+
+FORMULAS: dict[str, Callable[[Tensor, Tensor, int], float]] = {
+    "naive": lambda p, q, k: float((p * (1 - (1 - q) ** k)).sum()),
+    "rrs": lambda p, q, k: recursive_acceptance(p, [q] * k),
+    "kseq": lambda p, q, k: 1 - (1 - float(torch.minimum(q, p / discount(p, q, k)).sum())) ** k,
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_acceptance_is_the_formula_of_the_paper(name: str, k: int) -> None:
+    for seed in range(10):
+        p, q = random_laws(seed, 3, zeros=seed % 2 == 1)
+        _, acceptance = judge(name, p, q, k)
+        assert acceptance == pytest.approx(FORMULAS[name](p, q, k), abs=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_greedy_draft_accepts_the_chosen_mass_and_the_overlap_of_the_rest(k: int) -> None:
+    for seed in range(10):
+        p, q = random_laws(seed, 4, zeros=seed % 2 == 1)
+        if k > int((q > 0).sum()):
+            continue
+        chosen = q.argsort(descending=True, stable=True)[: k - 1]
+        rest = q.index_fill(0, chosen, 0.0)
+        expected = float(p[chosen].sum() + torch.minimum(p, rest / rest.sum()).sum())
+        overlap_of_chosen = float(torch.minimum(p, rest / rest.sum())[chosen].sum())
+        _, acceptance = judge("greedy_draft", p, q, k, "greedy")
+        assert acceptance == pytest.approx(expected - overlap_of_chosen, abs=1e-12)
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_better_rules_accept_more(k: int) -> None:
+    for seed in range(15):
+        p, q = random_laws(seed, 3, zeros=seed % 3 == 1)
+        naive, rrs, kseq = (judge(name, p, q, k)[1] for name in ("naive", "rrs", "kseq"))
+        assert naive <= rrs + 1e-12
+        assert rrs <= kseq + 1e-12
+        if k <= int((q > 0).sum()):
+            assert rrs <= judge("rrs_wor", p, q, k, "distinct")[1] + 1e-12
+
+
+# (name, how, p, q, K, acceptance)
+GOLDEN: list[tuple[str, How, Tensor, Tensor, int, float]] = [
+    ("naive", "iid", P3, Q3, 2, 0.483),
+    ("rrs", "iid", P3, Q3, 1, 0.7),
+    ("rrs", "iid", P3, Q3, 2, 0.76),
+    ("rrs", "iid", P3, Q3, 3, 0.808),
+    ("rrs_wor", "distinct", P3, Q3, 2, 0.82),
+    ("rrs_wor", "distinct", P3, Q3, 3, 1.0),
+    ("kseq", "iid", P3, Q3, 2, 0.79135529),
+    ("kseq", "iid", P3, Q3, 3, 0.85851861),
+    ("naive", "iid", P4, Q4, 2, 0.426875),
+    ("naive", "iid", P4, Q4, 3, 0.54974375),
+    ("rrs", "iid", P4, Q4, 2, 0.875),
+    ("rrs", "iid", P4, Q4, 3, 0.8925),
+    ("rrs_wor", "distinct", P4, Q4, 2, 0.9),
+    ("rrs_wor", "distinct", P4, Q4, 3, 0.93555556),
+    ("kseq", "iid", P4, Q4, 2, 0.88405125),
+    ("kseq", "iid", P4, Q4, 3, 0.91371516),
+    ("greedy_draft", "greedy", P4, Q4, 2, 0.91666667),
+    ("greedy_draft", "greedy", P4, Q4, 3, 1.0),
+]
+
+
+@pytest.mark.parametrize(("name", "how", "p", "q", "k", "expected"), GOLDEN)
+def test_acceptance_of_worked_examples(
+    name: str, how: How, p: Tensor, q: Tensor, k: int, expected: float
+) -> None:
+    _, acceptance = judge(name, p, q, k, how)
+    assert acceptance == pytest.approx(expected, abs=1e-7)
+
+
+def test_discount_of_worked_examples() -> None:
+    expected = {2: (1.45677644, 1.34051248), 3: (1.792593, 1.63715164)}
+    for k, (first, second) in expected.items():
+        assert discount(P3, Q3, k) == pytest.approx(first, abs=5e-7)
+        assert discount(P4, Q4, k) == pytest.approx(second, abs=5e-7)
+
+
+def test_discount_is_the_root_seen_from_the_valid_side() -> None:
+    for seed in range(200):
+        k = 2 + seed % 7
+        p, q = random_laws(seed, 2 + seed % 50, zeros=seed % 3 == 1)
+        rho = discount(p, q, k)
+        low, high = 1.0, float(k)
+        for _ in range(60):  # plain bisection on the definition
+            middle = (low + high) / 2
+            beta = float(torch.minimum(q, p / middle).sum())
+            invalid = 1 - (1 - beta) ** k > middle * beta
+            low, high = (middle, high) if invalid else (low, middle)
+        beta, best = (float(torch.minimum(q, p / value).sum()) for value in (rho, high))
+        assert rho * beta == pytest.approx(high * best, abs=1e-13)
+        assert 1 - (1 - beta) ** k <= rho * beta + 1e-15
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_one_hot_target_is_accepted_whenever_it_was_drafted(k: int) -> None:
+    p = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
+    for name in ("naive", "rrs", "kseq"):
+        law, acceptance = judge(name, p, Q3, k)
+        assert acceptance == pytest.approx(1 - 0.7**k, abs=1e-12)
+        torch.testing.assert_close(law, p, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "how"), RULES)
+def test_disjoint_supports_accept_nothing_and_emit_p(name: str, how: How) -> None:
+    p = torch.tensor([0.0, 0.0, 0.3, 0.7], dtype=torch.float64)
+    q = torch.tensor([0.6, 0.4, 0.0, 0.0], dtype=torch.float64)
+    law, acceptance = judge(name, p, q, 2, how)
+    assert acceptance == 0.0
+    torch.testing.assert_close(law, p, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "how"), [rule for rule in RULES if rule[0] != "naive"])
+def test_equal_laws_are_always_accepted(name: str, how: How) -> None:
+    for size in (2, 3, 4):
+        (p,) = random_laws(size, size, rows=1)
+        _, acceptance = judge(name, p, p, 2, how)
+        assert acceptance == pytest.approx(1.0, abs=1e-12)
+
+
+def test_greedy_draft_without_anything_left_to_draw_takes_what_p_gives() -> None:
+    q = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+    nothing = torch.zeros(2, dtype=torch.long)
+    tree = DraftTree(torch.tensor([0, 2]), nothing, q[None], nothing, "siblings", "greedy")
+    verdict = VERIFIERS["greedy_draft"].make()(tree, P3.expand(3, -1))
+    expected = torch.tensor([0.3, 0.5, 0.2], dtype=torch.float64)
+    torch.testing.assert_close(verdict.stop, expected)
+
+
+@pytest.mark.parametrize(("name", "how"), RULES)
+def test_single_precision_agrees_with_double_at_large_vocabularies(name: str, how: How) -> None:
+    for size in (2_000, 131_072):
+        generator = torch.Generator().manual_seed(size)
+        logits = 3 * torch.randn(size, generator=generator, dtype=torch.float64)
+        noise = torch.randn(size, generator=generator, dtype=torch.float64)
+        p, q = logits.softmax(0), (logits + noise).softmax(0)
+        tokens = torch.multinomial(q, 4, replacement=how == "iid", generator=generator)
+        verdicts = [
+            VERIFIERS[name].make()(
+                DraftTree.siblings(tokens, q.to(dtype), how), p.to(dtype).expand(5, -1)
+            )
+            for dtype in (torch.float64, torch.float32)
+        ]
+        exact, single = verdicts
+        torch.testing.assert_close(single.stop.double(), exact.stop, atol=1e-5, rtol=0)
+        torch.testing.assert_close(single.bonus.double(), exact.bonus, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "how"), RULES)
+def test_refuses_candidates_drawn_in_another_way(name: str, how: How) -> None:
+    if name == "naive":
+        return
+    other: How = "distinct" if how != "distinct" else "iid"
+    tree = DraftTree.siblings(torch.tensor([0, 1]), Q3, other)
+    with pytest.raises(ValueError, match="is proved for"):
+        VERIFIERS[name].make()(tree, P3.expand(3, -1))
