@@ -58,6 +58,9 @@ class EvalConfig:
     sets: list[PromptSet] = field(metadata={"help": "prompt sets, each a block of the report"})
     methods: list[MethodConfig] = field(metadata={"help": "ways of decoding, plain among them"})
     max_new_tokens: int = field(default=128, metadata={"help": "longest continuation, in tokens"})
+    threads: int = field(
+        default=0, metadata={"help": "threads of torch while measuring; 0 leaves its default"}
+    )
     warmup_tokens: int = field(
         default=16, metadata={"help": "tokens that each method decodes before anything is timed"}
     )

@@ -1,0 +1,65 @@
+"""Stage 1: complete prompts with the target (after training the embedded pair, for the toy).
+
+accelerate launch recipes/make_rollouts.py --config recipes/configs/toy.yaml
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+from distill.toy import train_toy_pair
+from recipes.config import PipelineConfig
+from recipes.layout import folder, pair_stage, rollouts_stage
+from recipes.run import Stage, cli, is_main, run_stage
+from specdata.models import load_model, load_tokenizer
+from specdata.prompts import load_prompts
+from specdata.rollouts import make_rollouts
+from specdata.vocabulary import check_shared_vocabulary, fingerprint
+
+
+def stages(config: PipelineConfig) -> list[Stage]:
+    """What this recipe does."""
+    return [*([pair_stage(config)] if config.toy else []), rollouts_stage(config)]
+
+
+def main(config: PipelineConfig) -> dict[str, Any]:
+    """Train the toy pair if asked, then make the rollouts. One process does the work."""
+    if not is_main():
+        return {}
+    if toy := config.toy:
+
+        def train() -> dict[str, Any]:
+            train_toy_pair(folder(config, "pair"), toy, seed=config.seed)
+            return {}
+
+        run_stage(pair_stage(config), config, train)
+    return run_stage(rollouts_stage(config), config, lambda: _rollouts(config))
+
+
+def _rollouts(config: PipelineConfig) -> dict[str, Any]:
+    models, stage = config.models, rollouts_stage(config)
+    tokenizer = load_tokenizer(models.target, revision=models.target_revision)
+    # Found out now rather than after hours of sampling.
+    check_shared_vocabulary(tokenizer, load_tokenizer(models.draft, revision=models.draft_revision))
+    prompts = load_prompts(config.rollouts.sets, tokenizer, seed=config.seed)
+    target = load_model(models.target, dtype=models.dtype, revision=models.target_revision)
+    settings = {**stage.settings, "target": models.target, "tokenizer": fingerprint(tokenizer)}
+    with tqdm(total=len(prompts), desc="rollouts", unit="prompt", file=sys.stderr) as bar:
+        rows = make_rollouts(
+            target,
+            prompts,
+            stage.folder,
+            config.rollouts,
+            sampling=config.sampling,
+            seed=config.seed,
+            settings=settings,
+            report=bar.update,
+        )
+    return {"rows": rows, "asked": sum(entry.count for entry in config.rollouts.sets)}
+
+
+if __name__ == "__main__":
+    sys.exit(cli(main, stages, "Complete prompts with the target."))

@@ -1,0 +1,49 @@
+"""All stages in order; each that is finished is skipped, so a killed run continues where it was.
+
+python recipes/pipeline.py --config recipes/configs/toy.yaml
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from recipes import make_rollouts, publish, run_eval, train_draft, train_head
+from recipes.config import PipelineConfig
+from recipes.layout import all_stages, folder
+from recipes.run import Stage, cli, say
+from specdata.errors import ConfigError
+
+
+def stages(config: PipelineConfig) -> list[Stage]:
+    """What this recipe does."""
+    return all_stages(config)
+
+
+def main(config: PipelineConfig) -> None:
+    """Run every stage that the configuration has a section for."""
+    check(config)
+    begun = time.perf_counter()
+    make_rollouts.main(config)
+    if config.draft:
+        train_draft.main(config)
+    if config.head:
+        train_head.main(config)
+    run_eval.main(config)
+    publish.main(config)
+    say(f"pipeline: {time.perf_counter() - begun:.0f} s in all")
+    say(f"report: {folder(config, 'eval') / 'report.html'}")
+
+
+def check(config: PipelineConfig) -> None:
+    """Find before the first stage what would stop a later one. Raises ConfigError."""
+    run_eval.check(config)
+    splits = {entry.split for entry in config.rollouts.sets}
+    if (config.draft or config.head) and not {"train", "dev"} <= splits:
+        raise ConfigError(
+            f"rollouts.sets must hold splits train and dev to train on, got {', '.join(splits)}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(cli(main, stages, "Rollouts, draft, head, evaluation, report."))

@@ -1,0 +1,221 @@
+"""What every recipe does around its stage: run.json, resume, exit status."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+import yaml
+from rich.console import Console
+
+from eval.environment import describe_environment
+from recipes.config import PipelineConfig, parse
+from specdata.errors import CacheNotRewindableError, ConfigError
+from specdata.models import device
+from specdata.shards import sha256, write_json
+from specdata.tables import differences
+
+RUN = "run.json"
+# Larger files are recognised by their size and their two ends.
+WHOLE_FILE = 64 << 20
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of the pipeline: what decides its result, and what it reads and writes.
+
+    Args:
+        name: its folder in the run's output.
+        folder: where it writes.
+        settings: everything that decides the result; a folder made with others is refused.
+        inputs: name -> folder, file or Hub id that is read; fingerprinted.
+        size: what will be written, in words.
+    """
+
+    name: str
+    folder: Path
+    settings: Mapping[str, Any]
+    inputs: Mapping[str, str]
+    size: str
+
+
+def run_stage(
+    stage: Stage, config: PipelineConfig, work: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Do a stage once: say so if it is done, continue it if it was interrupted.
+
+    With several processes all of them work, and the main one keeps run.json.
+
+    Returns:
+        What the stage found, from run.json if it was already done.
+
+    Raises:
+        ConfigError: if the folder belongs to another run, or an input is missing.
+    """
+    path = stage.folder / RUN
+    record = {
+        "schema_version": 1,
+        "stage": stage.name,
+        "finished": False,
+        "arguments": sys.argv,
+        "settings": json.loads(json.dumps(stage.settings)),
+        "inputs": {name: fingerprint(source) for name, source in stage.inputs.items()},
+        "config": json.loads(json.dumps(asdict(config))),
+        "seed": config.seed,
+        "environment": describe_environment(
+            device=str(device()), dtype=config.models.dtype
+        ).model_dump(mode="json"),
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "wall_seconds": None,
+        "results": None,
+    }
+    stored = _stored(stage, record)
+    if stored and stored["finished"]:
+        say(
+            f"[green]{stage.name}: already done[/] ({stored['wall_seconds']:.0f} s, {stage.folder})"
+        )
+        return dict(stored["results"])
+    say(f"[bold]{stage.name}[/]: {'continuing' if stored else 'starting'} in {stage.folder}")
+    before = stored["wall_seconds"] or 0.0 if stored else 0.0
+    begun = time.perf_counter()
+    if is_main():
+        write_json(path, record)
+    record["results"] = work()
+    record["wall_seconds"] = before + time.perf_counter() - begun
+    record["finished"] = True
+    if is_main():
+        write_json(path, record)
+    say(f"[green]{stage.name}: done[/] in {record['wall_seconds']:.0f} s")
+    return dict(record["results"])
+
+
+def _stored(stage: Stage, record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """An earlier run.json of this folder, if it is of the same run."""
+    path = stage.folder / RUN
+    if not path.exists():
+        if stage.folder.is_dir() and any(stage.folder.iterdir()) and is_main():
+            raise ConfigError(
+                f"{stage.folder} is not empty and holds no {RUN}, so it is not an output folder of "
+                "this program: choose another --output"
+            )
+        return None
+    try:
+        stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        old = {key: stored[key] for key in ("stage", "settings", "inputs")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error!r}): remove {stage.folder}") from error
+    changed = differences(old, {key: record[key] for key in old})
+    if changed:
+        raise ConfigError(
+            f"{stage.folder} belongs to another run; choose another --output, or remove the folder "
+            "to make it again. Stored -> asked:\n  " + "\n  ".join(changed)
+        )
+    return stored
+
+
+def fingerprint(source: str) -> str:
+    """What identifies an input: a hash over a file, or over a folder's files; a Hub id itself.
+
+    run.json is left out, because it holds times; checkpoints are not part of an artefact.
+    """
+    path = Path(source)
+    if path.is_file():
+        return sha256(path)[:16]
+    if not path.is_dir():
+        return source
+    parts = [
+        f"{file.name} {file.stat().st_size} {_sample(file)}"
+        for file in sorted(path.iterdir())
+        if file.is_file() and file.name != RUN
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _sample(path: Path) -> str:
+    if path.stat().st_size <= WHOLE_FILE:
+        return sha256(path)
+    with path.open("rb") as handle:
+        digest = hashlib.sha256(handle.read(1 << 20))
+        handle.seek(-(1 << 20), os.SEEK_END)
+        digest.update(handle.read())
+    return digest.hexdigest()
+
+
+def is_main() -> bool:
+    """Whether this is the process that writes and speaks."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def say(text: str) -> None:
+    """Print a line, in the main process only."""
+    if is_main():
+        console.print(text)
+
+
+def finished(folder: Path) -> bool:
+    """Whether a stage's folder is complete."""
+    run = folder / RUN
+    return run.is_file() and bool(json.loads(run.read_text(encoding="utf-8"))["finished"])
+
+
+def need(folder: Path, recipe: str) -> None:
+    """Raise ConfigError unless an earlier stage has finished its folder."""
+    if not finished(folder):
+        raise ConfigError(f"{folder} is missing or unfinished: run recipes/{recipe} first")
+
+
+def show_plan(config: PipelineConfig, stages: Sequence[Stage]) -> None:
+    """Print the resolved configuration and what each stage would read and write."""
+    console.print(yaml.safe_dump(asdict(config), sort_keys=False).rstrip(), markup=False)
+    for stage in stages:
+        state = "would be made"
+        if (stage.folder / RUN).is_file():
+            state = "done" if finished(stage.folder) else "begun"
+        console.print(f"\n[bold]{stage.name}[/] ({state})")
+        for name, source in stage.inputs.items():
+            there = "" if Path(source).exists() else " (not there yet, or on the Hub)"
+            console.print(f"  reads {name}: {source}{there}", markup=False)
+        console.print(f"  writes {stage.folder}: {stage.size}", markup=False)
+
+
+def cli(
+    main: Callable[[PipelineConfig], Any],
+    stages: Callable[[PipelineConfig], Sequence[Stage]],
+    description: str,
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Run a recipe from a command line and return its exit status: 0, 1 or 2."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        command = parse(sys.argv[1:] if arguments is None else arguments, description)
+        if command.plan:
+            show_plan(command.config, stages(command.config))
+        else:
+            main(command.config)
+    except (ValueError, CacheNotRewindableError) as error:
+        if type(error) is ValueError:
+            raise  # not one of our own: a defect, which deserves its traceback
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(
+            f"error while running: {error}. Nothing finished is lost: mend the cause and run the "
+            "same command again",
+            file=sys.stderr,
+        )
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted: run the same command again to continue", file=sys.stderr)
+        return 130
+    return 0

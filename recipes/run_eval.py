@@ -1,0 +1,87 @@
+"""Stage 4: decode the same prompts with every method, and report.
+
+python recipes/run_eval.py --config recipes/configs/toy.yaml
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from eval.environment import describe_environment
+from eval.experiment import Artefacts, check_methods, run_experiment
+from eval.results import write_results
+from heads import AcceptanceHead
+from recipes.config import PipelineConfig
+from recipes.layout import draft_in_use, eval_stage, folder, head_in_use
+from recipes.run import Stage, cli, is_main, need, run_stage
+from specdata.models import load_model, load_tokenizer
+from specdata.prompts import load_prompts
+from specdata.vocabulary import check_shared_vocabulary
+
+
+def stages(config: PipelineConfig) -> list[Stage]:
+    """What this recipe does."""
+    return [eval_stage(config)]
+
+
+def check(config: PipelineConfig) -> None:
+    """Find impossible methods before any model is loaded. Raises ConfigError."""
+    check_methods(config.eval, config.sampling, head=config.head is not None)
+
+
+def main(config: PipelineConfig) -> dict[str, Any]:
+    """Measure and report. One process does the work."""
+    if not is_main():
+        return {}
+    (stage,) = stages(config)
+    check(config)
+    if config.draft:
+        need(folder(config, "draft"), "train_draft.py")
+    if config.head:
+        need(folder(config, "head"), "train_head.py")
+    return run_stage(stage, config, lambda: _measure(config, stage))
+
+
+def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
+    models, head_name, draft_name = config.models, head_in_use(config), draft_in_use(config)
+    revision = None if config.draft else models.draft_revision
+    tokenizer = load_tokenizer(models.target, revision=models.target_revision)
+    check_shared_vocabulary(tokenizer, load_tokenizer(draft_name, revision=revision))
+    prompts = load_prompts(config.eval.sets, tokenizer, seed=config.seed)
+    target = load_model(models.target, dtype=models.dtype, revision=models.target_revision)
+    head = AcceptanceHead.from_pretrained(head_name) if head_name else None
+    artefacts = Artefacts(
+        target,
+        load_model(draft_name, dtype=models.dtype, revision=revision),
+        head.to(target.device) if head else None,
+        {"target": models.target, "draft": draft_name, "head": head_name},
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(config.eval.threads or before)
+    try:
+        generations = len(prompts) * len(config.eval.methods)
+        with tqdm(total=generations, desc="evaluation", unit="generation", file=sys.stderr) as bar:
+            results = run_experiment(
+                artefacts,
+                prompts,
+                stage.folder,
+                config.eval,
+                sampling=config.sampling,
+                seed=config.seed,
+                environment=describe_environment(
+                    device=str(target.device), dtype=config.models.dtype
+                ),
+                report=bar.update,
+            )
+    finally:
+        torch.set_num_threads(before)
+    write_results(stage.folder / "results.json", results)
+    return {"results": str(stage.folder / "results.json")}
+
+
+if __name__ == "__main__":
+    sys.exit(cli(main, stages, "Decode prompts with every method, and report."))

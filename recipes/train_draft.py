@@ -1,0 +1,70 @@
+"""Stage 2: distil the draft on the target's rollouts.
+
+accelerate launch recipes/train_draft.py --config recipes/configs/toy.yaml
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from distill.offline import distil
+from recipes.config import PipelineConfig
+from recipes.layout import draft_stage, folder
+from recipes.run import Stage, cli, need, run_stage, say
+from specdata.errors import ConfigError
+from specdata.tables import load_table
+
+
+def stages(config: PipelineConfig) -> list[Stage]:
+    """What this recipe does."""
+    if config.draft is None:
+        raise ConfigError("this configuration has no draft section, so there is no draft to train")
+    return [draft_stage(config)]
+
+
+def main(config: PipelineConfig) -> dict[str, Any]:
+    """Distil, and say what it changed."""
+    (stage,) = stages(config)
+    need(folder(config, "rollouts"), "make_rollouts.py")
+    found = run_stage(stage, config, lambda: _distil(config, stage))
+    say(
+        f"  acceptance on held-out rollouts: {found['acceptance_before']:.3f} before, "
+        f"{found['acceptance_after']:.3f} after distillation"
+    )
+    return found
+
+
+def _distil(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
+    assert config.draft is not None
+    rollouts = load_table(folder(config, "rollouts"))
+    found = distil(
+        target=config.models.target,
+        draft=config.models.draft,
+        train=of_split(rollouts, "train", folder(config, "rollouts")),
+        dev=of_split(rollouts, "dev", folder(config, "rollouts")),
+        out=stage.folder / "model",
+        config=config.draft,
+        sampling=config.sampling,
+        seed=config.seed,
+    )
+    return asdict(found)
+
+
+def of_split(table: datasets.Dataset, split: str, source: Path) -> datasets.Dataset:
+    """Rows of one split. Raises ConfigError if there are none."""
+    rows = table.select([row for row, name in enumerate(table["split"]) if name == split])
+    if len(rows) == 0:
+        raise ConfigError(
+            f"{source} has no rows of split {split!r}: add a prompt set with that split to "
+            "rollouts.sets"
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(cli(main, stages, "Distil the draft on the target's rollouts."))

@@ -1,0 +1,101 @@
+"""Stage 3: label the rollouts with the draft, then train a SpecDec++ acceptance head.
+
+accelerate launch recipes/train_head.py --config recipes/configs/toy.yaml
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+from tqdm import tqdm
+
+from heads.train import train_head
+from recipes.config import PipelineConfig
+from recipes.layout import draft_in_use, folder, head_stage, labels_stage
+from recipes.run import Stage, cli, finished, is_main, need, run_stage, say
+from recipes.train_draft import of_split
+from specdata.acceptance import make_labels, mean_of
+from specdata.errors import ConfigError
+from specdata.models import load_model, load_tokenizer
+from specdata.tables import load_table
+from specdata.vocabulary import check_shared_vocabulary, fingerprint
+
+
+def stages(config: PipelineConfig) -> list[Stage]:
+    """What this recipe does."""
+    if config.head is None:
+        raise ConfigError("this configuration has no head section, so there is no head to train")
+    return [labels_stage(config), head_stage(config)]
+
+
+def main(config: PipelineConfig) -> dict[str, Any]:
+    """Label, train, and say how well the head knows."""
+    labels, head = stages(config)
+    need(folder(config, "rollouts"), "make_rollouts.py")
+    if config.draft:
+        need(folder(config, "draft"), "train_draft.py")
+    if is_main():
+        shares = run_stage(labels, config, lambda: _label(config, labels))["acceptance"]
+        for name, share in shares.items():
+            say(f"  acceptance of the draft along {name}: {share:.3f}")
+    # Not a barrier of the process group: labelling may outlast its time limit.
+    while not finished(labels.folder):
+        time.sleep(1)
+    found = run_stage(head, config, lambda: _train(config, head))
+    after = found["after"]
+    say(f"  on held-out labels: {', '.join(f'{key} {value:.3f}' for key, value in after.items())}")
+    return found
+
+
+def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
+    models, draft_name = config.models, draft_in_use(config)
+    revision = None if config.draft else models.draft_revision
+    tokenizer = load_tokenizer(models.target, revision=models.target_revision)
+    check_shared_vocabulary(tokenizer, load_tokenizer(draft_name, revision=revision))
+    target = load_model(models.target, dtype=models.dtype, revision=models.target_revision)
+    draft = load_model(draft_name, dtype=models.dtype, revision=revision)
+    rollouts = load_table(folder(config, "rollouts"))
+    settings = {**stage.settings, "draft": draft_name, "tokenizer": fingerprint(tokenizer)}
+    with tqdm(total=len(rollouts), desc="labels", unit="rollout", file=sys.stderr) as bar:
+        rows = make_labels(
+            target,
+            draft,
+            rollouts,
+            stage.folder,
+            sampling=config.sampling,
+            seed=config.seed,
+            shard_size=config.labels.shard_size,
+            settings=settings,
+            report=bar.update,
+        )
+    table = load_table(stage.folder)
+    names = [f"{row['dataset']}/{row['split']}" for row in table]
+    overlaps = list(table["overlap"])
+    acceptance = {
+        name: mean_of([values for values, at in zip(overlaps, names, strict=True) if at == name])
+        for name in dict.fromkeys(names)
+    }
+    return {"rows": rows, "acceptance": acceptance}
+
+
+def _train(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
+    assert config.head is not None
+    labels = load_table(folder(config, "labels"))
+    draft_name = draft_in_use(config)
+    found = train_head(
+        draft=load_model(draft_name, dtype=config.models.dtype),
+        train=of_split(labels, "train", folder(config, "labels")),
+        dev=of_split(labels, "dev", folder(config, "labels")),
+        out=stage.folder / "model",
+        config=config.head,
+        seed=config.seed,
+        sampling=config.sampling,
+    )
+    return asdict(found)
+
+
+if __name__ == "__main__":
+    sys.exit(cli(main, stages, "Train an acceptance head."))
