@@ -1,0 +1,115 @@
+"""Which rows make a batch, and which part of it a process computes."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from heads.mixing import (
+    COLUMNS,
+    LabelRow,
+    MixedBatch,
+    MixedRow,
+    blank,
+    collate,
+    derived_generator,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LabelRows:
+    """The usable rows of a labelled dataset.
+
+    Attributes:
+        dataset: the label columns.
+        usable: positions of the rows with a completion token within the maximum length.
+        fingerprint: digest of the content of all rows.
+    """
+
+    dataset: datasets.Dataset
+    usable: list[int]
+    fingerprint: str
+
+    @classmethod
+    def read(cls, name: str, dataset: datasets.Dataset, max_length: int) -> LabelRows:
+        """Check a dataset and find its usable rows.
+
+        Raises:
+            ValueError: if a column is missing or no row can be used.
+        """
+        missing = [column for column in COLUMNS if column not in dataset.column_names]
+        if missing:
+            raise ValueError(
+                f"the {name} rows must have the columns {', '.join(COLUMNS)}; "
+                f"{', '.join(missing)} missing; label the rollouts first"
+            )
+        columns = dataset.select_columns(list(COLUMNS))
+        digest = hashlib.sha256()
+        prompts: list[int] = []
+        completions: list[int] = []
+        for table in columns.with_format("arrow").iter(batch_size=1024):
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table.combine_chunks())
+            digest.update(sink.getvalue())
+            prompts += pc.list_value_length(table["prompt_ids"]).to_pylist()
+            completions += pc.list_value_length(table["completion_ids"]).to_pylist()
+        lengths = enumerate(zip(prompts, completions, strict=True))
+        usable = [i for i, (prompt, rest) in lengths if prompt < max_length and rest > 0]
+        if not usable:
+            raise ValueError(
+                f"none of the {len(prompts)} {name} rows has a completion token within max_length="
+                f"{max_length} tokens; raise max_length or make rollouts with shorter prompts"
+            )
+        return cls(columns, usable, digest.hexdigest())
+
+    def __len__(self) -> int:
+        return len(self.usable)
+
+    def __getitem__(self, position: int) -> LabelRow:
+        return cast(LabelRow, self.dataset[self.usable[position]])
+
+    @property
+    def skipped(self) -> int:
+        """Rows left out because nothing in them can be learned."""
+        return len(self.dataset) - len(self.usable)
+
+    def epoch(self, seed: int, epoch: int, batch_size: int) -> Iterator[list[LabelRow]]:
+        """Yield the global batches of one epoch, shuffled; the last one may be short."""
+        order = derived_generator("order", seed, epoch).permutation(len(self))
+        for start in range(0, len(self), batch_size):
+            yield [self[int(position)] for position in order[start : start + batch_size]]
+
+
+def micro_batches(
+    rows: Sequence[MixedRow], *, size: int, rounds: int, process: int, processes: int
+) -> Iterator[MixedBatch]:
+    """Yield one process's part of a global batch, in `rounds` padded micro-batches.
+
+    Where rows run out, rows without labels fill up: every process computes equally many
+    micro-batches of equal size, as collective operations require, and the sum does not change.
+
+    Args:
+        rows: the whole batch, the same on every process.
+        size: rows a micro-batch.
+        rounds: micro-batches; size * rounds * processes must hold all rows.
+        process: index of this process.
+        processes: how many there are.
+    """
+    ordered = sorted(rows, key=lambda row: row.input_ids.numel())  # like lengths pad less
+    ordered += [blank(ordered[0])] * (size * rounds * processes - len(ordered))
+    for turn in range(rounds):
+        start = (turn * processes + process) * size
+        yield collate(ordered[start : start + size])
+
+
+def rounds_for(rows: int, *, size: int, processes: int) -> int:
+    """How many micro-batches a process needs for so many rows."""
+    return math.ceil(rows / (size * processes))

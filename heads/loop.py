@@ -1,0 +1,146 @@
+"""The training loop of a head, and its evaluation, over any engine.
+
+The loss of a batch is a sum over its drafted tokens divided by the mass of the whole batch, which
+every process knows from the labels, so neither accumulation nor the number of processes changes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate.utils import tqdm
+from torch import Tensor
+
+from heads.batches import LabelRows, micro_batches, rounds_for
+from heads.config import HeadConfig, learning_rate
+from heads.engine import (
+    Checkpoint,
+    Engine,
+    restore_moments,
+    save_checkpoint,
+    whole_moments,
+    whole_weights,
+)
+from heads.hidden import hidden_states
+from heads.loss import HeadMetrics, head_metrics, loss_mass, weighted_bce
+from heads.mixing import LabelRow, MixedBatch, MixedRow, mix
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """One run: its engine, its frozen draft and where it keeps checkpoints."""
+
+    engine: Engine
+    draft: PreTrainedModel
+    config: HeadConfig
+    seed: int
+    run: str
+    folder: Path
+
+    def start(
+        self, checkpoint: Checkpoint | None, dev: LabelRows
+    ) -> tuple[HeadMetrics, list[float]]:
+        """Measure the untrained head, or take up where the checkpoint left off."""
+        if checkpoint is None:
+            return self.evaluate(dev), []
+        restore_moments(self.engine, checkpoint)
+        return HeadMetrics(**checkpoint.notes["before"]), checkpoint.losses.tolist()
+
+    def steps(self, rows: LabelRows, before: HeadMetrics, losses: Sequence[float]) -> list[float]:
+        """Do all updates that are not done yet; return the losses of all of them."""
+        config, losses = self.config, list(losses)
+        per_epoch = math.ceil(len(rows) / config.batch_size)
+        total = config.epochs * per_epoch
+        main = self.engine.accelerator.is_main_process
+        with tqdm(
+            total=total, initial=len(losses), desc="acceptance head", disable=not main
+        ) as bar:
+            for epoch in range(len(losses) // per_epoch, config.epochs):
+                done = len(losses) - epoch * per_epoch
+                for batch in islice(rows.epoch(self.seed, epoch, config.batch_size), done, None):
+                    self.engine.set_learning_rate(learning_rate(len(losses), total, config))
+                    losses.append(self.step(batch, epoch))
+                    bar.update()
+                    bar.set_postfix(loss=f"{losses[-1]:.4f}")
+                    if len(losses) % config.save_steps == 0:
+                        self.save(before, losses)
+        return losses
+
+    def step(self, batch: Sequence[LabelRow], epoch: int) -> float:
+        """Update the head once on a global batch; return the batch's loss."""
+        accelerator, weight = self.engine.accelerator, self.config.rejection_weight
+        rounds = accelerator.gradient_accumulation_steps
+        mixed = [self._mixed(row, ("train", self.seed, epoch)) for row in batch]
+        mass = sum(float(loss_mass(row.accept, row.mask, weight)) for row in mixed)
+        mass = mass or 1.0  # a batch without drafted tokens has loss 0
+        # The engines average over processes and over micro-batches; this makes it a sum again.
+        scale = accelerator.num_processes * rounds / mass
+        total = torch.zeros((), device=accelerator.device)
+        for part in self._parts(mixed, rounds):
+            with accelerator.accumulate(self.engine.model):
+                logits = self._logits(part)
+                numerator = weighted_bce(logits, part.accept, part.mask, weight)
+                self.engine.update(numerator * scale, max_norm=self.config.max_grad_norm)
+            total += numerator.detach()
+        return float(accelerator.reduce(total, "sum")) / mass
+
+    def evaluate(self, rows: LabelRows) -> HeadMetrics:
+        """Judge the head on all rows, always mixed in the same way."""
+        accelerator = self.engine.accelerator
+        mixed = [self._mixed(rows[position], ("dev",)) for position in range(len(rows))]
+        rounds = rounds_for(
+            len(mixed), size=self.config.micro_batch_size, processes=accelerator.num_processes
+        )
+        pairs: list[Tensor] = []  # (n, 2): logit, label
+        for part in self._parts(mixed, rounds):
+            with torch.no_grad():
+                logits = self._logits(part)
+            pairs.append(torch.stack([logits[part.mask], part.accept[part.mask]], dim=1))
+        local = torch.cat(pairs)
+        counts = accelerator.gather(torch.tensor([len(local)], device=local.device)).tolist()
+        padded = accelerator.gather(accelerator.pad_across_processes(local))
+        padded = padded.view(len(counts), -1, 2)
+        seen = torch.cat([padded[i, :count] for i, count in enumerate(counts)])
+        return head_metrics(seen[:, 0], seen[:, 1], self.config.rejection_weight)
+
+    def _mixed(self, row: LabelRow, key: tuple[str | int, ...]) -> MixedRow:
+        return mix(row, rate=self.config.mixing, max_length=self.config.max_length, key=key)
+
+    def _parts(self, mixed: Sequence[MixedRow], rounds: int) -> Iterator[MixedBatch]:
+        accelerator = self.engine.accelerator
+        for part in micro_batches(
+            mixed,
+            size=self.config.micro_batch_size,
+            rounds=rounds,
+            process=accelerator.process_index,
+            processes=accelerator.num_processes,
+        ):
+            yield part.to(accelerator.device)
+
+    def _logits(self, part: MixedBatch) -> Tensor:
+        states = hidden_states(self.draft, part.input_ids, part.attention_mask)
+        logits: Tensor = self.engine.model(states.float())
+        return logits
+
+    def save(self, before: HeadMetrics, losses: Sequence[float]) -> None:
+        """Write a checkpoint; every process takes part in gathering it, one writes."""
+        weights, moments = whole_weights(self.engine), whole_moments(self.engine)
+        if self.engine.accelerator.is_main_process:
+            checkpoint = Checkpoint(
+                step=len(losses),
+                run=self.run,
+                notes={"before": asdict(before)},
+                weights=weights,
+                moments=moments,
+                losses=torch.tensor(losses, dtype=torch.float64),
+            )
+            save_checkpoint(self.folder, checkpoint)

@@ -1,0 +1,197 @@
+"""The acceptance head: from the draft's hidden state to the odds that the target accepts."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import PyTorchModelHubMixin, hf_hub_download
+from huggingface_hub.constants import CONFIG_NAME, SAFETENSORS_SINGLE_FILE
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from specdata.shards import atomic_write, write_json
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(Linear(x)): (..., H) -> (..., H)."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Apply the block to (..., H)."""
+        return hidden + nn.functional.silu(self.linear(hidden))
+
+
+class AcceptanceHead(
+    nn.Module,
+    PyTorchModelHubMixin,
+    library_name="draftsmith",
+    tags=["speculative-decoding", "acceptance-head"],
+    paper_url="https://arxiv.org/abs/2405.19715",
+):
+    """Predict whether the target accepts a drafted token (SpecDec++, Huang et al., 2405.19715).
+
+    A residual network on the draft's last hidden state, the one that its output embedding reads,
+    at the position of the drafted token after the draft consumed it. The blocks do not share
+    weights. Parameters and arithmetic are float32 whatever the draft's precision.
+
+    Constructor arguments are the saved `config.json`; weights are safetensors only.
+
+    Args:
+        hidden_size: H, the width of the draft's hidden state.
+        depth: number of residual blocks before the linear layer; 0 is a linear head.
+        rejection_weight: weight w of rejections in the training loss. It biases the raw output to
+            a/(a + w(1 - a)); `probability` undoes that. 1 means no bias.
+        draft: name or path of the draft whose hidden states the head reads.
+        sampling: temperature, top_k and top_p under which its labels were made.
+
+    Raises:
+        ValueError: if a size is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        depth: int = 3,
+        rejection_weight: float = 1.0,
+        draft: str | None = None,
+        sampling: dict[str, Any] | None = None,
+    ) -> None:
+        if hidden_size < 1 or depth < 0:
+            raise ValueError(
+                f"a head needs hidden_size >= 1 and depth >= 0, got {hidden_size} and {depth}"
+            )
+        if not 0.0 < rejection_weight < math.inf:
+            raise ValueError(f"rejection_weight must be positive, got {rejection_weight}")
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.depth = depth
+        self.rejection_weight = rejection_weight
+        self.draft = draft
+        self.sampling = sampling
+        self.blocks = nn.ModuleList(ResidualBlock(hidden_size) for _ in range(depth))
+        self.output = nn.Linear(hidden_size, 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the raw acceptance logit of the token just consumed.
+
+        Args:
+            hidden: (..., H), any float type.
+
+        Returns:
+            (...) logits in the precision of the parameters, float32 unless the head was converted.
+
+        Raises:
+            ValueError: if the last dimension is not H.
+        """
+        if hidden.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"this head reads hidden states of width {self.hidden_size}, got {hidden.shape[-1]}"
+                f"; it was trained for the draft {self.draft or '(not recorded)'}"
+            )
+        # Autocast would quietly run the layers in half precision.
+        with torch.autocast(hidden.device.type, enabled=False):
+            state = hidden.to(self.output.weight.dtype)
+            for block in self.blocks:
+                state = block(state)
+            logits: Tensor = self.output(state)
+        return logits.squeeze(-1)
+
+    def probability(self, hidden: Tensor) -> Tensor:
+        """Return the calibrated acceptance probability, the bias of the weighted loss undone.
+
+        With phat = sigmoid(logit), this is w phat / (1 - phat + w phat) = sigmoid(logit + log w).
+
+        Args:
+            hidden: (..., H), any float type.
+
+        Returns:
+            (...) probabilities.
+        """
+        return torch.sigmoid(self(hidden) + math.log(self.rejection_weight))
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        weights = {name: value.contiguous() for name, value in self.state_dict().items()}
+        with atomic_write(save_directory / SAFETENSORS_SINGLE_FILE) as temporary:
+            save_file(weights, temporary, metadata={"format": "pt"})
+        # Last, because loading starts with it: the folder is a head or it is none.
+        write_json(save_directory / CONFIG_NAME, self._hub_mixin_config)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | Path, **options: Any
+    ) -> AcceptanceHead:
+        """Load a head from a local folder or from the Hub, in evaluation mode.
+
+        Args:
+            pretrained_model_name_or_path: a folder written by `save_pretrained`, or a Hub id.
+            **options: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download`
+                as everywhere in the Hub library, and `map_location` for the device.
+
+        Raises:
+            ValueError: if there is no head there, or what is there is something else.
+        """
+        source = pretrained_model_name_or_path
+        folder = Path(source)
+        if folder.is_dir() and not (folder / CONFIG_NAME).is_file():
+            raise ValueError(
+                f"{folder} holds no acceptance head: it has no {CONFIG_NAME}; "
+                "pass a folder written by AcceptanceHead.save_pretrained"
+            )
+        try:
+            return super().from_pretrained(source, **options)
+        except (HFValidationError, HfHubHTTPError, EntryNotFoundError, OSError) as error:
+            raise ValueError(
+                f"no acceptance head at {str(source)!r}: it is neither a folder here nor a Hub "
+                f"repository that can be reached ({type(error).__name__}: {error})"
+            ) from error
+
+    @classmethod
+    def _from_pretrained(
+        cls,
+        *,
+        model_id: str,
+        revision: str | None,
+        cache_dir: str | Path | None,
+        force_download: bool,
+        local_files_only: bool,
+        token: str | bool | None,
+        map_location: str = "cpu",
+        **config: Any,
+    ) -> AcceptanceHead:
+        if not {"hidden_size", "depth"} <= config.keys():
+            raise ValueError(
+                f"{model_id} is not an acceptance head: its {CONFIG_NAME} must give hidden_size "
+                f"and depth, it gives {sorted(config)} of a head's settings"
+            )
+        head = cls(**config)
+        local = Path(model_id) / SAFETENSORS_SINGLE_FILE
+        if Path(model_id).is_dir():
+            path = local
+        else:
+            path = Path(
+                hf_hub_download(
+                    repo_id=model_id,
+                    filename=SAFETENSORS_SINGLE_FILE,
+                    revision=revision,
+                    cache_dir=cache_dir,
+                    force_download=force_download,
+                    local_files_only=local_files_only,
+                    token=token,
+                )
+            )
+        try:
+            head.load_state_dict(load_file(path))
+        except (RuntimeError, SafetensorError) as error:
+            raise ValueError(
+                f"the weights in {path} do not fit the head that {CONFIG_NAME} describes: {error}"
+            ) from error
+        return head.to(map_location).eval()

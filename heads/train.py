@@ -1,0 +1,197 @@
+"""Train an acceptance head on a frozen draft: as a script, under accelerate or under DeepSpeed.
+
+The draft runs at every step, outside DDP and DeepSpeed, and gets no gradient.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import torch
+
+from heads.batches import LabelRows, rounds_for
+from heads.config import HeadConfig
+from heads.engine import (
+    Checkpoint,
+    Engine,
+    latest_checkpoint,
+    prepare,
+    start_accelerator,
+    whole_weights,
+)
+from heads.hidden import check_hidden_states, weights_fingerprint
+from heads.loop import Training
+from heads.loss import HeadMetrics
+from heads.model import AcceptanceHead
+from specdata.errors import ManifestError
+from specdata.probability import SamplingConfig
+from specdata.shards import write_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["METRICS_NAME", "HeadConfig", "HeadResult", "train_head"]
+
+METRICS_NAME = "metrics.json"
+CHECKPOINTS_NAME = "checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadResult:
+    """What a training run measured; written to `metrics.json` beside the head.
+
+    Attributes:
+        before: the untrained head on the dev rows.
+        after: the trained head on the same tokens.
+        losses: training loss of every step.
+        steps: updates done.
+        train_rows: rows trained on.
+        skipped_rows: train and dev rows whose prompt alone fills max_length.
+        processes: how many trained.
+        engine: "single", "ddp" or "deepspeed-zeroN", as observed.
+    """
+
+    before: HeadMetrics
+    after: HeadMetrics
+    losses: tuple[float, ...]
+    steps: int
+    train_rows: int
+    skipped_rows: int
+    processes: int
+    engine: str
+
+
+def train_head(
+    *,
+    draft: PreTrainedModel,
+    train: datasets.Dataset,
+    dev: datasets.Dataset,
+    out: Path,
+    config: HeadConfig,
+    seed: int,
+    sampling: SamplingConfig | None = None,
+) -> HeadResult:
+    """Train a head, save it to `out`, and measure it on held-out rows.
+
+    Runs as a plain script, under `accelerate launch`, and under DeepSpeed ZeRO 1 to 3. A killed
+    run continues from its last checkpoint in `out/checkpoints` when called again with the same
+    arguments; a finished one returns its result at once. With several nodes, `out` must be on a
+    file system that they share.
+
+    Args:
+        draft: the frozen draft; its weights and its precision are left alone.
+        train: labelled rows, the columns of `heads.mixing.LabelRow`.
+        dev: held-out labelled rows.
+        out: folder for the head, `metrics.json` (written last) and checkpoints.
+        config: settings.
+        seed: of initial weights, order and mixing. The mixing of dev rows never changes.
+        sampling: the law under which the labels were made; recorded with the head.
+
+    Returns:
+        What was measured.
+
+    Raises:
+        ValueError: if rows or draft cannot be used.
+        ManifestError: if `out` holds another run.
+        RuntimeError: if the launcher's DeepSpeed or processes were silently lost.
+    """
+    data = (
+        LabelRows.read("train", train, config.max_length),
+        LabelRows.read("dev", dev, config.max_length),
+    )
+    run = _fingerprint(config, seed, draft, data)
+    finished = _finished(out, run)
+    if finished is not None:
+        return finished
+    joined = torch.distributed.is_initialized()  # then leaving is up to whoever joined
+    was_training = draft.training
+    head = _new_head(draft, config, seed, sampling)
+    engine, checkpoint = _start(draft.eval(), head, config, out, run)
+    training = Training(engine, draft, config, seed, run, out / CHECKPOINTS_NAME)
+    before, losses = training.start(checkpoint, data[1])
+    losses = training.steps(data[0], before, losses)
+    result = HeadResult(
+        before=before,
+        after=training.evaluate(data[1]),
+        losses=tuple(losses),
+        steps=len(losses),
+        train_rows=len(data[0]),
+        skipped_rows=data[0].skipped + data[1].skipped,
+        processes=engine.accelerator.num_processes,
+        engine=engine.name,
+    )
+    weights = whole_weights(engine)
+    if engine.accelerator.is_main_process:
+        final = _new_head(draft, config, seed, sampling)
+        final.load_state_dict(weights)
+        final.save_pretrained(out)
+        write_json(out / METRICS_NAME, {"run": run, **asdict(result)})
+    draft.train(was_training)
+    engine.close(leave=not joined)
+    return result
+
+
+def _start(
+    draft: PreTrainedModel, head: AcceptanceHead, config: HeadConfig, out: Path, run: str
+) -> tuple[Engine, Checkpoint | None]:
+    """Join the other processes and wrap the head, with the last checkpoint's weights if any."""
+    accelerator = start_accelerator()
+    checkpoint = latest_checkpoint(out / CHECKPOINTS_NAME, run)
+    accelerator.wait_for_everyone()  # nobody writes before everybody has looked
+    draft.to(accelerator.device)
+    check_hidden_states(draft, torch.arange(2, device=accelerator.device).unsqueeze(0))
+    if checkpoint is not None:
+        head.load_state_dict(checkpoint.weights)
+    engine = prepare(
+        accelerator,
+        head,
+        micro_batch_size=config.micro_batch_size,
+        accumulation=rounds_for(
+            config.batch_size, size=config.micro_batch_size, processes=accelerator.num_processes
+        ),
+        max_norm=config.max_grad_norm,
+    )
+    return engine, checkpoint
+
+
+def _new_head(
+    draft: PreTrainedModel, config: HeadConfig, seed: int, sampling: SamplingConfig | None
+) -> AcceptanceHead:
+    with torch.random.fork_rng(devices=[]):  # layers initialise from the global generator
+        torch.manual_seed(seed)
+        return AcceptanceHead(
+            hidden_size=draft.get_output_embeddings().weight.shape[-1],
+            depth=config.depth,
+            rejection_weight=config.rejection_weight,
+            draft=draft.name_or_path or None,
+            sampling=None if sampling is None else asdict(sampling),
+        )
+
+
+def _fingerprint(
+    config: HeadConfig, seed: int, draft: PreTrainedModel, data: tuple[LabelRows, LabelRows]
+) -> str:
+    """Digest of all that decides the result: a folder belongs to one such digest."""
+    settings = asdict(replace(config, micro_batch_size=1, save_steps=1))  # these do not
+    parts = [settings, seed, weights_fingerprint(draft), *(rows.fingerprint for rows in data)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _finished(out: Path, run: str) -> HeadResult | None:
+    path = out / METRICS_NAME
+    if not path.is_file():
+        return None
+    stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if stored.pop("run") != run:
+        raise ManifestError(
+            f"{out} holds the head of another configuration, seed, data or draft; "
+            "delete it or choose another output folder"
+        )
+    stored["before"], stored["after"] = (HeadMetrics(**stored[k]) for k in ("before", "after"))
+    stored["losses"] = tuple(stored["losses"])
+    return HeadResult(**stored)
