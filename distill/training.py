@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from tqdm.auto import tqdm
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import (
     PreTrainedModel,
     PrinterCallback,
@@ -45,6 +45,18 @@ class Schedule:
     learning_rate: float
     warmup_ratio: float
     save_steps: int
+    accumulation: int = 1
+
+
+def processes() -> PartialState:
+    """Join the processes of this run; call it before models are loaded, to have the right device.
+
+    On the CPU the backend is named, or DeepSpeed's ranks would start as worlds of their own.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if launched and not torch.cuda.is_available():
+        return PartialState(backend="gloo")
+    return PartialState()
 
 
 def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> TrainingArguments:
@@ -52,6 +64,7 @@ def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> Training
 
     `batch_size` is that of one process; everything else can be scaled by the launcher.
     """
+    processes()
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         # Trainer imports DeepSpeed wherever it is installed, which warns unless told of the CPU.
@@ -60,6 +73,7 @@ def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> Training
         output_dir=str(work),
         max_steps=schedule.steps,
         per_device_train_batch_size=schedule.batch_size,
+        gradient_accumulation_steps=schedule.accumulation,
         learning_rate=schedule.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=round(schedule.steps * schedule.warmup_ratio),
@@ -71,6 +85,7 @@ def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> Training
         disable_tqdm=True,
         report_to="none",
         use_cpu=on_cpu,
+        accelerator_config={"use_configured_state": True},
         dataloader_pin_memory=not on_cpu,
         remove_unused_columns=False,
         seed=seed,
@@ -90,7 +105,7 @@ def run(trainer: Trainer, work: Path, settings: dict[str, Any], *, label: str) -
     Raises:
         ManifestError: if `work` was started with other settings.
     """
-    with PartialState().main_process_first():
+    with processes().main_process_first():
         check_settings(work / "settings.json", settings)
         if trainer.is_world_process_zero():
             work.mkdir(parents=True, exist_ok=True)
@@ -156,7 +171,7 @@ class _MarkComplete(TrainerCallback):  # type: ignore[misc]
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        PartialState().wait_for_everyone()
+        processes().wait_for_everyone()
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             write_json(folder / _COMPLETE, {"step": state.global_step})

@@ -1,0 +1,139 @@
+"""What a draft is distilled with: six divergences between the target's law p and the draft's q.
+
+All share one signature, `(draft_logits, target_logits, mask) -> scalar`: the mean over the
+positions where `mask` is true of a divergence between p = softmax(target_logits) and
+q = softmax(draft_logits). Gradients reach the draft only. Both laws must already be warped as in
+serving (temperature; for p also truncation, a logit of -inf is a probability of 0).
+
+Everything is computed from log probabilities in float32 (float64 stays float64), so that saturated
+logits give finite values and gradients. z are the draft's logits, s_j = 1[q_j > p_j] and
+alpha = sum_x min(p, q) is the probability that a drafted token is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+# Smaller log probabilities count as this: a single -inf, as of a padding id that only one model
+# has, would make a divergence infinite. No trained logit comes near it.
+_LOG_FLOOR = -1e4
+# Reverse KL charges q log(1/p) for mass where p is 0; float32 laws end at about exp(-100) anyway.
+_REVERSE_FLOOR = -100.0
+
+JS_BETA = 0.5
+HYBRID_ETA = 3.0
+
+
+def forward_kl(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tensor:
+    """KL(p || q) = sum_x p (log p - log q): covers all that the target does.
+
+    Gradient q - p. The classic distillation loss (Hinton et al. 2015, arXiv:1503.02531), the
+    baseline of DistillSpec (Zhou et al. 2023, arXiv:2310.08461).
+
+    Args:
+        draft_logits: (..., V), any float type.
+        target_logits: (..., V).
+        mask: (...), true where the position counts.
+
+    Returns:
+        The masked mean in nats, 0 if no position counts.
+    """
+    log_p, log_q = _log_laws(draft_logits, target_logits)
+    return _masked_mean(_kl(log_p, log_q), mask)
+
+
+def reverse_kl(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tensor:
+    """KL(q || p) = sum_x q (log q - log p): avoids what the target never does.
+
+    Gradient q_j (log(q_j/p_j) - KL(q || p)). On-policy distillation often uses it (GKD, Agarwal et
+    al. 2023, arXiv:2306.13649). Arguments and result as in `forward_kl`.
+    """
+    log_p, log_q = _log_laws(draft_logits, target_logits)
+    return _masked_mean(_kl(log_q, log_p.clamp(min=_REVERSE_FLOOR)), mask)
+
+
+def js(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tensor:
+    """Beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, with beta = 1/2.
+
+    The generalised Jensen-Shannon divergence of GKD (arXiv:2306.13649); at most log 2. Arguments
+    and result as in `forward_kl`.
+    """
+    log_p, log_q = _log_laws(draft_logits, target_logits)
+    weight_p, weight_q = (log_p.new_tensor(w).log() for w in (JS_BETA, 1 - JS_BETA))
+    log_m = torch.logaddexp(log_p + weight_p, log_q + weight_q)
+    divergence = JS_BETA * _kl(log_p, log_m) + (1 - JS_BETA) * _kl(log_q, log_m)
+    return _masked_mean(divergence, mask)
+
+
+def tv(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tensor:
+    """TV(p, q) = 1/2 sum_x |p - q| = 1 - alpha: exactly the rejection probability.
+
+    Gradient q_j (s_j - sum_k q_k s_k), which vanishes where p and q hardly overlap: start from a
+    draft that is not random, or use `lk_hybrid`. DistillSpec (arXiv:2310.08461), appendix on TVD.
+    Arguments and result as in `forward_kl`.
+    """
+    return _masked_mean(_tv(*_log_laws(draft_logits, target_logits)), mask)
+
+
+def neg_log_overlap(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tensor:
+    """-log alpha = -log sum_x min(p, q), "LK-alpha": the log-likelihood of acceptance.
+
+    Gradient that of `tv` divided by alpha, so it does not vanish; equals cross entropy when p is
+    one-hot. Samarin et al. 2026 (arXiv:2602.23881). Arguments and result as in `forward_kl`.
+    """
+    log_p, log_q = _log_laws(draft_logits, target_logits)
+    return _masked_mean(-_log_overlap(log_p, log_q), mask)
+
+
+def lk_hybrid(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tensor:
+    """W KL(p || q) + (1 - w) TV(p, q), w = exp(-eta alpha) held constant, eta = 3.
+
+    Where acceptance is low it is a KL with its strong gradient, where it is high it is the
+    rejection probability itself; w is taken position by position. Samarin et al. 2026
+    (arXiv:2602.23881). Arguments and result as in `forward_kl`.
+    """
+    log_p, log_q = _log_laws(draft_logits, target_logits)
+    weight = torch.exp(-HYBRID_ETA * _log_overlap(log_p, log_q).exp()).detach()
+    divergence = weight * _kl(log_p, log_q) + (1 - weight) * _tv(log_p, log_q)
+    return _masked_mean(divergence, mask)
+
+
+LOSSES: Mapping[str, Loss] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "js": js,
+    "tv": tv,
+    "neg_log_overlap": neg_log_overlap,
+    "lk_hybrid": lk_hybrid,
+}
+
+
+def _log_laws(draft_logits: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Log p and log q, (..., V), float32 or wider, no gradient for p."""
+    wide = torch.promote_types(draft_logits.dtype, torch.float32)
+    log_q = draft_logits.to(wide).log_softmax(dim=-1).clamp(min=_LOG_FLOOR)
+    log_p = target_logits.detach().to(wide).log_softmax(dim=-1).clamp(min=_LOG_FLOOR)
+    return log_p, log_q
+
+
+def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+    return (log_a.exp() * (log_a - log_b)).sum(dim=-1)
+
+
+def _tv(log_p: Tensor, log_q: Tensor) -> Tensor:
+    # |p - q| rather than 1 - overlap: no cancellation when the laws are close.
+    return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(dim=-1)
+
+
+def _log_overlap(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return torch.minimum(log_p, log_q).logsumexp(dim=-1)
+
+
+def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    weights = mask.to(values.dtype)
+    return (values * weights).sum() / weights.sum().clamp(min=1.0)

@@ -1,0 +1,272 @@
+"""Stage 2: distil a draft on completions that its target wrote earlier.
+
+The target runs beside the draft as a frozen teacher; the loss is taken at completion positions
+only, between the very laws that serving will compare.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedModel, Trainer
+
+from distill.losses import LOSSES
+from distill.training import (
+    Schedule,
+    check_settings,
+    processes,
+    run,
+    save_model,
+    training_arguments,
+)
+from specdata.models import load_model, load_tokenizer
+from specdata.probability import SamplingConfig, overlap, probabilities, to_vocabulary
+from specdata.shards import atomic_folder, write_json
+from specdata.vocabulary import check_shared_vocabulary
+
+SETTINGS_FILE = "training.json"
+RESULT_FILE = "distillation.json"
+IGNORED = -100  # the Trainer counts the labels that differ from it
+
+
+@dataclass(frozen=True, slots=True)
+class DistilConfig:
+    """What the draft is trained to minimise, how long and how fast."""
+
+    objective: str = field(default="lk_hybrid", metadata={"help": f"the loss: {', '.join(LOSSES)}"})
+    epochs: float = field(default=3.0, metadata={"help": "passes over the training rollouts"})
+    batch_size: int = field(default=8, metadata={"help": "rollouts in a step of one process"})
+    accumulation: int = field(
+        default=1, metadata={"help": "batches added up before an optimizer step"}
+    )
+    learning_rate: float = field(default=1e-4, metadata={"help": "largest learning rate"})
+    warmup_ratio: float = field(
+        default=0.1, metadata={"help": "share of the steps over which the learning rate rises"}
+    )
+    save_steps: int = field(
+        default=100, metadata={"help": "steps between checkpoints, from which a killed run goes on"}
+    )
+
+    def __post_init__(self) -> None:
+        if self.objective not in LOSSES:
+            choices = ", ".join(LOSSES)
+            raise ValueError(f"objective must be one of {choices}, got {self.objective!r}")
+        for name, value in asdict(self).items():
+            if name not in ("objective", "warmup_ratio") and value <= 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class DistilResult:
+    """What distillation changed, on rollouts that were not trained on.
+
+    `acceptance_before` and `acceptance_after` are means of sum_x min(p, q) over `positions`
+    completion positions: the probability that a drafted token is accepted there.
+    """
+
+    acceptance_before: float
+    acceptance_after: float
+    positions: int
+    steps: int
+
+
+def distil(
+    *,
+    target: str | Path,
+    draft: str | Path,
+    train: Dataset,
+    dev: Dataset,
+    out: Path,
+    config: DistilConfig,
+    sampling: SamplingConfig,
+    seed: int,
+) -> DistilResult:
+    """Train a copy of the draft on rollouts of the target and save it as a model folder.
+
+    A killed run goes on from its last checkpoint when called again; a finished one returns its
+    stored result. Works in one process, under `accelerate launch` and under DeepSpeed.
+
+    Args:
+        target: folder or Hub id of the teacher.
+        draft: folder or Hub id of the draft to start from.
+        train: rollouts with `prompt_ids` and `completion_ids`.
+        dev: rollouts that acceptance is measured on.
+        out: the new model folder; it appears once it is complete.
+        config: loss and schedule.
+        sampling: the warp of serving, applied to both models.
+        seed: decides the order of the rollouts.
+
+    Raises:
+        ConfigError: if a model cannot be loaded.
+        VocabularyMismatchError: if the models do not share a vocabulary.
+        ManifestError: if `out` or its checkpoints were made with other settings.
+        ValueError: if a data set is empty.
+    """
+    for name, rollouts in (("train", train), ("dev", dev)):
+        if len(rollouts) == 0:
+            raise ValueError(f"{name} must hold at least one rollout, it is empty")
+    settings = {
+        "target": str(target),
+        "draft": str(draft),
+        "config": asdict(config),
+        "sampling": asdict(sampling),
+        "seed": seed,
+        "rollouts": [train._fingerprint, dev._fingerprint],
+    }
+    if out.exists():
+        check_settings(out / SETTINGS_FILE, settings)
+        return DistilResult(**json.loads((out / RESULT_FILE).read_text("utf-8")))
+    state = processes()
+    tokenizer = load_tokenizer(str(target))
+    check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
+    # Before any training arguments exist, so that ZeRO-3 does not split the frozen teacher.
+    teacher, student = load_model(str(target)), load_model(str(draft))
+    before = mean_acceptance(teacher, student, dev, sampling) if state.is_main_process else None
+
+    trainer = _trainer(teacher, student, train, out, config, sampling, seed)
+    run(trainer, _work(out), settings, label="distilling the draft")
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if before is not None:
+        trained = load_model(str(draft))
+        trained.load_state_dict(weights)
+        after = mean_acceptance(teacher, trained, dev, sampling)
+        result = DistilResult(before, after, _positions(dev), trainer.state.global_step)
+        with atomic_folder(out) as temporary:
+            save_model(trained, temporary)
+            tokenizer.save_pretrained(temporary)
+            write_json(temporary / SETTINGS_FILE, settings)
+            write_json(temporary / RESULT_FILE, asdict(result))
+        shutil.rmtree(_work(out))
+    state.wait_for_everyone()
+    return DistilResult(**json.loads((out / RESULT_FILE).read_text("utf-8")))
+
+
+@torch.inference_mode()
+def mean_acceptance(
+    target: PreTrainedModel, draft: PreTrainedModel, rollouts: Dataset, sampling: SamplingConfig
+) -> float:
+    """Mean of sum_x min(p, q) over all completion positions, both laws as in serving."""
+    total = 0.0
+    for row in rollouts:
+        length = len(row["completion_ids"])
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=target.device)
+        # Position t predicts token t + 1: the last position predicts beyond the completion.
+        p_logits, q_logits = (
+            model(input_ids=ids[:, :-1], logits_to_keep=length).logits[0]
+            for model in (target, draft)
+        )
+        q_logits = to_vocabulary(q_logits, p_logits.shape[-1])
+        p, q = probabilities(p_logits, sampling), probabilities(q_logits, sampling)
+        total += overlap(p, q).sum().item()
+    return total / _positions(rollouts)
+
+
+def collate(pad_id: int) -> Callable[[Sequence[Mapping[str, list[int]]]], dict[str, Tensor]]:
+    """Return the collator of rollouts: (B, T) `input_ids`, `attention_mask` and `labels`.
+
+    Rows are padded on the right; `labels` are the completion's tokens, `IGNORED` elsewhere.
+    """
+
+    def batch(rows: Sequence[Mapping[str, list[int]]]) -> dict[str, Tensor]:
+        longest = max(len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows)
+        shape = (len(rows), longest)
+        ids, labels = torch.full(shape, pad_id), torch.full(shape, IGNORED)
+        attention = torch.zeros(shape, dtype=torch.long)
+        for index, row in enumerate(rows):
+            begin = len(row["prompt_ids"])
+            end = begin + len(row["completion_ids"])
+            ids[index, :end] = torch.tensor(row["prompt_ids"] + row["completion_ids"])
+            labels[index, begin:end] = ids[index, begin:end]
+            attention[index, :end] = 1
+        return {"input_ids": ids, "attention_mask": attention, "labels": labels}
+
+    return batch
+
+
+class _DistilTrainer(Trainer):  # type: ignore[misc]
+    """The Trainer with one method changed: the loss compares the draft with its teacher."""
+
+    def __init__(
+        self, *, teacher: PreTrainedModel, objective: str, sampling: SamplingConfig, **rest: Any
+    ) -> None:
+        super().__init__(**rest)
+        self.teacher = teacher.eval().requires_grad_(False)
+        self.objective = LOSSES[objective]
+        self.sampling = sampling
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Any]:
+        """Mean divergence over the completion positions of the whole (accumulated, global) batch.
+
+        Weighting by positions makes the result independent of how a batch is split.
+        """
+        labels = inputs["labels"]
+        tokens = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        chosen = labels[:, 1:] != IGNORED
+        outputs = model(**tokens)
+        with torch.no_grad():
+            p_logits = self.teacher(**tokens).logits[:, :-1][chosen]
+            p = probabilities(p_logits, self.sampling)
+        q_logits = to_vocabulary(outputs.logits[:, :-1][chosen], p.shape[-1])
+        # Truncation applies to p alone: a token cut from q would get no gradient to come back.
+        loss = self.objective(
+            q_logits / (self.sampling.temperature or 1.0), p.log(), torch.ones_like(p[:, 0])
+        )
+        if num_items_in_batch is not None:
+            # Gradients are averaged over processes, positions are counted over all of them.
+            share = chosen.sum() * self.accelerator.num_processes / num_items_in_batch
+            loss = loss * share
+        return (loss, outputs) if return_outputs else loss
+
+
+def _trainer(
+    teacher: PreTrainedModel,
+    student: PreTrainedModel,
+    train: Dataset,
+    out: Path,
+    config: DistilConfig,
+    sampling: SamplingConfig,
+    seed: int,
+) -> _DistilTrainer:
+    rows_a_step = config.batch_size * config.accumulation * processes().num_processes
+    schedule = Schedule(
+        steps=math.ceil(config.epochs * len(train) / rows_a_step),
+        batch_size=config.batch_size,
+        accumulation=config.accumulation,
+        learning_rate=config.learning_rate,
+        warmup_ratio=config.warmup_ratio,
+        save_steps=config.save_steps,
+    )
+    pad_id = teacher.generation_config.pad_token_id
+    return _DistilTrainer(
+        teacher=teacher,
+        objective=config.objective,
+        sampling=sampling,
+        model=student,
+        args=training_arguments(_work(out), schedule, seed=seed),
+        train_dataset=train,
+        # Padding is masked everywhere, so any id will do where a model names none.
+        data_collator=collate(0 if pad_id is None else pad_id),
+    )
+
+
+def _work(out: Path) -> Path:
+    return out.with_name(f"{out.name}.training")
+
+
+def _positions(rollouts: Dataset) -> int:
+    return sum(map(len, rollouts["completion_ids"]))
