@@ -43,6 +43,7 @@ class DraftTree:
         how: how siblings were drawn: "iid" (independently; with several laws: independent),
             "distinct" (without replacement, in draw order) or "greedy" (top K-1, then one draw).
         tail: (V,) the draft's law after the last node of a chain, where a verifier asked for it.
+        planned: tokens that a chain was to have, if an end token cut it short; None: all are there.
     """
 
     tokens: Tensor
@@ -52,6 +53,7 @@ class DraftTree:
     shape: Shape
     how: How = "iid"
     tail: Tensor | None = None
+    planned: int | None = None
 
     def __len__(self) -> int:
         """Number of drafted nodes, N."""

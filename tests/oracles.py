@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from eval.drafts import DraftTree, How
-from eval.verifiers import Verdict
+from eval.verifiers import Verifier
 
 Prefix = tuple[int, ...]
 Table = Mapping[Prefix, Tensor]
@@ -266,7 +266,8 @@ CASES: Mapping[str, Case] = {
     "2 independent paths of 2": Case("paths, independent", 2, 2, 2, lambda q: path_drafts(q, 2)),
     "3 independent paths of 2": Case("paths, independent", 2, 2, 3, lambda q: path_drafts(q, 2)),
     "tree 2x2, V=2": Case("tree, iid", 2, 2, 1, lambda q: tree_drafts(q[0], (2, 2), "iid")),
-    "tree 3x1, V=3": Case("tree, iid", 3, 2, 1, lambda q: tree_drafts(q[0], (3, 1), "iid")),
+    "tree 3x1, V=2": Case("tree, iid", 2, 2, 1, lambda q: tree_drafts(q[0], (3, 1), "iid")),
+    "tree 2x1, V=3": Case("tree, iid", 3, 2, 1, lambda q: tree_drafts(q[0], (2, 1), "iid")),
     "distinct tree 2x2": Case(
         "tree, distinct", 3, 2, 1, lambda q: tree_drafts(q[0], (2, 2), "distinct")
     ),
@@ -314,32 +315,99 @@ def completed(p: Table, prefix: Prefix, law: Tensor, length: int) -> Tensor:
     return joint
 
 
-def output_law(
-    verify: Callable[[DraftTree, Tensor], Verdict], drafts: Drafts, p: Table, length: int
-) -> Tensor:
-    """(V,) * length: the joint law of what one round emits, completed with p."""
+def output_law(verifier: Verifier, drafts: Drafts, p: Table, length: int, q: Table) -> Tensor:
+    """(V,) * length: the joint law of what one round emits and plain decoding then adds.
+
+    Plain decoding draws from p, and through the frames of a verifier that carries some; q is the
+    draft's table, which frames refer to.
+    """
     joint = torch.zeros((p[()].shape[0],) * length, dtype=torch.float64)
     for weight, tree in drafts:
-        verdict = verify(tree, target_rows(tree, p))
-        for node, prefix in enumerate(node_prefixes(tree)):
-            stop = float(verdict.stop[node])
+        target = target_rows(tree, p)
+        prefixes = node_prefixes(tree)
+        if verifier.carries:
+            for chance, end in verifier.outcomes(tree, target):
+                for mass, token in support(end.law):
+                    text = (*prefixes[end.node], token)
+                    after = verifier.after(tree, target, end, token)
+                    joint += weight * chance * mass * plain_law(after, text, p, q, length)
+            continue
+        verdict = verifier(tree, target)
+        for node, stop in enumerate(verdict.stop.tolist()):
             if stop > 0:
-                joint += weight * stop * completed(p, prefix, verdict.bonus[node], length)
+                joint += weight * stop * completed(p, prefixes[node], verdict.bonus[node], length)
     return joint
 
 
-def expected_accepted(
-    verify: Callable[[DraftTree, Tensor], Verdict], drafts: Drafts, p: Table
-) -> float:
+def plain_law(verifier: Verifier, text: Prefix, p: Table, q: Table, length: int) -> Tensor:
+    """(V,) * length: a fixed text, and what rounds of empty drafts add to it."""
+    joint = torch.zeros((p[()].shape[0],) * length, dtype=torch.float64)
+    if len(text) >= length:
+        joint[text[:length]] = 1.0
+        return joint
+    tree, target = chain_draft((), shifted(q, text, 0), tail=True), p[text].unsqueeze(0)
+    for chance, end in verifier.outcomes(tree, target):
+        for mass, token in support(end.law):
+            after = verifier.after(tree, target, end, token)
+            joint += chance * mass * plain_law(after, (*text, token), p, q, length)
+    return joint
+
+
+def expected_accepted(verifier: Verifier, drafts: Drafts, p: Table) -> float:
     """E[tau], the expected number of accepted tokens in a round."""
     total = 0.0
     for weight, tree in drafts:
-        stop = verify(tree, target_rows(tree, p)).stop
+        stop = verifier(tree, target_rows(tree, p)).stop.tolist()
         depths = [len(prefix) for prefix in node_prefixes(tree)]
-        total += weight * sum(float(s) * d for s, d in zip(stop, depths, strict=True))
+        total += weight * sum(s * d for s, d in zip(stop, depths, strict=True))
     return total
 
 
 def total_variation(first: Tensor, second: Tensor) -> float:
     """Half the L1 distance of two laws of the same shape."""
     return 0.5 * float((first.double() - second.double()).abs().sum())
+
+
+def rounds_law(
+    verifier: Verifier,
+    p: Table,
+    length: int,
+    draft: Callable[[Prefix, Verifier], Drafts],
+) -> tuple[Tensor, float]:
+    """The first `length` tokens of a decoder that runs as many rounds as it takes.
+
+    Args:
+        verifier: as it is before the first round.
+        p: the target, known for `length` tokens plus a draft.
+        length: tokens to emit; what a round emits beyond them is cut off.
+        draft: all drafts after a committed prefix.
+
+    Returns:
+        Their joint law, (V,) * length, and the expected number of rounds.
+    """
+    joint = torch.zeros((p[()].shape[0],) * length, dtype=torch.float64)
+    waiting: dict[tuple[Prefix, Verifier], float] = {((), verifier): 1.0}
+    rounds = 0.0
+    while waiting:
+        # Shortest text first, so that equal states have met before they are expanded.
+        state = min(waiting, key=lambda pair: len(pair[0]))
+        weight = waiting.pop(state)
+        rounds += weight
+        for text, after, chance in _one_round(*state, p, draft):
+            if len(text) >= length:
+                joint[text[:length]] += weight * chance
+            else:
+                waiting[text, after] = waiting.get((text, after), 0.0) + weight * chance
+    return joint, rounds
+
+
+def _one_round(
+    text: Prefix, verifier: Verifier, p: Table, draft: Callable[[Prefix, Verifier], Drafts]
+) -> Iterator[tuple[Prefix, Verifier, float]]:
+    for weight, tree in draft(text, verifier):
+        prefixes = node_prefixes(tree)
+        target = torch.stack([p[text + prefix] for prefix in prefixes])
+        for chance, end in verifier.outcomes(tree, target):
+            for mass, token in support(end.law):
+                after = verifier.after(tree, target, end, token)
+                yield (*text, *prefixes[end.node], token), after, weight * chance * mass

@@ -10,11 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from eval.verifiers.batch import batch
+from eval.verifiers.biased import biased_opt, biased_uno
 from eval.verifiers.block import block, greedy_block
 from eval.verifiers.kseq import kseq
 from eval.verifiers.multi_candidate import greedy_draft, naive, rrs, rrs_wor
 from eval.verifiers.rule import Verdict, Verifier, walk
 from eval.verifiers.single import token
+from eval.verifiers.traversal import traversal
 
 __all__ = ["VERIFIERS", "Entry", "Verdict", "Verifier"]
 
@@ -56,7 +59,7 @@ VERIFIERS: Mapping[str, Entry] = MappingProxyType(
             paper="Sun et al. 2025 (arXiv:2403.10444v2), Algorithm 2",
         ),
         "greedy_block": Entry(
-            lambda: Verifier("greedy_block", greedy_block, ("chain",)),
+            lambda: Verifier("greedy_block", greedy_block, ("chain",), carries=True),
             branching=False,
             lossless=True,
             paper="Sun et al. 2024 (arXiv:2403.10444v1), Algorithm 3",
@@ -90,6 +93,30 @@ VERIFIERS: Mapping[str, Entry] = MappingProxyType(
             branching=True,
             lossless=True,
             paper="Hu et al. 2025 (ICLR), greedy draft sampling",
+        ),
+        "traversal": Entry(
+            lambda: Verifier("traversal", traversal, ("chain", *INDEPENDENT, *DISTINCT)),
+            branching=True,
+            lossless=True,
+            paper="Weng et al. 2025 (arXiv:2505.12398)",
+        ),
+        "batch": Entry(
+            lambda: Verifier("batch", batch, ("paths, iid", "paths, independent")),
+            branching=True,
+            lossless=True,
+            paper="Yin et al. 2024 (arXiv:2411.00841), Algorithm 4",
+        ),
+        "biased_uno": Entry(
+            lambda epsilon: Verifier("biased_uno", walk(biased_uno(epsilon)), ("chain",)),
+            branching=False,
+            lossless=False,
+            paper="Yin et al. 2024 (arXiv:2411.00841), Decoding-UNO",
+        ),
+        "biased_opt": Entry(
+            lambda epsilon: Verifier("biased_opt", walk(biased_opt(epsilon)), ("chain",)),
+            branching=False,
+            lossless=False,
+            paper="Yin et al. 2024 (arXiv:2411.00841), Theorems 4 and 5, Decoding-OPT",
         ),
     }
 )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from eval.drafts import DraftTree
+from eval.verifiers.frames import Frame, Frames, framed_target, frames_after, needs_tail
 from specdata.probability import draw
 
 T = TypeVar("T")
@@ -41,13 +42,13 @@ class Stop:
     Args:
         node: the last accepted node; 0 if no drafted token was accepted.
         law: (V,) law of the token that is emitted after it.
-        resume: for a rule that outlives its round: the rule of the next round, given the token
-            drawn from `law`. None for a rule that starts afresh.
+        opens: the frame that this rejection leaves behind for the tokens after `node`, the one
+            drawn from `law` being the first; None for all rules but greedy block verification.
     """
 
     node: int
     law: Tensor
-    resume: Callable[[int], Rule] | None = None
+    opens: Frame | None = None
 
 
 Rule = Callable[[DraftTree, Tensor, Dice], Stop]
@@ -68,6 +69,12 @@ class Siblings:
     laws: list[Tensor]
     how: str
 
+    @classmethod
+    def of(cls, tree: DraftTree, children: Sequence[int]) -> Siblings:
+        """Those that some nodes of a draft make."""
+        tokens = [tree.token_list[child - 1] for child in children]
+        return cls(tokens, [tree.law_of(child) for child in children], tree.how)
+
 
 NodeRule = Callable[[Tensor, Siblings, Dice], "int | Tensor"]
 """(p (V,), siblings, dice) -> index of the accepted sibling, or the law (V,) if none is."""
@@ -84,12 +91,7 @@ def walk(node_rule: NodeRule) -> Rule:
     def rule(tree: DraftTree, target: Tensor, dice: Dice) -> Stop:
         group = [0]
         while children := tree.children(group):
-            siblings = Siblings(
-                [tree.token_list[child - 1] for child in children],
-                [tree.law_of(child) for child in children],
-                tree.how,
-            )
-            outcome = node_rule(target[group[0]], siblings, dice)
+            outcome = node_rule(target[group[0]], Siblings.of(tree, children), dice)
             if isinstance(outcome, Tensor):
                 return Stop(group[0], outcome)
             group = tree.follow(children, outcome)
@@ -118,7 +120,7 @@ class Drawn:
     Args:
         nodes: accepted nodes from the root down, without node 0.
         token: the token emitted after them.
-        verifier: what verifies the next round: the same verifier, or one that carries a residual.
+        verifier: what verifies the next round: the same verifier, or one that holds frames.
     """
 
     nodes: list[int]
@@ -134,11 +136,20 @@ class Verifier:
         name: its key in `VERIFIERS`.
         rule: the procedure.
         takes: the `DraftTree.kind`s that it may be given.
+        carries: whether a rejection opens a frame. The length of every draft must then be planned
+            before its first token is drawn: a stopping rule that looks at drafted tokens is biased.
+        frames: what earlier rounds left behind; the rule sees the target through them.
     """
 
     name: str
     rule: Rule = field(repr=False)
     takes: tuple[str, ...]
+    carries: bool = False
+    frames: Frames = ()
+
+    def needs_tail(self, length: int) -> bool:
+        """Whether a chain of `length` tokens must carry the draft's law after its last one."""
+        return needs_tail(self.frames, length)
 
     def check(self, tree: DraftTree, target: Tensor) -> None:
         """Raise ValueError unless there is a proof for this form of draft and p fits it."""
@@ -146,7 +157,8 @@ class Verifier:
             raise ValueError(
                 f"verifier {self.name!r} is proved for {'; '.join(self.takes)}; got {tree.kind}"
             )
-        expected = (len(tree) + 1, tree.vocabulary)
+        # An empty draft has no law, so it does not know V.
+        expected = (len(tree) + 1, tree.vocabulary if len(tree) else target.shape[-1])
         if tuple(target.shape) != expected:
             raise ValueError(f"target must be (N+1, V) = {expected}, got {tuple(target.shape)}")
 
@@ -161,26 +173,38 @@ class Verifier:
         Raises:
             ValueError: for a draft without a proof, or a target of another shape.
         """
-        self.check(tree, target)
         stop = torch.zeros(len(tree) + 1, dtype=torch.float64)
-        bonus = torch.zeros(len(tree) + 1, tree.vocabulary, dtype=torch.float64)
-        for weight, end in outcomes(lambda dice: self.rule(tree, target, dice)):
+        bonus = torch.zeros(target.shape, dtype=torch.float64)
+        for weight, end in self.outcomes(tree, target):
             stop[end.node] += weight
             bonus[end.node] += weight * end.law.double().cpu()
         bonus /= torch.where(stop > 0, stop, 1.0).unsqueeze(-1)
         return Verdict(stop.to(target), bonus.to(target))
 
+    def outcomes(self, tree: DraftTree, target: Tensor) -> Iterator[tuple[float, Stop]]:
+        """Every way in which the round can end, with its probability. Arguments as above."""
+        self.check(tree, target)
+        seen = framed_target(self.frames, tree, target) if self.frames else target
+        return outcomes(lambda dice: self.rule(tree, seen, dice))
+
+    def after(self, tree: DraftTree, target: Tensor, end: Stop, token: int) -> Verifier:
+        """The verifier of the next round, given how this one ended and the token drawn there."""
+        if not self.frames and end.opens is None:
+            return self
+        frames = frames_after(self.frames, end.opens, tree, target, end.node, token)
+        return replace(self, frames=frames)
+
     def draw(self, tree: DraftTree, target: Tensor, generator: torch.Generator) -> Drawn:
         """Draw one outcome, visiting only the nodes walked. Arguments as in `__call__`."""
         self.check(tree, target)
-        end = self.rule(tree, target, RealDice(generator))
+        seen = framed_target(self.frames, tree, target) if self.frames else target
+        end = self.rule(tree, seen, RealDice(generator))
         token = int(draw(end.law, generator))
         nodes, node = [], end.node
         while node:
             nodes.append(node)
             node = int(tree.parents[node - 1])
-        resumed = self if end.resume is None else replace(self, rule=end.resume(token))
-        return Drawn(nodes[::-1], token, resumed)
+        return Drawn(nodes[::-1], token, self.after(tree, target, end, token))
 
 
 class RealDice:

@@ -1,0 +1,28 @@
+"""Batch verification: several rollouts compete for the first place only."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from eval.drafts import DraftTree
+from eval.verifiers.multi_candidate import rrs
+from eval.verifiers.rule import Dice, Siblings, Stop
+from eval.verifiers.single import token
+
+
+def batch(tree: DraftTree, target: Tensor, dice: Dice) -> Stop:
+    """Recursive rejection over the first tokens, then token verification of the accepted rollout.
+
+    Implements Yin et al. 2024 (NeurIPS, arXiv:2411.00841), Algorithm 4. Paper symbols: the paper's
+    q is the target p here and its p the draft q. Lossless. A rollout that merely shares a prefix
+    with the accepted one is not used again. `eval.theory.batch_rejections` is its expected number
+    of rejections (Theorem 3); here a round that accepts a whole rollout adds a token drawn from p.
+    """
+    node, children, rule = 0, tree.kids[0], rrs
+    while children:
+        outcome = rule(target[node], Siblings.of(tree, children), dice)
+        if isinstance(outcome, Tensor):
+            return Stop(node, outcome)
+        node, rule = children[outcome], token
+        children = tree.kids[node]
+    return Stop(node, target[node])

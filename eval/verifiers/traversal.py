@@ -1,0 +1,63 @@
+"""Traversal verification: block verification on a tree, leaves first."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from eval.drafts import DraftTree
+from eval.verifiers.frames import residual
+from eval.verifiers.rule import Dice, Stop
+
+
+def traversal(tree: DraftTree, target: Tensor, dice: Dice) -> Stop:
+    """Try every path to its leaf, in draw order, before giving up the prefix it shares.
+
+    Implements Weng et al. 2025 (NeurIPS, arXiv:2505.12398). Paper symbols: M_b is the target p, M_s
+    the draft q. Lossless; on a chain it is block verification. Paths are merged by prefix: a path
+    that repeats a token already tried is rejected, which still uses up its draw.
+
+    A node is entered with the probability a that its subtree may use, min(1, a p(x)/q(x)) for a
+    child x. Whatever hangs below, the subtree accepts with probability a exactly; that is why it may
+    be tried before its later siblings, and why they may have any number of children.
+    """
+    end = _visit(tree, target, dice, [0], 1.0)
+    assert end is not None, "the root accepts"
+    return end
+
+
+def _visit(
+    tree: DraftTree, target: Tensor, dice: Dice, group: list[int], share: float
+) -> Stop | None:
+    """Where the path ends in the subtree below a node (on paths, a group with one prefix)."""
+    p = target[group[0]]
+    children = tree.children(group)
+    removed: list[int] = []
+    for index, child in enumerate(children):
+        x, q = tree.token_list[child - 1], _law(tree, child, removed)
+        below = min(1.0, share * float(p[x]) / float(q[x]))
+        if below > 0.0:
+            end = _visit(tree, target, dice, tree.follow(children, index), below)
+            if end is not None:
+                return end
+        if share < 1.0:
+            mass = float((share * p - q).clamp(min=0.0).sum())
+            if mass == 0.0:
+                return None
+            p, share = residual(share, p, q), mass / (mass + 1.0 - share)
+        else:
+            p = residual(share, p, q)
+        if tree.how == "distinct":
+            removed.append(x)
+    if group[0] == 0 or dice.flip(share):
+        return Stop(group[0], p)
+    return None
+
+
+def _law(tree: DraftTree, child: int, removed: list[int]) -> Tensor:
+    """(V,) what a child's token was drawn from: without the picks before it, if distinct."""
+    law = tree.law_of(child)
+    if not removed:
+        return law
+    law = law.clone()
+    law[removed] = 0.0
+    return law / law.sum()
