@@ -30,6 +30,7 @@ class CachedModel:
         self.state: Tensor | None = None
         self._sampling = sampling
         self._vocabulary = vocabulary
+        self._own = model.config.get_text_config().vocab_size
         self._cache = DynamicCache(config=model.config)
         for layer in self._cache.layers:
             if layer.is_sliding:
@@ -50,7 +51,10 @@ class CachedModel:
 
     def feed(self, tokens: list[int], rows: int) -> Tensor:
         """Append tokens and return the laws after the last `rows` of them: (rows, V)."""
-        ids = torch.tensor([tokens], device=self.model.device)
+        # A draft with a smaller matrix reads a stand-in for ids that only the target has: a worse
+        # guess follows, never another law of the output.
+        known = [token if token < self._own else 0 for token in tokens]
+        ids = torch.tensor([known], device=self.model.device)
         self.forwards += 1
         out = self.model(
             input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=rows

@@ -1,0 +1,230 @@
+"""The decoder's law is the target's: over several rounds, with every stopping rule."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from scipy.stats import chi2, ncx2
+from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
+
+from eval.decoder import DecodeConfig, SpeculativeDecoder
+from heads import AcceptanceHead
+from specdata.errors import CacheNotRewindableError, ConfigError
+from specdata.probability import SamplingConfig
+from tests.tiny import END, joint_law, tiny_llama
+
+DRAWS = 1500
+PROMPT = [2, 3]
+
+
+def head(width: int = 16) -> AcceptanceHead:
+    torch.manual_seed(5)
+    made = AcceptanceHead(hidden_size=width, depth=1).eval()
+    # A random head hardly varies; this one stops after one to four tokens.
+    torch.nn.init.normal_(made.output.weight, std=2.0)
+    return made
+
+
+def p_value(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+    """Chi-square over texts; those expected fewer than five times share a cell."""
+    total = sum(counts.values())
+    assert set(counts) <= set(law), "a text that the target cannot produce"
+    common = [text for text, chance in law.items() if chance * total >= 5]
+    cells = [(counts[text], law[text] * total) for text in common]
+    rest = total - sum(seen for seen, _ in cells), total - sum(mean for _, mean in cells)
+    if rest[1] > 0:
+        cells.append(rest)
+    statistic = sum((seen - mean) ** 2 / mean for seen, mean in cells)
+    return float(chi2.sf(statistic, len(cells) - 1))
+
+
+CASES = {
+    "fixed": DecodeConfig(length=3),
+    "fixed, longer than the budget": DecodeConfig(length=9),
+    "confidence": DecodeConfig(stop="confidence", threshold=0.5),
+    "entropy": DecodeConfig(stop="entropy", threshold=1.0),
+    "cumulative": DecodeConfig(stop="cumulative", threshold=0.3),
+    "head": DecodeConfig(stop="head", threshold=0.6),
+    "warped": DecodeConfig(length=3, temperature=0.7, top_k=3, top_p=0.9),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_joint_law_of_four_tokens_equals_plain_samplings(name: str) -> None:
+    """Fails by chance once in a million; sees a quarter of the draft's law mixed in, power > .99."""
+    config = CASES[name]
+    target, draft = tiny_llama(0), tiny_llama(1)
+    law = joint_law(target, PROMPT, 4, config.sampling)
+    decoder = SpeculativeDecoder.from_config(target, draft, config, head())
+    generator = torch.Generator().manual_seed(7)
+    prompt = torch.tensor(PROMPT)
+    outs = [
+        decoder.generate(prompt, max_new_tokens=4, generator=generator) for _ in range(DRAWS)
+    ]
+    counts = Counter(tuple(out.tokens.tolist()) for out in outs)
+    assert sum(len(out.rounds) > 1 for out in outs) > DRAWS / 4, "the law must span rounds"
+    assert p_value(counts, law) > 1e-6
+
+
+def test_the_joint_law_test_has_the_power_it_states() -> None:
+    sampling = SamplingConfig()
+    law = joint_law(tiny_llama(0), PROMPT, 4, sampling)
+    other = joint_law(tiny_llama(1), PROMPT, 4, sampling)
+    cells = [text for text, chance in law.items() if chance * DRAWS >= 5]
+    shift = sum((0.25 * (other.get(t, 0.0) - law[t])) ** 2 / law[t] for t in cells) * DRAWS
+    assert ncx2.sf(chi2.isf(1e-6, len(cells)), len(cells), shift) > 0.99
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DecodeConfig(temperature=0.0, length=3),
+        DecodeConfig(temperature=0.0, stop="confidence", threshold=0.5),
+        DecodeConfig(temperature=0.0, stop="head", threshold=0.5),
+    ],
+    ids=lambda config: config.stop,
+)
+def test_greedy_output_is_identical_to_generate(config: DecodeConfig) -> None:
+    target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(3, vocab=40)
+    decoder = SpeculativeDecoder.from_config(target, draft, config, head())
+    for start in range(2, 10):
+        prompt = torch.tensor([start, 5, start + 7])
+        plain = target.generate(
+            prompt.unsqueeze(0),
+            attention_mask=torch.ones(1, 3, dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=30,
+        )
+        out = decoder.generate(prompt, max_new_tokens=30, generator=torch.Generator())
+        assert out.tokens.tolist() == plain[0, 3:].tolist()
+
+
+def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
+    target = tiny_llama(0, vocab=40)
+    decoder = SpeculativeDecoder.from_config(target, target, DecodeConfig(length=4))
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        out = decoder.generate(torch.tensor([2]), max_new_tokens=25, generator=generator)
+        assert all(one.accepted == one.drafted for one in out.rounds)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 7])
+def test_nothing_is_drafted_or_emitted_past_the_budget_or_an_end_token(budget: int) -> None:
+    target, draft = tiny_llama(0), tiny_llama(1)
+    decoder = SpeculativeDecoder.from_config(target, draft, DecodeConfig(length=5))
+    ended = 0
+    for seed in range(60):
+        generator = torch.Generator().manual_seed(seed)
+        # An end token inside the prompt ends nothing.
+        out = decoder.generate(torch.tensor([END]), max_new_tokens=budget, generator=generator)
+        tokens = out.tokens.tolist()
+        assert 1 <= len(tokens) <= budget
+        assert END not in tokens[:-1]
+        assert (out.finish == "eos") == (tokens[-1] == END)
+        assert out.finish == "eos" or len(tokens) == budget
+        assert len(tokens) == sum(one.emitted for one in out.rounds)
+        room = budget
+        for one in out.rounds:
+            assert one.drafted <= room - 1
+            room -= one.emitted
+        ended += out.finish == "eos"
+    assert 0 < ended < 60
+
+
+def test_plain_decoding_draws_the_law_of_the_target() -> None:
+    target = tiny_llama(0)
+    law = joint_law(target, PROMPT, 4, SamplingConfig())
+    decoder = SpeculativeDecoder.from_config(target, None, DecodeConfig())
+    generator = torch.Generator().manual_seed(3)
+    counts = Counter(
+        tuple(
+            decoder.generate(
+                torch.tensor(PROMPT), max_new_tokens=4, generator=generator
+            ).tokens.tolist()
+        )
+        for _ in range(DRAWS)
+    )
+    assert p_value(counts, law) > 1e-6
+
+
+def test_the_same_seed_gives_the_same_tokens() -> None:
+    target, draft = tiny_llama(0, vocab=40), tiny_llama(1, vocab=40)
+    decoder = SpeculativeDecoder.from_config(target, draft, DecodeConfig(length=3))
+
+    def decode(seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        out = decoder.generate(torch.tensor([2, 3]), max_new_tokens=20, generator=generator)
+        return out.tokens.tolist()
+
+    assert decode(1) == decode(1) != decode(2)
+
+
+def test_padded_vocabularies_work_and_keep_the_targets_law() -> None:
+    """A draft with more ids never proposes them; one with fewer gives the others 0."""
+    target = tiny_llama(0, vocab=5)
+    law = joint_law(target, PROMPT, 3, SamplingConfig())
+    for size in (4, 8):
+        draft = tiny_llama(1, vocab=size)
+        decoder = SpeculativeDecoder.from_config(target, draft, DecodeConfig(length=2))
+        generator = torch.Generator().manual_seed(11)
+        counts = Counter(
+            tuple(
+                decoder.generate(
+                    torch.tensor(PROMPT), max_new_tokens=3, generator=generator
+                ).tokens.tolist()
+            )
+            for _ in range(800)
+        )
+        assert p_value(counts, law) > 1e-6
+
+
+def test_other_architectures_decode_as_generate_does() -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    target = GPT2LMHeadModel(
+        GPT2Config(**sizes, bos_token_id=0, eos_token_id=1, pad_token_id=0, initializer_range=0.5)
+    ).eval()
+    decoder = SpeculativeDecoder.from_config(
+        target, tiny_llama(1, vocab=40), DecodeConfig(temperature=0.0)
+    )
+    prompt = torch.tensor([4, 5, 6])
+    mask = torch.ones(1, 3, dtype=torch.long)
+    plain = target.generate(
+        prompt.unsqueeze(0), attention_mask=mask, do_sample=False, max_new_tokens=20
+    )
+    out = decoder.generate(prompt, max_new_tokens=20, generator=torch.Generator())
+    assert out.tokens.tolist() == plain[0, 3:].tolist()
+
+
+def test_a_sliding_window_cache_is_refused() -> None:
+    config = MistralConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        sliding_window=4,
+    )
+    with pytest.raises(CacheNotRewindableError, match="sliding window"):
+        SpeculativeDecoder.from_config(MistralForCausalLM(config), None, DecodeConfig())
+
+
+def test_impossible_configurations_are_refused_before_any_model_is_needed() -> None:
+    with pytest.raises(ConfigError, match="unknown verifier 'tokn'"):
+        DecodeConfig(verifier="tokn")
+    with pytest.raises(ConfigError, match="unknown stop"):
+        DecodeConfig(stop="never")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="1 or larger"):
+        DecodeConfig(length=0)
+    with pytest.raises(ConfigError, match="needs an acceptance head"):
+        SpeculativeDecoder.from_config(tiny_llama(0), tiny_llama(1), DecodeConfig(stop="head"))
+
+
+def test_an_empty_prompt_or_budget_is_refused() -> None:
+    decoder = SpeculativeDecoder.from_config(tiny_llama(0), None, DecodeConfig())
+    for prompt, budget in ((torch.tensor([], dtype=torch.long), 4), (torch.tensor([2]), 0)):
+        with pytest.raises(ValueError, match="T >= 1"):
+            decoder.generate(prompt, max_new_tokens=budget, generator=torch.Generator())

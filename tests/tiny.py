@@ -1,0 +1,50 @@
+"""Tiny real models whose joint laws can be enumerated."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specdata.probability import SamplingConfig, probabilities
+
+END = 1
+
+
+def tiny_llama(seed: int, *, vocab: int = 4, width: int = 16, layers: int = 1) -> LlamaForCausalLM:
+    """A random Llama in float64 with peaked laws; id 1 ends a text."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=0,
+        eos_token_id=END,
+        pad_token_id=0,
+        initializer_range=0.4,
+    )
+    model = LlamaForCausalLM(config).double().eval()
+    model.generation_config.eos_token_id = END
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@torch.inference_mode()
+def joint_law(
+    model: LlamaForCausalLM, prompt: list[int], length: int, sampling: SamplingConfig
+) -> dict[tuple[int, ...], float]:
+    """The exact law of plain sampling: every text of at most `length` tokens, ended by END."""
+    law: dict[tuple[int, ...], float] = {}
+    stack: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
+    while stack:
+        text, weight = stack.pop()
+        if len(text) == length or (text and text[-1] == END):
+            law[text] = law.get(text, 0.0) + weight
+            continue
+        logits = model(input_ids=torch.tensor([[*prompt, *text]])).logits[0, -1]
+        for token, chance in enumerate(probabilities(logits, sampling).tolist()):
+            if chance > 0:
+                stack.append(((*text, token), weight * chance))
+    return law
