@@ -8,7 +8,8 @@ tokens of one prompt depend on each other. All functions are pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +61,8 @@ _RATES = {
     "verification_rate": ("rounds", "tokens"),
     "tokens_per_second": ("tokens", "seconds"),
 }
+_SCALARS = tuple(sorted({name for rate in _RATES.values() for name in rate}))
+_scalars = attrgetter(*_SCALARS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +191,12 @@ def _table(records: Sequence[PromptRecord], prompts: list[str]) -> _Sums:
         )
     row = {prompt_id: index for index, prompt_id in enumerate(prompts)}
     deepest = max(len(record.drafted_by_position) for record in records)
-    names = sorted({name for rate in _RATES.values() for name in rate})
-    scalars = {name: np.zeros(len(prompts)) for name in names}
+    scalars = {name: np.zeros(len(prompts)) for name in _SCALARS}
     positions = np.zeros((3, len(prompts), deepest))
     for record in records:
         index = row[record.prompt_id]
-        values = asdict(record)
-        for name in names:
-            scalars[name][index] += values[name]
+        for name, value in zip(_SCALARS, _scalars(record), strict=True):
+            scalars[name][index] += value
         positions[0, index, : len(record.drafted_by_position)] += record.drafted_by_position
         positions[1, index, : len(record.reached_by_position)] += record.reached_by_position
         positions[2, index, : len(record.accepted_by_position)] += record.accepted_by_position

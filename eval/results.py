@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from eval.environment import Environment, Strict
-from eval.figures import Figures, Interval, figures
+from eval.figures import Figures, Interval, figures, speed_ratio_interval
 from eval.metrics import LatencyFit, PromptRecord, fit_latency
 from specdata.errors import ManifestError
 from specdata.shards import write_json
@@ -176,6 +176,25 @@ def fit_latencies(results: Results) -> dict[str, LatencyFit | None]:
         )
         for dataset in results.datasets()
     }
+
+
+def fastest(runs: Sequence[Run]) -> tuple[Run, list[Run]] | None:
+    """The lossless run with the most tokens a second, and those it cannot be told apart from.
+
+    A run ties if the interval of its speed over the fastest one's, paired by prompt, contains 1.
+    Returns None if no run is lossless. All runs must cover the same prompts.
+    """
+    lossless = [run for run in runs if run.lossless]
+    if not lossless:
+        return None
+    best = max(lossless, key=lambda run: run.tokens_per_second)
+    ties = []
+    for run in lossless:
+        if run is not best:
+            low, high = speed_ratio_interval(run.generations, best.generations)
+            if low <= 1 <= high:
+                ties.append(run)
+    return best, ties
 
 
 def recompute(run: Run, plain: Run | None = None) -> Figures:

@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation
+from PIL import Image
+from rich.console import Console
+
+from eval.charts import FAMILIES, family, series
+from eval.labels import POINT
+from eval.plots import PLOTS, plot, to_svg
+from eval.report import COLUMNS, Context, blocks, render_page, terminal, write_report
+from eval.results import PLAIN, Results, build_results, fastest
+from tests.synthetic_results import ENVIRONMENT, method, synthetic_results
+
+EVIL = "<script>alert('x')</script> $\\frac{1}{2}$ [bold]&amp;"
+VOID = {"meta", "link", "img", "br", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Collects what a browser would: tags, attributes, text; and that every tag is closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.open: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def renamed(results: Results, name: str) -> Results:
+    """The first dataset alone, it and one of its methods called `name`."""
+    runs = [run.model_copy(update={"dataset": name}) for run in results.of(results.datasets()[0])]
+    runs[2] = runs[2].model_copy(update={"method": name, "draft": name})
+    latency = {name: results.latency[results.datasets()[0]]}
+    return results.model_copy(update={"runs": runs, "latency": latency})
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return synthetic_results(datasets=("alpaca", "gsm8k"))
+
+
+@pytest.fixture(scope="module")
+def folder(results: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    context = Context("A pair", {"draft": 12.5}, {"acceptance": (0.41, 0.62)}, {"AUROC": 0.83})
+    assert write_report(results, folder, context) == folder / "report.html"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> Page:
+    return Page((folder / "report.html").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def evil_html(results: Results) -> str:
+    return render_page(renamed(results, EVIL), Context(EVIL, {EVIL: 1.0}))
+
+
+def test_the_page_refers_to_nothing_outside_itself(folder: Path, page: Page) -> None:
+    html = (folder / "report.html").read_text(encoding="utf-8")
+    assert "http:" not in html
+    assert "https:" not in html
+    assert "@import" not in html
+    assert {tag for tag, _ in page.tags}.isdisjoint({"script", "link", "img", "iframe", "object"})
+    for _, attributes in page.tags:
+        for name in ("href", "src", "srcset", "xlink:href"):
+            assert (attributes.get(name) or "#").startswith("#")
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", html))
+
+
+def test_every_id_is_unique_and_every_reference_has_one(page: Page) -> None:
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for _, attributes in page.tags:
+        wanted = (attributes.get("aria-labelledby") or "").split()
+        wanted += [(attributes.get("href") or "")[1:]] if attributes.get("href") else []
+        assert set(wanted) <= set(ids)
+
+
+def test_tables_have_captions_and_drawings_have_words(page: Page, results: Results) -> None:
+    tags = [tag for tag, _ in page.tags]
+    assert tags.count("table") == tags.count("caption") >= len(results.datasets())
+    drawings = [a for tag, a in page.tags if tag == "svg"]
+    assert len(drawings) == len(PLOTS) * len(results.datasets())
+    assert all(a["role"] == "img" and a["aria-labelledby"] for a in drawings)
+    assert page.open == []
+    assert "lang" in dict(page.tags[0][1])
+
+
+def test_the_page_shows_every_method_with_its_figures(page: Page, results: Results) -> None:
+    text = " ".join(page.text)
+    for run in results.runs:
+        assert run.method in text
+        assert f"{run.verification_rate:.3f}" in text
+        assert f"{run.speedup:.2f}x" in text
+    for name, meaning in COLUMNS:
+        assert name in text
+        assert meaning in text
+    assert ENVIRONMENT.git_commit in text
+    assert "Simulated CPU" in text
+    assert "AUROC" in text
+
+
+def test_names_are_text_and_never_markup(evil_html: str) -> None:
+    page = Page(evil_html)
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert EVIL in "".join(page.text)
+
+
+def test_equal_results_make_equal_drawings(results: Results) -> None:
+    once, again = (
+        to_svg(plot("pareto", results, ["alpaca"]), prefix="a", title="t", description="d")
+        for _ in range(2)
+    )
+    assert once == again
+
+
+def test_drawings_take_the_ink_of_the_page(results: Results) -> None:
+    svg = to_svg(plot("cost", results, ["alpaca"]), prefix="a", title="<t>", description="a & b")
+    assert "currentColor" in svg
+    assert "&lt;t&gt;" in svg
+    assert "#24292f" not in svg
+
+
+@pytest.mark.parametrize("kind", sorted(PLOTS))
+def test_png_files_have_one_panel_a_dataset_at_150_dots_an_inch(folder: Path, kind: str) -> None:
+    with Image.open(folder / f"{kind}.png") as image:
+        assert image.format == "PNG"
+        assert image.width == 2 * 5.2 * 150
+        assert image.height >= 600
+        colours = image.convert("RGB").getcolors(1 << 24)
+    assert colours is not None
+    assert len(colours) > 50  # something is drawn
+
+
+def test_labels_of_the_pareto_plot_hide_no_other_label(results: Results) -> None:
+    figure = plot("pareto", results, results.datasets())
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    for axes in figure.axes:
+        texts = [t for t in axes.texts if isinstance(t, Annotation) and t.get_gid() == POINT]
+        boxes = [text.get_window_extent(renderer) for text in texts]
+        assert len(boxes) == sum(
+            run.drafter in ("chain", "transformers") for run in results.of("alpaca")
+        )
+        for index, box in enumerate(boxes):
+            assert box.count_overlaps(boxes[:index]) == 0
+
+
+def test_text_of_a_plot_stays_inside_the_picture(results: Results) -> None:
+    for kind in PLOTS:
+        figure = plot(kind, results, ["alpaca"])
+        figure.draw_without_rendering()
+        bounds = figure.get_tightbbox()
+        width, height = figure.get_size_inches()
+        assert bounds.x0 >= -0.02
+        assert bounds.y0 >= -0.02
+        assert bounds.x1 <= width + 0.02
+        assert bounds.y1 <= height + 0.02
+
+
+def test_a_sweep_is_one_series_in_the_order_of_its_parameter(results: Results) -> None:
+    found = series([run for run in results.of("alpaca") if run.drafter == "chain"])
+    names = [[run.method for run in group] for group in found]
+    assert ["fixed-2", "fixed-4", "fixed-6", "fixed-8", "fixed-12"] in names
+    assert ["head-0.3", "head-0.5", "head-0.7", "head-0.9"] in names
+    assert ["block-6"] in names
+
+
+def test_every_run_has_a_family_and_colours_differ(results: Results) -> None:
+    seen = {family(run) for run in results.runs}
+    assert seen == {"plain", "fixed", "head", "rule", "tree", "transformers"}
+    assert len({f.colour for f in FAMILIES.values()}) == len(FAMILIES)
+    assert len({f.marker for f in FAMILIES.values()}) == len(FAMILIES)
+
+
+def test_the_fastest_method_is_lossless_and_ties_are_named(results: Results) -> None:
+    for dataset in results.datasets():
+        runs = results.of(dataset)
+        winner = fastest(runs)
+        assert winner is not None
+        best, ties = winner
+        assert best.lossless
+        assert best.tokens_per_second == max(r.tokens_per_second for r in runs if r.lossless)
+        assert all(run.lossless and run is not best for run in ties)
+    block = blocks(results)[0]
+    assert [row.mark for row in block.rows].count("★") == 1
+    assert [row.note for row in block.rows if row.method.startswith("biased")] == ["† TV 0.041"]
+
+
+def test_a_method_measured_twice_ties_with_itself(results: Results) -> None:
+    run = results.of("alpaca")[3]
+    again = run.model_copy(update={"method": "again"})
+    assert fastest([run, again]) == (run, [again])
+
+
+def test_terminal_tables_fit_into_100_columns_and_cut_nothing(results: Results) -> None:
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(terminal(results))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text
+    for run in results.runs:
+        low, high = run.intervals["speedup"]
+        assert f"{run.speedup:.2f}x [{low:.2f}, {high:.2f}]" in text
+        assert run.method in text
+
+
+def test_terminal_names_are_not_markup(results: Results) -> None:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(terminal(renamed(results, "[bold red]x[/]")))
+    assert "[bold red]x[/]" in console.export_text()
+
+
+def test_a_slow_draft_is_said_to_be_slow(results: Results) -> None:
+    plain = results.plain("alpaca")
+    assert plain is not None
+    slow = [dataclasses.replace(g, seconds=g.seconds * 3) for g in results.runs[2].generations]
+    nothing = {"draft": None, "drafter": None, "verifier": None, "stop": None, "length": None}
+    measured = [
+        (method(PLAIN, "alpaca", **nothing), plain.generations),
+        (method("slow", "alpaca"), slow),
+    ]
+    assert "No method was faster" in blocks(build_results(ENVIRONMENT, measured))[0].summary
+
+
+def test_without_plain_decoding_the_report_shows_tokens_per_second(results: Results) -> None:
+    measured = [(method("only", "alpaca"), results.runs[2].generations)]
+    alone = build_results(ENVIRONMENT, measured)
+    assert blocks(alone)[0].rows[0].cells[0] == "\N{EN DASH}"
+    figure = plot("speedup", alone, ["alpaca"])
+    assert isinstance(figure, Figure)
+    assert figure.axes[0].get_xlabel() == "tokens per second"
+    assert "Fastest" in Console(width=100).render_str(blocks(alone)[0].summary).plain
+    assert render_page(alone, Context())
+
+
+def test_plain_decoding_alone_makes_a_report(results: Results, tmp_path: Path) -> None:
+    only = [results.runs[0]]
+    alone = results.model_copy(update={"runs": only, "latency": {"alpaca": None}})
+    assert write_report(alone, tmp_path).exists()
