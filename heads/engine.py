@@ -41,17 +41,16 @@ def start_accelerator() -> Accelerator:
         RuntimeError: if the launcher asked for DeepSpeed or for several processes and accelerate
             silently settled for less.
     """
-    launched = get_int_from_env(["LOCAL_RANK"], -1) >= 0
-    handlers = []
-    if launched and not torch.cuda.is_available():
-        # Without a GPU accelerate picks no backend for DeepSpeed: each process would be alone.
-        handlers.append(InitProcessGroupKwargs(backend="gloo"))
+    wanted = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+    gloo = get_int_from_env(["LOCAL_RANK"], -1) >= 0 and not torch.cuda.is_available()
     accelerator = Accelerator(
+        # Without a GPU accelerate must be told both, or each process trains alone: the backend
+        # under DeepSpeed, and that the processes are on the CPU otherwise.
+        cpu=gloo and not wanted,
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if gloo else None,
         mixed_precision="no",  # the head is float32; the draft keeps the precision it came in
-        kwargs_handlers=handlers,
     )
-    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") and not deepspeed:
+    if wanted and accelerator.distributed_type != DistributedType.DEEPSPEED:
         raise RuntimeError(
             "the launcher asked for DeepSpeed but accelerate runs without it; without a GPU, unset "
             "ACCELERATE_USE_CPU, do not pass --cpu, and set DS_ACCELERATOR=cpu"
@@ -71,12 +70,14 @@ class Engine:
 
     Attributes:
         accelerator: the group of processes.
+        head: the head itself, to reach its parameters.
         model: the head as accelerate wrapped it; call this one.
         optimizer: accelerate's optimizer.
         zero_stage: DeepSpeed's ZeRO stage; None without DeepSpeed.
     """
 
     accelerator: Accelerator
+    head: AcceptanceHead
     model: Any
     optimizer: Any
     zero_stage: int | None
@@ -132,7 +133,7 @@ def prepare(
     optimizer = torch.optim.Adam(head.parameters())
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         model, optimizer = accelerator.prepare(head.to(accelerator.device), optimizer)
-        return Engine(accelerator, model, optimizer, None)
+        return Engine(accelerator, head, model, optimizer, None)
     from deepspeed import DeepSpeedEngine  # here, because it is heavy and rarely needed
 
     plugin = accelerator.state.deepspeed_plugin
@@ -145,7 +146,7 @@ def prepare(
     model, optimizer = accelerator.prepare(head, optimizer)
     if not isinstance(model, DeepSpeedEngine):
         raise RuntimeError(f"accelerate wrapped the head in {type(model).__name__}, not DeepSpeed")
-    return Engine(accelerator, model, optimizer, model.zero_optimization_stage())
+    return Engine(accelerator, head, model, optimizer, model.zero_optimization_stage())
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,15 +187,14 @@ def _whole(engine: Engine, parameter: Any, moment: str | None) -> Tensor:
 
 def whole_weights(engine: Engine) -> dict[str, Tensor]:
     """The head's parameters by name; every process must call this."""
-    head = engine.accelerator.unwrap_model(engine.model)
-    return {name: _whole(engine, value, None) for name, value in head.named_parameters()}
+    return {name: _whole(engine, value, None) for name, value in engine.head.named_parameters()}
 
 
 def whole_moments(engine: Engine) -> dict[str, dict[str, Tensor]]:
     """Adam's moments by kind and name; every process must call this, after the first step."""
-    head = engine.accelerator.unwrap_model(engine.model)
+    named = dict(engine.head.named_parameters())
     return {
-        moment: {name: _whole(engine, value, moment) for name, value in head.named_parameters()}
+        moment: {name: _whole(engine, value, moment) for name, value in named.items()}
         for moment in MOMENTS
     }
 
@@ -204,16 +204,15 @@ def restore_moments(engine: Engine, checkpoint: Checkpoint) -> None:
 
     Optimizers create their state in the first step, so one step at rate 0 is taken to have it.
     """
-    head = engine.accelerator.unwrap_model(engine.model)
     engine.set_learning_rate(0.0)
-    nothing = torch.zeros(1, head.hidden_size, device=engine.accelerator.device)
+    nothing = torch.zeros(1, engine.head.hidden_size, device=engine.accelerator.device)
     for _ in range(engine.accelerator.gradient_accumulation_steps):
         with engine.accelerator.accumulate(engine.model):
             engine.update(0.0 * engine.model(nothing).sum(), max_norm=1.0)
     for state in engine.optimizer.state.values():
         state["step"].fill_(checkpoint.step)
     for moment in MOMENTS:
-        for name, parameter in head.named_parameters():
+        for name, parameter in engine.head.named_parameters():
             _set_moment(engine, parameter, moment, checkpoint.moments[moment][name])
 
 

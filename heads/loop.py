@@ -69,8 +69,8 @@ class Training:
                 for batch in islice(rows.epoch(self.seed, epoch, config.batch_size), done, None):
                     self.engine.set_learning_rate(learning_rate(len(losses), total, config))
                     losses.append(self.step(batch, epoch))
+                    bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
                     bar.update()
-                    bar.set_postfix(loss=f"{losses[-1]:.4f}")
                     if len(losses) % config.save_steps == 0:
                         self.save(before, losses)
         return losses
