@@ -122,7 +122,7 @@ def run_experiment(
     sampling: SamplingConfig,
     seed: int,
     environment: Environment,
-    report: Callable[[int], None],
+    report: Callable[[int], object],
 ) -> Results:
     """Decode every prompt with every method.
 

@@ -24,10 +24,12 @@ from specdata.shards import sha256, write_json
 from specdata.tables import differences
 
 RUN = "run.json"
+KEYS = ("stage", "settings", "inputs", "finished", "wall_seconds", "results")
 # Larger files are recognised by their size and their two ends.
 WHOLE_FILE = 64 << 20
 
-console = Console(highlight=False, soft_wrap=True)
+# Tables of a report need 100 columns; a narrower terminal wraps them, a log file has no width.
+console = Console(highlight=False, soft_wrap=True, width=max(100, Console().width))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +111,11 @@ def _stored(stage: Stage, record: Mapping[str, Any]) -> dict[str, Any] | None:
                 "this program: choose another --output"
             )
         return None
-    try:
-        stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        old = {key: stored[key] for key in ("stage", "settings", "inputs")}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error!r}): remove {stage.folder}") from error
-    changed = differences(old, {key: record[key] for key in old})
+    stored = read_record(stage.folder)
+    decisive = ("stage", "settings", "inputs")
+    changed = differences(
+        {key: stored[key] for key in decisive}, {key: record[key] for key in decisive}
+    )
     if changed:
         raise ConfigError(
             f"{stage.folder} belongs to another run; choose another --output, or remove the folder "
@@ -162,10 +163,22 @@ def say(text: str) -> None:
         console.print(text)
 
 
+def read_record(folder: Path) -> dict[str, Any]:
+    """The run.json of a stage's folder. Raises ConfigError if it is damaged."""
+    path = folder / RUN
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return {key: record[key] for key in KEYS}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} was not written by this program ({error!r}): choose another --output, or "
+            f"remove {folder}"
+        ) from error
+
+
 def finished(folder: Path) -> bool:
     """Whether a stage's folder is complete."""
-    run = folder / RUN
-    return run.is_file() and bool(json.loads(run.read_text(encoding="utf-8"))["finished"])
+    return (folder / RUN).is_file() and bool(read_record(folder)["finished"])
 
 
 def need(folder: Path, recipe: str) -> None:

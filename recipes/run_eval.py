@@ -13,11 +13,22 @@ from tqdm import tqdm
 
 from eval.environment import describe_environment
 from eval.experiment import Artefacts, check_methods, run_experiment
-from eval.results import write_results
+from eval.report import Context, terminal, write_report
+from eval.results import read_results, write_results
 from heads import AcceptanceHead
 from recipes.config import PipelineConfig
-from recipes.layout import draft_in_use, eval_stage, folder, head_in_use
-from recipes.run import Stage, cli, is_main, need, run_stage
+from recipes.layout import all_stages, draft_in_use, eval_stage, folder, head_in_use
+from recipes.run import (
+    Stage,
+    cli,
+    console,
+    finished,
+    is_main,
+    need,
+    read_record,
+    run_stage,
+    say,
+)
 from specdata.models import load_model, load_tokenizer
 from specdata.prompts import load_prompts
 from specdata.vocabulary import check_shared_vocabulary
@@ -43,7 +54,10 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         need(folder(config, "draft"), "train_draft.py")
     if config.head:
         need(folder(config, "head"), "train_head.py")
-    return run_stage(stage, config, lambda: _measure(config, stage))
+    found = run_stage(stage, config, lambda: _measure(config, stage))
+    console.print(terminal(read_results(stage.folder / "results.json")))
+    say(f"report: {stage.folder / 'report.html'}")
+    return found
 
 
 def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
@@ -80,7 +94,31 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     finally:
         torch.set_num_threads(before)
     write_results(stage.folder / "results.json", results)
-    return {"results": str(stage.folder / "results.json")}
+    write_report(results, stage.folder, _context(config))
+    return {"runs": len(results.runs), "prompts": len(prompts)}
+
+
+def _context(config: PipelineConfig) -> Context:
+    """What earlier stages found, as far as they were run here."""
+    records = {
+        stage.name: read_record(stage.folder)
+        for stage in all_stages(config)
+        if finished(stage.folder)
+    }
+    draft, head = records.get("draft"), records.get("head")
+    return Context(
+        title=f"{config.models.target} with {draft_in_use(config)}",
+        stages={name: record["wall_seconds"] for name, record in records.items()},
+        draft={
+            "acceptance on held-out rollouts": (
+                draft["results"]["acceptance_before"],
+                draft["results"]["acceptance_after"],
+            )
+        }
+        if draft
+        else {},
+        head=head["results"]["after"] if head else {},
+    )
 
 
 if __name__ == "__main__":

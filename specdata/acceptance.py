@@ -38,7 +38,7 @@ def make_labels(
     seed: int,
     shard_size: int,
     settings: Mapping[str, Any],
-    report: Callable[[int], None],
+    report: Callable[[int], object],
 ) -> int:
     """Label every position of every rollout, under the sampler that serving will use.
 

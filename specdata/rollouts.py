@@ -39,7 +39,7 @@ def make_rollouts(
     sampling: SamplingConfig,
     seed: int,
     settings: Mapping[str, Any],
-    report: Callable[[int], None],
+    report: Callable[[int], object],
 ) -> int:
     """Complete every prompt and store the table; see `fill_table` for resume and errors.
 

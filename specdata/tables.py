@@ -39,7 +39,7 @@ def fill_table(
     schema: pa.Schema,
     settings: Mapping[str, Any],
     shards: Sequence[Callable[[], list[Any]]],
-    report: Callable[[int], None],
+    report: Callable[[int], object],
 ) -> int:
     """Make every shard that is missing, in order.
 
