@@ -255,6 +255,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
         save_file(tensors, temporary, metadata=metadata)
     for _, path in _steps(folder)[:-CHECKPOINTS_KEPT]:
         path.unlink()
+    for path in folder.glob(".*.tmp"):  # what a killed run was writing
+        path.unlink()
 
 
 def latest_checkpoint(folder: Path, run: str) -> Checkpoint | None:

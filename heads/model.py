@@ -165,14 +165,14 @@ class AcceptanceHead(
         local_files_only: bool,
         token: str | bool | None,
         map_location: str = "cpu",
-        **config: Any,
+        **settings: Any,
     ) -> AcceptanceHead:
-        if not {"hidden_size", "depth"} <= config.keys():
+        if not {"hidden_size", "depth"} <= settings.keys():
             raise ValueError(
                 f"{model_id} is not an acceptance head: its {CONFIG_NAME} must give hidden_size "
-                f"and depth, it gives {sorted(config)} of a head's settings"
+                f"and depth, it gives {sorted(settings)} of a head's settings"
             )
-        head = cls(**config)
+        head = cls(**settings)
         local = Path(model_id) / SAFETENSORS_SINGLE_FILE
         if Path(model_id).is_dir():
             path = local

@@ -1,0 +1,391 @@
+"""The acceptance head as an artefact, token mixing, the loss and the metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from heads import AcceptanceHead
+from heads.batches import micro_batches, rounds_for
+from heads.hidden import check_hidden_states, hidden_states, weights_fingerprint
+from heads.loss import (
+    binary_kl,
+    calibration_error,
+    head_metrics,
+    loss_mass,
+    soft_auroc,
+    weighted_bce,
+)
+from heads.mixing import LabelRow, collate, mix
+from tests.drive_head import tiny_draft
+
+HIDDEN = 8
+
+
+def make_head(**settings: object) -> AcceptanceHead:
+    torch.manual_seed(0)
+    return AcceptanceHead(**{"hidden_size": HIDDEN, **settings})
+
+
+def make_row(length: int = 400, example_id: str = "a", prompt: int = 3) -> LabelRow:
+    return LabelRow(
+        example_id=example_id,
+        sample=0,
+        prompt_ids=list(range(prompt)),
+        completion_ids=[100] * length,
+        draft_ids=[200] * length,
+        accept_prob=np.linspace(0.0, 1.0, length).tolist(),
+    )
+
+
+# --- model
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_a_head_of_depth_d_has_d_separate_blocks_and_keeps_leading_shapes(depth: int) -> None:
+    head = make_head(depth=depth)
+    assert sum(p.numel() for p in head.parameters()) == depth * (HIDDEN**2 + HIDDEN) + HIDDEN + 1
+    assert len({id(block) for block in head.blocks}) == depth
+    assert head(torch.randn(2, 5, HIDDEN)).shape == (2, 5)
+    assert head(torch.randn(HIDDEN)).shape == ()
+
+
+def test_a_block_adds_silu_of_a_linear_map() -> None:
+    head = make_head(depth=1)
+    hidden = torch.randn(4, HIDDEN)
+    block = head.blocks[0].linear
+    inner = hidden @ block.weight.T + block.bias
+    state = hidden + inner * torch.sigmoid(inner)
+    expected = state @ head.output.weight[0] + head.output.bias
+    torch.testing.assert_close(head(hidden), expected)
+
+
+def test_half_precision_input_and_autocast_leave_the_arithmetic_in_float32() -> None:
+    head = make_head()
+    hidden = torch.randn(16, HIDDEN).bfloat16()
+    expected = head(hidden.float())
+    assert head(hidden).dtype == torch.float32
+    assert torch.equal(head(hidden), expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(head(hidden), expected)
+
+
+def test_probability_undoes_the_bias_of_the_weighted_loss() -> None:
+    head = make_head(depth=0, rejection_weight=6.0)
+    torch.nn.init.zeros_(head.output.weight)
+    for accept, biased in [(0.3, 0.0667), (0.6, 0.2), (0.9, 0.6), (0.97, 0.8435)]:
+        optimum = accept / (accept + 6.0 * (1.0 - accept))
+        assert optimum == pytest.approx(biased, abs=5e-5)
+        torch.nn.init.constant_(head.output.bias, math.log(optimum / (1.0 - optimum)))
+        assert float(head.probability(torch.zeros(HIDDEN)).detach()) == pytest.approx(
+            accept, abs=1e-6
+        )
+
+
+def test_a_saved_head_loads_offline_with_equal_outputs_and_all_its_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampling = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
+    head = make_head(depth=2, rejection_weight=3.0, draft="org/draft", sampling=sampling)
+    head.save_pretrained(tmp_path)
+    loaded = AcceptanceHead.from_pretrained(tmp_path)
+    hidden = torch.randn(6, HIDDEN)
+    assert torch.equal(loaded(hidden), head(hidden))
+    assert (loaded.hidden_size, loaded.depth, loaded.rejection_weight) == (HIDDEN, 2, 3.0)
+    assert (loaded.draft, loaded.sampling) == ("org/draft", sampling)
+    assert not loaded.training
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    }
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_loaded_head_can_be_saved_again_unchanged(tmp_path: Path) -> None:
+    make_head(depth=1, rejection_weight=2.0).save_pretrained(tmp_path / "a")
+    AcceptanceHead.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_a_hidden_size_that_does_not_match_is_refused_with_both_widths() -> None:
+    with pytest.raises(ValueError, match=r"width 8, got 9; it was trained for the draft org/d"):
+        make_head(draft="org/d")(torch.zeros(1, HIDDEN + 1))
+
+
+@pytest.mark.parametrize("settings", [{"hidden_size": 0}, {"depth": -1}, {"rejection_weight": 0.0}])
+def test_impossible_settings_are_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"needs hidden_size|must be positive"):
+        make_head(**settings)
+
+
+def test_loading_what_is_no_head_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no acceptance head at"):
+        AcceptanceHead.from_pretrained(tmp_path / "missing")
+    with pytest.raises(ValueError, match="no acceptance head at"):
+        AcceptanceHead.from_pretrained("org/not-cached")
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        AcceptanceHead.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8, "model_type": "llama"}))
+    with pytest.raises(ValueError, match="is not an acceptance head"):
+        AcceptanceHead.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8, "depth": 1}))
+    with pytest.raises(ValueError, match="no acceptance head at"):
+        AcceptanceHead.from_pretrained(tmp_path)  # the weights are missing
+    save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="do not fit"):
+        AcceptanceHead.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(ValueError, match="do not fit"):
+        AcceptanceHead.from_pretrained(tmp_path)
+
+
+# --- hidden states
+
+
+def test_hidden_states_are_the_last_of_output_hidden_states_and_feed_the_output_embedding() -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=48, n_embd=16, n_layer=2, n_head=2)).eval()
+    for draft in (tiny_draft().eval(), gpt2):
+        ids = torch.arange(1, 9).view(2, 4)
+        states = hidden_states(draft, ids, torch.ones_like(ids))
+        full = draft(input_ids=ids, output_hidden_states=True)
+        torch.testing.assert_close(states, full.hidden_states[-1])
+        torch.testing.assert_close(draft.get_output_embeddings()(states), full.logits)
+        assert not states.requires_grad
+        check_hidden_states(draft, ids[:1])
+
+
+def test_a_draft_that_changes_its_state_before_the_output_embedding_is_refused() -> None:
+    draft = tiny_draft().eval()
+    draft.lm_head = torch.nn.Sequential(torch.nn.Linear(32, 32), draft.lm_head)
+    draft.get_output_embeddings = lambda: draft.lm_head[1]
+    with pytest.raises(ValueError, match="changes its hidden state"):
+        check_hidden_states(draft, torch.arange(4).view(1, 4))
+
+
+def test_right_padding_does_not_change_the_states_of_real_tokens() -> None:
+    draft = tiny_draft().eval()
+    ids = torch.tensor([[5, 6, 7, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 0, 0]])
+    alone = hidden_states(draft, ids[:, :3], mask[:, :3])
+    torch.testing.assert_close(hidden_states(draft, ids, mask)[:, :3], alone)
+
+
+def test_the_weights_fingerprint_changes_with_any_parameter() -> None:
+    draft = tiny_draft()
+    before = weights_fingerprint(draft)
+    assert before == weights_fingerprint(tiny_draft())
+    with torch.no_grad():
+        draft.model.norm.weight[3] += 1e-3
+    assert weights_fingerprint(draft) != before
+
+
+# --- mixing
+
+
+def test_each_position_is_the_targets_token_without_label_or_the_drafts_with_its_label() -> None:
+    row = make_row()
+    mixed = mix(row, rate=0.15, max_length=1000, key=("train", 0, 0))
+    tokens, mask = mixed.input_ids[3:], mixed.mask[3:]
+    assert mixed.input_ids[:3].tolist() == [0, 1, 2]
+    assert not mixed.mask[:3].any()
+    assert torch.equal(tokens == 200, mask)
+    assert torch.equal(tokens == 100, ~mask)
+    assert torch.equal(mixed.accept[3:], torch.tensor(row["accept_prob"], dtype=torch.float32))
+    assert 0.85 - 0.06 < mask.float().mean() < 0.85 + 0.06  # 3.4 standard deviations of 400 draws
+
+
+def test_mixing_depends_on_key_and_example_only() -> None:
+    def mask(row: LabelRow, *key: str | int) -> list[bool]:
+        return list(mix(row, rate=0.5, max_length=1000, key=key).mask.tolist())
+
+    assert mask(make_row(), 0, 0) == mask(make_row(), 0, 0)
+    others = [
+        mask(make_row(), 0, 1),
+        mask(make_row(), 1, 0),
+        mask(make_row(example_id="b"), 0, 0),
+        mask(LabelRow(**{**make_row(), "sample": 1}), 0, 0),
+    ]
+    assert all(other != mask(make_row(), 0, 0) for other in others)
+    # A cut does not draw anew.
+    cut = mix(make_row(), rate=0.5, max_length=50, key=(0, 0))
+    assert cut.mask.tolist() == mask(make_row(), 0, 0)[:50]
+    assert cut.input_ids.shape == cut.accept.shape == cut.mask.shape == (50,)
+
+
+def test_rate_zero_keeps_every_drafted_token() -> None:
+    mixed = mix(make_row(), rate=0.0, max_length=1000, key=())
+    assert mixed.mask[3:].all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"draft_ids": [1]}, "must be equally long, got 400, 1 and 400"),
+        ({"accept_prob": [1.5] * 400}, r"must lie in \[0, 1\]"),
+        ({"accept_prob": [math.nan] * 400}, r"must lie in \[0, 1\]"),
+    ],
+)
+def test_a_row_whose_columns_do_not_fit_is_refused(
+    change: dict[str, list[float]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        mix(LabelRow(**{**make_row(), **change}), rate=0.1, max_length=9, key=())  # type: ignore[typeddict-item]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    size=st.integers(1, 4),
+    processes=st.integers(1, 3),
+    spare=st.integers(0, 2),
+)
+def test_every_token_is_computed_exactly_once_whatever_the_split(
+    lengths: list[int], size: int, processes: int, spare: int
+) -> None:
+    rows = [
+        mix(make_row(n, example_id=str(i)), rate=0.3, max_length=99, key=())
+        for i, n in enumerate(lengths)
+    ]
+    rounds = rounds_for(len(rows), size=size, processes=processes) + spare
+    parts = [
+        part
+        for process in range(processes)
+        for part in micro_batches(
+            rows, size=size, rounds=rounds, process=process, processes=processes
+        )
+    ]
+    assert all(len(part.input_ids) == size for part in parts)
+    assert sum(int(part.mask.sum()) for part in parts) == sum(int(r.mask.sum()) for r in rows)
+    whole = sorted(float(x) for row in rows for x in row.accept[row.mask])
+    assert sorted(float(x) for part in parts for x in part.accept[part.mask]) == whole
+    for part in parts:
+        assert not (part.mask & (part.attention_mask == 0)).any()
+
+
+# --- loss
+
+
+def test_weighted_bce_by_hand() -> None:
+    # phat = 1/2: each token costs (a + 6 (1 - a)) log 2; the third one is masked out.
+    accept, mask = torch.tensor([1.0, 0.25, 0.5]), torch.tensor([True, True, False])
+    numerator = weighted_bce(torch.zeros(3), accept, mask, 6.0)
+    assert float(numerator) == pytest.approx((1.0 + 0.25 + 4.5) * math.log(2.0))
+    assert float(loss_mass(accept, mask, 6.0)) == pytest.approx(5.75)
+    # phat = 3/4, a = 1/2, w = 2: -(1/2) log(3/4) - 2 (1/2) log(1/4)
+    one = weighted_bce(torch.tensor([math.log(3.0)]), torch.tensor([0.5]), mask[:1], 2.0)
+    assert float(one) == pytest.approx(-0.5 * math.log(0.75) - math.log(0.25))
+
+
+def test_the_gradient_of_the_loss_is_right_and_vanishes_outside_the_mask() -> None:
+    logits = torch.linspace(-2, 2, 5, dtype=torch.float64, requires_grad=True)
+    accept = torch.tensor([0.0, 0.2, 0.5, 0.9, 1.0], dtype=torch.float64)
+    mask = torch.tensor([True, True, False, True, True])
+    assert torch.autograd.gradcheck(lambda x: weighted_bce(x, accept, mask, 6.0), logits)
+    weighted_bce(logits, accept, mask, 6.0).backward()
+    assert logits.grad is not None
+    assert logits.grad[2] == 0.0
+
+
+@given(accept=st.floats(0.01, 0.99), weight=st.floats(0.2, 20.0))
+def test_the_optimum_of_the_weighted_loss_is_a_over_a_plus_w_times_one_minus_a(
+    accept: float, weight: float
+) -> None:
+    best = accept / (accept + weight * (1.0 - accept))
+    logits = torch.tensor([math.log(best / (1 - best))], dtype=torch.float64, requires_grad=True)
+    label = torch.tensor([accept], dtype=torch.float64)
+    weighted_bce(logits, label, torch.tensor([True]), weight).backward()
+    assert logits.grad is not None
+    assert float(logits.grad.abs()) < 1e-9 * max(1.0, weight)
+
+
+def test_the_loss_of_a_batch_is_the_sum_over_its_parts_over_one_mass() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, generator=generator, dtype=torch.float64)
+    accept = torch.rand(7, generator=generator, dtype=torch.float64)
+    mask = torch.tensor([True, True, False, True, True, True, False])
+    whole = weighted_bce(logits, accept, mask, 6.0) / loss_mass(accept, mask, 6.0)
+    mass = sum(loss_mass(accept[part], mask[part], 6.0) for part in (slice(3), slice(3, 7)))
+    parts = sum(
+        weighted_bce(logits[part], accept[part], mask[part], 6.0) / mass
+        for part in (slice(3), slice(3, 7))
+    )
+    torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize("logit", [-200.0, 200.0])
+def test_extreme_logits_give_finite_loss_and_divergence(logit: float) -> None:
+    logits, accept = torch.tensor([logit, logit]), torch.tensor([0.0, 1.0])
+    assert weighted_bce(logits, accept, torch.tensor([True, True]), 6.0).isfinite()
+    assert binary_kl(logits, accept).isfinite().all()
+
+
+# --- metrics
+
+
+def test_a_perfect_predictor_scores_zero_divergence_error_and_brier() -> None:
+    accept = torch.tensor([0.0, 0.1, 0.5, 0.93, 1.0], dtype=torch.float64)
+    biased = accept / (accept + 6.0 * (1.0 - accept))
+    metrics = head_metrics(torch.logit(biased, eps=1e-15), accept, 6.0)
+    assert metrics.kl == pytest.approx(0.0, abs=1e-12)
+    assert metrics.ece == pytest.approx(0.0, abs=1e-12)
+    assert metrics.brier == pytest.approx(0.0, abs=1e-12)
+    assert metrics.kl_raw > 0.1  # the uncorrected output is biased
+    assert metrics.kl_constant > 0.1
+    assert metrics.mean_predicted == pytest.approx(metrics.mean_accept)
+
+
+def test_binary_divergence_by_hand() -> None:
+    # KL(1/2 || 1/4) = (1/2) log 2 + (1/2) log (2/3)
+    logits = torch.tensor([-math.log(3.0)], dtype=torch.float64)
+    expected = 0.5 * math.log(2.0) + 0.5 * math.log(2.0 / 3.0)
+    half = torch.tensor([0.5], dtype=torch.float64)
+    assert float(binary_kl(logits, half)) == pytest.approx(expected)
+
+
+def test_auroc_is_the_share_of_ordered_pairs_and_ties_count_half() -> None:
+    hard = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    assert soft_auroc(torch.tensor([0.1, 0.2, 0.3, 0.4]), hard) == 1.0
+    assert soft_auroc(torch.tensor([0.1, 0.3, 0.2, 0.4]), hard) == 0.75
+    assert soft_auroc(torch.zeros(4), hard) == 0.5
+    assert soft_auroc(torch.arange(4.0), torch.ones(4)) is None
+
+
+def test_soft_auroc_equals_the_double_sum_over_weighted_pairs() -> None:
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randint(0, 6, (40,), generator=generator).double()
+    accept = torch.rand(40, generator=generator, dtype=torch.float64)
+    pairs = accept[:, None] * (1.0 - accept[None, :])
+    ordered = (scores[:, None] > scores[None, :]) + 0.5 * (scores[:, None] == scores[None, :])
+    expected = float((pairs * ordered).sum() / pairs.sum())
+    assert soft_auroc(scores, accept) == pytest.approx(expected)
+
+
+def test_calibration_error_by_hand() -> None:
+    # Bin [0, 1/2): prediction .2 .4 against 0 and 1; bin [1/2, 1]: .9 against 1.
+    predicted, accept = torch.tensor([0.2, 0.4, 0.9]), torch.tensor([0.0, 1.0, 1.0])
+    expected = (abs(0.6 - 1.0) + abs(0.9 - 1.0)) / 3
+    assert calibration_error(predicted, accept, bins=2) == pytest.approx(expected)
+
+
+def test_metrics_of_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="no drafted token"):
+        head_metrics(torch.zeros(0), torch.zeros(0), 1.0)
+
+
+def test_collate_pads_on_the_right_outside_the_mask() -> None:
+    rows = [mix(make_row(n), rate=0.0, max_length=99, key=()) for n in (1, 3)]
+    batch = collate(rows)
+    assert batch.input_ids.tolist() == [[0, 1, 2, 200, 0, 0], [0, 1, 2, 200, 200, 200]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]]
+    assert batch.mask.tolist() == [[False] * 3 + [True] + [False] * 2, [False] * 3 + [True] * 3]
