@@ -16,9 +16,9 @@ def traversal(tree: DraftTree, target: Tensor, dice: Dice) -> Stop:
     the draft q. Lossless; on a chain it is block verification. Paths are merged by prefix: a path
     that repeats a token already tried is rejected, which still uses up its draw.
 
-    A node is entered with the probability a that its subtree may use, min(1, a p(x)/q(x)) for a
-    child x. Whatever hangs below, the subtree accepts with probability a exactly; that is why it may
-    be tried before its later siblings, and why they may have any number of children.
+    A node is entered with the share of probability that its subtree may use, for a child x of a
+    node with share a that is min(1, a p(x)/q(x)). Whatever hangs below, the subtree accepts with
+    exactly that probability; so it may be tried before later siblings, and have any form.
     """
     end = _visit(tree, target, dice, [0], 1.0)
     assert end is not None, "the root accepts"

@@ -1,0 +1,357 @@
+"""Theorems against enumeration of the algorithms, linear programs and golden numbers."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linprog
+from torch import Tensor
+
+from eval import optimal_stopping, theory
+from eval.optimal_stopping import AcceptanceChain, Costs
+from eval.verifiers import VERIFIERS
+from eval.verifiers.rule import Verifier
+from tests.oracles import (
+    Prefix,
+    Table,
+    chain_drafts,
+    constant_table,
+    expected_accepted,
+    markov_table,
+    node_prefixes,
+    output_law,
+    path_drafts,
+    random_law,
+    random_table,
+    shifted,
+    target_rows,
+)
+
+P, Q = (0.5, 0.3, 0.2), (0.2, 0.3, 0.5)
+
+
+def counted_rejections(verifier: Verifier, p: Table, q: Table, horizon: int, paths: int) -> float:
+    """E[N_rej] by running the algorithm itself: drafts to the horizon, no bonus token."""
+    waiting: dict[Prefix, float] = {(): 1.0}
+    rejections = 0.0
+    for length in range(horizon):
+        for text in [text for text in waiting if len(text) == length]:
+            weight, rest = waiting.pop(text), horizon - length
+            tables = [shifted(q, text, rest)] * paths
+            drafts = chain_drafts(tables[0], rest) if paths == 1 else path_drafts(tables, rest)
+            for chance, tree in drafts:
+                target = target_rows(tree, shifted(p, text, rest))
+                verdict = verifier(tree, target)
+                for node, prefix in enumerate(node_prefixes(tree)):
+                    mass = weight * chance * float(verdict.stop[node])
+                    if mass == 0 or len(prefix) == rest:
+                        continue
+                    rejections += mass
+                    for token, share in enumerate(verdict.bonus[node].tolist()):
+                        if share > 0 and length + len(prefix) + 1 < horizon:
+                            new = (*text, *prefix, token)
+                            waiting[new] = waiting.get(new, 0.0) + mass * share
+    return rejections
+
+
+# --- rejections ---
+
+
+@pytest.mark.parametrize("zeros", [0.0, 0.4])
+def test_theorem_1_counts_the_rejections_of_token_verification(zeros: float) -> None:
+    p, q = random_table(3, 4, 1, zeros), random_table(3, 4, 2, zeros)
+    counted = counted_rejections(VERIFIERS["token"].make(), p, q, 4, 1)
+    exact = theory.expected_rejections(p.__getitem__, q.__getitem__, 4)
+    assert float(exact.sum()) == pytest.approx(counted, abs=1e-12)
+
+
+@pytest.mark.parametrize(("paths", "zeros"), [(1, 0.0), (2, 0.0), (2, 0.4), (3, 0.0)])
+def test_theorem_3_counts_the_rejections_of_batch_verification(paths: int, zeros: float) -> None:
+    p, q = random_table(2, 3, 3, zeros), random_table(2, 3, 4, zeros)
+    counted = counted_rejections(
+        VERIFIERS["token" if paths == 1 else "batch"].make(), p, q, 3, paths
+    )
+    exact = theory.batch_rejections(p.__getitem__, q.__getitem__, 3, paths)
+    assert float(exact.sum()) == pytest.approx(counted, abs=1e-12)
+
+
+def test_theorem_3_goldens() -> None:
+    p, q = (constant_table(law, 4).__getitem__ for law in (P, Q))
+    for responses, golden in [(1, 1.2), (2, 1.09149216), (3, 1.0119608233), (None, 0.747)]:
+        exact = theory.batch_rejections(p, q, 4, responses)
+        assert float(exact.sum()) == pytest.approx(golden, abs=1e-7)
+
+
+@pytest.mark.parametrize("q", [Q, (0.0, 0.4, 0.6), (0.9, 0.1, 0.0), (1.0, 0.0, 0.0)])
+def test_limit_of_many_responses(q: Prefix) -> None:
+    """It is reached from above, and is not zero: later places still reject."""
+    models = constant_table(P, 3).__getitem__, constant_table(q, 3).__getitem__
+    limit = theory.batch_rejections(*models, 3, None)
+    few, many = (theory.batch_rejections(*models, 3, responses) for responses in (4, 300))
+    assert float((limit - many).abs().max()) < 1e-9
+    assert float((few - limit).sum()) >= -1e-12
+    assert float(limit.sum()) > 0.1
+
+
+def test_limit_of_many_responses_where_a_token_is_never_drafted() -> None:
+    p, q = torch.tensor([0.5, 0.5]).double(), torch.tensor([0.0, 1.0]).double()
+    missed, law = theory.first_token_missed(p, q, None)
+    assert missed == 0.5
+    assert law.tolist() == [1.0, 0.0]
+    assert theory.first_token_missed(p, q, 50)[0] == 0.5
+
+
+def test_merging_contexts_of_a_markov_chain_changes_nothing() -> None:
+    rows = [[0.7, 0.3], [0.2, 0.8]], [[0.4, 0.6], [0.5, 0.5]]
+    p, q = markov_table((0.5, 0.5), rows[0], 7), markov_table((0.8, 0.2), rows[1], 7)
+    for memory in (1, 2):
+        for responses in (1, 3):
+            whole = theory.batch_rejections(p.__getitem__, q.__getitem__, 6, responses)
+            merged = theory.batch_rejections(p.__getitem__, q.__getitem__, 6, responses, memory)
+            assert float((whole - merged).abs().max()) < 1e-12
+    whole = theory.expected_rejections(p.__getitem__, q.__getitem__, 6)
+    merged = theory.expected_rejections(p.__getitem__, q.__getitem__, 6, memory=1)
+    assert float((whole - merged).abs().max()) < 1e-12
+    assert theory.token_accepted(p.__getitem__, q.__getitem__, 5, memory=1) == pytest.approx(
+        theory.token_accepted(p.__getitem__, q.__getitem__, 5), abs=1e-12
+    )
+
+
+def test_a_batch_of_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 response, got 0"):
+        theory.batch_rejections(lambda _: torch.ones(1), lambda _: torch.ones(1), 1, 0)
+
+
+# --- accepted tokens ---
+
+FORMULAS = {
+    "token": theory.token_accepted,
+    "block": theory.block_accepted,
+    "greedy_block": theory.greedy_block_accepted,
+}
+
+
+@pytest.mark.parametrize("zeros", [0.0, 0.4])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_accepted_length_is_the_formula(name: str, zeros: float) -> None:
+    for seed, vocabulary, length in [(1, 2, 4), (2, 3, 3), (3, 4, 2), (4, 5, 1)]:
+        p = random_table(vocabulary, length, 10 * seed, zeros)
+        q = random_table(vocabulary, length, 10 * seed + 1, zeros)
+        counted = expected_accepted(VERIFIERS[name].make(), chain_drafts(q, length), p)
+        exact = FORMULAS[name](p.__getitem__, q.__getitem__, length)
+        assert exact == pytest.approx(counted, abs=1e-12)
+
+
+TOY = {1: (2 / 3, 2 / 3, 2 / 3), 2: (10 / 9, 11 / 9, 12 / 9)}
+TOY |= {3: (1.407407407, 1.666666667, 1.851851852), 4: (1.604938272, 2.049382716, 2.370370370)}
+MARKOV = {2: (1.19, 1.31, 1.37), 3: (1.533, 1.794, 1.923), 4: (1.7731, 2.2210, 2.4637)}
+
+
+@pytest.mark.parametrize(("length", "goldens"), TOY.items())
+def test_accepted_length_of_the_two_token_example(length: int, goldens: Prefix) -> None:
+    p, q = constant_table((1 / 3, 2 / 3), 5), constant_table((2 / 3, 1 / 3), 5)
+    for formula, golden in zip(FORMULAS.values(), goldens, strict=True):
+        assert formula(p.__getitem__, q.__getitem__, length) == pytest.approx(golden, abs=1e-7)
+
+
+@pytest.mark.parametrize(("length", "goldens"), MARKOV.items())
+def test_accepted_length_of_the_markov_example(length: int, goldens: Prefix) -> None:
+    p = markov_table((0.5, 0.5), [[0.7, 0.3], [0.2, 0.8]], 4)
+    q = markov_table((0.8, 0.2), [[0.4, 0.6], [0.5, 0.5]], 4)
+    for formula, golden in zip(FORMULAS.values(), goldens, strict=True):
+        assert formula(p.__getitem__, q.__getitem__, length) == pytest.approx(golden, abs=1e-7)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.25, 0.5, 0.75, 0.9])
+def test_bernoulli_curves_are_the_general_formulas(p: float) -> None:
+    target, draft = constant_table((1 - p, p), 6), constant_table((0.25, 0.75), 6)
+    models = target.__getitem__, draft.__getitem__
+    for length in range(1, 6):
+        assert theory.bernoulli_token_accepted(p, 0.75, length) == pytest.approx(
+            theory.token_accepted(*models, length), abs=1e-12
+        )
+        assert theory.bernoulli_greedy_block_accepted(p, 0.75, length) == pytest.approx(
+            theory.greedy_block_accepted(*models, length), abs=1e-12
+        )
+
+
+def test_token_accepts_no_more_than_block_and_block_no_more_than_greedy() -> None:
+    for seed in range(20):
+        p = random_table(3, 3, 100 + 2 * seed, 0.3)
+        q = random_table(3, 3, 101 + 2 * seed, 0.3)
+        token, block, greedy = (f(p.__getitem__, q.__getitem__, 3) for f in FORMULAS.values())
+        assert token <= block + 1e-12 <= greedy + 2e-12
+
+
+# --- rejection against bias ---
+
+
+def random_pair(seed: int, zeros: float) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return random_law(4, generator, zeros), random_law(4, generator, zeros)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_theorem_4_is_the_linear_program(seed: int) -> None:
+    """min over laws P of TV(q b + R P, p): variables P and the positive parts."""
+    p, q = random_pair(seed, 0.3)
+    accept = torch.rand(4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    rejected = theory.rejection(q, accept)
+    kept = (q * accept).numpy()
+    # q b + R P - p <= s, s >= 0; the sum of s is the total variation.
+    program = linprog(
+        [0.0] * 4 + [1.0] * 4,
+        A_ub=np.hstack([rejected * np.eye(4), -np.eye(4)]),
+        b_ub=p.numpy() - kept,
+        A_eq=[[1.0] * 4 + [0.0] * 4],
+        b_eq=[1.0],
+        bounds=[(0, None)] * 8,
+    )
+    assert theory.least_bias(p, q, accept) == pytest.approx(program.fun, abs=1e-9)
+    emitted = theory.emitted_law(q, accept, theory.least_bias_law(p, q, accept))
+    assert float(emitted.sum()) == pytest.approx(1.0)
+    assert float(theory.distance(emitted, p)) == pytest.approx(program.fun, abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_theorem_5_is_the_linear_program(seed: int) -> None:
+    """The least bias at a given R, over acceptances and residuals at once: the straight line."""
+    p, q = random_pair(seed + 20, 0.2)
+    total = float(theory.distance(p, q))
+    for rejected in (0.0, 0.3 * total, 0.8 * total, total, min(1.0, total + 0.1)):
+        # Variables: kept mass k <= q (sum 1 - R), replaced mass c >= 0 (sum R), positive parts s.
+        program = linprog(
+            [0.0] * 8 + [1.0] * 4,
+            A_ub=np.hstack([np.eye(4), np.eye(4), -np.eye(4)]),
+            b_ub=p.numpy(),
+            A_eq=[[1.0] * 4 + [0.0] * 8, [0.0] * 4 + [1.0] * 4 + [0.0] * 4],
+            b_eq=[1.0 - rejected, rejected],
+            bounds=[(0, mass) for mass in q.tolist()] + [(0, None)] * 8,
+        )
+        assert theory.least_bias_at(p, q, rejected) == pytest.approx(program.fun, abs=1e-9)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.05, 0.3, 1.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_opt_lies_on_the_line_and_uno_above_it(seed: int, epsilon: float) -> None:
+    p, q = random_pair(seed + 40, 0.3)
+    rejected = theory.rejection(q, theory.over_acceptance(p, q, epsilon))
+    line = theory.least_bias_at(p, q, rejected)
+    assert theory.opt_loss(p, q, epsilon) == pytest.approx(line, abs=1e-12)
+    assert theory.uno_loss(p, q, epsilon) >= line - 1e-12
+
+
+def test_bias_goldens() -> None:
+    p, q = torch.tensor(P, dtype=torch.float64), torch.tensor(Q, dtype=torch.float64)
+    for epsilon, rejected, opt, uno in [
+        (0.0, 0.3, 0.0, 0.15),
+        (0.1, 0.2, 0.1, 0.2),
+        (0.2, 0.1, 0.2, 0.25),
+        (0.3, 0.0, 0.3, 0.3),
+    ]:
+        accept = theory.over_acceptance(p, q, epsilon)
+        assert theory.rejection(q, accept) == pytest.approx(rejected, abs=1e-7)
+        assert theory.opt_loss(p, q, epsilon) == pytest.approx(opt, abs=1e-7)
+        assert theory.uno_loss(p, q, epsilon) == pytest.approx(uno, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "loss"), [("biased_uno", theory.uno_loss), ("biased_opt", theory.opt_loss)]
+)
+@pytest.mark.parametrize("epsilon", [0.0, 0.1, 2.0])
+def test_stated_bias_is_that_of_the_verifier(name: str, loss: object, epsilon: float) -> None:
+    for seed in range(4):
+        p, q = random_table(3, 1, seed, 0.3), random_table(3, 1, seed + 50, 0.3)
+        verifier = VERIFIERS[name].make(epsilon=epsilon)
+        first = output_law(verifier, chain_drafts(q, 1), p, 2, q).sum(dim=1)
+        measured = float(theory.distance(first, p[()]))
+        assert callable(loss)
+        assert loss(p[()], q[()], epsilon) == pytest.approx(measured, abs=1e-12)
+
+
+# --- optimal stopping ---
+
+GOLDEN_CHAINS = [
+    # accept, weights, c, price of the best rule, h*, best fixed price and length
+    ((0.95, 0.4), (0.8, 0.2), 0.1, 0.332117, 0.6415, 0.361642, 7),
+    ((0.99, 0.3), (0.7, 0.3), 0.2092, 0.478066, 0.4411, 0.564819, 4),
+    ((0.9, 0.5, 0.1), (0.5, 0.3, 0.2), 0.05, 0.473976, 0.8299, 0.501989, 4),
+]
+
+
+@pytest.mark.parametrize("golden", GOLDEN_CHAINS)
+def test_optimal_stopping_goldens(golden: tuple[Prefix, Prefix, float, float, float, float, int]):
+    accept, weights, draft, price, threshold, fixed_price, fixed_length = golden
+    chain, costs = AcceptanceChain.iid(accept, weights), Costs(draft, 1.0, 25)
+    best = optimal_stopping.optimal(chain, costs)
+    assert best.seconds_per_token == pytest.approx(price, abs=1e-6)
+    length, fixed = optimal_stopping.best_fixed(chain, costs)
+    assert (length, fixed.seconds_per_token) == (fixed_length, pytest.approx(fixed_price, abs=1e-6))
+    mean = sum(a * w for a, w in zip(accept, weights, strict=True))
+    stop_at = optimal_stopping.stopping_threshold(best.seconds_per_token, mean, draft)
+    assert stop_at == pytest.approx(threshold, abs=1e-4)
+    # For independent acceptances the threshold on prod a_i is the optimal rule itself.
+    by_threshold = optimal_stopping.evaluate(
+        chain, costs, lambda _k, alive, _s: 1 - alive < stop_at
+    )
+    assert by_threshold.seconds_per_token == pytest.approx(best.seconds_per_token, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("accept", "draft", "price", "length"),
+    [
+        (0.6, 0.05, 0.520472, 4),
+        (0.8, 0.05, 0.323407, 8),
+        (0.8, 0.2, 0.535459, 4),
+        (0.9, 0.05, 0.213943, 13),
+    ],
+)
+def test_constant_acceptance(accept: float, draft: float, price: float, length: int) -> None:
+    chain, costs = AcceptanceChain.iid([accept], [1.0]), Costs(draft, 1.0, 25)
+    best, policy = optimal_stopping.best_fixed(chain, costs)
+    assert best == length
+    assert policy.seconds_per_token == pytest.approx(price, abs=1e-6)
+    geometric = (1 - accept ** (length + 1)) / (1 - accept)
+    assert policy.emitted == pytest.approx(geometric, abs=1e-12)
+    optimal = optimal_stopping.optimal(chain, costs)
+    assert optimal.seconds_per_token == pytest.approx(price, abs=1e-6)
+
+
+def test_optimal_rule_beats_every_rule_by_brute_force() -> None:
+    """Two states, at most three tokens: all 2^7 rules that look at the states seen so far."""
+    chain = AcceptanceChain((0.9, 0.3), (0.6, 0.4), ((0.8, 0.2), (0.3, 0.7)))
+    costs = Costs(0.15, 1.0, 3)
+    histories = [h for n in range(3) for h in itertools.product(range(2), repeat=n)]
+
+    def price(goes_on: dict[Prefix, bool]) -> float:
+        def ahead(history: Prefix) -> tuple[float, float]:
+            if len(history) == costs.limit or not goes_on[history]:
+                return 0.0, 0.0
+            law = chain.transition[history[-1]] if history else chain.initial
+            drafted, accepted = 1.0, 0.0
+            for state, weight in enumerate(law):
+                later = ahead((*history, state))
+                alive = float(np.prod([chain.accept[s] for s in (*history, state)]))
+                drafted += weight * later[0]
+                accepted += weight * (alive + later[1])
+            return drafted, accepted
+
+        drafted, accepted = ahead(())
+        return (costs.draft_seconds * drafted + costs.target_seconds) / (accepted + 1)
+
+    best = min(
+        price(dict(zip(histories, choice, strict=True)))
+        for choice in itertools.product([False, True], repeat=len(histories))
+    )
+    exact = optimal_stopping.optimal(chain, costs)
+    assert exact.seconds_per_token == pytest.approx(best, abs=1e-12)
+
+
+def test_unusable_chains_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 entries that sum to 1"):
+        AcceptanceChain.iid([0.5, 0.4], [0.5, 0.4])
+    with pytest.raises(ValueError, match="limit >= 0"):
+        Costs(0.1, 1.0, -1)
