@@ -1,0 +1,45 @@
+# make demo   the whole pipeline on the embedded pair, offline      make check  lint, types, fast tests
+# make test   the whole test-suite                                  make bench  benchmarks -> runs/bench/
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+CACHE := $(CURDIR)/.venv/cache
+
+# Everything that libraries keep for later stays inside the clone, and nothing asks the network.
+RUN := env HF_HUB_OFFLINE=1 HF_HOME=$(CACHE)/huggingface MPLCONFIGDIR=$(CACHE)/matplotlib \
+	TORCH_EXTENSIONS_DIR=$(CACHE)/torch_extensions TRITON_CACHE_DIR=$(CACHE)/triton \
+	TORCHINDUCTOR_CACHE_DIR=$(CACHE)/inductor
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: demo test check fix bench clean
+
+demo: $(INSTALLED)
+	$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/toy.yaml
+
+test: $(INSTALLED)
+	$(RUN) $(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(RUN) $(BIN)/python -m pytest -m "not slow"
+
+fix: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)
+	for file in benchmarks/*.py; do $(RUN) $(BIN)/python $$file || exit 1; done
+
+clean:
+	rm -rf runs
+
+# torch first and by itself: a later resolution could choose another build of it.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/pip check
+	touch $@

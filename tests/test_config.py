@@ -1,0 +1,125 @@
+"""The configuration: a file, overridden by a command line; mistakes are named, nothing is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+import yaml
+
+from recipes.config import PipelineConfig, build, parse
+from specdata.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "recipes" / "configs").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_shipped_configuration_loads(path: Path) -> None:
+    assert parse(["--config", str(path)], "").config.output
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_defaults() -> None:
+    config = parse(["--head.depth", "1", "--head.learning_rate=1e-4", "--seed", "7"], "").config
+    assert config.head is not None
+    assert (config.head.depth, config.head.learning_rate, config.seed) == (1, 1e-4, 7)
+    assert config.head.mixing == 0.15
+
+
+def test_lists_and_null_can_be_given_on_the_command_line() -> None:
+    config = parse(
+        ["--head", "null", "--eval.sets", "[{name: maths, split: test, count: 3}]"], ""
+    ).config
+    assert config.head is None
+    assert [(entry.name, entry.count) for entry in config.eval.sets] == [("maths", 3)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--head.dept", "1"], "did you mean 'head.depth'"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
+        (["--config", "."], "cannot be read"),
+        (["--head.depth", "deep"], r"head.depth: .*\(got 'deep'\)"),
+        (["--eval.sets", "[{nam: maths}]"], "did you mean 'name'"),
+        (["--draft.objective", "best"], "objective must be one of"),
+        (["--sampling.top_p", "0"], "top_p must lie in"),
+        (["--eval.methods", "[{name: a}]"], "exactly one, 'plain'"),
+        (["--seed", "[1"], "not a YAML value"),
+    ],
+)
+def test_a_mistake_says_what_must_hold(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(arguments, "")
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1\n- 2", "\x00"])
+def test_an_unreadable_file_is_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"bad\.yaml"):
+        parse(["--config", str(path)], "")
+
+
+def test_an_unknown_key_in_a_file_names_the_nearest(tmp_path: Path) -> None:
+    tree = yaml.safe_load(CONFIGS[0].read_text())
+    tree["smapling"] = tree.pop("sampling", {})
+    with pytest.raises(ConfigError, match="unknown key smapling: did you mean 'sampling'"):
+        build(tree)
+
+
+def sections(kind: type) -> list[type]:
+    found = [kind]
+    for hint in get_type_hints(kind).values():
+        for part in (hint, *get_args(hint)):
+            if dataclasses.is_dataclass(part) and isinstance(part, type):
+                found += sections(part)
+    return found
+
+
+@pytest.mark.parametrize("kind", sections(PipelineConfig), ids=lambda kind: kind.__name__)
+def test_every_field_says_what_it_is_and_is_read_somewhere(kind: type) -> None:
+    sources = [
+        path.read_text()
+        for folder in ("specdata", "distill", "heads", "eval", "recipes")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    for item in dataclasses.fields(kind):
+        uses = sum(text.count(f".{item.name}") for text in sources)
+        assert uses > 0, f"nothing reads {kind.__name__}.{item.name}"
+        documented = item.metadata.get("help") or f"{item.name}:" in (kind.__doc__ or "")
+        assert documented, f"{kind.__name__}.{item.name} has no help"
+
+
+def recipe(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, ROOT / "recipes" / name, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+
+
+def test_a_recipe_answers_a_mistake_with_status_2_and_one_message() -> None:
+    done = recipe("run_eval.py", "--eval.max_new_token", "3")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.strip() == (
+        "error: unknown option --eval.max_new_token: did you mean 'eval.max_new_tokens'?"
+    )
+
+
+def test_plan_says_what_would_be_read_and_written_and_writes_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    pair = [f"--models.target={out}/pair/target", f"--models.draft={out}/pair/draft"]
+    done = recipe("pipeline.py", "--plan", f"--output={out}", *pair)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "no noise on import"
+    for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
+        assert f"writes {out}/{stage}" in done.stdout
+    assert not out.exists()

@@ -1,0 +1,102 @@
+"""A stage is done once, continued after an interruption, and never mixed with another run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipes.config import PipelineConfig, parse
+from recipes.run import Stage, cli, fingerprint, finished, need, run_stage
+from specdata.errors import ConfigError
+
+
+def stage(folder: Path, seed: int = 0, source: str = "hub/model") -> Stage:
+    return Stage("work", folder, {"seed": seed}, {"model": source}, "little")
+
+
+@pytest.fixture
+def config() -> PipelineConfig:
+    return parse([], "").config
+
+
+def test_a_stage_runs_once_and_remembers_what_it_found(
+    tmp_path: Path, config: PipelineConfig
+) -> None:
+    calls: list[int] = []
+
+    def work() -> dict[str, int]:
+        calls.append(1)
+        return {"rows": 3}
+
+    for _ in range(2):
+        assert run_stage(stage(tmp_path), config, work) == {"rows": 3}
+    assert len(calls) == 1
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["finished"]
+    assert record["wall_seconds"] >= 0
+    assert record["config"]["seed"] == config.seed
+    assert {"arguments", "environment", "inputs", "settings", "seed"} <= record.keys()
+
+
+def test_an_interrupted_stage_is_unfinished_and_can_be_run_again(
+    tmp_path: Path, config: PipelineConfig
+) -> None:
+    def fail() -> dict[str, int]:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        run_stage(stage(tmp_path), config, fail)
+    assert not finished(tmp_path)
+    with pytest.raises(ConfigError, match=r"run recipes/before\.py first"):
+        need(tmp_path, "before.py")
+    assert run_stage(stage(tmp_path), config, lambda: {"rows": 1}) == {"rows": 1}
+    need(tmp_path, "before.py")
+
+
+def test_the_folder_of_another_run_is_refused_with_the_difference(
+    tmp_path: Path, config: PipelineConfig
+) -> None:
+    run_stage(stage(tmp_path), config, dict)
+    with pytest.raises(ConfigError, match=r"settings\.seed: 0 -> 1"):
+        run_stage(stage(tmp_path, seed=1), config, dict)
+    with pytest.raises(ConfigError, match=r"inputs\.model: 'hub/model' -> 'hub/other'"):
+        run_stage(stage(tmp_path, source="hub/other"), config, dict)
+
+
+def test_a_folder_with_foreign_files_is_refused(tmp_path: Path, config: PipelineConfig) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match="not an output folder"):
+        run_stage(stage(tmp_path), config, dict)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+    (tmp_path / "run.json").write_text('{"who": "someone else"}')
+    with pytest.raises(ConfigError, match="not written by this program"):
+        run_stage(stage(tmp_path), config, dict)
+
+
+def test_a_fingerprint_follows_the_content_of_files_but_not_run_json(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("1")
+    first = fingerprint(str(tmp_path))
+    (tmp_path / "run.json").write_text("{}")
+    assert fingerprint(str(tmp_path)) == first
+    (tmp_path / "a").write_text("2")
+    assert fingerprint(str(tmp_path)) != first
+    assert fingerprint("some/hub-id") == "some/hub-id"
+
+
+def test_exit_status_is_1_for_trouble_outside_and_2_for_unusable_input(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(error: Exception) -> int:
+        def main(_config: PipelineConfig) -> None:
+            raise error
+
+        return cli(main, lambda _config: [], "", [])
+
+    assert fail(OSError("No space left on device")) == 1
+    assert "No space left" in capsys.readouterr().err
+    assert fail(ConfigError("wrong")) == 2
+    assert capsys.readouterr().err == "error: wrong\n"
+    with pytest.raises(ValueError, match="a defect"):
+        fail(ValueError("a defect"))
