@@ -61,7 +61,7 @@ class Context:
     title: str = "Speculative decoding report"
     stages: Mapping[str, float] = field(default_factory=dict)
     draft: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    head: Mapping[str, float] = field(default_factory=dict)
+    head: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def render_page(results: Results, context: Context) -> str:
         blocks=blocks(results),
         columns=COLUMNS,
         sections=sections,
-        environment=_environment_rows(results),
+        environment=environment_rows(results),
         models=_models(results),
     )
 
@@ -262,7 +262,7 @@ def _described(results: Results, dataset: str, kind: str) -> str:
     return "Values: " + "; ".join(parts) + "."
 
 
-def _environment_rows(results: Results) -> list[tuple[str, str]]:
+def environment_rows(results: Results) -> list[tuple[str, str]]:
     """Where it was measured, as name and value."""
     where = results.environment
     rows = [(name.replace("_", " "), value) for name, value in where.hardware.items()]

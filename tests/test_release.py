@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import OfflineModeIsEnabled
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from eval.card import best_head_run, best_length, escape_markdown, short_name
+from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.release import About, release_draft, release_head
+from eval.results import Results, check_figures, read_results
+from heads import AcceptanceHead
+from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError
+from specdata.toy import train_tokenizer
+from tests.synthetic_results import synthetic_results
+
+HIDDEN = 16
+
+
+def save_llama(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: int, pad: int = 0
+) -> None:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer) + pad,
+        hidden_size=HIDDEN,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+class Pair:
+    """Folders of a target, a draft and a head, and results that measured them."""
+
+    def __init__(self, root: Path, *, pad: int = 0) -> None:
+        self.target, self.draft, self.head = root / "target", root / "draft", root / "head"
+        tokenizer = train_tokenizer(["a short text about nothing at all, 0123456789"] * 4, 280)
+        save_llama(self.target, tokenizer, seed=0, pad=pad)
+        save_llama(self.draft, tokenizer, seed=1)
+        AcceptanceHead(
+            hidden_size=HIDDEN, depth=1, rejection_weight=6, draft=str(self.draft)
+        ).save_pretrained(self.head)
+        self.results = self.renamed(synthetic_results(datasets=("alpaca", "gsm8k")))
+
+    def renamed(self, results: Results) -> Results:
+        names = {"target": str(self.target)}
+        runs = [
+            run.model_copy(
+                update=names
+                | {"draft": run.draft and str(self.draft), "head": run.head and str(self.head)}
+            )
+            for run in results.runs
+        ]
+        return results.model_copy(update={"runs": runs})
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def draft(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("release") / "draft"
+    about = About("JackFram/llama-68m", "apache-2.0", {"TV before": 0.61, "TV | after": None})
+    return release_draft(pair.draft, out, pair.results, about)
+
+
+@pytest.fixture(scope="module")
+def head(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("release") / "head"
+    return release_head(pair.head, out, pair.results, About("acme/draft-160m"))
+
+
+def code_blocks(card: ModelCard, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", card.text, flags=re.DOTALL)
+
+
+def test_a_released_draft_loads_with_the_same_weights(pair: Pair, draft: Path) -> None:
+    ours = load_file(draft / "model.safetensors")
+    theirs = load_file(pair.draft / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    AutoModelForCausalLM.from_pretrained(draft)
+    text = "a short text"
+    expected = AutoTokenizer.from_pretrained(pair.target)(text)["input_ids"]
+    assert AutoTokenizer.from_pretrained(draft)(text)["input_ids"] == expected
+
+
+def test_a_released_draft_drafts_the_measured_length_in_transformers(
+    pair: Pair, draft: Path
+) -> None:
+    settings = json.loads((draft / "generation_config.json").read_text())
+    assert settings["num_assistant_tokens"] == best_length(pair.results)
+    assert settings["num_assistant_tokens_schedule"] == "constant"
+    assert settings["assistant_confidence_threshold"] == 0.0
+    target = AutoModelForCausalLM.from_pretrained(pair.target)
+    assistant = AutoModelForCausalLM.from_pretrained(draft)
+    prompt = torch.tensor([[5, 6, 7]])
+    ask = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False}
+    plain = target.generate(prompt, **ask)
+    assert torch.equal(target.generate(prompt, assistant_model=assistant, **ask), plain)
+
+
+def test_the_best_length_is_the_fastest_over_all_data_sets(pair: Pair) -> None:
+    chains = [r for r in pair.results.runs if r.drafter == "chain" and r.verifier == "token"]
+    speeds = {}
+    for length in (2, 4, 6, 8, 12):
+        runs = [r for r in chains if r.stop == "fixed" and r.length == length]
+        speeds[length] = sum(r.tokens for r in runs) / sum(r.seconds["total"] for r in runs)
+    assert best_length(pair.results) == max(speeds, key=speeds.__getitem__)
+
+
+def test_a_card_loads_with_its_metadata(draft: Path, head: Path) -> None:
+    data = ModelCard.load(draft / "README.md").data.to_dict()
+    assert data["base_model"] == "JackFram/llama-68m"
+    assert data["base_model_relation"] == "finetune"
+    assert data["library_name"] == "transformers"
+    assert data["license"] == "apache-2.0"
+    assert "speculative-decoding" in data["tags"]
+    data = ModelCard.load(head / "README.md").data.to_dict()
+    assert data["base_model"] == "acme/draft-160m"
+    assert data["base_model_relation"] == "adapter"
+    assert "license" not in data
+
+
+def test_the_draft_card_generates_under_the_measured_sampling(pair: Pair, draft: Path) -> None:
+    (code,) = code_blocks(ModelCard.load(draft / "README.md"), "python")
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    (made,) = [c for c in calls if any(k.arg == "assistant_model" for k in c.keywords)]
+    given = {
+        k.arg: ast.literal_eval(k.value) for k in made.keywords if isinstance(k.value, ast.Constant)
+    }
+    for name in ("temperature", "top_k", "top_p"):
+        assert given[name] == pair.results.runs[0].sampling[name]
+
+
+def test_a_local_folder_is_no_base_model(pair: Pair, tmp_path: Path) -> None:
+    out = release_draft(pair.draft, tmp_path / "out", pair.results, About(str(pair.target)))
+    assert "base_model" not in ModelCard.load(out / "README.md").data.to_dict()
+
+
+@pytest.mark.parametrize("kind", ["draft", "head"])
+def test_every_number_of_the_table_is_in_the_results(
+    pair: Pair, kind: str, request: pytest.FixtureRequest
+) -> None:
+    text = ModelCard.load(request.getfixturevalue(kind) / "README.md").text
+    for run in pair.results.runs:
+        low, high = run.intervals["speedup"]
+        row = (
+            f"{run.speedup:.2f}x [{low:.2f}, {high:.2f}] | {run.tokens_per_second:.1f}"
+            f" | {run.block_efficiency:.2f}"
+        )
+        assert row in text
+    assert pair.results.environment.git_commit in text
+    assert "12 prompts" in text
+    assert "95 %" in text
+
+
+def test_tables_of_a_card_are_rectangular(draft: Path, head: Path) -> None:
+    for folder in (draft, head):
+        widths: list[int] = []
+        for line in (folder / "README.md").read_text().splitlines():
+            if not line.startswith("|"):
+                widths = []
+                continue
+            widths.append(len(re.findall(r"(?<!\\)\|", line)))
+            assert widths[-1] == widths[0], line
+
+
+def test_the_draft_card_gives_acceptance_by_position(pair: Pair, draft: Path) -> None:
+    text = ModelCard.load(draft / "README.md").text
+    longest = next(r for r in pair.results.of("alpaca") if r.method == "fixed-12")
+    for share in longest.acceptance_by_position:
+        assert f"{share:.3f}" in text
+
+
+def test_serving_commands_are_valid_shell_and_json(pair: Pair, draft: Path) -> None:
+    vllm, sglang = (
+        shlex.split(block) for block in code_blocks(ModelCard.load(draft / "README.md"), "bash")
+    )
+    settings = json.loads(vllm[vllm.index("--speculative-config") + 1])
+    length = best_length(pair.results)
+    assert settings == {"method": "draft_model", "model": "draft", "num_speculative_tokens": length}
+    assert sglang[sglang.index("--speculative-num-draft-tokens") + 1] == str(length + 1)
+    assert sglang[sglang.index("--speculative-algorithm") + 1] == "STANDALONE"
+
+
+def test_engines_that_want_equal_output_sizes_are_left_out_for_others(tmp_path: Path) -> None:
+    padded = Pair(tmp_path, pad=64)
+    out = release_draft(padded.draft, tmp_path / "out", padded.results)
+    card = ModelCard.load(out / "README.md")
+    assert code_blocks(card, "bash") == []
+    assert "padding" in card.text
+
+
+def test_the_head_card_loads_and_decodes(pair: Pair, head: Path) -> None:
+    (code,) = code_blocks(ModelCard.load(head / "README.md"), "python")
+    tree = ast.parse(code)
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    (made,) = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "DecodeConfig"]
+    config = DecodeConfig(**{k.arg: ast.literal_eval(k.value) for k in made.keywords})  # type: ignore[misc]
+    assert config.threshold == best_head_run(pair.results).threshold
+    decoder = SpeculativeDecoder.from_config(
+        AutoModelForCausalLM.from_pretrained(pair.target).eval(),
+        AutoModelForCausalLM.from_pretrained(pair.draft).eval(),
+        config,
+        AcceptanceHead.from_pretrained(head),
+    )
+    out = decoder.generate(
+        torch.tensor([5, 6, 7]), max_new_tokens=4, generator=torch.Generator().manual_seed(0)
+    )
+    assert 1 <= len(out.tokens) <= 4
+
+
+def test_a_released_head_names_its_draft_on_the_hub(pair: Pair, head: Path) -> None:
+    loaded = AcceptanceHead.from_pretrained(head)
+    assert loaded.draft == "acme/draft-160m"
+    assert loaded.rejection_weight == 6
+    original = AcceptanceHead.from_pretrained(pair.head)
+    hidden = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(loaded(hidden), original(hidden))
+
+
+def test_no_release_names_a_folder_of_this_machine(pair: Pair, draft: Path, head: Path) -> None:
+    for folder in (draft, head):
+        for path in folder.iterdir():
+            if path.suffix in {".md", ".json"}:
+                assert str(pair.target.parent) not in path.read_text(encoding="utf-8"), path
+
+
+def test_a_release_carries_results_that_can_be_recomputed(draft: Path, head: Path) -> None:
+    check_figures(read_results(draft / "results.json"))
+    check_figures(read_results(head / "results.json"))
+
+
+def test_nothing_is_uploaded_unless_a_repository_is_named(pair: Pair, tmp_path: Path) -> None:
+    # The tests run offline, so an attempt to reach the Hub shows as this error.
+    out = tmp_path / "draft"
+    with pytest.raises(OfflineModeIsEnabled):
+        release_draft(pair.draft, out, pair.results, push_to="acme/draft")
+    assert list(tmp_path.iterdir()) == []
+    assert release_draft(pair.draft, out, pair.results) == out
+
+
+def test_a_failed_release_leaves_nothing_behind(pair: Pair, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in pair.draft.iterdir():
+        (broken / path.name).write_bytes(path.read_bytes())
+    weights = load_file(broken / "model.safetensors")
+    prefixed = {f"module.{name}": value for name, value in weights.items()}
+    save_file(prefixed, broken / "model.safetensors", metadata={"format": "pt"})
+    runs = [r.model_copy(update={"draft": r.draft and str(broken)}) for r in pair.results.runs]
+    with pytest.raises(ManifestError, match="do not fit"):
+        release_draft(broken, tmp_path / "out", pair.results.model_copy(update={"runs": runs}))
+    assert not (tmp_path / "out").exists()
+
+
+def test_results_of_another_draft_are_refused(pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="they measure"):
+        release_draft(pair.target, tmp_path / "out", pair.results)
+    with pytest.raises(ManifestError, match="they measure"):
+        release_head(pair.draft, tmp_path / "out", pair.results)
+
+
+def test_figures_that_were_changed_by_hand_are_refused(pair: Pair, tmp_path: Path) -> None:
+    first, *rest = pair.results.runs
+    better = first.model_copy(update={"tokens_per_second": 1e6})
+    forged = pair.results.model_copy(update={"runs": [better, *rest]})
+    with pytest.raises(ManifestError, match="tokens_per_second"):
+        release_draft(pair.draft, tmp_path / "out", forged)
+
+
+def test_a_draft_needs_a_measured_length(pair: Pair, tmp_path: Path) -> None:
+    runs = [r for r in pair.results.runs if r.stop != "fixed"]
+    without = pair.results.model_copy(update={"runs": runs})
+    with pytest.raises(ManifestError, match="fixed length"):
+        release_draft(pair.draft, tmp_path / "out", without)
+
+
+def test_another_tokenizer_is_refused(pair: Pair, tmp_path: Path) -> None:
+    other = train_tokenizer(["zyxw vuts rqpo nmlk zyxw"] * 4, 264)
+    save_llama(tmp_path / "other", other, seed=2)
+    runs = [r.model_copy(update={"target": str(tmp_path / "other")}) for r in pair.results.runs]
+    with pytest.raises(VocabularyMismatchError):
+        release_draft(pair.draft, tmp_path / "out", pair.results.model_copy(update={"runs": runs}))
+
+
+@pytest.mark.parametrize("name", ["no-owner", "a/b/c", "a b/c", "../up"])
+def test_a_repository_is_owner_and_name(pair: Pair, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="OWNER/NAME"):
+        release_head(pair.head, tmp_path / "out", pair.results, push_to=name)
+
+
+def test_a_finished_release_is_not_overwritten(pair: Pair, draft: Path) -> None:
+    with pytest.raises(FileExistsError):
+        release_draft(pair.draft, draft, pair.results)
+
+
+def test_names_are_escaped_in_markdown() -> None:
+    assert escape_markdown("a|b\n<script>") == r"a\|b \<script\>"
+    assert escape_markdown("K=4 (x2) - h_.5") == r"K=4 (x2) - h\_.5"
+    assert short_name("acme/draft-160m") == "acme/draft-160m"
+    assert short_name("/home/me/runs/toy/draft/model") == "draft"
+    assert short_name("/home/me/target") == "target"
