@@ -104,19 +104,12 @@ class DraftTree:
     @cached_property
     def identical(self) -> bool:
         """True if tokens that compete for one place were all drawn from one law."""
-        groups: list[list[int]] = [[0]]
+        groups: list[Sequence[int]] = [(0,)]
         while groups:
             children = self.children(groups.pop())
             if len({self.law_list[child - 1] for child in children}) > 1:
                 return False
-            if self.shape == "paths":
-                tokens = {self.token_list[child - 1] for child in children}
-                groups += [
-                    [child for child in children if self.token_list[child - 1] == token]
-                    for token in sorted(tokens)
-                ]
-            else:
-                groups += [[child] for child in children]
+            groups += {tuple(self.follow(children, index)) for index in range(len(children))}
         return True
 
     @property
@@ -248,9 +241,13 @@ class DraftTree:
             "tree": False,
         }
         if branching[self.shape]:
-            raise ValueError(f"these parents do not make {self.shape}: children a node {widths}")
+            raise ValueError(
+                f"these parents do not make a draft of form {self.shape}: children a node {widths}"
+            )
         if self.shape in ("chain", "paths") and self.how != "iid":
-            raise ValueError(f"{self.shape} are drawn how='iid', got {self.how!r}")
+            raise ValueError(f"shape {self.shape!r} is drawn how='iid', got {self.how!r}")
+        if self.planned is not None and self.planned < len(self):
+            raise ValueError(f"planned must be the length {len(self)} or more, got {self.planned}")
 
     def _check_laws(self) -> None:
         """Every law is a probability law of float32 or wider."""

@@ -146,6 +146,11 @@ def test_refuses_a_target_of_another_shape(verifier: Verifier) -> None:
         verifier(tree, target[:-1])
 
 
+def test_only_greedy_block_carries_frames() -> None:
+    carrying = {case.values[0].name for case in ZOO if case.values[0].carries}
+    assert carrying == {"greedy_block"}
+
+
 # --- the walk ---
 
 

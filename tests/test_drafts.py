@@ -1,0 +1,165 @@
+"""Drafts: forms, kinds, and what a bad one is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from eval.drafts import DraftTree
+
+Q2 = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]])
+
+
+def ids(*tokens: int) -> Tensor:
+    return torch.tensor(tokens)
+
+
+# --- forms ---
+
+
+def test_a_chain_follows_itself() -> None:
+    tree = DraftTree.chain(ids(0, 2), Q2)
+    assert tree.kind == "chain"
+    assert tree.kids == [[1], [2], []]
+    assert torch.equal(tree.law_of(2), Q2[1])
+
+
+def test_an_empty_chain_is_a_draft() -> None:
+    tree = DraftTree.chain(torch.zeros(0, dtype=torch.long), torch.zeros(0, 3), tail=Q2[0])
+    assert (len(tree), tree.kind, tree.kids) == (0, "chain", [[]])
+
+
+def test_paths_branch_at_the_root_only_and_are_never_merged() -> None:
+    q = Q2.expand(3, 2, 3)
+    tree = DraftTree.paths(torch.tensor([[0, 2], [0, 1], [1, 2]]), q)
+    assert tree.kids == [[1, 3, 5], [2], [], [4], [], [6], []]
+    assert tree.kind == "paths, iid"
+    assert tree.follow([1, 3, 5], 1) == [1, 3]
+
+
+def test_laws_that_differ_where_paths_compete_make_them_independent() -> None:
+    other = torch.tensor([[0.4, 0.6, 0.0], [0.2, 0.3, 0.5]])
+    tokens = torch.tensor([[0, 2], [0, 1]])
+    assert DraftTree.paths(tokens, torch.stack([Q2, other])).kind == "paths, independent"
+    deep = torch.stack([Q2, torch.stack([Q2[0], torch.tensor([0.2, 0.5, 0.3])])])
+    assert DraftTree.paths(tokens, deep).kind == "paths, independent"
+    # The second tokens follow different first ones, so they never compete.
+    apart = torch.tensor([[0, 2], [1, 1]])
+    assert DraftTree.paths(apart, deep).kind == "paths, iid"
+
+
+def test_the_same_law_up_to_rounding_is_one_law() -> None:
+    q = torch.stack([Q2, Q2 + 1e-8])
+    assert DraftTree.paths(torch.tensor([[0, 2], [0, 1]]), q).kind == "paths, iid"
+
+
+def test_siblings_may_repeat_unless_drawn_without_replacement() -> None:
+    assert DraftTree.siblings(ids(1, 1), Q2[1]).kind == "siblings, iid"
+    assert DraftTree.siblings(ids(1, 2), Q2[1], "distinct").kind == "siblings, distinct"
+    assert DraftTree.siblings(ids(2, 0), Q2[1], "greedy").kind == "siblings, greedy"
+    laws = torch.stack([Q2[1], Q2[0]])
+    assert DraftTree.siblings(ids(1, 1), laws).kind == "siblings, independent"
+
+
+def test_a_k_configuration_is_numbered_breadth_first() -> None:
+    laws = Q2[1].expand(3, 3)
+    tree = DraftTree.tree((2, 2), ids(0, 1, 2, 2, 1, 0), laws)
+    assert tree.kids == [[1, 2], [3, 4], [5, 6], [], [], [], []]
+    assert tree.law.tolist() == [0, 0, 1, 1, 2, 2]
+    assert tree.follow([1, 2], 1) == [2]
+
+
+def test_a_ragged_tree_is_checked_too() -> None:
+    """Where the support runs out before K, a node has fewer children."""
+    laws = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.5, 0.0]])
+    tree = DraftTree(ids(1, 0, 1), ids(0, 1, 1), laws, ids(0, 1, 1), "tree", "distinct")
+    assert tree.checked() is tree
+    assert tree.kids == [[1], [2, 3], [], []]
+
+
+# --- bad ones ---
+
+BAD: dict[str, tuple[Callable[[], DraftTree], str]] = {
+    "rows": (lambda: DraftTree.chain(ids(0), Q2), r"one row a token, 1; got shape \(2, 3\)"),
+    "shape": (lambda: DraftTree.chain(ids(0), Q2[0]), r"tokens \(L,\) and q \(L, V\); got"),
+    "paths rows": (
+        lambda: DraftTree.paths(torch.tensor([[0, 1]]), Q2.unsqueeze(1)),
+        r"q needs shape \(1, 2, V\); got shape \(2, 1, 3\)",
+    ),
+    "padding": (lambda: DraftTree.chain(ids(0, -1), Q2), r"ids must lie in \[0, 3\), got -1 to 0"),
+    "too large": (lambda: DraftTree.chain(ids(0, 3), Q2), r"lie in \[0, 3\), got 0 to 3"),
+    "float ids": (lambda: DraftTree.chain(torch.tensor([0.0, 1.0]), Q2), "tokens must be integers"),
+    "half": (lambda: DraftTree.chain(ids(0, 1), Q2.half()), "must be float32 or float64; got"),
+    "sum": (
+        lambda: DraftTree.chain(ids(0, 1), Q2 * torch.tensor([[1.0], [1.1]])),
+        r"must sum to 1; row 1 is off by 0\.1: pass probabilities, not logits",
+    ),
+    "tail": (lambda: DraftTree.chain(ids(0, 1), Q2, 2 * Q2[0]), r"must sum to 1; row 2 is off"),
+    "negative": (
+        lambda: DraftTree.chain(ids(0), torch.tensor([[1.5, -0.5]])),
+        "finite and non-negative",
+    ),
+    "nan": (
+        lambda: DraftTree.chain(ids(0), torch.tensor([[float("nan"), 1.0]])),
+        "finite and non-negative",
+    ),
+    "never drawn": (
+        lambda: DraftTree.chain(ids(2, 0), Q2),
+        "node 1 holds token 2, to which its law q gives probability 0: pass the law",
+    ),
+    "repeated": (
+        lambda: DraftTree.siblings(ids(1, 1), Q2[1], "distinct"),
+        r"distinct siblings must differ, got tokens \[1, 1\]",
+    ),
+    "greedy last": (
+        lambda: DraftTree.siblings(ids(0, 2), Q2[0], "greedy"),
+        "node 2 holds token 2, to which its law q gives probability 0",
+    ),
+    "laws of distinct": (
+        lambda: DraftTree.siblings(ids(0, 1), Q2, "distinct"),
+        r"q \(K, V\) needs how='iid', not 'distinct'; give q \(V,\)",
+    ),
+    "how": (
+        lambda: DraftTree.siblings(ids(0, 1), Q2[0], "sorted"),  # type: ignore[arg-type]
+        "how must be one of .*got 'sorted'",
+    ),
+    "widths": (lambda: DraftTree.tree((2, 0), ids(0, 1), Q2), r"widths must be positive: \(2, 0\)"),
+    "tree tokens": (
+        lambda: DraftTree.tree((2, 1), ids(0, 1), Q2),
+        r"widths \(2, 1\) need 4 tokens",
+    ),
+    "tree laws": (
+        lambda: DraftTree.tree((2, 1), ids(0, 1, 0, 1), Q2),
+        r"q needs 3 rows; got shape \(2, 3\)",
+    ),
+    "order": (
+        lambda: DraftTree(ids(0, 1), ids(2, 0), Q2, ids(0, 1), "tree").checked(),
+        "a parent must come before its child: node 1 follows node 2",
+    ),
+    "law rows": (
+        lambda: DraftTree(ids(0, 1), ids(0, 1), Q2, ids(0, 2), "tree").checked(),
+        r"rows of laws must lie in \[0, 2\), got 0 to 2",
+    ),
+    "not a chain": (
+        lambda: DraftTree(ids(0, 1), ids(0, 0), Q2, ids(0, 0), "chain").checked(),
+        r"these parents do not make a draft of form chain: children a node \[2, 0, 0\]",
+    ),
+    "distinct chain": (
+        lambda: DraftTree(ids(0, 1), ids(0, 1), Q2, ids(0, 1), "chain", "distinct").checked(),
+        "how='iid', got 'distinct'",
+    ),
+    "planned": (
+        lambda: DraftTree(ids(0, 1), ids(0, 1), Q2, ids(0, 1), "chain", planned=1).checked(),
+        "planned must be the length 2 or more, got 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_draft_is_told_what_must_hold_and_what_came(name: str) -> None:
+    build, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        build()

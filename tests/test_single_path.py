@@ -1,0 +1,469 @@
+"""Verifiers of one path: formulas, goldens, several rounds, adaptive length, and wrong variants."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from eval import theory
+from eval.drafts import DraftTree
+from eval.verifiers import VERIFIERS, Verifier
+from eval.verifiers.block import greedy_block
+from eval.verifiers.frames import Frame
+from eval.verifiers.rule import Dice, Stop
+from specdata.probability import leftover
+from tests.oracles import (
+    Drafts,
+    Prefix,
+    Table,
+    chain_draft,
+    chain_drafts,
+    constant_table,
+    expected_accepted,
+    joint_law,
+    markov_table,
+    output_law,
+    path_drafts,
+    random_law,
+    random_table,
+    rounds_law,
+    shifted,
+    target_rows,
+    total_variation,
+    tree_drafts,
+)
+
+TOY = constant_table((1 / 3, 2 / 3), 9), constant_table((2 / 3, 1 / 3), 9)
+MARKOV = (
+    markov_table((0.5, 0.5), [[0.7, 0.3], [0.2, 0.8]], 9),
+    markov_table((0.8, 0.2), [[0.4, 0.6], [0.5, 0.5]], 9),
+)
+
+
+def made(name: str) -> Verifier:
+    return VERIFIERS[name].make()
+
+
+def fixed_chains(q: Table, length: int) -> Callable[[Prefix, Verifier], Drafts]:
+    """A drafter of chains of one length, which passes `tail` only where it is asked for."""
+
+    def draft(text: Prefix, verifier: Verifier) -> Drafts:
+        tail = verifier.needs_tail(length)
+        return chain_drafts(shifted(q, text, length), length, tail=tail)
+
+    return draft
+
+
+def stopped_chains(
+    q: Table, length: int, stop: Callable[[Prefix], bool]
+) -> Callable[[Prefix, Verifier], Drafts]:
+    """A drafter that ends a chain where `stop` says so, seeing the text and the kept tokens."""
+
+    def draft(text: Prefix, verifier: Verifier) -> Drafts:
+        here = shifted(q, text, length)
+        return chain_drafts(here, length, lambda drafted: stop(text + drafted), verifier.carries)
+
+    return draft
+
+
+# --- one block ---
+
+
+def test_block_is_token_verification_for_one_token() -> None:
+    p, q = random_table(4, 1, 1, 0.3), random_table(4, 1, 2, 0.3)
+    for _, tree in chain_drafts(q, 1):
+        token, block = (made(name)(tree, target_rows(tree, p)) for name in ("token", "block"))
+        torch.testing.assert_close(token.stop, block.stop)
+        torch.testing.assert_close(token.bonus, block.bonus)
+
+
+def test_traversal_of_a_chain_is_block_verification() -> None:
+    p, q = random_table(3, 3, 3, 0.3), random_table(3, 3, 4, 0.3)
+    for _, tree in chain_drafts(q, 3):
+        block, walk = (made(name)(tree, target_rows(tree, p)) for name in ("block", "traversal"))
+        torch.testing.assert_close(block.stop, walk.stop)
+        torch.testing.assert_close(block.bonus, walk.bonus)
+
+
+def test_block_accepts_a_prefix_with_its_capped_ratio() -> None:
+    """P(tau >= i | x^i) = r_i = R_i / max(1, max_j<=i R_j), R the joint ratio without a cap."""
+    p, q = random_table(3, 3, 5, 0.3), random_table(3, 3, 6, 0.3)
+    reached: dict[Prefix, float] = {}
+    for weight, tree in chain_drafts(q, 3):
+        tail = made("block")(tree, target_rows(tree, p)).stop.flip(0).cumsum(0).flip(0)
+        for depth in (1, 2, 3):
+            prefix = tuple(tree.token_list[:depth])
+            reached[prefix] = reached.get(prefix, 0.0) + weight * float(tail[depth])
+    for prefix, mass in reached.items():
+        drafted, joint, highest = 1.0, 1.0, 1.0
+        for depth, token in enumerate(prefix):
+            drafted *= float(q[prefix[:depth]][token])
+            joint *= float(p[prefix[:depth]][token] / q[prefix[:depth]][token])
+            highest = max(highest, joint)
+        assert mass / drafted == pytest.approx(joint / highest, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop", "residuals"),
+    [
+        ((0, 1, 0), (0.79545455, 0.07954545, 0.0, 0.125), {0: (0, 1), 1: (1, 0)}),
+        ((1, 1, 0), (0.0, 0.0, 0.6, 0.4), {2: (0, 1)}),
+    ],
+)
+def test_block_goldens(
+    tokens: Prefix, stop: tuple[float, ...], residuals: dict[int, tuple[int, int]]
+) -> None:
+    p, q = MARKOV
+    tree = chain_draft(tokens, q)
+    verdict = made("block")(tree, target_rows(tree, p))
+    assert verdict.stop.tolist() == pytest.approx(stop, abs=1e-7)
+    for node, law in residuals.items():
+        assert verdict.bonus[node].tolist() == pytest.approx(law, abs=1e-7)
+
+
+def test_greedy_block_golden() -> None:
+    p, q = MARKOV
+    tree = chain_draft((1, 1, 0), q)
+    assert made("greedy_block")(tree, target_rows(tree, p)).stop.tolist() == [0, 0, 0, 1]
+
+
+def test_traversal_goldens() -> None:
+    p, q = MARKOV
+    tree_of = {
+        1.412: tree_drafts(q, (2, 1), "iid"),
+        1.481: tree_drafts(q, (2, 2), "iid"),
+        2.0: tree_drafts(q, (2, 2), "distinct"),
+    }
+    for golden, drafts in tree_of.items():
+        accepted = expected_accepted(made("traversal"), drafts, p)
+        assert accepted == pytest.approx(golden, abs=5e-4)
+
+
+def test_batch_follows_the_accepted_rollout_only() -> None:
+    """A twin with the accepted prefix is of no use to `batch`, and of use to `rrs`."""
+    q = constant_table((0.5, 0.5), 2)
+    p = {**constant_table((1.0, 0.0), 2), (): torch.tensor([0.5, 0.5], dtype=torch.float64)}
+    laws = torch.stack([q[()], q[()]]).expand(2, 2, 2)
+    tree = DraftTree.paths(torch.tensor([[0, 1], [0, 0]]), laws)
+    assert made("batch")(tree, target_rows(tree, p)).stop.tolist() == [0, 1, 0, 0, 0]
+    rrs = made("rrs")(tree, target_rows(tree, p)).stop
+    assert float(rrs[4]) == 1.0
+    for seed in range(4):
+        p, q = random_table(2, 2, seed, 0.2), random_table(2, 2, seed + 9, 0.2)
+        batch, both = (
+            expected_accepted(made(name), path_drafts([q, q], 2), p) for name in ("batch", "rrs")
+        )
+        assert batch <= both + 1e-12
+
+
+# --- biased ---
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.1, 3.0])
+@pytest.mark.parametrize("name", ["biased_uno", "biased_opt"])
+def test_biased_verifiers_have_exactly_the_declared_law(name: str, epsilon: float) -> None:
+    """Accepted tokens weigh q b; the one after a rejection R P; what follows is the target's."""
+    length = 2
+    p, q = random_table(3, 3, 7, 0.3), random_table(3, 3, 8, 0.3)
+    expected = torch.zeros((3,) * (length + 1), dtype=torch.float64)
+    for text in itertools.product(range(3), repeat=length + 1):
+        for accepted in range(length + 1):
+            weight = 1.0
+            for depth, token in enumerate(text):
+                here, draft = p[text[:depth]], q[text[:depth]]
+                accept = theory.over_acceptance(here, draft, epsilon)
+                if depth < accepted:
+                    weight *= float(draft[token] * accept[token])
+                elif depth == accepted < length:
+                    best = theory.least_bias_law(here, draft, accept)
+                    law = best if name == "biased_opt" else here
+                    weight *= theory.rejection(draft, accept) * float(law[token])
+                else:
+                    weight *= float(here[token])
+            expected[text] += weight
+    verifier = VERIFIERS[name].make(epsilon=epsilon)
+    emitted = output_law(verifier, chain_drafts(q, length), p, length + 1, q)
+    assert total_variation(emitted, expected) <= 1e-12
+    if name == "biased_opt" and epsilon == 0.0:
+        assert total_variation(emitted, joint_law(p, (), length + 1)) <= 1e-12
+    if epsilon > 0.0:
+        assert total_variation(emitted, joint_law(p, (), length + 1)) > 1e-3
+
+
+@pytest.mark.parametrize("epsilon", [-0.1, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["biased_uno", "biased_opt"])
+def test_biased_verifiers_refuse_an_impossible_epsilon(name: str, epsilon: float) -> None:
+    assert not VERIFIERS[name].lossless
+    with pytest.raises(ValueError, match=r"epsilon must be a finite number, 0 or larger, got"):
+        VERIFIERS[name].make(epsilon=epsilon)
+
+
+# --- several rounds ---
+
+
+@pytest.mark.parametrize("zeros", [0.0, 0.35])
+@pytest.mark.parametrize(
+    ("vocabulary", "length", "emitted"), [(2, 2, 5), (2, 3, 5), (3, 2, 4), (2, 4, 6)]
+)
+def test_greedy_block_over_several_rounds_keeps_the_joint_law(
+    vocabulary: int, length: int, emitted: int, zeros: float
+) -> None:
+    for seed in range(3):
+        p = random_table(vocabulary, emitted + length, 20 + 2 * seed, zeros)
+        q = random_table(vocabulary, emitted + length, 21 + 2 * seed, zeros)
+        joint, _ = rounds_law(made("greedy_block"), p, emitted, fixed_chains(q, length))
+        assert total_variation(joint, joint_law(p, (), emitted)) <= 1e-12
+
+
+def test_frames_nest_and_expire() -> None:
+    """A rejection under a frame opens a second one; both end with the length that was planned."""
+    p, q = random_table(2, 7, 31), random_table(2, 7, 32)
+    seen: set[int] = set()
+    waiting: list[tuple[Prefix, Verifier]] = [((), made("greedy_block"))]
+    while waiting:
+        text, verifier = waiting.pop()
+        seen.add(len(verifier.frames))
+        assert all(frame.ratio > 1 and 1 <= frame.left <= 2 for frame in verifier.frames)
+        assert verifier.needs_tail(3) is False
+        assert verifier.needs_tail(0) is bool(verifier.frames)
+        for _, tree in chain_drafts(shifted(q, text, 3), 3) if len(text) < 4 else ():
+            target = target_rows(tree, shifted(p, text, 3))
+            for _, end in verifier.outcomes(tree, target):
+                for token in end.law.nonzero().flatten().tolist():
+                    after = verifier.after(tree, target, end, token)
+                    drafted = tuple(tree.token_list[: end.node])
+                    waiting.append(((*text, *drafted, token), after))
+    assert seen == {0, 1, 2}
+
+
+def test_a_frame_that_outlives_the_draft_asks_for_the_law_after_it() -> None:
+    q = torch.tensor([[0.6, 0.4], [0.5, 0.5]])
+    held = dataclasses.replace(made("greedy_block"), frames=(Frame(1.5, 3),))
+    target = torch.tensor([[0.5, 0.5]] * 3)
+    assert held.needs_tail(2)
+    with pytest.raises(ValueError, match=r"next 3 tokens, but the draft's law after its 2 tokens"):
+        held(DraftTree.chain(torch.tensor([0, 1]), q), target)
+    with pytest.raises(ValueError, match="tail"):
+        held.draw(DraftTree.chain(torch.tensor([0, 1]), q), target, torch.Generator())
+    verdict = held(DraftTree.chain(torch.tensor([0, 1]), q, tail=q[0]), target)
+    assert float(verdict.stop.sum()) == pytest.approx(1.0)
+
+
+def test_draw_carries_the_frames_that_enumeration_names() -> None:
+    p, q = random_table(2, 6, 41), random_table(2, 6, 42)
+    generator = torch.Generator().manual_seed(0)
+    carried = 0
+    for _ in range(40):
+        verifier, text = made("greedy_block"), ()
+        while len(text) < 4:
+            drafts = list(chain_drafts(shifted(q, text, 2), 2, tail=True))
+            weights = torch.tensor([weight for weight, _ in drafts])
+            tree = drafts[int(torch.multinomial(weights, 1, generator=generator))][1]
+            target = target_rows(tree, shifted(p, text, 2))
+            drawn = verifier.draw(tree, target, generator)
+            possible = [
+                verifier.after(tree, target, end, drawn.token)
+                for _, end in verifier.outcomes(tree, target)
+                if end.node == len(drawn.nodes) and float(end.law[drawn.token]) > 0
+            ]
+            assert drawn.verifier in possible
+            carried += bool(drawn.verifier.frames)
+            text = (*text, *tree.token_list[: len(drawn.nodes)], drawn.token)
+            verifier = drawn.verifier
+    assert carried > 10
+
+
+@pytest.mark.parametrize(
+    ("models", "length", "goldens"),
+    [
+        (TOY, 2, (3.160494, 2.995885, 3.057613)),
+        (TOY, 3, (2.930041, 2.748971, 2.897119)),
+        (MARKOV, 3, (2.81213, 2.67650, 2.77022)),
+    ],
+)
+def test_rounds_to_emit_six_tokens(
+    models: tuple[Table, Table], length: int, goldens: tuple[float, ...]
+) -> None:
+    p, q = models
+    for name, golden in zip(("token", "block", "greedy_block"), goldens, strict=True):
+        joint, rounds = rounds_law(made(name), p, 6, fixed_chains(q, length))
+        assert rounds == pytest.approx(golden, abs=1e-5)
+        assert total_variation(joint, joint_law(p, (), 6)) <= 1e-12
+
+
+# --- adaptive length ---
+
+
+@pytest.mark.parametrize("name", ["token", "block"])
+def test_a_draft_that_stops_on_its_kept_tokens_keeps_the_joint_law(name: str) -> None:
+    for seed, zeros in ((51, 0.0), (53, 0.35)):
+        p, q = random_table(2, 7, seed, zeros), random_table(2, 7, seed + 1, zeros)
+        drafter = stopped_chains(q, 3, lambda text: text[-1] == 0 or len(text) == 2)
+        joint, _ = rounds_law(made(name), p, 4, drafter)
+        assert total_variation(joint, joint_law(p, (), 4)) <= 1e-12
+
+
+def test_greedy_block_is_biased_where_the_draft_stops_on_its_tokens() -> None:
+    """Which is why `carries` says that the length must be planned."""
+    p, q = random_table(2, 7, 5), random_table(2, 7, 6)
+    drafter = stopped_chains(q, 3, lambda text: text[-1] == 0)
+    joint, _ = rounds_law(made("greedy_block"), p, 4, drafter)
+    assert total_variation(joint, joint_law(p, (), 4)) > 1e-2
+
+
+def test_greedy_block_plans_its_length_as_the_text_allows() -> None:
+    """The length may depend on the committed text, which is known before anything is drafted."""
+    p, q = random_table(2, 8, 57), random_table(2, 8, 58)
+
+    def draft(text: Prefix, verifier: Verifier) -> Drafts:
+        length = 1 + (len(text) + sum(text)) % 3
+        tail = verifier.needs_tail(length)
+        return chain_drafts(shifted(q, text, length), length, tail=tail)
+
+    joint, _ = rounds_law(made("greedy_block"), p, 5, draft)
+    assert total_variation(joint, joint_law(p, (), 5)) <= 1e-12
+
+
+@pytest.mark.parametrize(("planned", "lossless"), [(3, True), (None, False)])
+def test_an_end_token_cuts_a_draft_short_but_not_the_frame(
+    planned: int | None, lossless: bool
+) -> None:
+    """Token 0 ends the text: the draft stops there, and `planned` keeps the frame's length."""
+    end = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+    p, q = (
+        {text: end if 0 in text else law for text, law in random_table(3, 7, seed).items()}
+        for seed in (5, 6)
+    )
+
+    def draft(text: Prefix, verifier: Verifier) -> Drafts:
+        here = shifted(q, text, 3)
+        for weight, tree in chain_drafts(here, 3, lambda drafted: drafted[-1] == 0, tail=True):
+            yield weight, dataclasses.replace(tree, planned=planned)
+
+    joint, _ = rounds_law(made("greedy_block"), p, 4, draft)
+    bias = total_variation(joint, joint_law(p, (), 4))
+    assert bias <= 1e-12 if lossless else bias > 1e-3
+
+
+def test_block_survives_ratios_that_overflow() -> None:
+    """p/q = inf on the first token, p = 0 on the second: the second is never accepted."""
+    q = torch.tensor([[5e-324, 1.0, 0.0], [0.5, 0.5, 0.0]], dtype=torch.float64)
+    target = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [1.0, 0.0, 0.0]]).double()
+    tree = DraftTree.chain(torch.tensor([0, 0]), q)
+    for name in ("token", "block", "greedy_block", "traversal"):
+        verdict = made(name)(tree, target)
+        assert verdict.stop.tolist() == [0, 1, 0]
+        assert float(verdict.bonus[1, 0]) == 0.0
+        assert bool(torch.isfinite(verdict.bonus).all())
+
+
+# --- the harness has teeth: wrong variants fail it ---
+
+
+def variant(tree: DraftTree, target: Tensor, dice: Dice, wrong: str) -> Stop:
+    """Block verification with one thing wrong; right for an unknown name."""
+    length, ratios, joint = len(tree), [1.0], 1.0
+    for depth, x in enumerate(tree.token_list):
+        ratio = float(target[depth, x]) / float(tree.laws[depth, x])
+        ratios.append(min(1.0, ratios[-1] * ratio))
+        joint *= ratio
+    if wrong == "uncapped last test":
+        ratios[-1] = min(1.0, joint)
+
+    def passes(tau: int) -> bool:
+        if tau == length or ratios[tau] >= 1.0:
+            return dice.flip(ratios[tau])
+        mass = float((ratios[tau] * target[tau] - tree.laws[tau]).clamp(min=0).sum())
+        return dice.flip(mass / (mass + 1 - ratios[tau]))
+
+    if wrong == "first failure":
+        tau = next((i for i in range(length) if not passes(i + 1)), length)
+    else:
+        tau = next((i for i in range(length, 0, -1) if passes(i)), 0)
+    if tau == length:
+        return Stop(tau, target[tau])
+    scale = 1.0 if wrong == "plain residual" else ratios[tau]
+    return Stop(tau, leftover(scale * target[tau], tree.laws[tau]))
+
+
+def bias_of(rule: Callable[[DraftTree, Tensor, Dice], Stop]) -> float:
+    p, q = random_table(3, 3, 61), random_table(3, 3, 62)
+    verifier = Verifier("variant", rule, ("chain",))
+    emitted = output_law(verifier, chain_drafts(q, 3), p, 4, q)
+    return total_variation(emitted, joint_law(p, (), 4))
+
+
+def test_the_right_form_of_block_verification_passes() -> None:
+    assert bias_of(lambda tree, target, dice: variant(tree, target, dice, "none")) <= 1e-12
+
+
+@pytest.mark.parametrize("wrong", ["first failure", "uncapped last test", "plain residual"])
+def test_a_wrong_block_verification_fails(wrong: str) -> None:
+    assert bias_of(lambda tree, target, dice: variant(tree, target, dice, wrong)) > 1e-3
+
+
+def test_a_dropped_frame_fails() -> None:
+    def forgets(tree: DraftTree, target: Tensor, dice: Dice) -> Stop:
+        return dataclasses.replace(greedy_block(tree, target, dice), opens=None)
+
+    assert bias_of(forgets) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["token", "block"])
+def test_looking_at_a_token_and_then_dropping_it_fails(name: str) -> None:
+    """A rule that discards the drafted token it stops at is biased; one that keeps it is not."""
+    p, q = random_table(3, 3, 63), random_table(3, 3, 64)
+
+    def drafts(drop: bool) -> Drafts:
+        for weight, tree in chain_drafts(q, 2, lambda drafted: drafted[-1] == 0):
+            kept = tuple(tree.token_list)
+            if drop and kept[-1] == 0:
+                kept = kept[:-1]
+            yield weight, chain_draft(kept, q)
+
+    exact = joint_law(p, (), 3)
+    assert total_variation(output_law(made(name), drafts(False), p, 3, q), exact) <= 1e-12
+    assert total_variation(output_law(made(name), drafts(True), p, 3, q), exact) > 1e-3
+
+
+def test_a_law_that_was_not_drawn_from_fails() -> None:
+    """Storing another law than the one a token was drawn from breaks losslessness."""
+    p, q, raw = random_table(3, 2, 65), random_table(3, 2, 66), random_table(3, 2, 67)
+    wrong = (
+        (weight, chain_draft(tuple(tree.token_list), raw)) for weight, tree in chain_drafts(q, 2)
+    )
+    emitted = output_law(made("token"), wrong, p, 3, q)
+    assert total_variation(emitted, joint_law(p, (), 3)) > 1e-3
+
+
+# --- precision ---
+
+
+@pytest.mark.parametrize("vocabulary", [2, 4096, 131072])
+@pytest.mark.parametrize("name", ["token", "block", "greedy_block", "traversal"])
+def test_float32_agrees_with_float64(name: str, vocabulary: int) -> None:
+    """Probabilities of stopping to 1e-5, emitted laws to 1e-5 in total variation."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 3 * torch.randn(5, vocabulary, generator=generator, dtype=torch.float64)
+    noise = torch.randn(5, vocabulary, generator=generator, dtype=torch.float64)
+    p, q = logits.softmax(-1), (logits + 0.7 * noise).softmax(-1)[:4]
+    for _ in range(3):
+        tokens = torch.multinomial(q, 1, generator=generator).flatten()
+        wide = made(name)(DraftTree.chain(tokens, q), p)
+        narrow = made(name)(DraftTree.chain(tokens, q.float()), p.float())
+        assert narrow.stop.dtype == torch.float32
+        assert float((wide.stop - narrow.stop.double()).abs().max()) < 1e-5
+        gap = (wide.bonus - narrow.bonus.double()).abs().sum(-1) * wide.stop
+        assert float(gap.max()) < 2e-5
+
+
+def test_random_laws_of_the_harness_have_zeros_and_sum_to_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    laws = torch.stack([random_law(5, generator, 0.35) for _ in range(200)])
+    assert float((laws.sum(-1) - 1).abs().max()) < 1e-12
+    assert 0.2 < float((laws == 0).double().mean()) < 0.4
