@@ -13,8 +13,10 @@ from types import MappingProxyType
 from eval.verifiers.batch import batch
 from eval.verifiers.biased import biased_opt, biased_uno
 from eval.verifiers.block import block, greedy_block
+from eval.verifiers.importance import importance
 from eval.verifiers.kseq import kseq
 from eval.verifiers.multi_candidate import greedy_draft, naive, rrs, rrs_wor
+from eval.verifiers.multipath_block import multipath_block
 from eval.verifiers.rule import Verdict, Verifier, walk
 from eval.verifiers.single import token
 from eval.verifiers.traversal import traversal
@@ -87,6 +89,20 @@ VERIFIERS: Mapping[str, Entry] = MappingProxyType(
             branching=True,
             lossless=True,
             paper="Sun et al. 2023, SpecTr (arXiv:2310.15141), Algorithm 3",
+        ),
+        "importance": Entry(
+            lambda **kw: Verifier("importance", walk(importance(**kw)), INDEPENDENT),
+            branching=True,
+            lossless=True,
+            paper="Khisti et al. 2025 (arXiv:2410.18234); Luce selection is ours",
+        ),
+        "multipath_block": Entry(
+            lambda **kw: Verifier(
+                "multipath_block", multipath_block(**kw), ("paths, iid", "paths, independent")
+            ),
+            branching=True,
+            lossless=True,
+            paper="ours: selection (arXiv:2410.18234) and block verification (arXiv:2403.10444)",
         ),
         "greedy_draft": Entry(
             lambda: Verifier("greedy_draft", walk(greedy_draft), GREEDY),
