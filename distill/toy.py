@@ -5,6 +5,7 @@ Both become ordinary model folders, so that nothing after this stage knows where
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -40,19 +41,19 @@ class ToyPairConfig:
         default=2000, metadata={"help": "training documents of each prompt family"}
     )
     library_characters: int = field(
-        default=300_000, metadata={"help": "library text in the training documents, at most"}
+        default=100_000, metadata={"help": "library text in the training documents, at most"}
     )
     block_size: int = field(default=128, metadata={"help": "tokens of one packed training block"})
-    batch_size: int = field(default=8, metadata={"help": "blocks of one training step"})
+    batch_size: int = field(default=4, metadata={"help": "blocks of one training step"})
     target_layers: int = field(default=12, metadata={"help": "layers of the target"})
-    target_width: int = field(default=256, metadata={"help": "hidden size of the target"})
-    target_steps: int = field(default=400, metadata={"help": "training steps of the target"})
+    target_width: int = field(default=192, metadata={"help": "hidden size of the target"})
+    target_steps: int = field(default=600, metadata={"help": "training steps of the target"})
     target_learning_rate: float = field(
-        default=2e-3, metadata={"help": "largest learning rate of the target"}
+        default=3e-3, metadata={"help": "largest learning rate of the target"}
     )
     draft_layers: int = field(default=1, metadata={"help": "layers of the draft"})
     draft_width: int = field(default=128, metadata={"help": "hidden size of the draft"})
-    draft_steps: int = field(default=400, metadata={"help": "training steps of the base draft"})
+    draft_steps: int = field(default=600, metadata={"help": "training steps of the base draft"})
     draft_learning_rate: float = field(
         default=4e-3, metadata={"help": "largest learning rate of the draft"}
     )
@@ -88,7 +89,11 @@ def train_toy_pair(folder: Path, config: ToyPairConfig, *, seed: int) -> None:
 def language_model(
     tokenizer: PreTrainedTokenizerBase, *, layers: int, width: int, seed: int
 ) -> LlamaForCausalLM:
-    """Return a Llama with random weights, tied embeddings and heads of 64 (32 if narrow)."""
+    """Return a Llama with random weights, tied embeddings and heads of 64 (32 if narrow).
+
+    Weights start at about 1/sqrt(width), and layers add to the residual stream at 1/sqrt(2 layers)
+    of that. At the usual 0.02 a narrow deep model spends its whole short training waking up.
+    """
     head_size = 64 if width % 64 == 0 and width > 128 else min(32, width)
     set_seed(seed)
     model = LlamaForCausalLM(
@@ -100,11 +105,16 @@ def language_model(
             num_attention_heads=width // head_size,
             max_position_embeddings=1024,
             tie_word_embeddings=True,
+            initializer_range=0.7 / math.sqrt(width),
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
     )
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for output in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                output.weight /= math.sqrt(2 * layers)
     model.generation_config = GenerationConfig(
         do_sample=True,  # from the full law: generate() would cut at top_k = 50 by itself
         temperature=1.0,

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import get_int_from_env, parse_flag_from_env
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import (
     PreTrainedModel,
@@ -51,12 +52,13 @@ class Schedule:
 def processes() -> PartialState:
     """Join the processes of this run; call it before models are loaded, to have the right device.
 
-    On the CPU the backend is named, or DeepSpeed's ranks would start as worlds of their own.
+    On the CPU accelerate needs the backend named, or DeepSpeed's ranks start as worlds of their
+    own, and needs `cpu` exactly without DeepSpeed: with it, DeepSpeed turns into plain DDP.
     """
-    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if launched and not torch.cuda.is_available():
-        return PartialState(backend="gloo")
-    return PartialState()
+    launched = get_int_from_env(["WORLD_SIZE"], 1) > 1
+    if not launched or torch.cuda.is_available():
+        return PartialState()
+    return PartialState(cpu=not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"), backend="gloo")
 
 
 def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> TrainingArguments:
@@ -77,6 +79,7 @@ def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> Training
         learning_rate=schedule.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=round(schedule.steps * schedule.warmup_ratio),
+        adam_beta2=0.95,  # the runs are short: forget old gradients within some 20 steps
         max_grad_norm=1.0,
         save_strategy="steps",
         save_steps=schedule.save_steps,

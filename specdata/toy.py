@@ -106,7 +106,7 @@ def library_texts(characters: int) -> list[str]:
 
 
 def corpus(
-    *, seed: int, examples_per_family: int = 2000, library_characters: int = 300_000
+    *, seed: int, examples_per_family: int = 2000, library_characters: int = 100_000
 ) -> list[str]:
     """Return the training documents in random order: examples of the train split, library text.
 

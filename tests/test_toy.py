@@ -1,0 +1,114 @@
+"""The embedded text: seeded, split by content, tokenized without loss."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from specdata.toy import (
+    FAMILIES,
+    SPLITS,
+    corpus,
+    examples,
+    library_texts,
+    prompts,
+    split_of,
+    train_tokenizer,
+)
+
+SMALL = {"examples_per_family": 40, "library_characters": 8_000}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_examples_depend_on_the_seed_alone(family: str) -> None:
+    assert examples(family, 30, seed=1) == examples(family, 30, seed=1)
+    assert examples(family, 30, seed=1) != examples(family, 30, seed=2)
+    assert examples(family, 30, seed=1)[:10] == examples(family, 10, seed=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_of_different_splits_never_meet_even_for_different_seeds(family: str) -> None:
+    drawn = {
+        (split, seed): prompts(family, split, 60, seed=seed) for split in SPLITS for seed in (0, 1)
+    }
+    for (split, _), texts in drawn.items():
+        assert len(set(texts)) == len(texts) == 60
+        assert {split_of(text) for text in texts} == {split}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_to_one_prompt_vary(family: str) -> None:
+    answers = {example.completion for example in examples(family, 100, seed=0)}
+    assert len(answers) > 90
+
+
+def test_the_training_documents_hold_no_prompt_of_dev_or_test() -> None:
+    documents = corpus(seed=0, **SMALL)
+    for split in ("dev", "test"):
+        for prompt in prompts("maths", split, 200, seed=0):
+            assert not any(document.startswith(prompt) for document in documents)
+    assert len(documents) > 3 * SMALL["examples_per_family"]
+    assert documents == corpus(seed=0, **SMALL)
+
+
+def test_maths_answers_are_right() -> None:
+    for example in examples("maths", 200, seed=3):
+        steps = re.findall(r"(\d+) ([-+*]) (\d+) = (\d+)", example.completion)
+        assert len(steps) == 2
+        for left, sign, right, result in steps:
+            a, b = int(left), int(right)
+            assert int(result) == {"+": a + b, "-": a - b, "*": a * b}[sign]
+
+
+def test_code_answers_compile_and_name_their_function() -> None:
+    for example in examples("code", 200, seed=3):
+        compile(example.prompt + example.completion, "example", "exec")
+        name = example.prompt[len("def ") :].partition("(")[0]
+        assert name.isidentifier()
+
+
+def test_prompt_tokens_are_a_prefix_of_the_document_tokens() -> None:
+    tokenizer = train_tokenizer(corpus(seed=0, **SMALL), vocab_size=600)
+    for family in FAMILIES:
+        for example in examples(family, 40, seed=5):
+            prompt = tokenizer(example.prompt)["input_ids"]
+            document = tokenizer(example.prompt + example.completion)["input_ids"]
+            assert document[: len(prompt)] == prompt
+            assert tokenizer.decode(document) == example.prompt + example.completion
+
+
+def test_tokenizer_is_deterministic_and_loses_nothing() -> None:
+    texts = corpus(seed=0, **SMALL)
+    tokenizer = train_tokenizer(texts, vocab_size=400)
+    assert tokenizer.get_vocab() == train_tokenizer(texts, vocab_size=400).get_vocab()
+    assert len(tokenizer) == 400
+    odd = " \tüñ 漢字 🙂\r\n\n  x"
+    assert tokenizer.decode(tokenizer(odd)["input_ids"]) == odd
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+
+
+def test_library_text_is_bounded_and_repeatable() -> None:
+    texts = library_texts(20_000)
+    assert 10_000 < sum(map(len, texts)) <= 20_000
+    assert texts == library_texts(20_000)
+
+
+def test_unknown_names_are_answered_with_the_choices() -> None:
+    with pytest.raises(ValueError, match="instruct, maths, code"):
+        examples("poems", 1, seed=0)
+    with pytest.raises(ValueError, match="train, dev, test"):
+        prompts("maths", "validation", 1, seed=0)
+    with pytest.raises(ValueError, match="vocab_size must be at least 258"):
+        train_tokenizer(["short"], vocab_size=5000)
+
+
+def test_asking_for_more_prompts_than_exist_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from specdata import toy
+    from specdata.toy_text import Example
+
+    few = {"maths": lambda writer: Example(f"Question {writer.rng.randrange(20)}", "")}
+    monkeypatch.setattr(toy, "WRITERS", few)
+    assert len(examples("maths", 20, seed=0)) == 20
+    with pytest.raises(ValueError, match="has 20 distinct prompts, 21 were asked for"):
+        examples("maths", 21, seed=0)
