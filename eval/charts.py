@@ -132,6 +132,14 @@ def draw_pareto(axes: Axes, results: Results, dataset: str) -> None:
                 fontsize=7.5,
                 ha="center",
                 va="center",
+                arrowprops={
+                    "arrowstyle": "-",
+                    "color": INK,
+                    "alpha": 0.5,
+                    "linewidth": 0.6,
+                    "shrinkA": 0,
+                    "shrinkB": 4.5,
+                },
                 gid=POINT,
             )
     axes.margins(0.14)

@@ -6,9 +6,10 @@ from itertools import pairwise
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import RendererBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.text import Annotation
+from matplotlib.text import Annotation, Text
 from matplotlib.transforms import Bbox
 
 POINT = "point"
@@ -40,14 +41,14 @@ def place_labels(axes: Axes) -> None:
     texts = [child for child in axes.get_children() if isinstance(child, Annotation)]
     movable = [text for text in texts if text.get_gid() == POINT]
     taken = _obstacles(axes, figure.dpi / 72)
-    taken += [text.get_window_extent(renderer) for text in texts if text not in movable]
+    taken += [extent(text, renderer) for text in texts if text not in movable]
     for text in movable:
-        width = text.get_window_extent(renderer).width * 72 / figure.dpi
+        width = extent(text, renderer).width * 72 / figure.dpi
         best, fewest = (0.0, 0.0), np.inf
         for dx, dy in _OFFSETS:
             offset = (dx + float(np.sign(dx)) * width / 2, dy)
             text.set_position(offset)
-            box = text.get_window_extent(renderer)
+            box = extent(text, renderer)
             inside = frame.contains(box.x0, box.y0) and frame.contains(box.x1, box.y1)
             clashes = box.count_overlaps(taken) + (0 if inside else 9)
             if clashes < fewest:
@@ -55,7 +56,13 @@ def place_labels(axes: Axes) -> None:
             if clashes == 0:
                 break
         text.set_position(best)
-        taken.append(text.get_window_extent(renderer).padded(4))
+        taken.append(extent(text, renderer).padded(6))
+
+
+def extent(text: Annotation, renderer: RendererBase) -> Bbox:
+    """Box of the words alone in pixels, without the line that leads to their point."""
+    text.update_positions(renderer)
+    return Text.get_window_extent(text, renderer)
 
 
 def _obstacles(axes: Axes, scale: float) -> list[Bbox]:

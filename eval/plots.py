@@ -118,7 +118,7 @@ def plot(kind: str, results: Results, datasets: Sequence[str]) -> Figure:
         FigureCanvasAgg(figure)
         for index, dataset in enumerate(datasets):
             axes = figure.add_subplot(rows, columns, index + 1)
-            axes.set_title(label(dataset, 40), loc="left", fontweight="bold")
+            axes.set_title(label(dataset, 28), loc="left", fontweight="bold")
             what.draw(axes, results, dataset)
         if kind in ("speedup", "pareto"):
             _add_legend(figure, results, datasets, with_plain=kind == "speedup")

@@ -13,7 +13,7 @@ from PIL import Image
 from rich.console import Console
 
 from eval.charts import FAMILIES, family, series
-from eval.labels import POINT
+from eval.labels import POINT, extent
 from eval.plots import PLOTS, plot, to_svg
 from eval.report import COLUMNS, Context, blocks, render_page, terminal, write_report
 from eval.results import PLAIN, Results, build_results, fastest
@@ -162,7 +162,7 @@ def test_labels_of_the_pareto_plot_hide_no_other_label(results: Results) -> None
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     for axes in figure.axes:
         texts = [t for t in axes.texts if isinstance(t, Annotation) and t.get_gid() == POINT]
-        boxes = [text.get_window_extent(renderer) for text in texts]
+        boxes = [extent(text, renderer) for text in texts]
         assert len(boxes) == sum(
             run.drafter in ("chain", "transformers") for run in results.of("alpaca")
         )
