@@ -18,15 +18,9 @@ from accelerate.utils import tqdm
 from torch import Tensor
 
 from heads.batches import LabelRows, micro_batches, rounds_for
+from heads.checkpoint import Checkpoint, save_checkpoint
 from heads.config import HeadConfig, learning_rate
-from heads.engine import (
-    Checkpoint,
-    Engine,
-    restore_moments,
-    save_checkpoint,
-    whole_moments,
-    whole_weights,
-)
+from heads.engine import Engine, restore_moments, whole_moments, whole_weights
 from heads.hidden import hidden_states
 from heads.loss import HeadMetrics, head_metrics, loss_mass, weighted_bce
 from heads.mixing import LabelRow, MixedBatch, MixedRow, mix

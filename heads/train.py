@@ -15,11 +15,11 @@ import datasets
 import torch
 
 from heads.batches import LabelRows, rounds_for
+from heads.checkpoint import Checkpoint, latest_checkpoint
 from heads.config import HeadConfig
 from heads.engine import (
-    Checkpoint,
     Engine,
-    latest_checkpoint,
+    deprecations_of_deepspeed_hidden,
     prepare,
     start_accelerator,
     whole_weights,
@@ -108,10 +108,27 @@ def train_head(
     finished = _finished(out, run)
     if finished is not None:
         return finished
-    joined = torch.distributed.is_initialized()  # then leaving is up to whoever joined
     was_training = draft.training
+    try:
+        with deprecations_of_deepspeed_hidden():
+            return _run(draft.eval(), data, out, config, seed, sampling, run)
+    finally:
+        draft.train(was_training)
+
+
+def _run(
+    draft: PreTrainedModel,
+    data: tuple[LabelRows, LabelRows],
+    out: Path,
+    config: HeadConfig,
+    seed: int,
+    sampling: SamplingConfig | None,
+    run: str,
+) -> HeadResult:
+    """Train on the first rows, measure on the second, save."""
+    joined = torch.distributed.is_initialized()  # then leaving is up to whoever joined
     head = _new_head(draft, config, seed, sampling)
-    engine, checkpoint = _start(draft.eval(), head, config, out, run)
+    engine, checkpoint = _start(draft, head, config, out, run)
     training = Training(engine, draft, config, seed, run, out / CHECKPOINTS_NAME)
     before, losses = training.start(checkpoint, data[1])
     losses = training.steps(data[0], before, losses)
@@ -131,7 +148,6 @@ def train_head(
         final.load_state_dict(weights)
         final.save_pretrained(out)
         write_json(out / METRICS_NAME, {"run": run, **asdict(result)})
-    draft.train(was_training)
     engine.close(leave=not joined)
     return result
 

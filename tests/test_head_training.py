@@ -184,7 +184,7 @@ def test_two_processes_train_the_same_head_as_one(
     assert_same_training(tmp_path, reference)
     assert done.stdout == ""
     assert "Warning" not in done.stderr
-    assert done.stderr.count("100%") == 1  # one progress bar, the main process's
+    assert done.stderr.count(" 0%|") == 1  # one progress bar, the main process's
 
 
 @pytest.mark.slow
@@ -222,8 +222,9 @@ def test_deepspeed_that_was_silently_lost_is_an_error(tmp_path: Path) -> None:
 # --- resuming
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_the_middle_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    config = replace(CONFIG, epochs=60)
+    config = replace(CONFIG, epochs=30)
     command = [sys.executable, str(SCRIPT), "--out", str(tmp_path / "killed")]
     command += ["--epochs", str(config.epochs), "--save-steps", str(config.save_steps)]
     checkpoints = tmp_path / "killed" / "checkpoints"
