@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 import yaml
 from rich.console import Console
@@ -208,6 +209,9 @@ def cli(
     arguments: Sequence[str] | None = None,
 ) -> int:
     """Run a recipe from a command line and return its exit status: 0, 1 or 2."""
+    if not torch.cuda.is_available():
+        # DeepSpeed guesses the same, with a warning.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:

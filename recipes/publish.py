@@ -1,0 +1,67 @@
+"""Stage 5: assemble draft and head as Hub repositories, with cards made of what was measured.
+
+Nothing is uploaded unless publish.draft_id or publish.head_id is given.
+
+python recipes/publish.py --config recipes/configs/toy.yaml
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from eval.release import About, release_draft, release_head
+from eval.results import read_results
+from recipes.config import PipelineConfig
+from recipes.layout import draft_in_use, folder, head_in_use, release_stage
+from recipes.run import Stage, cli, is_main, need, read_record, run_stage, say
+
+
+def stages(config: PipelineConfig) -> list[Stage]:
+    """What this recipe does."""
+    return [release_stage(config)]
+
+
+def main(config: PipelineConfig) -> dict[str, Any]:
+    """Assemble, and upload what was asked for. One process does the work."""
+    if not is_main():
+        return {}
+    (stage,) = stages(config)
+    need(folder(config, "eval"), "run_eval.py")
+    found = run_stage(stage, config, lambda: _release(config, stage))
+    for name, place in found.items():
+        say(f"  {name}: {place}")
+    return found
+
+
+def _release(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
+    results = read_results(folder(config, "eval") / "results.json")
+    publish, made = config.publish, {}
+    if config.draft:
+        trained = read_record(folder(config, "draft"))["results"]
+        about = About(
+            base_model=config.models.draft,
+            license=publish.license,
+            measures={
+                "acceptance before distillation": trained["acceptance_before"],
+                "acceptance after distillation": trained["acceptance_after"],
+            },
+        )
+        out = stage.folder / "draft"
+        if not out.exists():  # else an interrupted run has finished this one
+            source = Path(draft_in_use(config))
+            release_draft(source, out, results, about, push_to=publish.draft_id)
+        made["draft"] = publish.draft_id or str(out)
+    if head := head_in_use(config):
+        measures = read_record(folder(config, "head"))["results"]["after"]
+        about = About(publish.draft_id, publish.license, measures)
+        out = stage.folder / "head"
+        if not out.exists():
+            release_head(Path(head), out, results, about, push_to=publish.head_id)
+        made["head"] = publish.head_id or str(out)
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(cli(main, stages, "Assemble draft and head for the Hub."))

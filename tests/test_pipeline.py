@@ -1,0 +1,256 @@
+"""The whole pipeline as a user runs it: real processes, real models, real interruptions."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from eval.results import check_figures, read_results
+from specdata.tables import load_table
+
+ROOT = Path(__file__).parent.parent
+CONFIG = {
+    "output": "out",
+    "models": {"target": "out/pair/target", "draft": "out/pair/draft"},
+    "toy": {
+        "vocab_size": 512,
+        "examples_per_family": 60,
+        "library_characters": 20000,
+        "target_layers": 2,
+        "target_width": 32,
+        "target_steps": 40,
+        "draft_width": 32,
+        "draft_steps": 30,
+        "save_steps": 10,
+    },
+    "rollouts": {
+        "max_new_tokens": 24,
+        "shard_size": 8,
+        "sets": [
+            {"name": "instruct", "split": "train", "count": 24},
+            {"name": "instruct", "split": "dev", "count": 8},
+            {"name": "code", "split": "test", "count": 4},
+        ],
+    },
+    "draft": {"epochs": 2, "save_steps": 2, "batch_size": 4},
+    "labels": {"shard_size": 8},
+    "head": {"depth": 1, "epochs": 12, "batch_size": 8, "save_steps": 2},
+    "eval": {
+        "max_new_tokens": 16,
+        "warmup_tokens": 2,
+        "sets": [
+            {"name": "instruct", "split": "test", "count": 3},
+            {"name": "maths", "split": "test", "count": 2},
+        ],
+        "methods": [
+            {"name": "plain", "engine": "plain"},
+            {"name": "K=3", "length": 3},
+            {"name": "confidence", "stop": "confidence", "threshold": 0.4},
+            {"name": "head", "stop": "head", "threshold": 0.5},
+            {"name": "transformers", "engine": "transformers", "length": 3},
+        ],
+    },
+}
+pytestmark = pytest.mark.slow
+
+
+def command(folder: Path, recipe: str, *arguments: str) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pair.yaml").write_text(yaml.safe_dump(CONFIG))
+    script = str(ROOT / "recipes" / recipe)
+    return [sys.executable, script, "--config", "pair.yaml", *arguments]
+
+
+def run(folder: Path, recipe: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(folder, recipe, *arguments), cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    done = run(folder, "pipeline.py")
+    assert done.returncode == 0, done.stderr
+    for noise in ("Warning", "WARNING", "deprecated"):
+        assert noise not in done.stderr + done.stdout
+    for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
+        assert f"{stage}: done in" in done.stdout
+    return folder
+
+
+def result(folder: Path) -> dict[str, object]:
+    """Everything that a run decides, times left out."""
+    out = folder / "out"
+    tables = {
+        path.relative_to(out).as_posix(): path.read_bytes()
+        for stage in ("rollouts", "labels")
+        for path in sorted((out / stage).glob("*.parquet"))
+    }
+    weights = {
+        name: (out / name / "model.safetensors").read_bytes()
+        for name in ("pair/target", "pair/draft", "draft/model", "head/model")
+    }
+    counts = [
+        (run.dataset, run.method, run.tokens, run.n_target, run.n_draft, run.n_discarded)
+        for run in read_results(out / "eval" / "results.json").runs
+    ]
+    return {**tables, **weights, "counts": counts}
+
+
+def test_every_stage_leaves_what_the_next_one_needs(finished: Path) -> None:
+    out = finished / "out"
+    rollouts = load_table(out / "rollouts")
+    assert len(rollouts) == 36
+    assert set(rollouts["dataset"]) == {"instruct", "code"}
+    labels = load_table(out / "labels")
+    assert labels["example_id"][:] == rollouts["example_id"][:]
+    found = json.loads((out / "draft" / "run.json").read_text())["results"]
+    assert found["acceptance_after"] > found["acceptance_before"]
+    for name in ("draft", "head"):
+        assert (out / "release" / name / "README.md").read_text().startswith("---")
+        assert load_file(out / "release" / name / "model.safetensors")
+    for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
+        assert json.loads((out / stage / "run.json").read_text())["finished"]
+
+
+def test_every_published_figure_is_what_its_raw_counts_give(finished: Path) -> None:
+    results = read_results(finished / "out" / "eval" / "results.json")
+    check_figures(results)
+    assert results.datasets() == ["instruct", "maths"]
+    assert len(results.runs) == 10
+    for one in results.runs:
+        tokens = sum(generation.tokens for generation in one.generations)
+        forwards = sum(generation.rounds for generation in one.generations)
+        assert one.block_efficiency == pytest.approx(tokens / forwards)
+        assert tokens <= 16 * one.prompts
+        if one.method == "plain":
+            assert one.block_efficiency == 1
+            assert one.n_draft == 0
+        else:
+            assert one.n_draft > 0
+
+
+def test_a_warm_run_does_nothing_again(finished: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in (finished / "out").rglob("*")}
+    done = run(finished, "pipeline.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("already done") == 7
+    assert {path: path.stat().st_mtime_ns for path in (finished / "out").rglob("*")} == before
+
+
+def test_a_run_with_other_settings_into_the_same_folder_is_refused(finished: Path) -> None:
+    done = run(finished, "pipeline.py", "--rollouts.max_new_tokens", "25")
+    assert done.returncode == 2
+    assert "settings.rollouts.max_new_tokens: 24 -> 25" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_damaged_shard_stops_the_next_stage_and_is_named(finished: Path, tmp_path: Path) -> None:
+    subprocess.run(["cp", "-r", f"{finished}/out", str(tmp_path)], check=True)
+    shard = tmp_path / "out" / "rollouts" / "shard-00001.parquet"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    subprocess.run(["rm", "-r", str(tmp_path / "out" / "draft")], check=True)
+    done = run(tmp_path, "train_draft.py")
+    assert done.returncode == 2
+    assert "shard-00001.parquet is not the file that was written" in done.stderr
+
+
+def test_pairs_with_different_vocabularies_are_refused_before_any_work(
+    finished: Path, tmp_path: Path
+) -> None:
+    subprocess.run(["cp", "-r", f"{finished}/out/pair", str(tmp_path)], check=True)
+    path = tmp_path / "pair" / "draft" / "tokenizer.json"
+    table = json.loads(path.read_text())
+    vocabulary = table["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.get)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    path.write_text(json.dumps(table))
+    models = ["--models.target=pair/target", "--models.draft=pair/draft", "--toy=null"]
+    done = run(tmp_path, "make_rollouts.py", *models)
+    assert done.returncode == 2
+    assert "2 ids differ (first: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_stage_without_its_predecessor_says_which_recipe_to_run(tmp_path: Path) -> None:
+    for recipe, needed in (
+        ("train_draft.py", "make_rollouts.py"),
+        ("train_head.py", "make_rollouts.py"),
+        ("run_eval.py", "train_draft.py"),
+        ("publish.py", "run_eval.py"),
+    ):
+        done = run(tmp_path, recipe)
+        assert done.returncode == 2, done.stderr
+        assert f"run recipes/{needed} first" in done.stderr
+
+
+def test_a_run_killed_at_any_stage_ends_with_the_result_it_would_have_had(
+    finished: Path, tmp_path: Path
+) -> None:
+    moments = [
+        "pair/target.training/checkpoint-*",
+        "rollouts/shard-00001.parquet",
+        "draft/model.training/checkpoint-*",
+        "labels/shard-00002.parquet",
+        "head/model/checkpoints/*",
+        "eval/prompts/*.json",
+    ]
+    missed = []
+    for moment in moments:
+        process = subprocess.Popen(
+            command(tmp_path, "pipeline.py"),
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        while process.poll() is None and not list((tmp_path / "out").glob(moment)):
+            time.sleep(0.005)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            missed.append(moment)
+        process.wait()
+    assert not missed, "the run ended before it could be killed"
+    done = run(tmp_path, "pipeline.py")
+    assert done.returncode == 0, done.stderr
+    assert result(tmp_path) == result(finished)
+    leftovers = [path.name for path in (tmp_path / "out").rglob("*.tmp*")]
+    assert not leftovers
+
+
+def test_recipes_run_under_accelerate_launch_with_two_processes(
+    finished: Path, tmp_path: Path
+) -> None:
+    """The draft and the head are trained by two processes; one makes the labels."""
+    subprocess.run(["cp", "-r", f"{finished}/out", str(tmp_path)], check=True)
+    for stage in ("labels", "head"):
+        subprocess.run(["rm", "-r", str(tmp_path / "out" / stage)], check=True)
+    _, script, *arguments = command(tmp_path, "train_head.py")
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu"]
+    launcher += ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    launcher += ["--dynamo_backend", "no"]
+    done = subprocess.run(
+        [*launcher, script, *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "head" / "run.json").read_text())["processes"] == 2
+    alone = load_file(finished / "out" / "head" / "model" / "model.safetensors")
+    both = load_file(tmp_path / "out" / "head" / "model" / "model.safetensors")
+    for name, value in alone.items():
+        assert (both[name] - value).abs().max() < 1e-4, name
