@@ -1,0 +1,213 @@
+"""The best acceptance of any rule, against a linear program over all rules and closed forms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linprog
+from torch import Tensor
+
+from eval.drafts import How
+from eval.verifiers import VERIFIERS
+from eval.verifiers.optimum import optimal_acceptance, optimal_acceptance_independent
+from tests.oracles import (
+    constant_table,
+    expected_accepted,
+    random_law,
+    sibling_drafts,
+    sibling_groups,
+    support,
+)
+
+P3, Q3 = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]], dtype=torch.float64)
+P4, Q4 = torch.tensor([[0.45, 0.25, 0.2, 0.1], [0.35, 0.1, 0.15, 0.4]], dtype=torch.float64)
+
+
+def laws(seed: int, count: int, sizes: Sequence[int] = (2, 3, 4, 5)) -> list[Tensor]:
+    """Random laws over one vocabulary; every third seed has zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    size = sizes[seed % len(sizes)]
+    zeros = 0.35 if seed % 3 == 1 else 0.0
+    return [random_law(size, generator, zeros) for _ in range(count)]
+
+
+def program(p: Tensor, groups: list[tuple[float, tuple[int, ...]]]) -> float:
+    """Best acceptance over every joint law of (drafts, emitted token), by linear programming."""
+    size, count = len(p), len(groups)
+    margins = np.zeros((count + size, count * size))
+    gain = np.zeros(count * size)
+    for row, (_, tokens) in enumerate(groups):
+        margins[row, row * size : (row + 1) * size] = 1.0
+        gain[[row * size + token for token in set(tokens)]] = 1.0
+        for token in range(size):
+            margins[count + token, row * size + token] = 1.0
+    right = np.concatenate([[weight for weight, _ in groups], p.numpy()])
+    solved = linprog(-gain, A_eq=margins, b_eq=right, bounds=(0, None), method="highs")
+    assert solved.status == 0
+    return -float(solved.fun)
+
+
+def independent_groups(qs: list[Tensor]) -> list[tuple[float, tuple[int, ...]]]:
+    return [
+        (math.prod(mass for mass, _ in draws), tuple(token for _, token in draws))
+        for draws in product(*(support(q) for q in qs))
+    ]
+
+
+def smallest_cut(p: Tensor, qs: list[Tensor]) -> float:
+    """1 + min over all token sets H of P(H) - prod_k Q_k(H)."""
+    masks = torch.tensor(list(product((0.0, 1.0), repeat=len(p))), dtype=torch.float64)
+    inside = torch.stack([masks @ q for q in qs]).prod(dim=0)
+    return 1.0 + float((masks @ p - inside).min())
+
+
+@pytest.mark.parametrize("how", ["iid", "distinct"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_optimum_is_the_linear_program_over_all_rules(how: How, k: int) -> None:
+    for seed in range(9):
+        p, q = laws(seed, 2, sizes=(2, 3, 4))
+        expected = program(p, sibling_groups(q, k, how))
+        assert how != "greedy"
+        assert optimal_acceptance(p, q, k, how) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_optimum_of_different_laws_is_the_linear_program_over_all_rules(k: int) -> None:
+    for seed in range(9):
+        p, *qs = laws(seed, k + 1, sizes=(2, 3))
+        expected = program(p, independent_groups(qs))
+        assert optimal_acceptance_independent(p, qs) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_optimum_of_different_laws_is_the_smallest_cut(k: int) -> None:
+    for seed in range(30):
+        p, *qs = laws(seed, k + 1, sizes=(4, 7, 9))
+        optimum = optimal_acceptance_independent(p, torch.stack(qs))
+        assert optimum == pytest.approx(smallest_cut(p, qs), abs=1e-10)
+
+
+def test_equal_laws_agree_between_both_functions() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for size in (3, 200, 5000):
+        p, q = random_law(size, generator), random_law(size, generator)
+        for k in (2, 3):
+            independent = optimal_acceptance_independent(p, [q] * k)
+            assert independent == pytest.approx(optimal_acceptance(p, q, k), abs=1e-10)
+
+
+def test_two_drafts_follow_theorems_2_and_3_of_khisti_et_al() -> None:
+    """alpha* = 1 exactly if P(S) >= Q(S)^2 for all S; else min over S of the four-term form."""
+    certain = 0
+    for seed in range(60):
+        p, q = laws(seed, 2)
+        if seed % 2:  # a target close to the draft, so that both cases occur
+            p = 0.2 * p + 0.8 * q
+        masks = torch.tensor(list(product((0.0, 1.0), repeat=len(p))), dtype=torch.float64)
+        inside, draft = masks @ p, masks @ q
+        value = optimal_acceptance(p, q, 2)
+        reachable = bool((inside >= draft**2 - 1e-12).all())
+        certain += reachable
+        assert (value > 1 - 1e-12) == reachable
+        outside = 1 - draft
+        form = float((inside + outside**2 + 2 * draft * outside).min())
+        assert value == pytest.approx(form, abs=1e-12)
+    assert 5 < certain < 55
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "expected"),
+    [
+        ([0.5, 0.3, 0.2], [0.2, 0.3, 0.5], 0.86),
+        ([0.1, 0.2, 0.7], [0.4, 0.4, 0.2], 0.66),
+        ([0.25, 0.75], [0.5, 0.5], 1.0),
+        ([0.2, 0.8], [0.5, 0.5], 0.95),
+        ([0.6, 0.3, 0.1], [1 / 3, 1 / 3, 1 / 3], 0.95555556),
+    ],
+)
+def test_worked_examples_of_two_drafts(p: list[float], q: list[float], expected: float) -> None:
+    target, draft = (torch.tensor(law, dtype=torch.float64) for law in (p, q))
+    assert optimal_acceptance(target, draft, 2) == pytest.approx(expected, abs=1e-8)
+
+
+def test_worked_examples_of_three_drafts_and_of_distinct_ones() -> None:
+    assert optimal_acceptance(P3, Q3, 3) == pytest.approx(0.988, abs=1e-12)
+    assert optimal_acceptance(P4, Q4, 2) == pytest.approx(0.94, abs=1e-12)
+    assert optimal_acceptance(P4, Q4, 3) == pytest.approx(1.0, abs=1e-12)
+    assert optimal_acceptance(P3, Q3, 2, "distinct") == pytest.approx(0.98571429, abs=1e-8)
+    assert optimal_acceptance(P4, Q4, 2, "distinct") == pytest.approx(0.98815988, abs=1e-8)
+    other = torch.tensor([0.6, 0.2, 0.2], dtype=torch.float64)
+    assert optimal_acceptance_independent(P3, [Q3, other]) == pytest.approx(1.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_no_rule_accepts_more_than_the_optimum(k: int) -> None:
+    hows: dict[str, How] = {"rrs_wor": "distinct", "naive": "iid", "rrs": "iid", "kseq": "iid"}
+    for seed in range(8):
+        p, q = laws(seed, 2, sizes=(3,))
+        table, draft = constant_table(p.tolist(), 1), constant_table(q.tolist(), 1)
+        for name, how in hows.items():
+            verifier = VERIFIERS[name].make()
+            accepted = expected_accepted(verifier, sibling_drafts(draft, k, how), table)
+            best = optimal_acceptance(p, q, k, "distinct" if how == "distinct" else "iid")
+            assert accepted <= best + 1e-12
+            if name == "kseq":
+                assert accepted >= (1 - math.exp(-1)) * best - 1e-12
+
+
+def test_more_drafts_and_distinct_drafts_are_never_worse() -> None:
+    for seed in range(20):
+        p, q = laws(seed, 2)
+        iid = [optimal_acceptance(p, q, k) for k in (1, 2, 3, 4)]
+        assert iid == sorted(iid)
+        assert iid[0] == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-12)
+        for k in (1, 2, 3, 4):
+            assert optimal_acceptance(p, q, k, "distinct") >= iid[k - 1] - 1e-12
+
+
+def test_edges() -> None:
+    hot = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
+    cold = torch.tensor([0.5, 0.0, 0.5], dtype=torch.float64)
+    assert optimal_acceptance(hot, Q3, 2) == pytest.approx(1 - 0.7**2, abs=1e-12)
+    assert optimal_acceptance(Q3, Q3, 4) == 1.0
+    for how in ("iid", "distinct"):
+        assert optimal_acceptance(hot, cold, 2, how) == 0.0
+        assert optimal_acceptance(P3, hot, 3, how) == pytest.approx(0.3, abs=1e-12)
+    assert optimal_acceptance_independent(hot, [cold, cold]) == 0.0
+    # Three draws without replacement from three tokens are all of them.
+    assert optimal_acceptance(P3, Q3, 7, "distinct") == pytest.approx(1.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("tiny", [1e-9, 1e-60, 1e-250])
+def test_distinct_draws_from_a_peaked_law_are_not_lost_to_rounding(tiny: float) -> None:
+    """The second pick is any of the others with equal chances, however small they are."""
+    q = torch.tensor([1 - 3 * tiny, tiny, tiny, tiny], dtype=torch.float64)
+    p = torch.tensor([0.1, 0.9, 0.0, 0.0], dtype=torch.float64)
+    assert optimal_acceptance(p, q, 2, "distinct") == pytest.approx(0.1 + 1 / 3, abs=1e-8)
+
+
+def test_single_precision_agrees_with_double_at_large_vocabularies() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = 2 * torch.randn(131_072, generator=generator, dtype=torch.float64)
+    noise = torch.randn(2, 131_072, generator=generator, dtype=torch.float64)
+    p, qs = logits.softmax(0), (logits + noise).softmax(1)
+    exact = optimal_acceptance(p, qs[0], 4)
+    assert optimal_acceptance(p.float(), qs[0].float(), 4) == pytest.approx(exact, abs=1e-6)
+    exact = optimal_acceptance_independent(p, qs)
+    assert optimal_acceptance_independent(p.float(), qs.float()) == pytest.approx(exact, abs=1e-6)
+
+
+def test_refuses_what_makes_no_sense() -> None:
+    with pytest.raises(ValueError, match="'iid' or 'distinct'"):
+        optimal_acceptance(P3, Q3, 2, "greedy")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="1 or larger"):
+        optimal_acceptance(P3, Q3, 0)
+    with pytest.raises(ValueError, match="one shape"):
+        optimal_acceptance(P3, Q4, 2)
+    with pytest.raises(ValueError, match="one shape"):
+        optimal_acceptance_independent(P3, [])
