@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import is_initialized
 from accelerate.utils import (
     DistributedType,
     InitProcessGroupKwargs,
@@ -46,7 +47,9 @@ def start_accelerator() -> Accelerator:
         # under DeepSpeed, and that the processes are on the CPU otherwise.
         cpu=gloo and not wanted,
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if gloo else None,
-        mixed_precision="no",  # the head is float32; the draft keeps the precision it came in
+        # The head is float32 and leaves autocast by itself; an accelerator that the process already
+        # has, from a trainer that ran before, cannot be changed and need not be.
+        mixed_precision=None if is_initialized() else "no",
     )
     if wanted and accelerator.distributed_type != DistributedType.DEEPSPEED:
         raise RuntimeError(
@@ -148,6 +151,8 @@ def prepare(
         gradient_accumulation_steps=accumulation,
         train_batch_size=micro_batch_size * accumulation * accelerator.num_processes,
         gradient_clipping=max_norm,
+        bf16={"enabled": False},
+        fp16={"enabled": False},
     )
     model, optimizer = accelerator.prepare(head, optimizer)
     if not isinstance(model, DeepSpeedEngine):

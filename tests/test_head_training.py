@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from heads import AcceptanceHead
@@ -172,6 +174,22 @@ def test_the_seed_decides_everything(tmp_path: Path, reference: tuple[Path, Head
     weights = (reference[0] / "model.safetensors").read_bytes()
     assert (tmp_path / "same" / "model.safetensors").read_bytes() == weights
     assert other.losses != reference[1].losses
+    # Heads of different seeds are compared on the same mixing of the dev rows.
+    assert other.after.tokens == reference[1].after.tokens
+    assert other.after.kl_constant == reference[1].after.kl_constant
+
+
+def test_a_trainer_in_half_precision_before_does_not_change_the_head(
+    tmp_path: Path, reference: tuple[Path, HeadResult]
+) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps one a process
+    try:
+        Accelerator(mixed_precision="bf16", cpu=True)
+        drive(tmp_path, CONFIG)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    weights = (reference[0] / "model.safetensors").read_bytes()
+    assert (tmp_path / "model.safetensors").read_bytes() == weights
 
 
 @pytest.mark.slow
