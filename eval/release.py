@@ -57,8 +57,8 @@ def release_draft(
 ) -> Path:
     """Assemble a draft for the Hub: weights, target's tokenizer, generation settings, card.
 
-    The generation settings make transformers draft as many tokens as were measured to be best,
-    always that many. The folder appears when all of it, the upload included, is done.
+    The settings make transformers draft as many tokens a round as were measured to be best. The
+    folder appears when all of it, the upload included, is done.
 
     Args:
         source: folder of the draft, as the results name it.
@@ -72,8 +72,8 @@ def release_draft(
         `out`.
 
     Raises:
-        ManifestError: if the results do not measure this draft with a fixed length, or their
-            figures are not what their counts give, or the weights do not fit the configuration.
+        ManifestError: if the results do not measure this draft at a fixed length, were changed by
+            hand, or the weights do not fit the configuration.
         VocabularyMismatchError: if the target's tokenizer differs from the draft's.
         ConfigError: if `push_to` is no Hub id, or the target cannot be loaded.
         FileExistsError: if `out` exists.
@@ -86,29 +86,9 @@ def release_draft(
     tokenizer = load_tokenizer(target)
     check_shared_vocabulary(tokenizer, load_tokenizer(str(source)))
     model = _load_whole(source)
-    model.generation_config.update(
-        num_assistant_tokens=length,
-        num_assistant_tokens_schedule="constant",
-        # Our lengths were measured without a second stop rule.
-        assistant_confidence_threshold=0.0,
-    )
-    facts = DraftFacts(
-        name=push_to or out.name,
-        target=short_name(target),
-        length=length,
-        parameters=model.num_parameters(),
-        positions=model.config.get_text_config().max_position_embeddings,
-        vocabulary=model.config.get_text_config().vocab_size,
-        target_vocabulary=_target_vocabulary(target),
-        dtype=str(model.dtype).removeprefix("torch."),
-    )
-    data = ModelCardData(
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=[*_TAGS, "draft-model"],
-        license=about.license,
-        **_base(about.base_model, "finetune"),
-    )
+    model.generation_config.update(**_generation_settings(length))
+    facts = _draft_facts(model, push_to or out.name, target, length)
+    data = _metadata(about, "transformers", "draft-model", "finetune")
     text = draft_text(facts, _shortened(measured), about.measures)
 
     def fill(folder: Path) -> None:
@@ -151,29 +131,15 @@ def release_head(
     _check_repository(push_to)
     measured = _measured(results, source, "head")
     head = AcceptanceHead.from_pretrained(source)
-    used = next(run for run in measured.runs if run.head is not None)
-    draft = about.base_model or short_name(str(used.draft))
-    facts = HeadFacts(
-        name=push_to or out.name,
-        target=short_name(used.target),
-        draft=draft,
-        hidden_size=head.hidden_size,
-        depth=head.depth,
-        rejection_weight=head.rejection_weight,
-    )
-    data = ModelCardData(
-        library_name="draftsmith",
-        tags=[*_TAGS, "acceptance-head"],
-        license=about.license,
-        **_base(about.base_model, "adapter"),
-    )
+    facts = _head_facts(head, push_to or out.name, measured, about.base_model)
+    data = _metadata(about, "draftsmith", "acceptance-head", "adapter")
     text = head_text(facts, _shortened(measured), about.measures)
 
     def fill(folder: Path) -> None:
         head.save_pretrained(folder)
         # The folder that the draft had here means nothing elsewhere.
         config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-        write_json(folder / CONFIG_NAME, {**config, "draft": draft})
+        write_json(folder / CONFIG_NAME, {**config, "draft": facts.draft})
         AcceptanceHead.from_pretrained(folder)
 
     return _publish(out, fill, data, text, measured, push_to=push_to, private=private)
@@ -245,6 +211,42 @@ def _shortened(results: Results) -> Results:
     return results.model_copy(update={"runs": runs})
 
 
+def _head_facts(head: AcceptanceHead, name: str, measured: Results, draft: str | None) -> HeadFacts:
+    used = next(run for run in measured.runs if run.head is not None)
+    return HeadFacts(
+        name=name,
+        target=short_name(used.target),
+        draft=short_name(draft or str(used.draft)),
+        hidden_size=head.hidden_size,
+        depth=head.depth,
+        rejection_weight=head.rejection_weight,
+    )
+
+
+def _generation_settings(length: int) -> dict[str, Any]:
+    """What makes transformers draft exactly `length` tokens a round."""
+    return {
+        "num_assistant_tokens": length,
+        "num_assistant_tokens_schedule": "constant",
+        # The lengths were measured without a second stop rule; the default is 0.4.
+        "assistant_confidence_threshold": 0.0,
+    }
+
+
+def _draft_facts(model: Any, name: str, target: str, length: int) -> DraftFacts:
+    config = model.config.get_text_config()
+    return DraftFacts(
+        name=name,
+        target=short_name(target),
+        length=length,
+        parameters=model.num_parameters(),
+        positions=config.max_position_embeddings,
+        vocabulary=config.vocab_size,
+        target_vocabulary=_target_vocabulary(target),
+        dtype=str(model.dtype).removeprefix("torch."),
+    )
+
+
 def _load_whole(source: Path) -> Any:
     """Load a draft in its own precision and refuse weights that do not fit its configuration."""
     try:
@@ -270,11 +272,20 @@ def _target_vocabulary(target: str) -> int:
     return int(config.get_text_config().vocab_size)
 
 
-def _base(name: str | None, relation: str) -> dict[str, Any]:
-    """Metadata of the model tree; a local folder has no place in it."""
-    if name is None or Path(name).exists() or not _HUB_ID.fullmatch(name):
-        return {}
-    return {"base_model": name, "base_model_relation": relation}
+def _metadata(about: About, library: str, tag: str, relation: str) -> ModelCardData:
+    """The card's front matter; a local folder has no place in the Hub's model tree."""
+    base = about.base_model
+    more: dict[str, Any] = {}
+    if base is not None and not Path(base).exists() and _HUB_ID.fullmatch(base):
+        more = {"base_model_relation": relation}
+    return ModelCardData(
+        base_model=base if more else None,
+        library_name=library,
+        pipeline_tag="text-generation" if library == "transformers" else None,
+        license=about.license,
+        tags=[*_TAGS, tag],
+        **more,
+    )
 
 
 def _check_repository(push_to: str | None) -> None:
