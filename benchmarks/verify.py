@@ -1,0 +1,265 @@
+"""Time of one verification: every verifier's walk over every form of draft that it takes.
+
+    python benchmarks/verify.py [--out runs/bench/verify.json] [--vocabularies 2048 32768 131072]
+
+A walk is `Verifier.draw` on a draft it has not seen before, laws already computed, float32 on the
+CPU. Each figure is the median over fresh drafts and the range of that median over repeats. Where a
+goal at V = 32768 is missed, the lines of the profile that cost most are kept beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import dataclasses
+import pstats
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eval.drafts import DraftTree, How
+from eval.environment import describe_environment
+from eval.verifiers import VERIFIERS, Verifier
+from specdata.shards import write_json
+
+SCHEMA_VERSION = 1
+GOAL_V = 32768
+GOAL_MS = {"chain": 1.0, "paths": 5.0, "tree": 5.0}
+DRAFTS, REPEATS, BUDGET_SECONDS = 12, 5, 2.0
+TINY_V = 200  # where the full linear program can be timed against the truncated one
+
+# Settings of verifiers that have some; "lp" is timed at V = 200 only.
+SETTINGS: Mapping[str, list[dict[str, Any]]] = {
+    "biased_uno": [{"epsilon": 0.1}],
+    "biased_opt": [{"epsilon": 0.1}],
+    "importance": [{"solver": "truncated"}, {"solver": "truncated_nosort"}, {"solver": "luce"}],
+    "multipath_block": [{"solver": "truncated"}, {"solver": "luce"}],
+}
+
+Maker = Callable[[Tensor, torch.Generator], DraftTree]
+
+
+def chain_of_8(laws: Tensor, generator: torch.Generator) -> DraftTree:
+    """Laws (depths, V) -> a chain of 8 tokens."""
+    return DraftTree.chain(drawn(laws[:8], 1, generator).flatten(), laws[:8])
+
+
+def paths_8_of_4(laws: Tensor, generator: torch.Generator) -> DraftTree:
+    """8 rollouts of 4 tokens; the law depends on the depth only, as rows that are held once."""
+    tokens = drawn(laws[:4], 8, generator).T.contiguous()
+    depth = torch.arange(4).repeat(8)
+    index = torch.arange(32)
+    parents = torch.where(depth == 0, 0, index)
+    return DraftTree(tokens.flatten(), parents, laws[:4], depth, "paths").checked()
+
+
+def tree_of(how: How) -> Maker:
+    """A 4x2x2 tree whose siblings are drawn as told."""
+    widths = (4, 2, 2)
+
+    def make(laws: Tensor, generator: torch.Generator) -> DraftTree:
+        tokens, rows, level = [], [], 1
+        for depth, width in enumerate(widths):
+            rows += [laws[depth]] * level
+            for _ in range(level):
+                tokens.append(siblings(laws[depth], width, how, generator))
+            level *= width
+        return DraftTree.tree(widths, torch.cat(tokens), torch.stack(rows), how)
+
+    return make
+
+
+def siblings(law: Tensor, count: int, how: How, generator: torch.Generator) -> Tensor:
+    """(count,) candidates of one place."""
+    if how != "greedy":
+        return torch.multinomial(law, count, replacement=how == "iid", generator=generator)
+    best = law.topk(count - 1).indices
+    rest = law.index_fill(0, best, 0.0)
+    return torch.cat([best, torch.multinomial(rest, 1, generator=generator)])
+
+
+def drawn(laws: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """(rows, count) independent tokens of every law."""
+    return torch.multinomial(laws, count, replacement=True, generator=generator)
+
+
+FORMS: Mapping[str, Maker] = {
+    "chain of 8": chain_of_8,
+    "8 paths of 4": paths_8_of_4,
+    "tree 4x2x2": tree_of("iid"),
+    "tree 4x2x2, distinct": tree_of("distinct"),
+    "tree 4x2x2, greedy": tree_of("greedy"),
+}
+
+
+def models(vocabulary: int, depths: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Target and draft laws (depths, V) that overlap by about 0.7."""
+    logits = 2.5 * torch.randn(depths, vocabulary, generator=generator)
+    noise = torch.randn(depths, vocabulary, generator=generator)
+    return logits.softmax(-1), (logits + 0.75 * noise).softmax(-1)
+
+
+def target_rows(tree: DraftTree, p: Tensor) -> Tensor:
+    """(N+1, V) rows of the target by depth."""
+    depths = [0]
+    for parent in tree.parents.tolist():
+        depths.append(depths[parent] + 1)
+    return p[torch.tensor(depths)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one walk."""
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    spread_ms: tuple[float, float]
+    walks: int
+    accepted: float
+
+
+def fresh(tree: DraftTree) -> DraftTree:
+    """The same draft without what an earlier walk has remembered."""
+    return dataclasses.replace(tree)
+
+
+def timed_walks(
+    verifier: Verifier, drafts: list[tuple[DraftTree, Tensor]], generator: torch.Generator
+) -> Timing:
+    """Walk all drafts several times, within a budget."""
+    verifier.draw(fresh(drafts[0][0]), drafts[0][1], generator)
+    every, medians, accepted = [], [], 0
+    begun = time.perf_counter()
+    for _ in range(REPEATS):
+        seconds = []
+        for tree, target in drafts:
+            unseen = fresh(tree)
+            start = time.perf_counter()
+            outcome = verifier.draw(unseen, target, generator)
+            seconds.append(1e3 * (time.perf_counter() - start))
+            accepted += len(outcome.nodes)
+        every += seconds
+        medians.append(statistics.median(seconds))
+        if time.perf_counter() - begun > BUDGET_SECONDS:
+            break
+    ordered = sorted(every)
+    return Timing(
+        median_ms=statistics.median(ordered),
+        low_ms=ordered[len(ordered) // 10],
+        high_ms=ordered[-1 - len(ordered) // 10],
+        spread_ms=(min(medians), max(medians)),
+        walks=len(ordered),
+        accepted=accepted / len(ordered),
+    )
+
+
+def profile(
+    verifier: Verifier, drafts: list[tuple[DraftTree, Tensor]], generator: torch.Generator
+) -> list[str]:
+    """The ten functions with most time of their own, over all drafts once."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for tree, target in drafts:
+        verifier.draw(fresh(tree), target, generator)
+    profiler.disable()
+    figures = pstats.Stats(profiler).get_stats_profile()
+    ranked = sorted(figures.func_profiles.items(), key=lambda item: -item[1].tottime)[:10]
+    return [
+        f"{1e3 * figure.tottime / len(drafts):.3f} ms own, {figure.ncalls} calls: {name}"
+        for name, figure in ranked
+    ]
+
+
+def zoo() -> Iterator[tuple[str, dict[str, Any], Verifier]]:
+    """Every verifier with the settings it is timed with."""
+    for name, entry in VERIFIERS.items():
+        for settings in SETTINGS.get(name, [{}]):
+            yield name, settings, entry.make(**settings)
+
+
+def walks(vocabulary: int, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+    """A record for every verifier and form at one vocabulary."""
+    p, q = models(vocabulary, 9, generator)
+    for form, make in FORMS.items():
+        begun = time.perf_counter()
+        trees = [make(q, generator) for _ in range(DRAFTS)]
+        checked_ms = 1e3 * (time.perf_counter() - begun) / DRAFTS
+        drafts = [(tree, target_rows(tree, p)) for tree in trees]
+        for name, settings, verifier in zoo():
+            if trees[0].kind not in verifier.takes:
+                continue
+            timing = timed_walks(verifier, drafts, generator)
+            record = {
+                "verifier": name,
+                "settings": settings,
+                "form": form,
+                "vocabulary": vocabulary,
+                **dataclasses.asdict(timing),
+                "draft_and_check_ms": checked_ms,
+            }
+            goal = GOAL_MS[trees[0].shape]
+            if vocabulary == GOAL_V:
+                record |= {"goal_ms": goal, "met": timing.median_ms <= goal}
+                if timing.median_ms > goal:
+                    record["profile"] = profile(verifier, drafts, generator)
+            yield record
+
+
+def selection_at_one_place(generator: torch.Generator) -> Iterator[dict[str, Any]]:
+    """`importance` on two candidates: a node of Luce selection, and truncated against full LP."""
+    cases = [(GOAL_V, {"solver": "luce"}), (TINY_V, {"solver": "truncated", "s": 5})]
+    cases.append((TINY_V, {"solver": "lp"}))
+    for vocabulary, settings in cases:
+        p, q = models(vocabulary, 1, generator)
+        trees = [DraftTree.siblings(drawn(q, 2, generator).flatten(), q[0]) for _ in range(DRAFTS)]
+        drafts = [(tree, p.expand(3, vocabulary)) for tree in trees]
+        verifier = VERIFIERS["importance"].make(**settings)
+        yield {
+            "verifier": "importance",
+            "settings": settings,
+            "form": "2 siblings",
+            "vocabulary": vocabulary,
+            **dataclasses.asdict(timed_walks(verifier, drafts, generator)),
+        }
+
+
+def main() -> None:
+    """Run everything and write one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/verify.json"))
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=[2048, GOAL_V, 131072])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    generator = torch.Generator().manual_seed(options.seed)
+    records = list(selection_at_one_place(generator)) if "importance" in VERIFIERS else []
+    for vocabulary in options.vocabularies:
+        records += walks(vocabulary, generator)
+    for record in records:
+        mark = {True: "", False: "  over the goal", None: ""}[record.get("met")]
+        settings = " ".join(f"{key}={value}" for key, value in record["settings"].items())
+        print(
+            f"{record['verifier']:>16} {settings:<24} {record['form']:<22}"
+            f" V={record['vocabulary']:<7} {record['median_ms']:8.3f} ms{mark}"
+        )
+    environment = describe_environment(device="cpu", dtype="float32")
+    write_json(
+        options.out,
+        {
+            "schema_version": SCHEMA_VERSION,
+            "environment": environment.model_dump(),
+            "goals_ms": GOAL_MS,
+            "records": records,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
