@@ -19,7 +19,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
     A reader, or a run after `kill -9`, sees the old file or the new one, never a part.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # The same name each time, so that what a killed run left is replaced by the next one.
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         yield temporary
         with temporary.open("rb+") as handle:
