@@ -6,6 +6,7 @@ only, between the very laws that serving will compare.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -28,7 +29,7 @@ from distill.training import (
     save_model,
     training_arguments,
 )
-from specdata.models import load_model, load_tokenizer
+from specdata.models import DTYPES, load_model, load_tokenizer
 from specdata.probability import SamplingConfig, overlap, probabilities, to_vocabulary
 from specdata.shards import atomic_folder, write_json
 from specdata.vocabulary import check_shared_vocabulary
@@ -52,6 +53,9 @@ class DistilConfig:
     warmup_ratio: float = field(
         default=0.1, metadata={"help": "share of the steps over which the learning rate rises"}
     )
+    teacher_dtype: str = field(
+        default="float32", metadata={"help": f"precision of the frozen target: {', '.join(DTYPES)}"}
+    )
     save_steps: int = field(
         default=100, metadata={"help": "steps between checkpoints, from which a killed run goes on"}
     )
@@ -61,7 +65,7 @@ class DistilConfig:
             choices = ", ".join(LOSSES)
             raise ValueError(f"objective must be one of {choices}, got {self.objective!r}")
         for name, value in asdict(self).items():
-            if name not in ("objective", "warmup_ratio") and value <= 0:
+            if name not in ("objective", "warmup_ratio", "teacher_dtype") and value <= 0:
                 raise ValueError(f"{name} must be above 0, got {value}")
 
 
@@ -120,7 +124,8 @@ def distil(
         "config": asdict(config),
         "sampling": asdict(sampling),
         "seed": seed,
-        "rollouts": [train._fingerprint, dev._fingerprint],
+        "train": _content(train),
+        "dev": _content(dev),
     }
     if out.exists():
         check_settings(out / SETTINGS_FILE, settings)
@@ -129,7 +134,8 @@ def distil(
     tokenizer = load_tokenizer(str(target))
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
     # Before any training arguments exist, so that ZeRO-3 does not split the frozen teacher.
-    teacher, student = load_model(str(target)), load_model(str(draft))
+    teacher = load_model(str(target), dtype=config.teacher_dtype)
+    student = load_model(str(draft))
     before = mean_acceptance(teacher, student, dev, sampling) if state.is_main_process else None
 
     trainer = _trainer(teacher, student, train, out, config, sampling, seed)
@@ -266,6 +272,14 @@ def _trainer(
 
 def _work(out: Path) -> Path:
     return out.with_name(f"{out.name}.training")
+
+
+def _content(rollouts: Dataset) -> str:
+    """A short hash of the token ids, the same wherever and however the rows are stored."""
+    digest = hashlib.sha256()
+    for row in rollouts:
+        digest.update(json.dumps([row["prompt_ids"], row["completion_ids"]]).encode())
+    return digest.hexdigest()[:16]
 
 
 def _positions(rollouts: Dataset) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import get_int_from_env, parse_flag_from_env
-from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from tqdm.auto import tqdm
 from transformers import (
     PreTrainedModel,
     PrinterCallback,

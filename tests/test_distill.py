@@ -32,9 +32,9 @@ SMALL = ToyPairConfig(
     block_size=64,
     target_layers=2,
     target_width=32,
-    target_steps=60,
+    target_steps=40,
     draft_width=16,
-    draft_steps=20,
+    draft_steps=15,
     save_steps=10,
 )
 QUICK = DistilConfig(epochs=2, learning_rate=5e-3, save_steps=4)
@@ -111,8 +111,8 @@ def test_a_finished_model_is_kept_and_a_missing_one_comes_out_the_same(
 
 
 def test_a_model_trained_with_other_settings_is_refused(pair: Path) -> None:
-    with pytest.raises(ManifestError, match="target_steps = 60, now it is 61"):
-        train_toy_pair(pair, replace(SMALL, target_steps=61), seed=0)
+    with pytest.raises(ManifestError, match="target_steps = 40, now it is 41"):
+        train_toy_pair(pair, replace(SMALL, target_steps=41), seed=0)
     with pytest.raises(ManifestError, match="seed = 0, now it is 1"):
         train_toy_pair(pair, SMALL, seed=1)
 
@@ -143,7 +143,7 @@ def test_distillation_raises_acceptance_on_rollouts_it_did_not_see(
 def test_distillation_learns_the_law_that_serving_uses(
     pair: Path, tmp_path: Path, sampling: SamplingConfig
 ) -> None:
-    result = distilled(pair, tmp_path / "draft", replace(QUICK, epochs=6), sampling)
+    result = distilled(pair, tmp_path / "draft", replace(QUICK, epochs=3), sampling)
     assert result.acceptance_after > result.acceptance_before
 
 
