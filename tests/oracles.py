@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ Table = Mapping[Prefix, Tensor]
 """The law (V,) of the next token after every prefix."""
 Drafts = Iterator[tuple[float, DraftTree]]
 """Every draft with its probability."""
+Weighted = Sequence[tuple[float, DraftTree]]
 
 
 def random_law(vocabulary: int, generator: torch.Generator, zeros: float = 0.0) -> Tensor:
@@ -233,6 +235,12 @@ class Case:
             for index in range(self.tables)
         ]
         return p, qs
+
+    @cache  # noqa: B019  the cases live as long as the module
+    def enumerated(self, seed: int, zeros: float) -> tuple[Table, Table, Weighted]:
+        """The target, the (first) draft, and all drafts with their probability."""
+        p, qs = self.models(seed, zeros)
+        return p, qs[0], tuple(self.drafts(qs))
 
 
 CASES: Mapping[str, Case] = {

@@ -34,6 +34,14 @@ from tests.oracles import (
 PARAMETERS: Mapping[str, list[dict[str, Any]]] = {
     "biased_uno": [{"epsilon": 0.0}, {"epsilon": 0.1}],
     "biased_opt": [{"epsilon": 0.0}, {"epsilon": 0.1}],
+    "importance": [
+        {"solver": "lp"},
+        {"solver": "truncated", "s": 2},
+        {"solver": "truncated_nosort", "s": 1},
+        {"solver": "luce"},
+        {"solver": "truncated", "alphabet": 2},
+    ],
+    "multipath_block": [{"solver": "lp"}, {"solver": "truncated", "s": 1}, {"solver": "luce"}],
 }
 
 
@@ -74,8 +82,8 @@ READS_BEYOND_ITS_WALK = {"block", "greedy_block", "multipath_block", "traversal"
 
 def first_drafts(case: Case, seed: int, zeros: float = 0.0) -> tuple[DraftTree, Tensor, Table]:
     """One draft of a case that has the kind itself, the target's rows for it, and the target."""
-    p, qs = case.models(seed, zeros)
-    _, tree = max(case.drafts(qs), key=lambda pair: (pair[1].kind == case.kind, pair[0]))
+    p, _, drafts = case.enumerated(seed, zeros)
+    _, tree = max(drafts, key=lambda pair: (pair[1].kind == case.kind, pair[0]))
     return tree, target_rows(tree, p), p
 
 
@@ -87,38 +95,28 @@ def first_drafts(case: Case, seed: int, zeros: float = 0.0) -> tuple[DraftTree, 
 def test_output_law_is_the_target_law(
     verifier: Verifier, case: Case, seed: int, zeros: float
 ) -> None:
-    p, qs = case.models(seed, zeros)
-    drafts = list(case.drafts(qs))
+    p, q, drafts = case.enumerated(seed, zeros)
     assert math.fsum(weight for weight, _ in drafts) == pytest.approx(1.0, abs=1e-12)
-    emitted = output_law(verifier, iter(drafts), p, case.depth + 1, qs[0])
+    emitted = output_law(verifier, iter(drafts), p, case.depth + 1, q)
     assert total_variation(emitted, joint_law(p, (), case.depth + 1)) <= 1e-12
 
 
 @pytest.mark.parametrize(("verifier", "case"), zoo_over_cases())
-def test_verdict_is_a_law(verifier: Verifier, case: Case) -> None:
-    p, qs = case.models(9, 0.35)
-    for _, tree in case.drafts(qs):
+def test_verdict_is_a_law_without_impossible_tokens(verifier: Verifier, case: Case) -> None:
+    p, _, drafts = case.enumerated(3, 0.5)
+    for _, tree in drafts:
         verdict = verifier(tree, target_rows(tree, p))
-        assert float(verdict.stop.sum()) == pytest.approx(1.0, abs=1e-12)
-        assert float(verdict.stop.min()) >= 0
+        stop = verdict.stop.tolist()
+        assert math.fsum(stop) == pytest.approx(1.0, abs=1e-12)
+        assert min(stop) >= 0
         assert float(verdict.bonus.min()) >= 0
         mass = verdict.bonus.sum(dim=-1)
         assert float((mass - (verdict.stop > 0).double()).abs().max()) <= 1e-12
-
-
-@pytest.mark.parametrize(("verifier", "case"), zoo_over_cases(lossless=True))
-def test_a_token_that_the_target_never_emits_is_never_accepted(
-    verifier: Verifier, case: Case
-) -> None:
-    p, qs = case.models(3, 0.5)
-    for _, tree in case.drafts(qs):
-        verdict = verifier(tree, target_rows(tree, p))
         for node, prefix in enumerate(node_prefixes(tree)):
-            impossible = any(float(p[prefix[:d]][prefix[d]]) == 0 for d in range(len(prefix)))
-            if impossible:
-                assert float(verdict.stop[node]) == 0.0
-            elif float(verdict.stop[node]) > 0:
-                assert float(verdict.bonus[node][p[prefix] == 0].sum()) == 0.0
+            if stop[node] == 0 or verifier.name.startswith("biased"):
+                continue
+            assert all(float(p[prefix[:depth]][x]) > 0 for depth, x in enumerate(prefix))
+            assert float(verdict.bonus[node][p[prefix] == 0].sum()) == 0.0
 
 
 @pytest.mark.parametrize("verifier", ZOO)
@@ -266,11 +264,8 @@ def test_edges_are_finite_and_lossless(verifier: Verifier, edge: str) -> None:
         case = next(case for case in CASES.values() if case.kind == kind and case.depth <= 2)
         p, qs = edge_models(case, edge)
         drafts = list(case.drafts(qs))
-        for _, tree in drafts:
-            verdict = verifier(tree, target_rows(tree, p))
-            assert bool(torch.isfinite(verdict.stop).all())
-            assert bool(torch.isfinite(verdict.bonus).all())
         emitted = output_law(verifier, iter(drafts), p, case.depth + 1, qs[0])
+        # Not a number is not close either.
         assert total_variation(emitted, joint_law(p, (), case.depth + 1)) <= 1e-12
         if edge == "disjoint":
             assert all(float(verifier(t, target_rows(t, p)).stop[0]) == 1 for _, t in drafts)
