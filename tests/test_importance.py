@@ -16,6 +16,7 @@ from torch import Tensor
 from eval.drafts import DraftTree
 from eval.verifiers import VERIFIERS, Verifier
 from eval.verifiers import luce as luce_module
+from eval.verifiers import selection as selection_module
 from eval.verifiers.linear_program import solve_flow, solve_program
 from eval.verifiers.luce import fit_pair, fit_race, race_law
 from eval.verifiers.optimum import optimal_acceptance, optimal_acceptance_independent
@@ -65,11 +66,10 @@ def acceptance(verifier: Verifier, p: Tensor, qs: Sequence[Tensor]) -> float:
 def enumerated_law(selection: Selection, qs: Sequence[Array]) -> Array:
     """Law of the selected token, draft by draft."""
     law = np.zeros_like(qs[0])
-    for tokens in product(range(len(law)), repeat=len(qs)):
+    for tokens in product(*(np.flatnonzero(q).tolist() for q in qs)):
         mass = math.prod(float(q[x]) for q, x in zip(qs, tokens, strict=True))
-        if mass > 0:
-            weights = np.array(selection.weights(list(tokens)))
-            np.add.at(law, list(tokens), mass * weights / weights.sum())
+        weights = np.array(selection.weights(list(tokens)))
+        np.add.at(law, list(tokens), mass * weights / weights.sum())
     return law
 
 
@@ -117,6 +117,31 @@ def test_luce_selection_of_many_drafts_is_exact_with_groups(
         assert race.theta.shape[0] > len(p)  # grouped indeed
         enumerated = enumerated_law(Selection(race.law, race.weights), [q] * 3)
         np.testing.assert_allclose(race.law, enumerated, atol=1e-13)
+
+
+@pytest.mark.parametrize("solver", ["truncated", "truncated_nosort"])
+@pytest.mark.parametrize("k", [2, 3])
+def test_selection_by_letters_is_exact(
+    monkeypatch: pytest.MonkeyPatch, solver: Any, k: int
+) -> None:
+    monkeypatch.setattr(selection_module, "LETTERS", 3)
+    for seed in range(3):
+        p, q, *_ = (law.numpy() for law in random_laws(3 * seed, 1, size=90))
+        kept = np.arange(90) % 9 == 0
+        q = np.where(kept, q, 0.0) / q[kept].sum()
+        p = 0.5 * p + 0.5 * np.where(kept, q * (1 + 0.2 * np.arange(90) % 3), 0.0)
+        selection = selector(solver, 2)(p / p.sum(), [q] * k)
+        np.testing.assert_allclose(selection.law, enumerated_law(selection, [q] * k), atol=1e-13)
+
+
+def test_letters_of_a_large_vocabulary_cost_next_to_nothing() -> None:
+    """Against a tournament over all 5000 tokens, which knows nothing of letters."""
+    p, q = (law.numpy() for law in random_laws(0, 1, size=5000))
+    for k in (2, 3):
+        by_letters = selector("truncated", 5)(p, [q] * k).law
+        in_full = selector("truncated", 5)(p, [q.copy() for _ in range(k)]).law
+        gain = np.minimum(p, by_letters).sum() - np.minimum(p, in_full).sum()
+        assert gain >= -0.005
 
 
 def test_law_of_luce_selection_of_worked_examples() -> None:

@@ -36,8 +36,10 @@ Solver = Literal["lp", "truncated", "truncated_nosort", "luce"]
 
 # Tokens that are put in order; the rest hold next to no mass, and a full sort costs milliseconds.
 RANKED = 1024
+# Tokens that are letters of their own where drafts of one law meet a large vocabulary.
+LETTERS = 1024
 # Tokens with soft shares of their own; the others share theirs with tokens of similar p/q.
-SOFT = 64
+SOFT = 32
 # Selections of vocabularies up to this size are remembered: enumeration asks for the same again.
 REMEMBERED_SIZE, REMEMBERED = 1024, 512
 
@@ -89,10 +91,29 @@ def selector(solver: Solver, s: int) -> Select:
 
 
 def _select(forms: PairForms, race: bool, p: Array, laws: Sequence[Array]) -> Selection:
-    if race and len(laws) > 2 and all(law is laws[0] for law in laws):
+    alike = all(law is laws[0] for law in laws)
+    if race and alike and len(laws) > 2:
         fitted = fit_race(p, laws[0], len(laws))
         return Selection(fitted.law, fitted.weights)
+    if not race and alike and len(laws) > 1 and len(p) > LETTERS + BUCKETS:
+        return _by_letters(forms, p, laws)
     return tournament(forms, p, laws)
+
+
+def _by_letters(forms: PairForms, p: Array, laws: Sequence[Array]) -> Selection:
+    """A tournament over a reduced vocabulary, for many drafts of one law.
+
+    A letter is one of the likeliest tokens, or all others of nearly the same p/q. Selection sees
+    letters only, so the selected token of a letter is distributed as q is on that letter.
+    """
+    q = laws[0]
+    letter = groups_by_ratio(p, q, largest(np.maximum(p, q), LETTERS))
+    target, draft = (sums(letter, law, LETTERS + BUCKETS) for law in (p, q))
+    inner = tournament(forms, target, [draft] * len(laws))
+    gain = inner.law / np.where(draft > 0, draft, 1.0)
+    return Selection(
+        q * gain.take(letter), lambda tokens: inner.weights([int(letter[x]) for x in tokens])
+    )
 
 
 def tournament(forms: PairForms, p: Array, laws: Sequence[Array]) -> Selection:
