@@ -10,12 +10,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eval.verifiers.multi_candidate import settle
+from eval.verifiers.pairs import largest
 from eval.verifiers.rule import Dice, NodeRule, Siblings
 from eval.verifiers.selection import Solver, selector
 from eval.verifiers.single import token
 from specdata.probability import leftover
 
 Array = NDArray[np.float64]
+Ids = NDArray[np.int64]
 
 # A drafted token has b > 0, but a product of tiny probabilities may round to 0.
 SMALLEST = torch.finfo(torch.float64).tiny
@@ -54,17 +56,19 @@ def importance(solver: Solver = "truncated", s: int = 5, alphabet: int | None = 
         if len(tokens) == 1:
             return token(p, siblings, dice)
         target, laws = as_law(p), as_laws(siblings.laws)
-        letters = _letters(target, alphabet)
-        places = [np.flatnonzero(letters == x) for x in tokens]
-        inside = [index for index, place in enumerate(places) if place.size]
-        if not inside:
-            return settle(p, tokens, dice)
-        parts = {id(law): law[letters] / law[letters].sum() for law in laws}
-        selection = select(target[letters], [parts[id(laws[index])] for index in inside])
-        weights = selection.weights([int(places[index][0]) for index in inside])
+        if alphabet is None or alphabet >= len(target):
+            inside, selected = list(range(len(tokens))), select(target, laws)
+            weights, b = selected.weights(tokens), selected.law
+        else:
+            letters = largest(target, alphabet)
+            inside = np.flatnonzero(np.isin(tokens, letters)).tolist()
+            if not inside:
+                return settle(p, tokens, dice)
+            selected = select(target[letters], _on_letters(letters, [laws[i] for i in inside]))
+            weights = selected.weights([int((letters == tokens[i]).argmax()) for i in inside])
+            b = np.zeros_like(target)
+            b[letters] = selected.law
         chosen = inside[dice.pick(weights)]
-        b = np.zeros_like(target)
-        b[letters] = selection.law
         x = tokens[chosen]
         if dice.flip(float(target[x]) / max(float(b[x]), SMALLEST)):
             return chosen
@@ -97,9 +101,7 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return first.data_ptr() == second.data_ptr() or torch.equal(first, second)
 
 
-def _letters(target: Array, alphabet: int | None) -> NDArray[np.int64]:
-    """Ids of the most likely tokens, or of all."""
-    if alphabet is None or alphabet >= len(target):
-        return np.arange(len(target))
-    letters: NDArray[np.int64] = torch.from_numpy(target).topk(alphabet).indices.numpy()
-    return letters
+def _on_letters(letters: Ids, laws: Sequence[Array]) -> list[Array]:
+    """The laws of drafts that lie on the letters; drafts that share a law still do."""
+    parts = {id(law): law[letters] / law[letters].sum() for law in laws}
+    return [parts[id(law)] for law in laws]
