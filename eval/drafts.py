@@ -21,7 +21,6 @@ Shape = Literal["chain", "siblings", "paths", "tree"]
 # Rows that should be one law (same context, same draft) may differ by a forward's rounding.
 SAME_LAW_TOLERANCE = 1e-6
 SUM_TOLERANCE = 1e-3
-
 FLOATS = (torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 
@@ -67,12 +66,12 @@ class DraftTree:
     @cached_property
     def token_list(self) -> list[int]:
         """Tokens as Python ints, read from the device once."""
-        return [int(token) for token in self.tokens.tolist()]
+        return list(self.tokens.tolist())
 
     @cached_property
     def law_list(self) -> list[int]:
         """Rows of `laws` as Python ints."""
-        return [int(row) for row in self.law.tolist()]
+        return list(self.law.tolist())
 
     @cached_property
     def kids(self) -> list[list[int]]:

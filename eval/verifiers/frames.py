@@ -43,26 +43,36 @@ def residual(ratio: float, p: Tensor, q: Tensor) -> Tensor:
     return leftover(p, q / ratio) if ratio > 1.0 else leftover(ratio * p, q)
 
 
-def framed_law(frames: Frames, p: Tensor, q: Tensor) -> Tensor:
-    """The target (V,) under all frames, at a place where the models say p and q."""
+def layers(frames: Frames, p: Tensor, q: Tensor) -> list[Tensor]:
+    """The target without frames, under the oldest, .. under all: laws (V,) at one place.
+
+    Args:
+        frames: n frames.
+        p: the target's own law there.
+        q: the draft's.
+    """
+    laws = [p]
     for frame in frames:
-        p = residual(frame.ratio, p, q)
-    return p
+        laws.append(residual(frame.ratio, laws[-1], q))
+    return laws
 
 
-def advanced(frames: Frames, p: Tensor, q: Tensor, token: int) -> Frames:
-    """The frames after a token was emitted where the models say p and q.
+def advanced(frames: Frames, below: Sequence[Tensor], q: Tensor, token: int) -> Frames:
+    """The frames after a token was emitted.
 
     A token that the draft never proposes has an infinite ratio: nothing is owed for it any more.
+
+    Args:
+        frames: n frames.
+        below: the target that each frame modifies, from `layers`.
+        q: (V,) the draft's law at the place of the token.
+        token: what was emitted there.
     """
-    kept = []
-    for frame in frames:
-        numerator, denominator = frame.ratio * float(p[token]), float(q[token])
-        p = residual(frame.ratio, p, q)
-        if frame.left > 1 and denominator > 0:
-            ratio = numerator / denominator
-            if math.isfinite(ratio):
-                kept.append(Frame(ratio, frame.left - 1))
+    kept, drafted = [], float(q[token])
+    for frame, law in zip(frames, below, strict=True):
+        ratio = frame.ratio * float(law[token]) / drafted if drafted > 0 else math.inf
+        if frame.left > 1 and math.isfinite(ratio):
+            kept.append(Frame(ratio, frame.left - 1))
     return tuple(kept)
 
 
@@ -80,12 +90,12 @@ def framed_target(frames: Frames, tree: DraftTree, target: Tensor) -> Tensor:
         if not frames:
             break
         q = law_at(tree, depth)
-        rows[depth] = framed_law(frames, target[depth], q)
+        *below, rows[depth] = layers(frames, target[depth], q)
         if depth < len(tree):
             x = tree.token_list[depth]
             if not float(rows[depth, x]) > 0:
                 break
-            frames = advanced(frames, target[depth], q, x)
+            frames = advanced(frames, below, q, x)
     return rows
 
 
@@ -109,13 +119,16 @@ def frames_after(
     """
     for depth in range(accepted):
         if frames:
-            x = tree.token_list[depth]
-            frames = advanced(frames, target[depth], law_at(tree, depth), x)
+            frames = _passed(frames, tree, target, depth, tree.token_list[depth])
     if opened is not None:
         frames = (*frames, opened)
-    if not frames:
-        return ()
-    return advanced(frames, target[accepted], law_at(tree, accepted), token)
+    return _passed(frames, tree, target, accepted, token) if frames else ()
+
+
+def _passed(frames: Frames, tree: DraftTree, target: Tensor, depth: int, token: int) -> Frames:
+    q = law_at(tree, depth)
+    # The law above the newest frame is not needed to go on.
+    return advanced(frames, layers(frames[:-1], target[depth], q), q, token)
 
 
 def needs_tail(frames: Sequence[Frame], length: int) -> bool:
