@@ -33,7 +33,7 @@ CONFIG = HeadConfig(
 )
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Sums are ordered alike here and in the processes that the tests start."""
     before = torch.get_num_threads()
@@ -43,7 +43,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, HeadResult]:
+def reference(
+    one_thread: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, HeadResult]:
     out = tmp_path_factory.mktemp("reference") / "head"
     return out, drive(out, CONFIG)
 
