@@ -8,104 +8,25 @@ emitted text has the law of plain sampling from the target (unless the verifier 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval import stopping
 from eval.cached import CachedModel, WatchedModel
-from eval.drafters import ChainDrafter, Drafter, chain
+from eval.decode_config import DecodeConfig
+from eval.drafters import Drafter, chain
+from eval.drafts import DraftTree
 from eval.metrics import Round
-from eval.verifiers import VERIFIERS, Verifier
+from eval.verifiers import Verifier
+from eval.verifiers.rule import Drawn
 from heads import AcceptanceHead
-from specdata.errors import ConfigError
 from specdata.models import end_ids
-from specdata.probability import SamplingConfig
+from specdata.probability import draw
 
-Stop = Literal["fixed", "confidence", "entropy", "cumulative", "head"]
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeConfig:
-    """One way of decoding.
-
-    Args:
-        verifier: a name in `VERIFIERS`.
-        verifier_args: the verifier's parameters.
-        drafter: "chain": one path.
-        length: tokens drafted a round with stop="fixed".
-        stop: when to end a draft.
-        threshold: of the stopping rule, in its own unit.
-        limit: most tokens drafted a round with any other stopping rule.
-        temperature: see `SamplingConfig`.
-        top_k: see `SamplingConfig`.
-        top_p: see `SamplingConfig`.
-
-    Raises:
-        ConfigError: for unknown names and for combinations that cannot work.
-    """
-
-    verifier: str = "token"
-    verifier_args: Mapping[str, Any] = field(default_factory=dict)
-    drafter: Literal["chain"] = "chain"
-    length: int = 4
-    stop: Stop = "fixed"
-    threshold: float = 0.7
-    limit: int = 20
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.verifier not in VERIFIERS:
-            raise ConfigError(
-                f"unknown verifier {self.verifier!r}; choose from {', '.join(VERIFIERS)}"
-            )
-        if self.drafter != "chain":
-            raise ConfigError(f"unknown drafter {self.drafter!r}; choose from chain")
-        takes = self.make_verifier().takes
-        if "chain" not in takes:
-            raise ConfigError(
-                f"verifier {self.verifier!r} takes {', '.join(takes)}; the drafter gives a chain"
-            )
-        if self.length < 1 or self.limit < 1:
-            raise ConfigError(
-                f"length and limit must be 1 or larger, got {self.length} and {self.limit}"
-            )
-        if self.stop not in RULES:
-            raise ConfigError(f"unknown stop {self.stop!r}; choose from {', '.join(RULES)}")
-
-    @property
-    def sampling(self) -> SamplingConfig:
-        """The law of both models."""
-        return SamplingConfig(self.temperature, self.top_k, self.top_p)
-
-    def make_verifier(self) -> Verifier:
-        """Build the verifier with its parameters."""
-        return VERIFIERS[self.verifier].make(**self.verifier_args)
-
-    def make_rule(self, head: AcceptanceHead | None) -> stopping.StoppingRule:
-        """Build the stopping rule."""
-        return RULES[self.stop](self, head)
-
-
-def _head_rule(config: DecodeConfig, head: AcceptanceHead | None) -> stopping.StoppingRule:
-    if head is None:
-        raise ConfigError("stop='head' needs an acceptance head: pass head=...")
-    return stopping.predicted_rejection(head, config.threshold, limit=config.limit)
-
-
-RULES: Mapping[str, Callable[[DecodeConfig, AcceptanceHead | None], stopping.StoppingRule]] = {
-    "fixed": lambda config, head: stopping.fixed(config.length),
-    "confidence": lambda config, head: stopping.confidence(config.threshold, limit=config.limit),
-    "entropy": lambda config, head: stopping.entropy_above(config.threshold, limit=config.limit),
-    "cumulative": lambda config, head: stopping.cumulative(config.threshold, limit=config.limit),
-    "head": _head_rule,
-}
+__all__ = ["DecodeConfig", "Generation", "SpeculativeDecoder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +85,8 @@ class SpeculativeDecoder:
         vocabulary, ends = target.config.get_text_config().vocab_size, end_ids(target)
         drafter = None
         if draft is not None:
-            rule = config.make_rule(head)
             kind = WatchedModel if config.stop == "head" else CachedModel
-            drafter = ChainDrafter(kind(draft, config.sampling, vocabulary), rule, ends)
+            drafter = config.make_drafter(kind(draft, config.sampling, vocabulary), head, ends)
         model = CachedModel(target, config.sampling, vocabulary)
         return cls(model, drafter, config.make_verifier(), ends)
 
@@ -213,29 +133,35 @@ class SpeculativeDecoder:
         self, text: list[int], goal: int, verifier: Verifier, generator: torch.Generator
     ) -> tuple[list[int], Verifier, Round]:
         clock = Stopwatch(self._target.model.device)
-        forwards = 0
-        tree = chain([], [])
+        forwards, tree = 0, chain([], [], 0)
         if self._drafter is not None:
             forwards = -self._drafter.model.forwards
             # One place of the budget belongs to the token that the verifier adds.
             tree = self._drafter.propose(text, goal - len(text) - 1, generator)
+            if verifier.needs_tail(len(tree)):
+                tree = self._drafter.with_tail(tree, text)
             forwards += self._drafter.model.forwards
         draft_seconds = clock.lap()
-        unseen = text[self._target.length :] + tree.token_list
-        laws = self._target.feed(unseen, rows=len(tree) + 1)
+        laws = self._score(text[self._target.length :], tree)
         target_seconds = clock.lap()
-        drawn = verifier.draw(tree, laws, generator)
+        if len(tree) or verifier.carries:
+            drawn = verifier.draw(tree, laws, generator)
+        else:
+            drawn = Drawn([], int(draw(laws[0], generator)), verifier)
         accepted = [tree.token_list[node - 1] for node in drawn.nodes]
         # After an accepted end token nothing follows.
         over = bool(accepted) and accepted[-1] in self._ends
         emitted = accepted if over else [*accepted, drawn.token]
         committed = len(text) + len(accepted)
-        self._target.rewind(committed)
+        if tree.shape == "chain":
+            self._target.rewind(committed)
+        else:
+            self._target.keep(drawn.nodes)
         if self._drafter is not None:
-            self._drafter.model.rewind(committed)
+            self._drafter.settle(drawn.nodes, committed)
         record = Round(
             drafted=len(tree),
-            depth=len(tree),
+            depth=depth_of(tree),
             accepted=len(accepted),
             emitted=len(emitted),
             draft_forwards=forwards,
@@ -244,6 +170,23 @@ class SpeculativeDecoder:
             overhead_seconds=clock.lap(),
         )
         return emitted, drawn.verifier, record
+
+    def _score(self, unseen: list[int], tree: DraftTree) -> Tensor:
+        """The target's laws after the text and after every node: (N+1, V)."""
+        if tree.shape == "chain":
+            return self._target.feed(unseen + tree.token_list, rows=len(tree) + 1)
+        parents = [int(parent) for parent in tree.parents.tolist()]
+        return self._target.law(self._target.grow(tree.token_list, parents, unseen))
+
+
+def depth_of(tree: DraftTree) -> int:
+    """The deepest position of a draft."""
+    if tree.shape == "chain":
+        return len(tree)
+    depths = [0]
+    for parent in tree.parents.tolist():
+        depths.append(depths[int(parent)] + 1)
+    return max(depths)
 
 
 class Stopwatch:

@@ -16,7 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 from eval.assisted import assisted_generate
-from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder, Stop
+from eval.decode_config import DecodeConfig, Shape, Siblings, Stop
+from eval.decoder import Generation, SpeculativeDecoder
 from eval.environment import Environment
 from eval.metrics import PromptRecord, record_prompt
 from eval.results import PLAIN, Method, Results, build_results
@@ -45,7 +46,16 @@ class MethodConfig:
     verifier_args: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "parameters of the acceptance rule"}
     )
+    drafter: Shape = field(default="chain", metadata={"help": "chain, paths or tree"})
     length: int = field(default=4, metadata={"help": "drafted tokens a round with stop: fixed"})
+    paths: int = field(default=1, metadata={"help": "number of paths"})
+    widths: tuple[int, ...] = field(default=(), metadata={"help": "k-configuration of a tree"})
+    siblings: Siblings = field(
+        default="auto", metadata={"help": "iid, distinct, greedy, or auto: as the verifier needs"}
+    )
+    path_temperatures: tuple[float, ...] = field(
+        default=(), metadata={"help": "the draft's temperature on each path"}
+    )
     stop: Stop = field(default="fixed", metadata={"help": "stopping rule"})
     threshold: float = field(default=0.7, metadata={"help": "of the stopping rule"})
     limit: int = field(default=20, metadata={"help": "most drafted tokens with other stop rules"})
@@ -90,7 +100,12 @@ def decode_config(method: MethodConfig, sampling: SamplingConfig) -> DecodeConfi
     return DecodeConfig(
         verifier=method.verifier,
         verifier_args=method.verifier_args,
+        drafter=method.drafter,
         length=method.length,
+        paths=method.paths,
+        widths=method.widths,
+        siblings=method.siblings,
+        path_temperatures=method.path_temperatures,
         stop=method.stop,
         threshold=method.threshold,
         limit=method.limit,
@@ -221,15 +236,33 @@ def _describe(
         target=str(models.names["target"]),
         draft=models.names["draft"] if drafts else None,
         head=models.names["head"] if method.stop == "head" else None,
-        drafter={"plain": None, "draft": "chain", "transformers": "transformers"}[method.engine],
+        drafter={"plain": None, "draft": method.drafter, "transformers": "transformers"}[
+            method.engine
+        ],
         verifier=method.verifier if drafts else None,
         stop=method.stop if drafts else None,
         length=(method.length if fixed else method.limit) if drafts else None,
         threshold=None if fixed or not drafts else method.threshold,
         sampling={**asdict(sampling), "max_new_tokens": config.max_new_tokens, "seed": seed},
-        parameters=dict(method.verifier_args),
+        parameters=_parameters(method),
         lossless=not ours or VERIFIERS[method.verifier].lossless,
     )
+
+
+def _parameters(method: MethodConfig) -> dict[str, Any]:
+    """The settings of a method that have no column of their own."""
+    named: dict[str, Any] = dict(method.verifier_args)
+    if method.drafter == "paths":
+        named["paths"] = method.paths
+        named |= (
+            {"path_temperatures": list(method.path_temperatures)}
+            if (method.path_temperatures)
+            else {}
+        )
+    if method.drafter == "tree":
+        named["widths"] = list(method.widths)
+        named["siblings"] = decode_config(method, SamplingConfig()).how
+    return named
 
 
 class _Store:

@@ -20,6 +20,11 @@ def draft_in_use(config: PipelineConfig) -> str:
     return str(folder(config, "draft") / "model") if config.draft else config.models.draft
 
 
+def draft_revision(config: PipelineConfig) -> str | None:
+    """Hub revision of the draft in use; a distilled one is a folder and has none."""
+    return None if config.draft else config.models.draft_revision
+
+
 def head_in_use(config: PipelineConfig) -> str | None:
     """The trained head, if this run trains one."""
     return str(folder(config, "head") / "model") if config.head else None

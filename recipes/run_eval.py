@@ -17,7 +17,7 @@ from eval.report import Context, terminal, write_report
 from eval.results import read_results, write_results
 from heads import AcceptanceHead
 from recipes.config import PipelineConfig
-from recipes.layout import all_stages, draft_in_use, eval_stage, folder, head_in_use
+from recipes.layout import all_stages, draft_in_use, draft_revision, eval_stage, folder, head_in_use
 from recipes.run import (
     Stage,
     cli,
@@ -62,7 +62,7 @@ def main(config: PipelineConfig) -> dict[str, Any]:
 
 def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     models, head_name, draft_name = config.models, head_in_use(config), draft_in_use(config)
-    revision = None if config.draft else models.draft_revision
+    revision = draft_revision(config)
     tokenizer = load_tokenizer(models.target, revision=models.target_revision)
     check_shared_vocabulary(tokenizer, load_tokenizer(draft_name, revision=revision))
     prompts = load_prompts(config.eval.sets, tokenizer, seed=config.seed)
@@ -117,7 +117,9 @@ def _context(config: PipelineConfig) -> Context:
         }
         if draft
         else {},
-        head=head["results"]["after"] if head else {},
+        head={name: value for name, value in head["results"]["after"].items() if value is not None}
+        if head
+        else {},
     )
 
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from heads.train import train_head
 from recipes.config import PipelineConfig
-from recipes.layout import draft_in_use, folder, head_stage, labels_stage
+from recipes.layout import draft_in_use, draft_revision, folder, head_stage, labels_stage
 from recipes.run import Stage, cli, finished, is_main, need, run_stage, say
 from recipes.train_draft import of_split
 from specdata.acceptance import make_labels, mean_of
@@ -46,13 +46,18 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         time.sleep(1)
     found = run_stage(head, config, lambda: _train(config, head))
     after = found["after"]
-    say(f"  on held-out labels: {', '.join(f'{key} {value:.3f}' for key, value in after.items())}")
+    shown = ", ".join(
+        f"{name} {after[name]:.3f}"
+        for name in ("kl", "kl_constant", "auroc", "ece")
+        if after[name] is not None  # AUROC needs accepted and rejected tokens
+    )
+    say(f"  on {after['tokens']} held-out labels: {shown}")
     return found
 
 
 def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     models, draft_name = config.models, draft_in_use(config)
-    revision = None if config.draft else models.draft_revision
+    revision = draft_revision(config)
     tokenizer = load_tokenizer(models.target, revision=models.target_revision)
     check_shared_vocabulary(tokenizer, load_tokenizer(draft_name, revision=revision))
     target = load_model(models.target, dtype=models.dtype, revision=models.target_revision)
@@ -86,7 +91,7 @@ def _train(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     labels = load_table(folder(config, "labels"))
     draft_name = draft_in_use(config)
     found = train_head(
-        draft=load_model(draft_name, dtype=config.models.dtype),
+        draft=load_model(draft_name, dtype=config.models.dtype, revision=draft_revision(config)),
         train=of_split(labels, "train", folder(config, "labels")),
         dev=of_split(labels, "dev", folder(config, "labels")),
         out=stage.folder / "model",

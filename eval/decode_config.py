@@ -1,0 +1,171 @@
+"""How to decode, as plain values; what cannot work is refused before a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from eval.cached import CachedModel
+from eval.drafters import BranchingDrafter, ChainDrafter, Drafter
+from eval.drafts import How
+from eval.stopping import (
+    StoppingRule,
+    confidence,
+    cumulative,
+    entropy_above,
+    fixed,
+    predicted_rejection,
+)
+from eval.verifiers import VERIFIERS, Verifier
+from heads import AcceptanceHead
+from specdata.errors import ConfigError
+from specdata.probability import SamplingConfig
+
+Stop = Literal["fixed", "confidence", "entropy", "cumulative", "head"]
+Shape = Literal["chain", "paths", "tree"]
+Siblings = Literal["auto", "iid", "distinct", "greedy"]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """One way of decoding.
+
+    Args:
+        verifier: a name in `VERIFIERS`.
+        verifier_args: the verifier's parameters.
+        drafter: "chain", "paths" (independent rollouts) or "tree" (a k-configuration).
+        length: tokens drafted a round: of a chain with stop="fixed", of each path.
+        paths: number of paths.
+        widths: children of every node of a tree at depth 0, 1, ..., for example (4, 2, 2).
+        siblings: how a tree's siblings are drawn; "auto" takes what the verifier has a proof for,
+            "iid" if that is among them.
+        path_temperatures: for paths, the draft's temperature on each path; empty: as the target.
+        stop: when to end the draft of a chain.
+        threshold: of the stopping rule, in its own unit.
+        limit: most tokens drafted a round with a stopping rule other than "fixed".
+        temperature: see `SamplingConfig`.
+        top_k: see `SamplingConfig`.
+        top_p: see `SamplingConfig`.
+
+    Raises:
+        ConfigError: for unknown names and for combinations that cannot work.
+    """
+
+    verifier: str = "token"
+    verifier_args: Mapping[str, Any] = field(default_factory=dict)
+    drafter: Shape = "chain"
+    length: int = 4
+    paths: int = 1
+    widths: tuple[int, ...] = ()
+    siblings: Siblings = "auto"
+    path_temperatures: tuple[float, ...] = ()
+    stop: Stop = "fixed"
+    threshold: float = 0.7
+    limit: int = 20
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        _one_of("verifier", self.verifier, VERIFIERS)
+        _one_of("drafter", self.drafter, ("chain", "paths", "tree"))
+        _one_of("stop", self.stop, RULES)
+        _one_of("siblings", self.siblings, ("auto", "iid", "distinct", "greedy"))
+        if min(self.length, self.limit, self.paths, *self.widths) < 1:
+            raise ConfigError(
+                "length, limit, paths and widths must be 1 or larger, got "
+                f"{self.length}, {self.limit}, {self.paths} and {self.widths}"
+            )
+        if (self.drafter == "tree") != bool(self.widths):
+            raise ConfigError(
+                f"a tree needs widths, and only a tree: got {self.drafter} with {self.widths}"
+            )
+        if self.path_temperatures and len(self.path_temperatures) != self.paths:
+            raise ConfigError(
+                f"path_temperatures must name one for each of {self.paths} paths, got "
+                f"{self.path_temperatures}"
+            )
+        self._check_combination()
+
+    def _check_combination(self) -> None:
+        verifier = self.make_verifier()
+        if self.kind not in verifier.takes:
+            raise ConfigError(
+                f"verifier {self.verifier!r} has a proof for {'; '.join(verifier.takes)}, and this "
+                f"drafter gives {self.kind}"
+            )
+        if self.stop != "fixed" and self.drafter != "chain":
+            raise ConfigError(f"stop={self.stop!r} ends chains; {self.drafter} need stop='fixed'")
+        if self.stop != "fixed" and verifier.carries:
+            raise ConfigError(
+                f"verifier {self.verifier!r} owes a residual for the planned length of its draft, "
+                f"so the length must not depend on drafted tokens: stop={self.stop!r} is biased"
+            )
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """The law of both models."""
+        return SamplingConfig(self.temperature, self.top_k, self.top_p)
+
+    @property
+    def how(self) -> How:
+        """How siblings of a tree are drawn."""
+        if self.siblings != "auto":
+            return self.siblings
+        takes = self.make_verifier().takes
+        kinds: tuple[How, ...] = ("iid", "distinct", "greedy")
+        return next((how for how in kinds if f"tree, {how}" in takes), "iid")
+
+    @property
+    def kind(self) -> str:
+        """The `DraftTree.kind` of its drafts."""
+        if self.drafter == "chain":
+            return "chain"
+        if self.drafter == "paths":
+            return f"paths, {'independent' if len(set(self.path_temperatures)) > 1 else 'iid'}"
+        return f"tree, {self.how}"
+
+    def make_verifier(self) -> Verifier:
+        """Build the verifier with its parameters. Raises ConfigError for parameters it has not."""
+        try:
+            return VERIFIERS[self.verifier].make(**self.verifier_args)
+        except TypeError as error:
+            raise ConfigError(
+                f"verifier {self.verifier!r} does not take {dict(self.verifier_args)}: {error}"
+            ) from error
+
+    def make_drafter(
+        self, model: CachedModel, head: AcceptanceHead | None, ends: frozenset[int]
+    ) -> Drafter:
+        """Build the drafter with its stopping rule."""
+        if self.drafter == "chain":
+            return ChainDrafter(model, RULES[self.stop](self, head), ends)
+        if self.drafter == "tree":
+            return BranchingDrafter(model, self.widths, self.how, ends)
+        samplers = [
+            SamplingConfig(temperature, self.top_k, self.top_p)
+            for temperature in self.path_temperatures
+        ]
+        widths = (self.paths, *[1] * (self.length - 1))
+        return BranchingDrafter(model, widths, "iid", ends, shape="paths", samplers=samplers)
+
+
+def _one_of(what: str, name: str, choices: Collection[str]) -> None:
+    if name not in choices:
+        raise ConfigError(f"unknown {what} {name!r}; choose from {', '.join(choices)}")
+
+
+def _head_rule(config: DecodeConfig, head: AcceptanceHead | None) -> StoppingRule:
+    if head is None:
+        raise ConfigError("stop='head' needs an acceptance head: pass head=...")
+    return predicted_rejection(head, config.threshold, limit=config.limit)
+
+
+RULES: Mapping[str, Callable[[DecodeConfig, AcceptanceHead | None], StoppingRule]] = {
+    "fixed": lambda config, head: fixed(config.length),
+    "confidence": lambda config, head: confidence(config.threshold, limit=config.limit),
+    "entropy": lambda config, head: entropy_above(config.threshold, limit=config.limit),
+    "cumulative": lambda config, head: cumulative(config.threshold, limit=config.limit),
+    "head": _head_rule,
+}

@@ -1,0 +1,183 @@
+"""Paths and trees in the decoder: tree attention is exact, and every verifier keeps the law."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from eval.cached import CachedModel
+from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.drafters import BranchingDrafter
+from eval.verifiers import VERIFIERS
+from specdata.errors import ConfigError
+from specdata.probability import SamplingConfig
+from tests.test_decoder import PROMPT, p_value
+from tests.tiny import END, joint_law, tiny_llama
+
+DRAWS = 500
+CASES = {
+    "token": DecodeConfig(verifier="token", length=3),
+    "block": DecodeConfig(verifier="block", length=3),
+    "greedy_block": DecodeConfig(verifier="greedy_block", length=3),
+    "naive": DecodeConfig(verifier="naive", drafter="tree", widths=(2, 2), siblings="greedy"),
+    "rrs": DecodeConfig(verifier="rrs", drafter="tree", widths=(2, 1, 1)),
+    "rrs_wor": DecodeConfig(verifier="rrs_wor", drafter="tree", widths=(2, 2)),
+    "kseq": DecodeConfig(verifier="kseq", drafter="paths", paths=3, length=2),
+    "importance": DecodeConfig(
+        verifier="importance",
+        verifier_args={"solver": "luce"},
+        drafter="paths",
+        paths=2,
+        length=2,
+        path_temperatures=(1.0, 1.6),
+    ),
+    "greedy_draft": DecodeConfig(verifier="greedy_draft", drafter="tree", widths=(3, 2)),
+    "multipath_block": DecodeConfig(verifier="multipath_block", drafter="paths", paths=2, length=3),
+    "traversal": DecodeConfig(verifier="traversal", drafter="tree", widths=(2, 2)),
+    "batch": DecodeConfig(verifier="batch", drafter="paths", paths=2, length=3),
+}
+
+
+def test_every_lossless_verifier_is_decoded_with() -> None:
+    assert set(CASES) == {name for name, entry in VERIFIERS.items() if entry.lossless}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_the_joint_law_over_rounds_is_plain_samplings(name: str) -> None:
+    """Fails by chance once in a million; wrong KV caches or laws shift far more than noise."""
+    config = CASES[name]
+    target, draft = tiny_llama(0), tiny_llama(1)
+    law = joint_law(target, PROMPT, 4, SamplingConfig())
+    decoder = SpeculativeDecoder.from_config(target, draft, config)
+    generator = torch.Generator().manual_seed(17)
+    prompt = torch.tensor(PROMPT)
+    outs = [decoder.generate(prompt, max_new_tokens=4, generator=generator) for _ in range(DRAWS)]
+    assert p_value(Counter(tuple(out.tokens.tolist()) for out in outs), law) > 1e-6
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_output_is_identical_to_generate(name: str) -> None:
+    fields = {key: getattr(CASES[name], key) for key in DecodeConfig.__slots__}
+    config = DecodeConfig(**{**fields, "temperature": 0.0, "path_temperatures": ()})
+    target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(2, vocab=40, layers=1)
+    decoder = SpeculativeDecoder.from_config(target, draft, config)
+    for start in range(2, 6):
+        prompt = torch.tensor([start, 5, start + 7])
+        plain = target.generate(
+            prompt.unsqueeze(0),
+            attention_mask=torch.ones(1, 3, dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=24,
+        )
+        out = decoder.generate(prompt, max_new_tokens=24, generator=torch.Generator())
+        assert out.tokens.tolist() == plain[0, 3:].tolist()
+
+
+def test_tree_attention_scores_each_node_as_its_path_alone() -> None:
+    model = tiny_llama(3, vocab=30, layers=2)
+    cached = CachedModel(model, SamplingConfig(), 30)
+    text = [2, 9, 4]
+    tokens, parents = [5, 6, 7, 8, 9, 7], [0, 0, 1, 1, 2, 4]
+    with torch.inference_mode():
+        cached.feed(text[:2], rows=1)
+        # In two parts, as a draft grows, after text that is not in the cache yet.
+        first = cached.grow(tokens[:2], parents[:2], text[2:])
+        rest = cached.grow(tokens[2:], parents[2:])
+        logits = torch.cat([first, rest])
+        for node in range(len(tokens) + 1):
+            path, at = [], node
+            while at:
+                path.append(tokens[at - 1])
+                at = parents[at - 1]
+            alone = model(input_ids=torch.tensor([text + path[::-1]])).logits[0, -1]
+            torch.testing.assert_close(logits[node], alone, atol=1e-10, rtol=0)
+        # The accepted path stays, in its place; what follows is scored as after plain text.
+        cached.keep([1, 4, 6])
+        assert cached.length == 6
+        after = cached.feed([11], rows=1)[0]
+        alone = model(input_ids=torch.tensor([[*text, 5, 8, 7, 11]])).logits[0, -1].softmax(-1)
+        torch.testing.assert_close(after, alone.to(after), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("widths", "how", "shape"),
+    [((3, 2), "iid", "tree"), ((3, 2), "distinct", "tree"), ((3, 2), "greedy", "tree"),
+     ((3, 1, 1), "iid", "paths")],
+)  # fmt: skip
+def test_a_branching_draft_keeps_its_promises_within_its_room(
+    widths: tuple[int, ...], how: str, shape: str
+) -> None:
+    draft = tiny_llama(1, vocab=6)
+    text = [2, 3]
+    for room in (1, 2, 5):
+        for seed in range(15):
+            model = CachedModel(draft, SamplingConfig(), 6)
+            drafter = BranchingDrafter(model, widths, how, frozenset([END]), shape=shape)  # type: ignore[arg-type]
+            generator = torch.Generator().manual_seed(seed)
+            with torch.inference_mode():
+                tree = drafter.propose(text, room, generator).checked()
+            assert tree.kind == f"{shape}, {how}"
+            depth = {0: 0}
+            for node, parent in enumerate(tree.parents.tolist(), start=1):
+                depth[node] = depth[parent] + 1
+                path = [tree.token_list[node - 1]]
+                while parent:
+                    assert tree.token_list[parent - 1] != END, "nothing follows an end token"
+                    path.append(tree.token_list[parent - 1])
+                    parent = int(tree.parents[parent - 1])
+                context = torch.tensor([text + path[:0:-1]])
+                with torch.inference_mode():
+                    law = draft(input_ids=context).logits[0, -1].float().softmax(-1)
+                torch.testing.assert_close(tree.law_of(node), law.to(tree.laws), atol=1e-6, rtol=0)
+            assert max(depth.values()) <= min(room, len(widths))
+
+
+def test_candidates_are_fewer_where_the_law_has_fewer_tokens() -> None:
+    """Top-k 2 leaves two tokens: distinct and greedy siblings never include a third."""
+    draft = tiny_llama(1, vocab=6)
+    sampling = SamplingConfig(top_k=2)
+    for how in ("distinct", "greedy"):
+        model = CachedModel(draft, sampling, 6)
+        drafter = BranchingDrafter(model, (4,), how, frozenset(), shape="tree")  # type: ignore[arg-type]
+        with torch.inference_mode():
+            tree = drafter.propose([2], 3, torch.Generator().manual_seed(0)).checked()
+        assert len(tree) == 2
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"verifier": "block", "drafter": "tree", "widths": (2,)}, "has a proof for chain"),
+        ({"verifier": "kseq", "drafter": "tree"}, "needs widths"),
+        ({"verifier": "kseq", "widths": (2,)}, "needs widths"),
+        ({"verifier": "kseq", "drafter": "paths", "stop": "confidence"}, "stop='fixed'"),
+        ({"verifier": "greedy_block", "stop": "confidence"}, "is biased"),
+        ({"verifier": "importance", "verifier_args": {"solver": "magic"}}, "solver"),
+        ({"verifier": "token", "verifier_args": {"epsilon": 1}}, "does not take"),
+        (
+            {"verifier": "kseq", "drafter": "paths", "paths": 2, "path_temperatures": (1.0, 2.0)},
+            "paths, independent",
+        ),
+        ({"verifier": "rrs", "drafter": "paths", "paths": 2, "path_temperatures": (1.0,)}, "each"),
+    ],
+)
+def test_impossible_combinations_are_refused(bad: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DecodeConfig(**bad)  # type: ignore[arg-type]
+
+
+def test_rounds_of_a_tree_count_nodes_and_depth() -> None:
+    target, draft = tiny_llama(2, vocab=40), tiny_llama(1, vocab=40)
+    config = DecodeConfig(verifier="rrs", drafter="tree", widths=(2, 2))
+    decoder = SpeculativeDecoder.from_config(target, draft, config)
+    out = decoder.generate(
+        torch.tensor([3]), max_new_tokens=12, generator=torch.Generator().manual_seed(0)
+    )
+    first = out.rounds[0]
+    assert (first.drafted, first.depth, first.draft_forwards) == (6, 2, 2)
+    assert sum(one.emitted for one in out.rounds) == len(out.tokens)
+    with pytest.raises(ConfigError, match="unknown siblings"):
+        DecodeConfig(siblings="twins")  # type: ignore[arg-type]
