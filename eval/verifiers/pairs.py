@@ -117,7 +117,7 @@ def groups_by_ratio(p: Array, q: Array, head: Ids) -> Ids:
     """
     # Which bucket a token falls into is a matter of taste: single precision will do.
     target, draft = torch.from_numpy(p).float(), torch.from_numpy(q).float()
-    octaves = (target.log2_() - draft.log2_()).nan_to_num_(nan=0.0)
+    octaves = target.div_(draft).log2_().nan_to_num_(nan=0.0)
     bucket = ((octaves + OCTAVES) * PER_OCTAVE).clamp_(0, BUCKETS - 1)
     group: Ids = bucket.long().numpy() + len(head)
     group[head] = np.arange(len(head))

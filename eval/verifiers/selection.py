@@ -35,13 +35,13 @@ Ids = NDArray[np.int64]
 Solver = Literal["lp", "truncated", "truncated_nosort", "luce"]
 
 # Tokens that are put in order; the rest hold next to no mass, and a full sort costs milliseconds.
-RANKED = 1024
+RANKED = 512
 # Tokens that are letters of their own where drafts of one law meet a large vocabulary.
-LETTERS = 1024
+LETTERS = 512
 # Tokens with soft shares of their own; the others share theirs with tokens of similar p/q.
 SOFT = 32
 # Selections of vocabularies up to this size are remembered: enumeration asks for the same again.
-REMEMBERED_SIZE, REMEMBERED = 1024, 512
+REMEMBERED_SIZE, REMEMBERED = 64, 512
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,16 @@ def selector(solver: Solver, s: int) -> Select:
         "truncated_nosort": partial(truncated_nosort, s=s),
         "luce": luce_pair,
     }
-    return _remembering(partial(_select, forms[solver], solver == "luce"))
+    return _remembering(partial(_select, forms[solver], solver))
 
 
-def _select(forms: PairForms, race: bool, p: Array, laws: Sequence[Array]) -> Selection:
+def _select(forms: PairForms, solver: Solver, p: Array, laws: Sequence[Array]) -> Selection:
     alike = all(law is laws[0] for law in laws)
-    if race and alike and len(laws) > 2:
+    if solver == "luce" and alike and len(laws) > 2:
         fitted = fit_race(p, laws[0], len(laws))
         return Selection(fitted.law, fitted.weights)
-    if not race and alike and len(laws) > 1 and len(p) > LETTERS + BUCKETS:
+    reducible = solver in ("truncated", "truncated_nosort") and len(p) > LETTERS + BUCKETS
+    if reducible and alike and len(laws) > 1:
         return _by_letters(forms, p, laws)
     return tournament(forms, p, laws)
 
