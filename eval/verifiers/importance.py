@@ -38,7 +38,8 @@ def importance(solver: Solver = "truncated", s: int = 5, alphabet: int | None = 
     Args:
         solver: "lp" is the optimum for two drafts, for vocabularies of some hundred tokens;
             "truncated" is Algorithm 2 or a softer filling, whichever accepts more, over at most
-            512 likely tokens and groups of others (`selection`); "truncated_nosort" is appendix G.1; "luce" is near the optimum for any K and V.
+            512 likely tokens and groups of others; "truncated_nosort" is appendix G.1, over the
+            same; "luce" is near the optimum for any K and V.
         s: tokens whose pairs are optimised by the truncated solvers (the paper uses 5).
         alphabet: select among the drafts that are one of this many most likely tokens of p (the
             paper uses 40). Unlike the paper, whose second coin ignores drafts outside, the

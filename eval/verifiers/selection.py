@@ -196,8 +196,9 @@ def _inner_program(p: Array, q1: Array, q2: Array, head: Ids, ranked: Ids) -> Pa
 def _soft(p: Array, q1: Array, q2: Array, inner: Ids) -> PairRule:
     """Optimal shares inside `inner`; elsewhere i wins over j as p_i/q_i is to p_j/q_j."""
     both = q1 if q1 is q2 else (q1 + q2) / 2
-    others = largest(np.maximum(p, both), SOFT)
-    head = np.concatenate([inner, others[~np.isin(others, inner)]])
+    scores = np.maximum(p, both)
+    scores[inner] = -1.0
+    head = np.concatenate([inner, largest(scores, min(SOFT, len(p) - len(inner)))])
     group = groups_by_ratio(p, both, head)
     count, m = len(head) + BUCKETS, len(inner)
     target, drafts, first, second = (sums(group, law, count) for law in (p, both, q1, q2))
