@@ -124,24 +124,32 @@ class Timing:
     accepted: float
 
 
-def fresh(tree: DraftTree) -> DraftTree:
-    """The same draft without what an earlier walk has remembered."""
-    return dataclasses.replace(tree)
+def fresh(draft: tuple[DraftTree, Tensor], generator: torch.Generator) -> tuple[DraftTree, Tensor]:
+    """An equally hard draft with laws never seen before: all token ids moved by one amount.
+
+    In decoding no two rounds have the same laws, so nothing that a verifier remembers may help.
+    """
+    tree, target = draft
+    vocabulary = tree.vocabulary
+    shift = int(torch.randint(vocabulary, (), generator=generator))
+    tokens = (tree.tokens + shift) % vocabulary
+    moved = dataclasses.replace(tree, tokens=tokens, laws=tree.laws.roll(shift, -1))
+    return moved, target.roll(shift, -1)
 
 
 def timed_walks(
     verifier: Verifier, drafts: list[tuple[DraftTree, Tensor]], generator: torch.Generator
 ) -> Timing:
     """Walk all drafts several times, within a budget."""
-    verifier.draw(fresh(drafts[0][0]), drafts[0][1], generator)
+    verifier.draw(*fresh(drafts[0], generator), generator)
     every, medians, accepted = [], [], 0
     begun = time.perf_counter()
     for _ in range(REPEATS):
         seconds = []
-        for tree, target in drafts:
-            unseen = fresh(tree)
+        for draft in drafts:
+            tree, target = fresh(draft, generator)
             start = time.perf_counter()
-            outcome = verifier.draw(unseen, target, generator)
+            outcome = verifier.draw(tree, target, generator)
             seconds.append(1e3 * (time.perf_counter() - start))
             accepted += len(outcome.nodes)
         every += seconds
@@ -164,10 +172,11 @@ def profile(
 ) -> list[str]:
     """The ten functions with most time of their own, over all drafts once."""
     profiler = cProfile.Profile()
-    profiler.enable()
-    for tree, target in drafts:
-        verifier.draw(fresh(tree), target, generator)
-    profiler.disable()
+    for draft in drafts:
+        tree, target = fresh(draft, generator)
+        profiler.enable()
+        verifier.draw(tree, target, generator)
+        profiler.disable()
     figures = pstats.Stats(profiler).get_stats_profile()
     ranked = sorted(figures.func_profiles.items(), key=lambda item: -item[1].tottime)[:10]
     return [
@@ -218,7 +227,7 @@ def selection_at_one_place(generator: torch.Generator) -> Iterator[dict[str, Any
     for vocabulary, settings in cases:
         p, q = models(vocabulary, 1, generator)
         trees = [DraftTree.siblings(drawn(q, 2, generator).flatten(), q[0]) for _ in range(DRAFTS)]
-        drafts = [(tree, p.expand(3, vocabulary)) for tree in trees]
+        drafts = [(tree, target_rows(tree, p.expand(2, vocabulary))) for tree in trees]
         verifier = VERIFIERS["importance"].make(**settings)
         yield {
             "verifier": "importance",

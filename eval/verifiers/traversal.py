@@ -29,7 +29,7 @@ def _visit(
     tree: DraftTree, target: Tensor, dice: Dice, group: list[int], share: float
 ) -> Stop | None:
     """Where the path ends in the subtree below a node (on paths, a group with one prefix)."""
-    p = target[group[0]]
+    node, p = group[0], target[group[0]]
     children = tree.children(group)
     removed: list[int] = []
     for index, child in enumerate(children):
@@ -39,18 +39,25 @@ def _visit(
             end = _visit(tree, target, dice, tree.follow(children, index), below)
             if end is not None:
                 return end
-        if share < 1.0:
-            mass = float((share * p - q).clamp(min=0.0).sum())
-            if mass == 0.0:
-                return None
-            p, share = residual(share, p, q), mass / (mass + 1.0 - share)
-        else:
-            p = residual(share, p, q)
+        last = index == len(children) - 1
+        used, share = share, _share_left(share, p, q)
+        # The residual is worked out only where someone needs it.
+        if share == 0.0 or (last and node and not dice.flip(share)):
+            return None
+        p = residual(used, p, q)
+        if last:
+            return Stop(node, p)
         if tree.how == "distinct":
             removed.append(x)
-    if group[0] == 0 or dice.flip(share):
-        return Stop(group[0], p)
-    return None
+    return Stop(node, p) if node == 0 or dice.flip(share) else None
+
+
+def _share_left(share: float, p: Tensor, q: Tensor) -> float:
+    """What a node may still use after a child failed: m / (m + 1 - a), m = sum (a p - q)+."""
+    if share >= 1.0:
+        return 1.0
+    mass = float((share * p - q).clamp(min=0.0).sum())
+    return mass / (mass + 1.0 - share)
 
 
 def _law(tree: DraftTree, child: int, removed: list[int]) -> Tensor:
