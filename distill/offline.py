@@ -6,6 +6,7 @@ only, between the very laws that serving will compare.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -115,39 +116,28 @@ def distil(
         ManifestError: if `out` or its checkpoints were made with other settings.
         ValueError: if a data set is empty.
     """
-    for name, rollouts in (("train", train), ("dev", dev)):
-        if len(rollouts) == 0:
-            raise ValueError(f"{name} must hold at least one rollout, it is empty")
-    settings = {
-        "target": str(target),
-        "draft": str(draft),
-        "config": asdict(config),
-        "sampling": asdict(sampling),
-        "seed": seed,
-        "train": _content(train),
-        "dev": _content(dev),
-    }
+    settings = _settings(str(target), str(draft), train, dev, config, sampling, seed)
     if out.exists():
         check_settings(out / SETTINGS_FILE, settings)
         return DistilResult(**json.loads((out / RESULT_FILE).read_text("utf-8")))
     state = processes()
     tokenizer = load_tokenizer(str(target))
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
-    # Before any training arguments exist, so that ZeRO-3 does not split the frozen teacher.
+    # Before any training arguments exist, or ZeRO-3 would split the frozen teacher too.
     teacher = load_model(str(target), dtype=config.teacher_dtype)
     student = load_model(str(draft))
-    before = mean_acceptance(teacher, student, dev, sampling) if state.is_main_process else None
+    plain = copy.deepcopy(student)  # no engine ever wraps this one
+    before = mean_acceptance(teacher, plain, dev, sampling) if state.is_main_process else None
 
     trainer = _trainer(teacher, student, train, out, config, sampling, seed)
     run(trainer, _work(out), settings, label="distilling the draft")
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if before is not None:
-        trained = load_model(str(draft))
-        trained.load_state_dict(weights)
-        after = mean_acceptance(teacher, trained, dev, sampling)
+        plain.load_state_dict(weights)
+        after = mean_acceptance(teacher, plain, dev, sampling)
         result = DistilResult(before, after, _positions(dev), trainer.state.global_step)
         with atomic_folder(out) as temporary:
-            save_model(trained, temporary)
+            save_model(plain, temporary)
             tokenizer.save_pretrained(temporary)
             write_json(temporary / SETTINGS_FILE, settings)
             write_json(temporary / RESULT_FILE, asdict(result))
@@ -272,6 +262,30 @@ def _trainer(
 
 def _work(out: Path) -> Path:
     return out.with_name(f"{out.name}.training")
+
+
+def _settings(
+    target: str,
+    draft: str,
+    train: Dataset,
+    dev: Dataset,
+    config: DistilConfig,
+    sampling: SamplingConfig,
+    seed: int,
+) -> dict[str, Any]:
+    """All that the trained draft depends on."""
+    for name, rollouts in (("train", train), ("dev", dev)):
+        if len(rollouts) == 0:
+            raise ValueError(f"{name} must hold at least one rollout, it is empty")
+    return {
+        "target": target,
+        "draft": draft,
+        "config": asdict(config),
+        "sampling": asdict(sampling),
+        "seed": seed,
+        "train": _content(train),
+        "dev": _content(dev),
+    }
 
 
 def _content(rollouts: Dataset) -> str:

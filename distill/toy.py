@@ -53,7 +53,9 @@ class ToyPairConfig:
     )
     draft_layers: int = field(default=1, metadata={"help": "layers of the draft"})
     draft_width: int = field(default=128, metadata={"help": "hidden size of the draft"})
-    draft_steps: int = field(default=600, metadata={"help": "training steps of the base draft"})
+    draft_steps: int = field(
+        default=150, metadata={"help": "training steps of the base draft; distillation goes on"}
+    )
     draft_learning_rate: float = field(
         default=4e-3, metadata={"help": "largest learning rate of the draft"}
     )
