@@ -1,0 +1,69 @@
+"""What the documents say is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+import yaml
+
+from eval.experiment import check_methods
+from eval.verifiers import VERIFIERS
+from recipes.config import build
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_configuration_in_the_readme_is_usable() -> None:
+    (text,) = blocks("yaml")
+    config = build(yaml.safe_load(text))
+    check_methods(config.eval, config.sampling, head=config.head is not None)
+
+
+def test_the_verifier_example_in_the_readme_runs_and_is_right() -> None:
+    example = blocks("python")[1]
+    scope: dict[str, object] = {"torch": torch}
+    exec(compile(example, "README.md", "exec"), scope)
+    stop = scope["verdict"].stop  # type: ignore[attr-defined]
+    assert float(stop.sum()) == 1.0 or abs(float(stop.sum()) - 1.0) < 1e-6
+
+
+def test_every_command_of_the_readme_names_files_that_exist() -> None:
+    named = re.findall(r"(?:recipes|launch)/[\w/.-]+\.(?:py|yaml|md)", README)
+    assert len(named) > 8
+    for name in named:
+        assert (ROOT / name).is_file(), name
+
+
+def test_every_file_in_the_tree_of_the_readme_exists() -> None:
+    tree = README.split("## What is where\n```\n")[1].split("```")[0]
+    folder = ""
+    seen = 0
+    for line in tree.splitlines():
+        if line and not line.startswith(" "):
+            folder = line.split()[0]
+            assert (ROOT / folder).is_dir(), folder
+        for name in re.findall(r"[\w/]+(?:\.py|\.yaml|/)(?=[\s,])", line):
+            assert any(
+                (ROOT / base / name).exists() for base in ("", folder, f"{folder}configs")
+            ), name
+            seen += 1
+    assert seen > 15
+
+
+def test_every_verifier_has_its_row_in_papers() -> None:
+    papers = (ROOT / "PAPERS.md").read_text()
+    for name in VERIFIERS:
+        assert f"`{name}`" in papers, name
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in ROOT.glob("*.md"):
+        for link in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+            assert link.startswith("https://") or (ROOT / link).exists(), (document.name, link)

@@ -1,0 +1,82 @@
+"""Prompt sets: embedded or from a file; each mistake says what must hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specdata.errors import ConfigError, VocabularyMismatchError
+from specdata.prompts import PromptSet, load_prompts
+from specdata.toy import FAMILIES, corpus, train_tokenizer
+from specdata.vocabulary import check_shared_vocabulary, fingerprint
+
+
+@pytest.fixture(scope="module")
+def tokenizer():  # type: ignore[no-untyped-def]
+    texts = corpus(seed=0, examples_per_family=20, library_characters=5000)
+    return train_tokenizer(texts, vocab_size=400)
+
+
+def lines(path: Path, *rows: object) -> str:
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+def test_prompts_of_a_file_keep_their_order_and_a_repeated_one_is_dropped(
+    tokenizer, tmp_path: Path
+) -> None:  # type: ignore[no-untyped-def]
+    name = lines(tmp_path / "mine.jsonl", *({"prompt": text} for text in ("a b", "c", "a b", "d")))
+    found = load_prompts([PromptSet(name, "train", 4)], tokenizer, seed=0)
+    assert [tokenizer.decode(prompt.ids) for prompt in found] == ["a b", "c", "d"]
+    assert {(prompt.dataset, prompt.split) for prompt in found} == {("mine", "train")}
+    assert len({prompt.example_id for prompt in found}) == 3
+
+
+def test_splits_of_an_embedded_family_share_no_prompt(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    for family in FAMILIES:
+        sets = [PromptSet(family, split, 40) for split in ("train", "dev", "test")]
+        found = load_prompts(sets, tokenizer, seed=0)
+        assert len(found) == 120
+        again = load_prompts(sets, tokenizer, seed=0)
+        assert [prompt.ids for prompt in again] == [prompt.ids for prompt in found]
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "message"),
+    [
+        (['{"prompt": "a"}'], 2, "must hold 2 prompts"),
+        (['{"text": "a"}'], 1, "must be a JSON object with a `prompt`"),
+        (["not json"], 1, "must be a JSON object with a `prompt`"),
+        (['{"prompt": 3}'], 1, "strings"),
+        (['{"prompt": ""}'], 1, "empty prompt"),
+        (['{"prompt": "a"}'], 0, "count must be positive"),
+    ],
+)
+def test_an_unusable_file_is_named(
+    rows: list[str], count: int, message: str, tokenizer, tmp_path: Path
+) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n".join(rows))
+    with pytest.raises(ConfigError, match=message):
+        load_prompts([PromptSet(str(path), "train", count)], tokenizer, seed=0)
+
+
+@pytest.mark.parametrize("name", ["nowhere.jsonl", "instructions", "data.csv"])
+def test_an_unknown_set_says_what_there_is(name: str, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=r"does not exist|unknown prompt set"):
+        load_prompts([PromptSet(name, "train", 1)], tokenizer, seed=0)
+
+
+def test_an_unknown_split_and_too_many_prompts_are_refused(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match="split"):
+        load_prompts([PromptSet("maths", "validation", 1)], tokenizer, seed=0)
+
+
+def test_tokenizers_that_differ_are_refused_with_the_first_ids(tokenizer) -> None:  # type: ignore[no-untyped-def]
+    check_shared_vocabulary(tokenizer, tokenizer)
+    other = train_tokenizer(["another text, with other pieces"] * 3, vocab_size=270)
+    assert fingerprint(other) != fingerprint(tokenizer)
+    with pytest.raises(VocabularyMismatchError, match=r"ids differ \(first: \d+ is '"):
+        check_shared_vocabulary(tokenizer, other)
