@@ -127,6 +127,8 @@ def leftover(p: Tensor, q: Tensor) -> Tensor:
     """
     residual = (p - q).clamp(min=0.0)
     mass = residual.sum(dim=-1, keepdim=True)
+    if bool((mass > NEGLIGIBLE_MASS).all()):
+        return residual / mass
     normalised = residual / mass.clamp(min=torch.finfo(mass.dtype).tiny)
     return torch.where(mass > NEGLIGIBLE_MASS, normalised, p / p.sum(dim=-1, keepdim=True))
 
