@@ -1,0 +1,60 @@
+"""The report in a real browser, if this machine has one (Debian: apt-get install chromium)."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from eval.report import write_report
+from tests.synthetic_results import synthetic_results
+
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--force-device-scale-factor=1",
+]
+# Asks the page itself, after layout, and leaves the answer where --dump-dom shows it.
+PROBE = """<script>addEventListener("load", () => { document.title = JSON.stringify({
+  width: innerWidth, needed: document.documentElement.scrollWidth,
+  broken: [...document.images].filter(image => !image.naturalWidth).length,
+  small: [...document.querySelectorAll("svg")].filter(
+    drawing => drawing.getBoundingClientRect().width < 200).length,
+  tables: document.querySelectorAll("table caption").length }) })</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("width", [1280, 500])
+def test_the_page_fits_the_screen_and_every_drawing_is_shown(width: int, tmp_path: Path) -> None:
+    page = write_report(synthetic_results(), tmp_path)
+    probed = tmp_path / "probed.html"
+    probed.write_text(page.read_text(encoding="utf-8") + PROBE, encoding="utf-8")
+    assert CHROMIUM is not None
+    done = subprocess.run(
+        [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path}/profile", f"--window-size={width},900",
+         "--dump-dom", probed.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )  # fmt: skip
+    (title,) = re.findall(r"<title>(\{.*?\})</title>", done.stdout)
+    found = {key: int(value) for key, value in re.findall(r'"(\w+)":(\d+)', title)}
+    assert found["width"] == width
+    assert found["needed"] <= width, "the page scrolls sideways"
+    assert found["broken"] == 0
+    assert found["small"] == 0
+    assert found["tables"] >= 2
