@@ -46,15 +46,15 @@ class ToyPairConfig:
     block_size: int = field(default=128, metadata={"help": "tokens of one packed training block"})
     batch_size: int = field(default=4, metadata={"help": "blocks of one training step"})
     target_layers: int = field(default=12, metadata={"help": "layers of the target"})
-    target_width: int = field(default=192, metadata={"help": "hidden size of the target"})
-    target_steps: int = field(default=600, metadata={"help": "training steps of the target"})
+    target_width: int = field(default=256, metadata={"help": "hidden size of the target"})
+    target_steps: int = field(default=450, metadata={"help": "training steps of the target"})
     target_learning_rate: float = field(
         default=3e-3, metadata={"help": "largest learning rate of the target"}
     )
     draft_layers: int = field(default=1, metadata={"help": "layers of the draft"})
     draft_width: int = field(default=128, metadata={"help": "hidden size of the draft"})
     draft_steps: int = field(
-        default=150, metadata={"help": "training steps of the base draft; distillation goes on"}
+        default=400, metadata={"help": "training steps of the base draft; distillation goes on"}
     )
     draft_learning_rate: float = field(
         default=4e-3, metadata={"help": "largest learning rate of the draft"}
