@@ -17,13 +17,13 @@ demo: $(INSTALLED)
 	$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/toy.yaml
 
 test: $(INSTALLED)
-	$(RUN) $(BIN)/python -m pytest
+	$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(RUN) $(BIN)/python -m pytest -m "not slow"
+	$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow"
 
 fix: $(INSTALLED)
 	$(BIN)/ruff check --fix .
