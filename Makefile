@@ -14,32 +14,32 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 .PHONY: demo test check fix bench clean
 
 demo: $(INSTALLED)
-	$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/toy.yaml
+	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/toy.yaml
 
 test: $(INSTALLED)
-	$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow"
+	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow"
 
 fix: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 bench: $(INSTALLED)
-	for file in benchmarks/*.py; do $(RUN) $(BIN)/python $$file || exit 1; done
+	@for file in benchmarks/*.py; do $(RUN) $(BIN)/python $$file || exit 1; done
 
 clean:
 	rm -rf runs
 
 # torch first and by itself: a later resolution could choose another build of it.
 $(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	$(BIN)/pip check
-	touch $@
+	@touch $@
