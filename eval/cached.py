@@ -36,7 +36,7 @@ class CachedModel:
         self._own = model.config.get_text_config().vocab_size
         self.reset()
         for layer in self._cache.layers:
-            if not layer.is_croppable:
+            if layer.is_sliding or not layer.is_croppable:
                 raise CacheNotRewindableError(
                     f"{model.config.model_type} keeps a cache from which rejected tokens cannot be "
                     "removed (a sliding window, for example); speculative decoding needs one that "

@@ -140,6 +140,16 @@ def test_every_published_figure_is_what_its_raw_counts_give(finished: Path) -> N
             assert one.n_draft > 0
 
 
+def test_the_python_example_of_the_readme_runs(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = (ROOT / "README.md").read_text()
+    example = readme.split("```python\n")[1].split("```")[0]
+    assert example.count("runs/toy") == 4
+    exec(compile(example.replace("runs/toy", f"{finished}/out"), "README.md", "exec"), {})
+    assert "tokens a target forward" in capsys.readouterr().out
+
+
 def test_a_warm_run_does_nothing_again(finished: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (finished / "out").rglob("*")}
     done = run(finished, "pipeline.py")
