@@ -30,7 +30,8 @@ from distill.training import (
     save_model,
     training_arguments,
 )
-from specdata.models import DTYPES, load_model, load_tokenizer
+from specdata.errors import ConfigError
+from specdata.models import load_model, load_tokenizer
 from specdata.probability import SamplingConfig, overlap, probabilities, to_vocabulary
 from specdata.shards import atomic_folder, write_json
 from specdata.vocabulary import check_shared_vocabulary
@@ -54,9 +55,6 @@ class DistilConfig:
     warmup_ratio: float = field(
         default=0.1, metadata={"help": "share of the steps over which the learning rate rises"}
     )
-    teacher_dtype: str = field(
-        default="float32", metadata={"help": f"precision of the frozen target: {', '.join(DTYPES)}"}
-    )
     save_steps: int = field(
         default=100, metadata={"help": "steps between checkpoints, from which a killed run goes on"}
     )
@@ -64,10 +62,12 @@ class DistilConfig:
     def __post_init__(self) -> None:
         if self.objective not in LOSSES:
             choices = ", ".join(LOSSES)
-            raise ValueError(f"objective must be one of {choices}, got {self.objective!r}")
+            raise ConfigError(f"objective must be one of {choices}, got {self.objective!r}")
         for name, value in asdict(self).items():
-            if name not in ("objective", "warmup_ratio", "teacher_dtype") and value <= 0:
-                raise ValueError(f"{name} must be above 0, got {value}")
+            if name not in ("objective", "warmup_ratio") and value <= 0:
+                raise ConfigError(f"draft.{name} must be above 0, got {value}")
+        if not 0 <= self.warmup_ratio < 1:
+            raise ConfigError(f"draft.warmup_ratio must lie in [0, 1), got {self.warmup_ratio}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,7 @@ def distil(
     config: DistilConfig,
     sampling: SamplingConfig,
     seed: int,
+    teacher_dtype: str = "float32",
 ) -> DistilResult:
     """Train a copy of the draft on rollouts of the target and save it as a model folder.
 
@@ -109,6 +110,7 @@ def distil(
         config: loss and schedule.
         sampling: the warp of serving, applied to both models.
         seed: decides the order of the rollouts.
+        teacher_dtype: precision of the frozen target: the one it is served in.
 
     Raises:
         ConfigError: if a model cannot be loaded.
@@ -117,14 +119,16 @@ def distil(
         ValueError: if a data set is empty.
     """
     settings = _settings(str(target), str(draft), train, dev, config, sampling, seed)
+    settings["teacher_dtype"] = teacher_dtype
     if out.exists():
+        shutil.rmtree(_work(out), ignore_errors=True)  # of a run killed right before its end
         check_settings(out / SETTINGS_FILE, settings)
         return DistilResult(**json.loads((out / RESULT_FILE).read_text("utf-8")))
     state = processes()
     tokenizer = load_tokenizer(str(target))
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
     # Before any training arguments exist, or ZeRO-3 would split the frozen teacher too.
-    teacher = load_model(str(target), dtype=config.teacher_dtype)
+    teacher = load_model(str(target), dtype=teacher_dtype)
     student = load_model(str(draft))
     plain = copy.deepcopy(student)  # no engine ever wraps this one
     before = mean_acceptance(teacher, plain, dev, sampling) if state.is_main_process else None

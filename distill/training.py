@@ -71,7 +71,7 @@ def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> Training
     if on_cpu:
         # Trainer imports DeepSpeed wherever it is installed, which warns unless told of the CPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(work),
         max_steps=schedule.steps,
         per_device_train_batch_size=schedule.batch_size,
@@ -94,6 +94,10 @@ def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> Training
         seed=seed,
         data_seed=seed,
     )
+    # A plain script on a machine with several GPUs would silently use DataParallel, which makes
+    # every batch, and so the number of epochs, that many times larger. Launchers use them all.
+    arguments._n_gpu = min(1, arguments.n_gpu)
+    return arguments
 
 
 def run(trainer: Trainer, work: Path, settings: dict[str, Any], *, label: str) -> None:

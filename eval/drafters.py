@@ -141,11 +141,12 @@ class BranchingDrafter:
                 # Paths with laws of their own: at the root one child each, then each its own.
                 samplers = self._samplers if node == 0 else [self._samplers[grown.path[node - 1]]]
                 for sampler in samplers:
-                    law = self.model.law(row, sampler)
-                    children += grown.add(node, law, [int(draw(law, generator))], sampler)
+                    law = grown.law(node, self.model.law(row, sampler), sampler)
+                    children += grown.add(node, law, [int(draw(grown.laws[law], generator))])
             else:
-                law = self.model.law(row)
-                children += grown.add(node, law, _candidates(law, width, self._how, generator))
+                law = grown.law(node, self.model.law(row))
+                tokens = _candidates(grown.laws[law], width, self._how, generator)
+                children += grown.add(node, law, tokens)
         return children
 
     def with_tail(self, draft: DraftTree, text: list[int]) -> DraftTree:
@@ -165,25 +166,30 @@ class _Grown:
         self.parents: list[int] = []
         self.path: list[int] = []
         self._how, self._shape = how, shape
-        self._laws: list[Tensor] = []
+        self.laws: list[Tensor] = []
         self._law: list[int] = []
         self._known: dict[tuple[tuple[int, ...], SamplingConfig | None], int] = {}
 
-    def add(
-        self, parent: int, law: Tensor, tokens: list[int], sampler: SamplingConfig | None = None
-    ) -> list[int]:
-        """Add children drawn from one law; return their numbers."""
-        # Rollouts that agree so far continue from one law, whatever rounding says.
+    def law(self, parent: int, law: Tensor, sampler: SamplingConfig | None = None) -> int:
+        """Index of the law that children of a node are to be drawn from.
+
+        Rollouts that agree so far continue from one law: rows that rounding made different would
+        leave a token recorded with another law than its own.
+        """
         key = (self._text(parent) if self._shape == "paths" else (parent,), sampler)
         if key not in self._known:
-            self._known[key] = len(self._laws)
-            self._laws.append(law)
+            self._known[key] = len(self.laws)
+            self.laws.append(law)
+        return self._known[key]
+
+    def add(self, parent: int, law: int, tokens: list[int]) -> list[int]:
+        """Add children drawn from the law of that index; return their numbers."""
         first = len(self.tokens) + 1
         for token in tokens:
             self.path.append(self.path[parent - 1] if parent else len(self.path))
             self.tokens.append(token)
             self.parents.append(parent)
-            self._law.append(self._known[key])
+            self._law.append(law)
         return list(range(first, first + len(tokens)))
 
     def _text(self, node: int) -> tuple[int, ...]:
@@ -195,7 +201,7 @@ class _Grown:
 
     def tree(self) -> DraftTree:
         """The finished draft."""
-        laws = torch.stack(self._laws) if self._laws else torch.empty(0, 0)
+        laws = torch.stack(self.laws) if self.laws else torch.empty(0, 0)
         if not self.tokens:
             return chain([], [], 0)
         return DraftTree(

@@ -23,7 +23,7 @@ from eval.metrics import PromptRecord, record_prompt
 from eval.results import PLAIN, Method, Results, build_results
 from eval.verifiers import VERIFIERS
 from heads import AcceptanceHead
-from specdata.errors import ConfigError
+from specdata.errors import ConfigError, at_least_one
 from specdata.probability import SamplingConfig
 from specdata.prompts import Prompt, PromptSet
 from specdata.seeds import generator_for, seed_for
@@ -76,6 +76,7 @@ class EvalConfig:
     )
 
     def __post_init__(self) -> None:
+        at_least_one(self, "eval", "max_new_tokens", "warmup_tokens")
         names = [method.name for method in self.methods]
         plain = [method.name for method in self.methods if method.engine == "plain"]
         if len(set(names)) < len(names) or plain != [PLAIN]:

@@ -21,7 +21,7 @@ from eval.card import DraftFacts, HeadFacts, best_length, draft_text, head_text,
 from eval.results import Results, check_figures, write_results
 from heads import AcceptanceHead
 from specdata.errors import ConfigError, ManifestError
-from specdata.models import load_tokenizer
+from specdata.models import hub_source, load_tokenizer
 from specdata.shards import atomic_folder, write_json, write_text
 from specdata.vocabulary import check_shared_vocabulary
 
@@ -79,7 +79,7 @@ def release_draft(
         FileExistsError: if `out` exists.
     """
     about = about or About()
-    _check_repository(push_to)
+    check_repository(push_to)
     measured = _measured(results, source, "draft")
     target = measured.runs[0].target
     length = best_length(measured)
@@ -128,7 +128,7 @@ def release_head(
         FileExistsError: if `out` exists.
     """
     about = about or About()
-    _check_repository(push_to)
+    check_repository(push_to)
     measured = _measured(results, source, "head")
     head = AcceptanceHead.from_pretrained(source)
     facts = _head_facts(head, push_to or out.name, measured, about.base_model)
@@ -266,7 +266,8 @@ def _load_whole(source: Path) -> Any:
 
 def _target_vocabulary(target: str) -> int:
     try:
-        config = AutoConfig.from_pretrained(target)
+        source, revision = hub_source(target)
+        config = AutoConfig.from_pretrained(source, revision=revision)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load the configuration of the target {target!r}") from error
     return int(config.get_text_config().vocab_size)
@@ -288,6 +289,7 @@ def _metadata(about: About, library: str, tag: str, relation: str) -> ModelCardD
     )
 
 
-def _check_repository(push_to: str | None) -> None:
+def check_repository(push_to: str | None) -> None:
+    """Raise ConfigError unless this is a Hub id or None."""
     if push_to is not None and not _HUB_ID.fullmatch(push_to):
         raise ConfigError(f"a repository is named OWNER/NAME on the Hub, got {push_to!r}")

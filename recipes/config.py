@@ -21,7 +21,8 @@ from distill.offline import DistilConfig
 from distill.toy import ToyPairConfig
 from eval.experiment import EvalConfig
 from heads.config import HeadConfig
-from specdata.errors import ConfigError
+from specdata.errors import ConfigError, at_least_one
+from specdata.models import check_dtype
 from specdata.probability import SamplingConfig
 from specdata.prompts import PromptSet
 from specdata.rollouts import RolloutConfig
@@ -33,11 +34,12 @@ TOY = Path(__file__).parent / "configs" / "toy.yaml"
 class ModelsConfig:
     """The pair."""
 
-    target: str = field(metadata={"help": "folder or Hub id of the target"})
+    target: str = field(metadata={"help": "folder or Hub id of the target, or ID@REVISION"})
     draft: str = field(metadata={"help": "folder or Hub id of the draft to start from"})
-    target_revision: str | None = field(default=None, metadata={"help": "Hub revision"})
-    draft_revision: str | None = field(default=None, metadata={"help": "Hub revision"})
     dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16"})
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,9 @@ class LabelsConfig:
     """Which rollouts are labelled with the draft's acceptance."""
 
     shard_size: int = field(default=64, metadata={"help": "rollouts of one shard"})
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "labels", "shard_size")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from recipes.config import PipelineConfig
 from recipes.run import Stage
 from specdata.errors import ConfigError
+from specdata.prompts import PromptSet, is_file
 
 
 def folder(config: PipelineConfig, stage: str) -> Path:
@@ -20,14 +21,14 @@ def draft_in_use(config: PipelineConfig) -> str:
     return str(folder(config, "draft") / "model") if config.draft else config.models.draft
 
 
-def draft_revision(config: PipelineConfig) -> str | None:
-    """Hub revision of the draft in use; a distilled one is a folder and has none."""
-    return None if config.draft else config.models.draft_revision
-
-
 def head_in_use(config: PipelineConfig) -> str | None:
     """The trained head, if this run trains one."""
     return str(folder(config, "head") / "model") if config.head else None
+
+
+def _files(sets: list[PromptSet]) -> dict[str, str]:
+    """Prompt files: their content is an input like any other."""
+    return {f"prompts {entry.name}": entry.name for entry in sets if is_file(entry.name)}
 
 
 def pair_stage(config: PipelineConfig) -> Stage:
@@ -52,12 +53,15 @@ def rollouts_stage(config: PipelineConfig) -> Stage:
         "sampling": asdict(config.sampling),
         "seed": config.seed,
         "dtype": config.models.dtype,
-        "revision": config.models.target_revision,
     }
     tokens = prompts * config.rollouts.max_new_tokens
     size = f"{prompts} completions, at most {tokens:,} tokens"
     return Stage(
-        "rollouts", folder(config, "rollouts"), settings, {"target": config.models.target}, size
+        "rollouts",
+        folder(config, "rollouts"),
+        settings,
+        {"target": config.models.target, **_files(config.rollouts.sets)},
+        size,
     )
 
 
@@ -68,6 +72,7 @@ def draft_stage(config: PipelineConfig) -> Stage:
         "draft": asdict(config.draft),
         "sampling": asdict(config.sampling),
         "seed": config.seed,
+        "dtype": config.models.dtype,
     }
     inputs = {
         "target": config.models.target,
@@ -112,6 +117,7 @@ def eval_stage(config: PipelineConfig) -> Stage:
         "dtype": config.models.dtype,
     }
     inputs = {"target": config.models.target, "draft": draft_in_use(config)}
+    inputs |= _files(config.eval.sets)
     if head := head_in_use(config):
         inputs["head"] = head
     prompts = sum(entry.count for entry in config.eval.sets)
@@ -139,7 +145,7 @@ def release_stage(config: PipelineConfig) -> Stage:
 def all_stages(config: PipelineConfig) -> list[Stage]:
     """Every stage of a run, in order."""
     stages = [pair_stage(config)] if config.toy else []
-    stages.append(rollouts_stage(config))
+    stages += [rollouts_stage(config)] if config.toy or config.draft or config.head else []
     stages += [draft_stage(config)] if config.draft else []
     stages += [labels_stage(config), head_stage(config)] if config.head else []
     return [*stages, eval_stage(config), release_stage(config)]

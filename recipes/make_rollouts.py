@@ -13,7 +13,7 @@ from tqdm import tqdm
 from distill.toy import train_toy_pair
 from recipes.config import PipelineConfig
 from recipes.layout import folder, pair_stage, rollouts_stage
-from recipes.run import Stage, cli, is_main, run_stage
+from recipes.run import Stage, cli, is_main, run_stage, wait_for
 from specdata.models import load_model, load_tokenizer
 from specdata.prompts import load_prompts
 from specdata.rollouts import make_rollouts
@@ -28,6 +28,7 @@ def stages(config: PipelineConfig) -> list[Stage]:
 def main(config: PipelineConfig) -> dict[str, Any]:
     """Train the toy pair if asked, then make the rollouts. One process does the work."""
     if not is_main():
+        wait_for(folder(config, "rollouts"))
         return {}
     if toy := config.toy:
 
@@ -41,11 +42,11 @@ def main(config: PipelineConfig) -> dict[str, Any]:
 
 def _rollouts(config: PipelineConfig) -> dict[str, Any]:
     models, stage = config.models, rollouts_stage(config)
-    tokenizer = load_tokenizer(models.target, revision=models.target_revision)
+    tokenizer = load_tokenizer(models.target)
     # Found out now rather than after hours of sampling.
-    check_shared_vocabulary(tokenizer, load_tokenizer(models.draft, revision=models.draft_revision))
+    check_shared_vocabulary(tokenizer, load_tokenizer(models.draft))
     prompts = load_prompts(config.rollouts.sets, tokenizer, seed=config.seed)
-    target = load_model(models.target, dtype=models.dtype, revision=models.target_revision)
+    target = load_model(models.target, dtype=models.dtype)
     settings = {**stage.settings, "target": models.target, "tokenizer": fingerprint(tokenizer)}
     with tqdm(total=len(prompts), desc="rollouts", unit="prompt", file=sys.stderr) as bar:
         rows = make_rollouts(

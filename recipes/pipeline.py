@@ -24,7 +24,8 @@ def main(config: PipelineConfig) -> None:
     """Run every stage that the configuration has a section for."""
     check(config)
     begun = time.perf_counter()
-    make_rollouts.main(config)
+    if config.toy or config.draft or config.head:
+        make_rollouts.main(config)
     if config.draft:
         train_draft.main(config)
     if config.head:
@@ -38,6 +39,7 @@ def main(config: PipelineConfig) -> None:
 def check(config: PipelineConfig) -> None:
     """Find before the first stage what would stop a later one. Raises ConfigError."""
     run_eval.check(config)
+    publish.check(config)
     splits = {entry.split for entry in config.rollouts.sets}
     if (config.draft or config.head) and not {"train", "dev"} <= splits:
         raise ConfigError(

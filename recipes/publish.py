@@ -11,16 +11,43 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from eval.release import About, release_draft, release_head
+from eval.release import About, check_repository, release_draft, release_head
 from eval.results import read_results
 from recipes.config import PipelineConfig
 from recipes.layout import draft_in_use, folder, head_in_use, release_stage
 from recipes.run import Stage, cli, is_main, need, read_record, run_stage, say
+from specdata.errors import ConfigError
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
     """What this recipe does."""
     return [release_stage(config)]
+
+
+def check(config: PipelineConfig) -> None:
+    """Find what could not be published before it is trained. Raises ConfigError."""
+    methods, publish = config.eval.methods, config.publish
+    for what, name, trained in (
+        ("draft_id", publish.draft_id, config.draft),
+        ("head_id", publish.head_id, config.head),
+    ):
+        if name is not None:
+            check_repository(name)
+            if trained is None:
+                raise ConfigError(f"publish.{what} is set, but this configuration trains none")
+    if config.draft and not any(
+        method.engine == "transformers"
+        or (method.engine, method.drafter, method.stop) == ("draft", "chain", "fixed")
+        for method in methods
+    ):
+        raise ConfigError(
+            "a draft's card needs a measured draft length: add a method with stop: fixed, such as "
+            "{name: K=4, length: 4}, to eval.methods"
+        )
+    if config.head and not any(method.stop == "head" for method in methods):
+        raise ConfigError(
+            "a head's card needs a measurement: add a method with stop: head to eval.methods"
+        )
 
 
 def main(config: PipelineConfig) -> dict[str, Any]:
@@ -55,7 +82,8 @@ def _release(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         made["draft"] = publish.draft_id or str(out)
     if head := head_in_use(config):
         measures = read_record(folder(config, "head"))["results"]["after"]
-        about = About(publish.draft_id, publish.license, measures)
+        base = publish.draft_id or (None if config.draft else config.models.draft)
+        about = About(base, publish.license, measures)
         out = stage.folder / "head"
         if not out.exists():
             release_head(Path(head), out, results, about, push_to=publish.head_id)

@@ -19,12 +19,19 @@ from rich.console import Console
 
 from eval.environment import describe_environment
 from recipes.config import PipelineConfig, parse
-from specdata.errors import CacheNotRewindableError, ConfigError
+from specdata.errors import (
+    CacheNotRewindableError,
+    ConfigError,
+    ManifestError,
+    VocabularyMismatchError,
+)
 from specdata.models import device
 from specdata.shards import sha256, write_json
 from specdata.tables import differences
 
 RUN = "run.json"
+# Everything else that is raised is trouble outside (OSError) or a defect with its traceback.
+USER_ERRORS = (ConfigError, ManifestError, VocabularyMismatchError, CacheNotRewindableError)
 KEYS = ("stage", "settings", "inputs", "finished", "wall_seconds", "results")
 # Larger files are recognised by their size and their two ends.
 WHOLE_FILE = 64 << 20
@@ -89,12 +96,11 @@ def run_stage(
         )
         return dict(stored["results"])
     say(f"[bold]{stage.name}[/]: {'continuing' if stored else 'starting'} in {stage.folder}")
-    before = stored["wall_seconds"] or 0.0 if stored else 0.0
     begun = time.perf_counter()
     if is_main():
         write_json(path, record)
     record["results"] = work()
-    record["wall_seconds"] = before + time.perf_counter() - begun
+    record["wall_seconds"] = time.perf_counter() - begun  # of the session that finished it
     record["finished"] = True
     if is_main():
         write_json(path, record)
@@ -106,7 +112,9 @@ def _stored(stage: Stage, record: Mapping[str, Any]) -> dict[str, Any] | None:
     """An earlier run.json of this folder, if it is of the same run."""
     path = stage.folder / RUN
     if not path.exists():
-        if stage.folder.is_dir() and any(stage.folder.iterdir()) and is_main():
+        # A hidden file may be what a run left that was killed while it wrote run.json.
+        mine = [] if not stage.folder.is_dir() else list(stage.folder.glob("[!.]*"))
+        if mine and is_main():
             raise ConfigError(
                 f"{stage.folder} is not empty and holds no {RUN}, so it is not an output folder of "
                 "this program: choose another --output"
@@ -182,6 +190,16 @@ def finished(folder: Path) -> bool:
     return (folder / RUN).is_file() and bool(read_record(folder)["finished"])
 
 
+def wait_for(folder: Path) -> None:
+    """Wait until the main process has finished a stage that one process does.
+
+    Not a barrier of the process group: such a stage may outlast its time limit. If the main
+    process fails, the launcher ends the others.
+    """
+    while not finished(folder):
+        time.sleep(1)
+
+
 def need(folder: Path, recipe: str) -> None:
     """Raise ConfigError unless an earlier stage has finished its folder."""
     if not finished(folder):
@@ -209,7 +227,10 @@ def cli(
     arguments: Sequence[str] | None = None,
 ) -> int:
     """Run a recipe from a command line and return its exit status: 0, 1 or 2."""
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        # Before any model is loaded: each process has a GPU of its own.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    else:
         # DeepSpeed guesses the same, with a warning.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     transformers.logging.set_verbosity_error()
@@ -220,9 +241,7 @@ def cli(
             show_plan(command.config, stages(command.config))
         else:
             main(command.config)
-    except (ValueError, CacheNotRewindableError) as error:
-        if type(error) is ValueError:
-            raise  # not one of our own: a defect, which deserves its traceback
+    except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:

@@ -17,7 +17,7 @@ from eval.report import Context, terminal, write_report
 from eval.results import read_results, write_results
 from heads import AcceptanceHead
 from recipes.config import PipelineConfig
-from recipes.layout import all_stages, draft_in_use, draft_revision, eval_stage, folder, head_in_use
+from recipes.layout import all_stages, draft_in_use, eval_stage, folder, head_in_use
 from recipes.run import (
     Stage,
     cli,
@@ -30,7 +30,7 @@ from recipes.run import (
     say,
 )
 from specdata.models import load_model, load_tokenizer
-from specdata.prompts import load_prompts
+from specdata.prompts import load_prompts, read_texts
 from specdata.vocabulary import check_shared_vocabulary
 
 
@@ -40,8 +40,10 @@ def stages(config: PipelineConfig) -> list[Stage]:
 
 
 def check(config: PipelineConfig) -> None:
-    """Find impossible methods before any model is loaded. Raises ConfigError."""
+    """Find impossible methods and missing files before any model is loaded. Raises ConfigError."""
     check_methods(config.eval, config.sampling, head=config.head is not None)
+    for entry in config.eval.sets:
+        read_texts(entry, config.seed)
 
 
 def main(config: PipelineConfig) -> dict[str, Any]:
@@ -62,15 +64,14 @@ def main(config: PipelineConfig) -> dict[str, Any]:
 
 def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     models, head_name, draft_name = config.models, head_in_use(config), draft_in_use(config)
-    revision = draft_revision(config)
-    tokenizer = load_tokenizer(models.target, revision=models.target_revision)
-    check_shared_vocabulary(tokenizer, load_tokenizer(draft_name, revision=revision))
+    tokenizer = load_tokenizer(models.target)
+    check_shared_vocabulary(tokenizer, load_tokenizer(draft_name))
     prompts = load_prompts(config.eval.sets, tokenizer, seed=config.seed)
-    target = load_model(models.target, dtype=models.dtype, revision=models.target_revision)
+    target = load_model(models.target, dtype=models.dtype)
     head = AcceptanceHead.from_pretrained(head_name) if head_name else None
     artefacts = Artefacts(
         target,
-        load_model(draft_name, dtype=models.dtype, revision=revision),
+        load_model(draft_name, dtype=models.dtype),
         head.to(target.device) if head else None,
         {"target": models.target, "draft": draft_name, "head": head_name},
     )

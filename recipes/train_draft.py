@@ -51,6 +51,7 @@ def _distil(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         config=config.draft,
         sampling=config.sampling,
         seed=config.seed,
+        teacher_dtype=config.models.dtype,
     )
     return asdict(found)
 

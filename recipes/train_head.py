@@ -6,7 +6,6 @@ accelerate launch recipes/train_head.py --config recipes/configs/toy.yaml
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import asdict
 from typing import Any
 
@@ -14,8 +13,8 @@ from tqdm import tqdm
 
 from heads.train import train_head
 from recipes.config import PipelineConfig
-from recipes.layout import draft_in_use, draft_revision, folder, head_stage, labels_stage
-from recipes.run import Stage, cli, finished, is_main, need, run_stage, say
+from recipes.layout import draft_in_use, folder, head_stage, labels_stage
+from recipes.run import Stage, cli, is_main, need, run_stage, say, wait_for
 from recipes.train_draft import of_split
 from specdata.acceptance import make_labels, mean_of
 from specdata.errors import ConfigError
@@ -41,9 +40,7 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         shares = run_stage(labels, config, lambda: _label(config, labels))["acceptance"]
         for name, share in shares.items():
             say(f"  acceptance of the draft along {name}: {share:.3f}")
-    # Not a barrier of the process group: labelling may outlast its time limit.
-    while not finished(labels.folder):
-        time.sleep(1)
+    wait_for(labels.folder)
     found = run_stage(head, config, lambda: _train(config, head))
     after = found["after"]
     shown = ", ".join(
@@ -57,11 +54,10 @@ def main(config: PipelineConfig) -> dict[str, Any]:
 
 def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     models, draft_name = config.models, draft_in_use(config)
-    revision = draft_revision(config)
-    tokenizer = load_tokenizer(models.target, revision=models.target_revision)
-    check_shared_vocabulary(tokenizer, load_tokenizer(draft_name, revision=revision))
-    target = load_model(models.target, dtype=models.dtype, revision=models.target_revision)
-    draft = load_model(draft_name, dtype=models.dtype, revision=revision)
+    tokenizer = load_tokenizer(models.target)
+    check_shared_vocabulary(tokenizer, load_tokenizer(draft_name))
+    target = load_model(models.target, dtype=models.dtype)
+    draft = load_model(draft_name, dtype=models.dtype)
     rollouts = load_table(folder(config, "rollouts"))
     settings = {**stage.settings, "draft": draft_name, "tokenizer": fingerprint(tokenizer)}
     with tqdm(total=len(rollouts), desc="labels", unit="rollout", file=sys.stderr) as bar:
@@ -91,7 +87,7 @@ def _train(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     labels = load_table(folder(config, "labels"))
     draft_name = draft_in_use(config)
     found = train_head(
-        draft=load_model(draft_name, dtype=config.models.dtype, revision=draft_revision(config)),
+        draft=load_model(draft_name, dtype=config.models.dtype),
         train=of_split(labels, "train", folder(config, "labels")),
         dev=of_split(labels, "dev", folder(config, "labels")),
         out=stage.folder / "model",

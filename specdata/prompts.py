@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -44,9 +45,14 @@ def load_prompts(
     Raises:
         ConfigError: for an unknown set, an unreadable file, a missing column or too few prompts.
     """
+    files = {entry.name for entry in sets if is_file(entry.name)}
+    if len({Path(name).stem for name in files}) < len(files):
+        raise ConfigError(
+            f"prompt files must have different names, which the report shows; got {sorted(files)}"
+        )
     found: dict[str, Prompt] = {}
     for wanted in sets:
-        for text in _texts(wanted, seed):
+        for text in read_texts(wanted, seed):
             example_id = hashlib.sha256(text.encode()).hexdigest()[:16]
             ids = [int(token) for token in tokenizer(text)["input_ids"]]
             if not ids:
@@ -56,7 +62,13 @@ def load_prompts(
     return list(found.values())
 
 
-def _texts(wanted: PromptSet, seed: int) -> list[str]:
+def is_file(name: str) -> bool:
+    """Whether a prompt set is a file rather than an embedded family."""
+    return Path(name).suffix == ".jsonl"
+
+
+def read_texts(wanted: PromptSet, seed: int) -> list[str]:
+    """The texts of a prompt set. Raises ConfigError if it cannot be read as asked."""
     if wanted.count < 1:
         raise ConfigError(f"prompt set {wanted.name!r}: count must be positive, got {wanted.count}")
     if wanted.name in toy.FAMILIES:
@@ -65,16 +77,18 @@ def _texts(wanted: PromptSet, seed: int) -> list[str]:
         except ValueError as error:
             raise ConfigError(str(error)) from error
     path = Path(wanted.name)
-    if path.suffix != ".jsonl":
+    if not is_file(wanted.name):
         raise ConfigError(
             f"unknown prompt set {wanted.name!r}: give one of {', '.join(toy.FAMILIES)}, or a "
             "file that ends in .jsonl"
         )
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()[: wanted.count]
-        texts = [json.loads(line)["prompt"] for line in lines]
-    except FileNotFoundError as error:
-        raise ConfigError(f"prompt file {path} does not exist") from error
+        # Not splitlines(): it also splits at characters that may stand inside a JSON string.
+        with path.open(encoding="utf-8") as lines:
+            rows = islice((line for line in lines if line.strip()), wanted.count)
+            texts = [json.loads(line)["prompt"] for line in rows]
+    except OSError as error:
+        raise ConfigError(f"prompt file {path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path}: every line must be a JSON object with a `prompt` ({error!r})"

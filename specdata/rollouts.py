@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from specdata.errors import at_least_one
 from specdata.models import end_ids
 from specdata.probability import SamplingConfig, inverse_cdf, probabilities
 from specdata.prompts import Prompt, PromptSet
@@ -28,6 +29,9 @@ class RolloutConfig:
     shard_size: int = field(
         default=64, metadata={"help": "prompts decoded together and stored in one shard"}
     )
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "rollouts", "max_new_tokens", "shard_size")
 
 
 def make_rollouts(
@@ -126,7 +130,7 @@ def sample_batch(
     ids, mask, uniforms = ids.to(model.device), mask.to(model.device), uniforms.to(model.device)
     ends = torch.tensor(sorted(end_ids(model)), device=model.device)
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    cache, drawn = DynamicCache(), []
+    cache, drawn = DynamicCache(config=model.config), []
     alive = torch.ones(len(prompts), dtype=torch.bool, device=model.device)
     for step in range(uniforms.shape[1]):
         logits = model(

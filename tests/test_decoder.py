@@ -53,16 +53,14 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_joint_law_of_four_tokens_equals_plain_samplings(name: str) -> None:
-    """Fails by chance once in a million; sees a quarter of the draft's law mixed in, power > .99."""
+    """Fails by chance once in 1e6; a quarter of the draft's law mixed in is seen, power > .99."""
     config = CASES[name]
     target, draft = tiny_llama(0), tiny_llama(1)
     law = joint_law(target, PROMPT, 4, config.sampling)
     decoder = SpeculativeDecoder.from_config(target, draft, config, head())
     generator = torch.Generator().manual_seed(7)
     prompt = torch.tensor(PROMPT)
-    outs = [
-        decoder.generate(prompt, max_new_tokens=4, generator=generator) for _ in range(DRAWS)
-    ]
+    outs = [decoder.generate(prompt, max_new_tokens=4, generator=generator) for _ in range(DRAWS)]
     counts = Counter(tuple(out.tokens.tolist()) for out in outs)
     assert sum(len(out.rounds) > 1 for out in outs) > DRAWS / 4, "the law must span rounds"
     assert p_value(counts, law) > 1e-6
