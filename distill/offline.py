@@ -31,7 +31,7 @@ from distill.training import (
     training_arguments,
 )
 from specdata.errors import ConfigError
-from specdata.models import load_model, load_tokenizer
+from specdata.models import known_ids, load_model, load_tokenizer
 from specdata.probability import SamplingConfig, overlap, probabilities, to_vocabulary
 from specdata.shards import atomic_folder, write_json
 from specdata.vocabulary import check_shared_vocabulary
@@ -64,7 +64,7 @@ class DistilConfig:
             choices = ", ".join(LOSSES)
             raise ConfigError(f"objective must be one of {choices}, got {self.objective!r}")
         for name, value in asdict(self).items():
-            if name not in ("objective", "warmup_ratio") and value <= 0:
+            if name not in ("objective", "warmup_ratio") and not 0 < value < math.inf:
                 raise ConfigError(f"draft.{name} must be above 0, got {value}")
         if not 0 <= self.warmup_ratio < 1:
             raise ConfigError(f"draft.warmup_ratio must lie in [0, 1), got {self.warmup_ratio}")
@@ -161,7 +161,7 @@ def mean_acceptance(
         ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=target.device)
         # Position t predicts token t + 1: the last position predicts beyond the completion.
         p_logits, q_logits = (
-            model(input_ids=ids[:, :-1], logits_to_keep=length).logits[0]
+            model(input_ids=known_ids(ids[:, :-1], model), logits_to_keep=length).logits[0]
             for model in (target, draft)
         )
         q_logits = to_vocabulary(q_logits, p_logits.shape[-1])
@@ -199,6 +199,7 @@ class _DistilTrainer(Trainer):  # type: ignore[misc]
         self, *, teacher: PreTrainedModel, objective: str, sampling: SamplingConfig, **rest: Any
     ) -> None:
         super().__init__(**rest)
+        self.student: PreTrainedModel = rest["model"]  # `model` may be wrapped by an engine
         self.teacher = teacher.eval().requires_grad_(False)
         self.objective = LOSSES[objective]
         self.sampling = sampling
@@ -217,7 +218,7 @@ class _DistilTrainer(Trainer):  # type: ignore[misc]
         labels = inputs["labels"]
         tokens = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         chosen = labels[:, 1:] != IGNORED
-        outputs = model(**tokens)
+        outputs = model(**{**tokens, "input_ids": known_ids(tokens["input_ids"], self.student)})
         with torch.no_grad():
             p_logits = self.teacher(**tokens).logits[:, :-1][chosen]
             p = probabilities(p_logits, self.sampling)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from eval.decoder import Generation
 from eval.metrics import Round
+from specdata.errors import ConfigError
 from specdata.models import end_ids
 from specdata.probability import SamplingConfig
 
@@ -83,6 +85,16 @@ def _fixed_length(draft: PreTrainedModel, length: int) -> Iterator[None]:
         draft.generation_config = before
 
 
+def check_same_size(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """Raise ConfigError where transformers would take padding for another tokenizer."""
+    sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            "transformers' assisted generation needs equal vocabulary sizes, target and draft have "
+            f"{sizes[0]} and {sizes[1]} (padding): leave methods with engine transformers out"
+        )
+
+
 def assisted_generate(
     target: PreTrainedModel,
     draft: PreTrainedModel,
@@ -104,24 +116,31 @@ def assisted_generate(
         max_new_tokens: budget.
         seed: of torch's global generator, which `generate` draws from; restored afterwards.
     """
+    check_same_size(target, draft)
     observer = _Observer(len(prompt_ids))
-    greedy = sampling.temperature == 0.0
-    warp = {
-        "do_sample": not greedy,
-        "temperature": None if greedy else sampling.temperature,
-        "top_k": None if greedy else sampling.top_k,
-        "top_p": None if greedy else sampling.top_p,
-    }
+    # A configuration of our own: the model's may hold penalties that no other method applies.
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        eos_token_id=target.generation_config.eos_token_id,
+        pad_token_id=target.generation_config.pad_token_id,
+        bos_token_id=target.generation_config.bos_token_id,
+        do_sample=sampling.temperature > 0.0,
+        **(asdict(sampling) if sampling.temperature > 0.0 else {}),
+    )
     ids = prompt_ids.unsqueeze(0).to(target.device)
-    with torch.random.fork_rng(), _fixed_length(draft, length), _observed(target, draft, observer):
+    devices = [target.device] if target.device.type == "cuda" else []
+    with (
+        torch.random.fork_rng(devices),
+        _fixed_length(draft, length),
+        _observed(target, draft, observer),
+    ):
         torch.manual_seed(seed)
         begun = time.perf_counter()
         text = target.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             assistant_model=draft,
-            max_new_tokens=max_new_tokens,
-            **warp,
+            generation_config=config,
         )[0]
         if text.device.type == "cuda":
             torch.cuda.synchronize(text.device)

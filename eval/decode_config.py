@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -77,6 +78,8 @@ class DecodeConfig:
                 "length, limit, paths and widths must be 1 or larger, got "
                 f"{self.length}, {self.limit}, {self.paths} and {self.widths}"
             )
+        if not math.isfinite(self.threshold):
+            raise ConfigError(f"threshold must be a number, got {self.threshold}")
         if (self.drafter == "tree") != bool(self.widths):
             raise ConfigError(
                 f"a tree needs widths, and only a tree: got {self.drafter} with {self.widths}"

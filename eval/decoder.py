@@ -85,6 +85,8 @@ class SpeculativeDecoder:
         vocabulary, ends = target.config.get_text_config().vocab_size, end_ids(target)
         drafter = None
         if draft is not None:
+            if head is not None:
+                head = head.to(draft.device)
             kind = WatchedModel if config.stop == "head" else CachedModel
             drafter = config.make_drafter(kind(draft, config.sampling, vocabulary), head, ends)
         model = CachedModel(target, config.sampling, vocabulary)
@@ -110,9 +112,7 @@ class SpeculativeDecoder:
                 f"{tuple(prompt_ids.shape)} and {max_new_tokens}"
             )
         begun = time.perf_counter()
-        self._target.reset()
-        if self._drafter is not None:
-            self._drafter.model.reset()
+        self._forget()
         text: list[int] = prompt_ids.tolist()
         goal, verifier = len(text) + max_new_tokens, self._verifier
         rounds: list[Round] = []
@@ -122,12 +122,20 @@ class SpeculativeDecoder:
             text += emitted
             rounds.append(record)
             ended = text[-1] in self._ends
+        seconds = time.perf_counter() - begun
+        self._forget()
         return Generation(
             torch.tensor(text[len(prompt_ids) :]),
             tuple(rounds),
             "eos" if ended else "length",
-            time.perf_counter() - begun,
+            seconds,
         )
+
+    def _forget(self) -> None:
+        """Free the caches: several decoders may share one GPU."""
+        self._target.reset()
+        if self._drafter is not None:
+            self._drafter.model.reset()
 
     def _round(
         self, text: list[int], goal: int, verifier: Verifier, generator: torch.Generator

@@ -8,82 +8,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
 
-from eval.assisted import assisted_generate
-from eval.decode_config import DecodeConfig, Shape, Siblings, Stop
+from eval.assisted import assisted_generate, check_same_size
 from eval.decoder import Generation, SpeculativeDecoder
 from eval.environment import Environment
+from eval.methods import EvalConfig, MethodConfig, decode_config, parameters
 from eval.metrics import PromptRecord, record_prompt
-from eval.results import PLAIN, Method, Results, build_results
+from eval.results import Method, Results, build_results
 from eval.verifiers import VERIFIERS
 from heads import AcceptanceHead
-from specdata.errors import ConfigError, at_least_one
+from specdata.errors import ConfigError, ManifestError
 from specdata.probability import SamplingConfig
-from specdata.prompts import Prompt, PromptSet
+from specdata.prompts import Prompt
 from specdata.seeds import generator_for, seed_for
 from specdata.shards import write_json
 from specdata.tables import differences
-
-Engine = Literal["plain", "draft", "transformers"]
-
-
-@dataclass(frozen=True, slots=True)
-class MethodConfig:
-    """One row of the report."""
-
-    name: str = field(metadata={"help": "unique name shown in the report"})
-    engine: Engine = field(
-        default="draft",
-        metadata={"help": "plain (target alone), draft, or transformers (its assisted generation)"},
-    )
-    verifier: str = field(default="token", metadata={"help": "acceptance rule"})
-    verifier_args: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "parameters of the acceptance rule"}
-    )
-    drafter: Shape = field(default="chain", metadata={"help": "chain, paths or tree"})
-    length: int = field(default=4, metadata={"help": "drafted tokens a round with stop: fixed"})
-    paths: int = field(default=1, metadata={"help": "number of paths"})
-    widths: tuple[int, ...] = field(default=(), metadata={"help": "k-configuration of a tree"})
-    siblings: Siblings = field(
-        default="auto", metadata={"help": "iid, distinct, greedy, or auto: as the verifier needs"}
-    )
-    path_temperatures: tuple[float, ...] = field(
-        default=(), metadata={"help": "the draft's temperature on each path"}
-    )
-    stop: Stop = field(default="fixed", metadata={"help": "stopping rule"})
-    threshold: float = field(default=0.7, metadata={"help": "of the stopping rule"})
-    limit: int = field(default=20, metadata={"help": "most drafted tokens with other stop rules"})
-
-
-@dataclass(frozen=True, slots=True)
-class EvalConfig:
-    """What is measured."""
-
-    sets: list[PromptSet] = field(metadata={"help": "prompt sets, each a block of the report"})
-    methods: list[MethodConfig] = field(metadata={"help": "ways of decoding, plain among them"})
-    max_new_tokens: int = field(default=128, metadata={"help": "longest continuation, in tokens"})
-    threads: int = field(
-        default=0, metadata={"help": "threads of torch while measuring; 0 leaves its default"}
-    )
-    warmup_tokens: int = field(
-        default=16, metadata={"help": "tokens that each method decodes before anything is timed"}
-    )
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "eval", "max_new_tokens", "warmup_tokens")
-        names = [method.name for method in self.methods]
-        plain = [method.name for method in self.methods if method.engine == "plain"]
-        if len(set(names)) < len(names) or plain != [PLAIN]:
-            raise ConfigError(
-                f"method names must be unique and exactly one, {PLAIN!r}, must have engine plain; "
-                f"got {', '.join(names)}"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,39 +38,6 @@ class Artefacts:
     draft: PreTrainedModel
     head: AcceptanceHead | None
     names: Mapping[str, str | None]
-
-
-def decode_config(method: MethodConfig, sampling: SamplingConfig) -> DecodeConfig:
-    """The decoder's configuration of a method. Raises ConfigError if it cannot work."""
-    return DecodeConfig(
-        verifier=method.verifier,
-        verifier_args=method.verifier_args,
-        drafter=method.drafter,
-        length=method.length,
-        paths=method.paths,
-        widths=method.widths,
-        siblings=method.siblings,
-        path_temperatures=method.path_temperatures,
-        stop=method.stop,
-        threshold=method.threshold,
-        limit=method.limit,
-        **asdict(sampling),
-    )
-
-
-def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -> None:
-    """Find impossible methods before any model is loaded.
-
-    Raises:
-        ConfigError: naming the method.
-    """
-    for method in config.methods:
-        try:
-            decode_config(method, sampling)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"method {method.name!r}: {error}") from error
-        if method.stop == "head" and not head:
-            raise ConfigError(f"method {method.name!r} stops by a head, but none was trained")
 
 
 def run_experiment(
@@ -158,7 +69,7 @@ def run_experiment(
     runners = {
         method.name: _runner(models, method, config, sampling, seed) for method in config.methods
     }
-    store = _Store(folder / "prompts", config, sampling, seed)
+    store = _Store(folder / "prompts", config, sampling, seed, environment)
     if not all(store.has(prompt) for prompt in prompts):
         for run in runners.values():
             run(prompts[0], config.warmup_tokens)
@@ -201,6 +112,7 @@ def _runner(
     seed: int,
 ) -> Callable[[Prompt, int], Generation]:
     if method.engine == "transformers":
+        check_same_size(models.target, models.draft)
         return lambda prompt, budget: assisted_generate(
             models.target,
             models.draft,
@@ -240,47 +152,39 @@ def _describe(
         drafter={"plain": None, "draft": method.drafter, "transformers": "transformers"}[
             method.engine
         ],
-        verifier=method.verifier if drafts else None,
+        verifier=method.verifier if ours else None,
         stop=method.stop if drafts else None,
         length=(method.length if fixed else method.limit) if drafts else None,
         threshold=None if fixed or not drafts else method.threshold,
         sampling={**asdict(sampling), "max_new_tokens": config.max_new_tokens, "seed": seed},
-        parameters=_parameters(method),
+        parameters=parameters(method),
         lossless=not ours or VERIFIERS[method.verifier].lossless,
     )
-
-
-def _parameters(method: MethodConfig) -> dict[str, Any]:
-    """The settings of a method that have no column of their own."""
-    named: dict[str, Any] = dict(method.verifier_args)
-    if method.drafter == "paths":
-        named["paths"] = method.paths
-        named |= (
-            {"path_temperatures": list(method.path_temperatures)}
-            if (method.path_temperatures)
-            else {}
-        )
-    if method.drafter == "tree":
-        named["widths"] = list(method.widths)
-        named["siblings"] = decode_config(method, SamplingConfig()).how
-    return named
 
 
 class _Store:
     """Raw records of finished prompts, one JSON file a prompt, with what they were made with."""
 
     def __init__(
-        self, folder: Path, config: EvalConfig, sampling: SamplingConfig, seed: int
+        self,
+        folder: Path,
+        config: EvalConfig,
+        sampling: SamplingConfig,
+        seed: int,
+        environment: Environment,
     ) -> None:
         self._folder = folder
-        settings = {"methods": config.methods, "max_new_tokens": config.max_new_tokens}
-        plain = {
-            **settings,
+        settings = {
             "methods": {method.name: asdict(method) for method in config.methods},
+            "max_new_tokens": config.max_new_tokens,
             "sampling": asdict(sampling),
             "seed": seed,
+            # Times of two machines must not end up in one table.
+            "hardware": environment.hardware,
+            "device": environment.device,
+            "dtype": environment.dtype,
         }
-        self._settings = json.loads(json.dumps(plain))
+        self._settings = json.loads(json.dumps(settings))
 
     def _path(self, prompt: Prompt) -> Path:
         return self._folder / f"{prompt.dataset}-{prompt.example_id}.json"
@@ -293,10 +197,20 @@ class _Store:
         write_json(self._path(prompt), {"settings": self._settings, "records": rows})
 
     def get(self, prompt: Prompt) -> dict[str, PromptRecord]:
-        stored = json.loads(self._path(prompt).read_text(encoding="utf-8"))
-        if changed := differences(stored["settings"], self._settings):
+        path = self._path(prompt)
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            records = {
+                name: PromptRecord(**stored["records"][name]) for name in self._settings["methods"]
+            }
+            before = stored["settings"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ManifestError(
+                f"{path} is damaged ({error!r}): remove it, and run again"
+            ) from error
+        if changed := differences(before, self._settings):
             raise ConfigError(
                 f"{self._folder} holds measurements made with other settings; choose another "
                 "output folder or remove it. Stored -> asked:\n  " + "\n  ".join(changed)
             )
-        return {name: PromptRecord(**record) for name, record in stored["records"].items()}
+        return records

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from distill.offline import DistilConfig
 from distill.toy import ToyPairConfig
-from eval.experiment import EvalConfig
+from eval.methods import EvalConfig
 from heads.config import HeadConfig
 from specdata.errors import ConfigError, at_least_one
 from specdata.models import check_dtype

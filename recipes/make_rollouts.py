@@ -14,7 +14,7 @@ from distill.toy import train_toy_pair
 from recipes.config import PipelineConfig
 from recipes.layout import folder, pair_stage, rollouts_stage
 from recipes.run import Stage, cli, is_main, run_stage, wait_for
-from specdata.models import load_model, load_tokenizer
+from specdata.models import check_length, load_model, load_tokenizer
 from specdata.prompts import load_prompts
 from specdata.rollouts import make_rollouts
 from specdata.vocabulary import check_shared_vocabulary, fingerprint
@@ -47,6 +47,8 @@ def _rollouts(config: PipelineConfig) -> dict[str, Any]:
     check_shared_vocabulary(tokenizer, load_tokenizer(models.draft))
     prompts = load_prompts(config.rollouts.sets, tokenizer, seed=config.seed)
     target = load_model(models.target, dtype=models.dtype)
+    longest = max(len(prompt.ids) for prompt in prompts)
+    check_length(target, longest + config.rollouts.max_new_tokens)
     settings = {**stage.settings, "target": models.target, "tokenizer": fingerprint(tokenizer)}
     with tqdm(total=len(prompts), desc="rollouts", unit="prompt", file=sys.stderr) as bar:
         rows = make_rollouts(

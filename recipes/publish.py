@@ -7,6 +7,7 @@ python recipes/publish.py --config recipes/configs/toy.yaml
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from eval.release import About, check_repository, release_draft, release_head
 from eval.results import read_results
 from recipes.config import PipelineConfig
 from recipes.layout import draft_in_use, folder, head_in_use, release_stage
-from recipes.run import Stage, cli, is_main, need, read_record, run_stage, say
+from recipes.run import Stage, cli, finished, is_main, need, read_record, run_stage, say
 from specdata.errors import ConfigError
 
 
@@ -56,6 +57,10 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         return {}
     (stage,) = stages(config)
     need(folder(config, "eval"), "run_eval.py")
+    check(config)
+    if finished(stage.folder) and read_record(stage.folder)["settings"] != stage.settings:
+        # Other ids or another license: everything here is a copy, so it is made again.
+        shutil.rmtree(stage.folder)
     found = run_stage(stage, config, lambda: _release(config, stage))
     for name, place in found.items():
         say(f"  {name}: {place}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 import transformers
 import yaml
 from rich.console import Console
+from safetensors import SafetensorError
 
 from eval.environment import describe_environment
 from recipes.config import PipelineConfig, parse
@@ -30,6 +33,7 @@ from specdata.shards import sha256, write_json
 from specdata.tables import differences
 
 RUN = "run.json"
+LOCK = ".lock"
 # Everything else that is raised is trouble outside (OSError) or a defect with its traceback.
 USER_ERRORS = (ConfigError, ManifestError, VocabularyMismatchError, CacheNotRewindableError)
 KEYS = ("stage", "settings", "inputs", "finished", "wall_seconds", "results")
@@ -73,6 +77,12 @@ def run_stage(
         ConfigError: if the folder belongs to another run, or an input is missing.
     """
     path = stage.folder / RUN
+    for name, source in stage.inputs.items():
+        if Path(source).is_relative_to(config.output) and not Path(source).exists():
+            raise ConfigError(
+                f"{stage.name} reads {name} from {source}, which is not there: run the stage that "
+                "makes it (remove its folder first if it counts as done)"
+            )
     record = {
         "schema_version": 1,
         "stage": stage.name,
@@ -97,15 +107,39 @@ def run_stage(
         return dict(stored["results"])
     say(f"[bold]{stage.name}[/]: {'continuing' if stored else 'starting'} in {stage.folder}")
     begun = time.perf_counter()
-    if is_main():
+    if not is_main():
+        return work()
+    with _locked(stage.folder):
         write_json(path, record)
-    record["results"] = work()
+        try:
+            record["results"] = work()
+        except USER_ERRORS:
+            if {file.name for file in stage.folder.iterdir()} <= {RUN, LOCK}:
+                path.unlink()  # nothing was made yet: the corrected command may use the folder
+            raise
     record["wall_seconds"] = time.perf_counter() - begun  # of the session that finished it
     record["finished"] = True
-    if is_main():
-        write_json(path, record)
+    write_json(path, record)
     say(f"[green]{stage.name}: done[/] in {record['wall_seconds']:.0f} s")
     return dict(record["results"])
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Refuse a second run in the same folder; the lock goes with the process, however it ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = (folder / LOCK).open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write into {folder} ({error.strerror}): choose another --output"
+        ) from error
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"another process is working in {folder}: wait for it") from error
+        yield
 
 
 def _stored(stage: Stage, record: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -213,6 +247,8 @@ def show_plan(config: PipelineConfig, stages: Sequence[Stage]) -> None:
         state = "would be made"
         if (stage.folder / RUN).is_file():
             state = "done" if finished(stage.folder) else "begun"
+            if read_record(stage.folder)["settings"] != json.loads(json.dumps(stage.settings)):
+                state = "made with other settings, would be refused"
         console.print(f"\n[bold]{stage.name}[/] ({state})")
         for name, source in stage.inputs.items():
             there = "" if Path(source).exists() else " (not there yet, or on the Hub)"
@@ -244,7 +280,7 @@ def cli(
     except USER_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter for a disk that is full, too
         print(
             f"error while running: {error}. Nothing finished is lost: mend the cause and run the "
             "same command again",

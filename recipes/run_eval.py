@@ -12,7 +12,8 @@ import torch
 from tqdm import tqdm
 
 from eval.environment import describe_environment
-from eval.experiment import Artefacts, check_methods, run_experiment
+from eval.experiment import Artefacts, run_experiment
+from eval.methods import check_methods
 from eval.report import Context, terminal, write_report
 from eval.results import read_results, write_results
 from heads import AcceptanceHead
@@ -29,7 +30,8 @@ from recipes.run import (
     run_stage,
     say,
 )
-from specdata.models import load_model, load_tokenizer
+from specdata.errors import ConfigError
+from specdata.models import check_length, load_model, load_tokenizer
 from specdata.prompts import load_prompts, read_texts
 from specdata.vocabulary import check_shared_vocabulary
 
@@ -68,10 +70,14 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     check_shared_vocabulary(tokenizer, load_tokenizer(draft_name))
     prompts = load_prompts(config.eval.sets, tokenizer, seed=config.seed)
     target = load_model(models.target, dtype=models.dtype)
-    head = AcceptanceHead.from_pretrained(head_name) if head_name else None
+    longest = max(len(prompt.ids) for prompt in prompts) + config.eval.max_new_tokens
+    check_length(target, longest)
+    draft = load_model(draft_name, dtype=models.dtype)
+    check_length(draft, longest)
+    head = _load_head(head_name) if head_name else None
     artefacts = Artefacts(
         target,
-        load_model(draft_name, dtype=models.dtype),
+        draft,
         head.to(target.device) if head else None,
         {"target": models.target, "draft": draft_name, "head": head_name},
     )
@@ -97,6 +103,13 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     write_results(stage.folder / "results.json", results)
     write_report(results, stage.folder, _context(config))
     return {"runs": len(results.runs), "prompts": len(prompts)}
+
+
+def _load_head(name: str) -> AcceptanceHead:
+    try:
+        return AcceptanceHead.from_pretrained(name)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{error}; train it again with recipes/train_head.py") from error
 
 
 def _context(config: PipelineConfig) -> Context:

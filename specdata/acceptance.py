@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdata.models import known_ids
 from specdata.probability import (
     SamplingConfig,
     accept_probability,
@@ -84,7 +85,7 @@ def label(
     ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=target.device)
     # Position t of a forward predicts token t + 1, so these rows are the laws of X_1 .. X_n.
     logits = [
-        model(input_ids=ids[:, :-1], logits_to_keep=length).logits[0, -length:]
+        model(input_ids=known_ids(ids[:, :-1], model), logits_to_keep=length).logits[0, -length:]
         for model in (target, draft)
     ]
     logits[1] = to_vocabulary(logits[1], logits[0].shape[-1])

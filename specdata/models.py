@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -30,13 +31,19 @@ def load_model(name: str, *, dtype: str = "float32") -> Any:
     """
     check_dtype(dtype)
     source, revision = hub_source(name)
-    model: PreTrainedModel = _from_hub(
+    model, info = _from_hub(
         "model",
         name,
         lambda: AutoModelForCausalLM.from_pretrained(
-            source, dtype=DTYPES[dtype], revision=revision
+            source, dtype=DTYPES[dtype], revision=revision, output_loading_info=True
         ),
     )
+    if missing := sorted(info["missing_keys"]):
+        # transformers would fill them with random numbers and only log it.
+        raise ConfigError(
+            f"the weights of {name!r} do not fit its config.json: {len(missing)} are missing "
+            f"(first: {missing[0]}); save the model again with save_pretrained"
+        )
     return model.to(device()).eval()
 
 
@@ -65,6 +72,26 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def check_length(model: PreTrainedModel, longest: int) -> None:
+    """Raise ConfigError if a text of `longest` tokens is more than the model has positions for."""
+    limit = model.config.get_text_config().max_position_embeddings
+    if longest > limit:
+        raise ConfigError(
+            f"the longest prompt and max_new_tokens make {longest} tokens, but "
+            f"{model.config.name_or_path or 'the model'} has positions for {limit}: lower "
+            "max_new_tokens or leave out long prompts"
+        )
+
+
+def known_ids(ids: Tensor, model: PreTrainedModel) -> Tensor:
+    """Token ids that a model can read, same shape.
+
+    Embedding matrices of one family are padded to different sizes. An id that only the other
+    model has gets a stand-in: a worse guess follows, never another law of the target.
+    """
+    return torch.where(ids < model.config.get_text_config().vocab_size, ids, 0)
+
+
 def end_ids(model: PreTrainedModel) -> frozenset[int]:
     """Token ids that end a text, from the model's generation configuration."""
     ids = model.generation_config.eos_token_id
@@ -76,7 +103,7 @@ def end_ids(model: PreTrainedModel) -> frozenset[int]:
 def _from_hub(what: str, name: str, load: Callable[[], T]) -> T:
     try:
         return load()
-    except (OSError, ValueError) as error:
+    except Exception as error:
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise ConfigError(
             f"cannot load the {what} {name!r}: give a folder with a saved {what} or a Hub id that "

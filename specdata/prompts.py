@@ -84,7 +84,7 @@ def read_texts(wanted: PromptSet, seed: int) -> list[str]:
         )
     try:
         # Not splitlines(): it also splits at characters that may stand inside a JSON string.
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             rows = islice((line for line in lines if line.strip()), wanted.count)
             texts = [json.loads(line)["prompt"] for line in rows]
     except OSError as error:

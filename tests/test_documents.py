@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from eval.experiment import check_methods
+from eval.methods import check_methods
 from eval.verifiers import VERIFIERS
 from recipes.config import build
 

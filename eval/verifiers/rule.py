@@ -157,6 +157,8 @@ class Verifier:
             raise ValueError(
                 f"verifier {self.name!r} is proved for {'; '.join(self.takes)}; got {tree.kind}"
             )
+        if not target.is_floating_point() or target.dtype.itemsize < 4:
+            raise ValueError(f"target must be float32 or wider, got {target.dtype}")
         # An empty draft has no law, so it does not know V.
         expected = (len(tree) + 1, tree.vocabulary if len(tree) else target.shape[-1])
         if tuple(target.shape) != expected:
