@@ -133,10 +133,8 @@ class DecodeConfig:
         """Build the verifier with its parameters. Raises ConfigError for parameters it has not."""
         try:
             return VERIFIERS[self.verifier].make(**self.verifier_args)
-        except TypeError as error:
-            raise ConfigError(
-                f"verifier {self.verifier!r} does not take {dict(self.verifier_args)}: {error}"
-            ) from error
+        except ValueError as error:
+            raise ConfigError(f"verifier {self.verifier!r}: {error}") from error
 
     def make_drafter(
         self, model: CachedModel, head: AcceptanceHead | None, ends: frozenset[int]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 # A residual with less mass than this can only be reached through rounding; p itself is used then.
-NEGLIGIBLE_MASS = 1e-12
+NEGLIGIBLE_MASS = 1e-15
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,8 +52,26 @@ def test_laws_that_differ_where_paths_compete_make_them_independent() -> None:
 
 
 def test_the_same_law_up_to_rounding_is_one_law() -> None:
-    q = torch.stack([Q2, Q2 + 1e-8])
-    assert DraftTree.paths(torch.tensor([[0, 2], [0, 1]]), q).kind == "paths, iid"
+    tokens = torch.tensor([[0, 2], [0, 1]])
+    q = torch.stack([Q2, Q2 * (1 + 4e-16)])
+    assert DraftTree.paths(tokens, q).kind == "paths, iid"
+    rounded = torch.stack([Q2, Q2 * (1 + 1e-6)]).float()
+    assert DraftTree.paths(tokens, rounded).kind == "paths, iid"
+    assert DraftTree.paths(tokens, torch.stack([Q2, Q2 + 1e-8])).kind == "paths, independent"
+
+
+def test_laws_of_many_small_probabilities_that_differ_as_a_whole_are_not_merged() -> None:
+    half = torch.full((131072,), 1 / 131072)
+    tilted = half.clone()
+    tilted[::2] += 9e-7
+    tilted[1::2] -= 9e-7
+    draft = DraftTree.siblings(torch.tensor([0, 1]), torch.stack([half, tilted]))
+    assert draft.kind == "siblings, independent"
+
+
+def test_a_token_with_a_tiny_probability_under_its_own_law_is_accepted_as_drawn() -> None:
+    laws = torch.tensor([[1.0, 0.0], [1 - 5e-7, 5e-7]], dtype=torch.float64)
+    assert DraftTree.siblings(torch.tensor([0, 1]), laws).law_list == [0, 1]
 
 
 def test_siblings_may_repeat_unless_drawn_without_replacement() -> None:

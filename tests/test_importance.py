@@ -418,9 +418,9 @@ def test_refuses_unknown_parameters(name: str) -> None:
     make = VERIFIERS[name].make
     with pytest.raises(ValueError, match="lp, truncated, truncated_nosort, luce; got 'simplex'"):
         make(solver="simplex")
-    with pytest.raises(ValueError, match="s must be 1 or larger, got 0"):
+    with pytest.raises(ValueError, match="s must be a whole number from 1, got 0"):
         make(s=0)
-    with pytest.raises(ValueError, match="alphabet must be None or 1 or larger"):
+    with pytest.raises(ValueError, match="alphabet must be None or a whole number"):
         VERIFIERS["importance"].make(alphabet=0)
 
 

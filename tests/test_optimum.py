@@ -211,3 +211,12 @@ def test_refuses_what_makes_no_sense() -> None:
         optimal_acceptance(P3, Q4, 2)
     with pytest.raises(ValueError, match="one shape"):
         optimal_acceptance_independent(P3, [])
+
+
+def test_distinct_drafts_with_tiny_probabilities_are_still_all_drawn() -> None:
+    tiny = torch.tensor([1.0, 1e-300], dtype=torch.float64)
+    half = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    assert optimal_acceptance(half, tiny, 2, how="distinct") == pytest.approx(1.0, abs=1e-12)
+    subnormal = torch.tensor([1.87e-320, 1.0], dtype=torch.float64)
+    first = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    assert optimal_acceptance(first, subnormal, 3, how="distinct") == pytest.approx(1.0, abs=1e-12)

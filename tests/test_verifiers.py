@@ -320,3 +320,39 @@ def test_float32_agrees_with_float64(verifier: Verifier, vocabulary: int, reques
         assert float((wide.stop - narrow.stop.double()).abs().max()) < 2e-5
         gap = (wide.bonus - narrow.bonus.double()).abs().sum(-1) * wide.stop
         assert float(gap.max()) < 4e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("biased_opt", {}),
+        ("biased_uno", {"epsilon": None}),
+        ("biased_uno", {"epsilon": "0.1"}),
+        ("importance", {"s": 2.5}),
+        ("importance", {"alphabet": float("nan")}),
+        ("importance", {"solver": "simplex"}),
+        ("block", {"epsilon": 0.1}),
+    ],
+)
+def test_unusable_parameters_are_value_errors(name: str, parameters: dict[str, object]) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 (each has its own text)
+        VERIFIERS[name].make(**parameters)
+
+
+@pytest.mark.parametrize(
+    "row", [[float("nan"), 0.5], [0.5, 0.2], [1.5, -0.5]], ids=["nan", "sum", "negative"]
+)
+def test_a_target_that_is_no_law_is_refused(row: list[float]) -> None:
+    q = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
+    target = torch.tensor([row, row], dtype=torch.float64)
+    with pytest.raises(ValueError, match="target must hold laws"):
+        VERIFIERS["token"].make()(DraftTree.chain(torch.tensor([0]), q), target)
+    with pytest.raises(ValueError, match="float32 or wider"):
+        VERIFIERS["token"].make()(DraftTree.chain(torch.tensor([0]), q), target.half())
+
+
+def test_a_verifier_says_what_its_entry_says() -> None:
+    verifier = VERIFIERS["block"].make()
+    entry = VERIFIERS["block"]
+    assert (verifier.branching, verifier.lossless) == (entry.branching, entry.lossless)
+    assert verifier.paper == entry.paper

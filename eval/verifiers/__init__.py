@@ -7,7 +7,7 @@ add its line below. `tests/test_verifiers.py` drives every entry through the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from eval.verifiers.batch import batch
@@ -29,16 +29,24 @@ class Entry:
     """One verifier of the zoo.
 
     Args:
-        make: builds the verifier; its keyword arguments are the verifier's parameters.
+        build: builds the verifier; its keyword arguments are the verifier's parameters.
         branching: whether it takes drafts with more than one candidate for a place.
         lossless: whether the output law is exactly the target's.
         paper: where it comes from.
     """
 
-    make: Callable[..., Verifier]
+    build: Callable[..., Verifier]
     branching: bool
     lossless: bool
     paper: str
+
+    def make(self, **parameters: object) -> Verifier:
+        """Build the verifier. Raises ValueError for parameters that it does not have or needs."""
+        try:
+            verifier = self.build(**parameters)
+        except TypeError as error:
+            raise ValueError(f"unusable verifier parameters {parameters}: {error}") from error
+        return replace(verifier, branching=self.branching, lossless=self.lossless, paper=self.paper)
 
 
 IID = ("chain", "siblings, iid", "paths, iid", "tree, iid")
@@ -91,14 +99,18 @@ VERIFIERS: Mapping[str, Entry] = MappingProxyType(
             paper="Sun et al. 2023, SpecTr (arXiv:2310.15141), Algorithm 3",
         ),
         "importance": Entry(
-            lambda **kw: Verifier("importance", walk(importance(**kw)), INDEPENDENT),
+            lambda *, solver="truncated", s=5, alphabet=None: Verifier(
+                "importance", walk(importance(solver=solver, s=s, alphabet=alphabet)), INDEPENDENT
+            ),
             branching=True,
             lossless=True,
             paper="Khisti et al. 2025 (arXiv:2410.18234); Luce selection is ours",
         ),
         "multipath_block": Entry(
-            lambda **kw: Verifier(
-                "multipath_block", multipath_block(**kw), ("paths, iid", "paths, independent")
+            lambda *, solver="truncated", s=5: Verifier(
+                "multipath_block",
+                multipath_block(solver=solver, s=s),
+                ("paths, iid", "paths, independent"),
             ),
             branching=True,
             lossless=True,
@@ -123,13 +135,13 @@ VERIFIERS: Mapping[str, Entry] = MappingProxyType(
             paper="Yin et al. 2024 (arXiv:2411.00841), Algorithm 4",
         ),
         "biased_uno": Entry(
-            lambda epsilon: Verifier("biased_uno", walk(biased_uno(epsilon)), ("chain",)),
+            lambda *, epsilon: Verifier("biased_uno", walk(biased_uno(epsilon)), ("chain",)),
             branching=False,
             lossless=False,
             paper="Yin et al. 2024 (arXiv:2411.00841), Decoding-UNO",
         ),
         "biased_opt": Entry(
-            lambda epsilon: Verifier("biased_opt", walk(biased_opt(epsilon)), ("chain",)),
+            lambda *, epsilon: Verifier("biased_opt", walk(biased_opt(epsilon)), ("chain",)),
             branching=False,
             lossless=False,
             paper="Yin et al. 2024 (arXiv:2411.00841), Theorems 4 and 5, Decoding-OPT",

@@ -58,5 +58,6 @@ def _accepts(p: Tensor, siblings: Siblings, dice: Dice, epsilon: float) -> bool:
 
 
 def _check(epsilon: float) -> None:
-    if not (math.isfinite(epsilon) and epsilon >= 0.0):
-        raise ValueError(f"epsilon must be a finite number, 0 or larger, got {epsilon}")
+    number = isinstance(epsilon, int | float)
+    if not (number and math.isfinite(epsilon) and epsilon >= 0.0):
+        raise ValueError(f"epsilon must be a finite number, 0 or larger, got {epsilon!r}")

@@ -49,8 +49,8 @@ def importance(solver: Solver = "truncated", s: int = 5, alphabet: int | None = 
         ValueError: for an unknown solver, s < 1 or alphabet < 1.
     """
     select = selector(solver, s)
-    if alphabet is not None and alphabet < 1:
-        raise ValueError(f"alphabet must be None or 1 or larger, got {alphabet}")
+    if alphabet is not None and not (isinstance(alphabet, int) and alphabet >= 1):
+        raise ValueError(f"alphabet must be None or a whole number from 1, got {alphabet!r}")
 
     def rule(p: Tensor, siblings: Siblings, dice: Dice) -> int | Tensor:
         tokens = siblings.tokens
@@ -81,7 +81,7 @@ def importance(solver: Solver = "truncated", s: int = 5, alphabet: int | None = 
 
 def as_law(law: Tensor) -> Array:
     """(V,) a law as float64 that sums to 1: b is a difference of nearly equal sums elsewhere."""
-    exact: Array = (law.detach().double() / law.sum(dtype=torch.float64)).cpu().numpy()
+    exact: Array = (law.detach().double() / law.detach().sum(dtype=torch.float64)).cpu().numpy()
     return exact
 
 

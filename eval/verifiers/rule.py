@@ -139,6 +139,9 @@ class Verifier:
         carries: whether a rejection opens a frame. The length of every draft must then be planned
             before its first token is drawn: a stopping rule that looks at drafted tokens is biased.
         frames: what earlier rounds left behind; the rule sees the target through them.
+        branching: whether it takes drafts with more than one candidate for a place.
+        lossless: whether the output law is exactly the target's.
+        paper: where it comes from.
     """
 
     name: str
@@ -146,6 +149,9 @@ class Verifier:
     takes: tuple[str, ...]
     carries: bool = False
     frames: Frames = ()
+    branching: bool = False
+    lossless: bool = True
+    paper: str = ""
 
     def needs_tail(self, length: int) -> bool:
         """Whether a chain of `length` tokens must carry the draft's law after its last one."""
@@ -173,14 +179,22 @@ class Verifier:
                 node i's token.
 
         Raises:
-            ValueError: for a draft without a proof, or a target of another shape.
+            ValueError: for a draft without a proof, or a target of another shape or that is no law.
         """
+        self.check(tree, target)
+        off = float((target.sum(dim=-1) - 1).abs().max())
+        if bool((target < 0).any()) or not off <= 1e-3:
+            raise ValueError(
+                f"target must hold laws: no negative entry, rows that sum to 1; one is off by {off}"
+            )
         stop = torch.zeros(len(tree) + 1, dtype=torch.float64)
         bonus = torch.zeros(target.shape, dtype=torch.float64)
         for weight, end in self.outcomes(tree, target):
             stop[end.node] += weight
             bonus[end.node] += weight * end.law.double().cpu()
-        bonus /= torch.where(stop > 0, stop, 1.0).unsqueeze(-1)
+        # By its own sum rather than by `stop`, which may be too small to divide by.
+        mass = bonus.sum(dim=-1, keepdim=True)
+        bonus /= torch.where(mass > 0, mass, 1.0)
         return Verdict(stop.to(target), bonus.to(target))
 
     def outcomes(self, tree: DraftTree, target: Tensor) -> Iterator[tuple[float, Stop]]:

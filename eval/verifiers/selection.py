@@ -79,8 +79,8 @@ def selector(solver: Solver, s: int) -> Select:
     """
     if solver not in get_args(Solver):
         raise ValueError(f"solver must be one of {', '.join(get_args(Solver))}; got {solver!r}")
-    if s < 1:
-        raise ValueError(f"s must be 1 or larger, got {s}")
+    if not (isinstance(s, int) and s >= 1):
+        raise ValueError(f"s must be a whole number from 1, got {s!r}")
     forms: dict[str, PairForms] = {
         "lp": full_program,
         "truncated": partial(truncated, s=s),
