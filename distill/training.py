@@ -32,6 +32,7 @@ from transformers.utils import logging
 
 from specdata.errors import ManifestError
 from specdata.shards import write_json
+from specdata.tables import differences
 
 # Written last, so its existence means that every rank has written its part of the checkpoint.
 _COMPLETE = "complete.json"
@@ -156,13 +157,11 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
     if not path.is_file():
         return
     stored = json.loads(path.read_text("utf-8"))
-    wanted = json.loads(json.dumps(settings))
-    for key in sorted(stored.keys() | wanted.keys()):
-        if stored.get(key) != wanted.get(key):
-            raise ManifestError(
-                f"{path.parent} was made with {key} = {stored.get(key)}, now it is "
-                f"{wanted.get(key)}; delete that folder or use another one"
-            )
+    if changed := differences(stored, json.loads(json.dumps(settings))):
+        raise ManifestError(
+            f"{path.parent} was made with other settings; delete that folder or use another one. "
+            "Stored -> asked:\n  " + "\n  ".join(changed)
+        )
 
 
 def _step(checkpoint: Path) -> int:

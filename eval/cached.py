@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from specdata.errors import CacheNotRewindableError
+from specdata.models import known_ids
 from specdata.probability import SamplingConfig, probabilities, to_vocabulary
 
 
@@ -33,7 +34,7 @@ class CachedModel:
         self.state: Tensor | None = None
         self._sampling = sampling
         self._vocabulary = vocabulary
-        self._own = model.config.get_text_config().vocab_size
+        self._padded = model.config.get_text_config().vocab_size < vocabulary
         self.reset()
         for layer in self._cache.layers:
             if layer.is_sliding or not layer.is_croppable:
@@ -129,12 +130,10 @@ class CachedModel:
             self._cache.crop(-surplus)
 
     def _forward(self, tokens: list[int], rows: int, **places: Tensor) -> Tensor:
-        # A draft with a smaller matrix reads a stand-in for ids that only the target has: a worse
-        # guess follows, never another law of the output.
-        known = [token if token < self._own else 0 for token in tokens]
         self.forwards += 1
+        ids = torch.tensor([tokens], device=self.model.device)
         out = self.model(
-            input_ids=torch.tensor([known], device=self.model.device),
+            input_ids=known_ids(ids, self.model) if self._padded else ids,
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=rows,

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from eval.labels import DATA, POINT, label
+from eval.annotations import DATA, POINT, label
 from eval.results import Results, Run, fastest
 
 INK, GRID = "#24292f", "#d0d7de"

@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from eval import charts
+from eval.annotations import label, place_labels
 from eval.charts import FAMILIES, GRID, INK, MIN_ROUNDS, family
-from eval.labels import label, place_labels
 from eval.results import Results
 from specdata.shards import atomic_write
 

@@ -21,6 +21,7 @@ from heads.mixing import (
     collate,
     derived_generator,
 )
+from specdata.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,11 @@ class LabelRows:
         """Check a dataset and find its usable rows.
 
         Raises:
-            ValueError: if a column is missing or no row can be used.
+            ConfigError: if a column is missing or no row can be used.
         """
         missing = [column for column in COLUMNS if column not in dataset.column_names]
         if missing:
-            raise ValueError(
+            raise ConfigError(
                 f"the {name} rows must have the columns {', '.join(COLUMNS)}; "
                 f"{', '.join(missing)} missing; label the rollouts first"
             )
@@ -64,7 +65,7 @@ class LabelRows:
         lengths = enumerate(zip(prompts, completions, strict=True))
         usable = [i for i, (prompt, rest) in lengths if prompt < max_length and rest > 0]
         if not usable:
-            raise ValueError(
+            raise ConfigError(
                 f"none of the {len(prompts)} {name} rows has a completion token within max_length="
                 f"{max_length} tokens; raise max_length or make rollouts with shorter prompts"
             )

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from specdata.errors import ConfigError
+from specdata.models import known_ids
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -29,7 +32,7 @@ def hidden_states(draft: PreTrainedModel, input_ids: Tensor, attention_mask: Ten
     # Not inference_mode: the head's backward pass must be allowed to keep this tensor.
     with torch.no_grad():
         output = draft.base_model(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+            input_ids=known_ids(input_ids, draft), attention_mask=attention_mask, use_cache=False
         )
     states: Tensor = output.last_hidden_state
     return states
@@ -43,11 +46,11 @@ def check_hidden_states(draft: PreTrainedModel, input_ids: Tensor) -> None:
         input_ids: (1, T) any tokens.
 
     Raises:
-        ValueError: if the draft does something between its last layer and its output embedding.
+        ConfigError: if the draft does something between its last layer and its output embedding.
     """
     embedding = draft.get_output_embeddings()
     if embedding is None:
-        raise ValueError(f"{type(draft).__name__} has no output embedding; pass a causal LM")
+        raise ConfigError(f"{type(draft).__name__} has no output embedding; pass a causal LM")
     seen: list[Tensor] = []
 
     def keep(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -61,7 +64,7 @@ def check_hidden_states(draft: PreTrainedModel, input_ids: Tensor) -> None:
         hook.remove()
     states = hidden_states(draft, input_ids, torch.ones_like(input_ids))
     if states.shape != seen[0].shape or not torch.allclose(states, seen[0], rtol=1e-2, atol=1e-3):
-        raise ValueError(
+        raise ConfigError(
             f"{type(draft).__name__} changes its hidden state before the output embedding, so a "
             "head trained on the last hidden state would not see it in decoding; use another draft"
         )

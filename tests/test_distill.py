@@ -111,9 +111,9 @@ def test_a_finished_model_is_kept_and_a_missing_one_comes_out_the_same(
 
 
 def test_a_model_trained_with_other_settings_is_refused(pair: Path) -> None:
-    with pytest.raises(ManifestError, match="target_steps = 40, now it is 41"):
+    with pytest.raises(ManifestError, match="target_steps: 40 -> 41"):
         train_toy_pair(pair, replace(SMALL, target_steps=41), seed=0)
-    with pytest.raises(ManifestError, match="seed = 0, now it is 1"):
+    with pytest.raises(ManifestError, match="seed: 0 -> 1"):
         train_toy_pair(pair, SMALL, seed=1)
 
 
@@ -264,7 +264,7 @@ def test_a_killed_distillation_ends_in_the_same_weights(pair: Path, tmp_path: Pa
     out = tmp_path / "out"
     kill_after_checkpoint(command("distil", pair, out, config), tmp_path / "out.training")
     assert not out.exists()
-    with pytest.raises(ManifestError, match="config = "):
+    with pytest.raises(ManifestError, match=r"config\."):
         distilled(pair, out, replace(config, learning_rate=1e-3))
     tear(tmp_path / "out.training")
     assert distilled(pair, out, config) == uninterrupted

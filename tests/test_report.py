@@ -12,8 +12,8 @@ from matplotlib.text import Annotation
 from PIL import Image
 from rich.console import Console
 
+from eval.annotations import POINT, extent
 from eval.charts import FAMILIES, family, series
-from eval.labels import POINT, extent
 from eval.plots import PLOTS, plot, to_svg
 from eval.report import COLUMNS, Context, blocks, render_page, terminal, write_report
 from eval.results import PLAIN, Results, build_results, fastest
