@@ -50,6 +50,11 @@ def test_lists_and_null_can_be_given_on_the_command_line() -> None:
         (["--sampling.top_p", "0"], "top_p must lie in"),
         (["--eval.methods", "[{name: a}]"], "exactly one, 'plain'"),
         (["--seed", "[1"], "not a YAML value"),
+        (["--rollouts.shard_size", "0"], "rollouts.shard_size must be 1 or larger"),
+        (["--eval.max_new_tokens", "0"], "eval.max_new_tokens must be 1 or larger"),
+        (["--eval.sets", "[]"], "at least one prompt set"),
+        (["--models.dtype", "int8"], "dtype must be one of"),
+        (["--draft.epochs", ".nan"], "draft.epochs must be above 0"),
     ],
 )
 def test_a_mistake_says_what_must_hold(arguments: list[str], message: str) -> None:

@@ -34,6 +34,25 @@ def test_prompts_of_a_file_keep_their_order_and_a_repeated_one_is_dropped(
     assert len({prompt.example_id for prompt in found}) == 3
 
 
+def test_every_character_that_json_allows_may_stand_in_a_prompt(tokenizer, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "odd.jsonl"
+    text = "one\u2028two\u0085three \U0001f600"
+    line = json.dumps({"prompt": text}, ensure_ascii=False)
+    path.write_text("\ufeff" + line + "\r\n\n", encoding="utf-8", newline="")
+    (found,) = load_prompts([PromptSet(str(path), "train", 1)], tokenizer, seed=0)
+    assert tokenizer.decode(found.ids) == text
+
+
+def test_two_files_of_one_name_are_refused(tokenizer, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "sub").mkdir()
+    names = [
+        lines(path, {"prompt": "a"})
+        for path in (tmp_path / "test.jsonl", tmp_path / "sub" / "test.jsonl")
+    ]
+    with pytest.raises(ConfigError, match="different names"):
+        load_prompts([PromptSet(name, "test", 1) for name in names], tokenizer, seed=0)
+
+
 def test_splits_of_an_embedded_family_share_no_prompt(tokenizer) -> None:  # type: ignore[no-untyped-def]
     for family in FAMILIES:
         sets = [PromptSet(family, split, 40) for split in ("train", "dev", "test")]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from recipes.config import PipelineConfig, parse
+from recipes.layout import eval_stage, rollouts_stage
 from recipes.run import Stage, cli, fingerprint, finished, need, run_stage
 from specdata.errors import ConfigError
+from specdata.prompts import PromptSet
 
 
 def stage(folder: Path, seed: int = 0, source: str = "hub/model") -> Stage:
@@ -73,6 +76,56 @@ def test_a_folder_with_foreign_files_is_refused(tmp_path: Path, config: Pipeline
     (tmp_path / "run.json").write_text('{"who": "someone else"}')
     with pytest.raises(ConfigError, match="not written by this program"):
         run_stage(stage(tmp_path), config, dict)
+
+
+def test_a_mistake_found_before_anything_is_made_leaves_the_folder_free(
+    tmp_path: Path, config: PipelineConfig
+) -> None:
+    def refuse() -> dict[str, int]:
+        raise ConfigError("no such prompt file")
+
+    with pytest.raises(ConfigError, match="no such prompt file"):
+        run_stage(stage(tmp_path), config, refuse)
+    assert run_stage(stage(tmp_path, seed=1), config, dict) == {}
+
+
+def test_two_runs_in_one_folder_do_not_meet(tmp_path: Path, config: PipelineConfig) -> None:
+    def second() -> dict[str, int]:
+        with pytest.raises(ConfigError, match="another process is working"):
+            run_stage(stage(tmp_path), config, dict)
+        return {"rows": 1}
+
+    assert run_stage(stage(tmp_path), config, second) == {"rows": 1}
+
+
+def test_an_output_that_cannot_be_written_is_refused(
+    tmp_path: Path, config: PipelineConfig
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write into"):
+        run_stage(stage(tmp_path / "file" / "work"), config, dict)
+
+
+def test_prompt_files_are_inputs_and_a_changed_one_is_refused(
+    tmp_path: Path, config: PipelineConfig
+) -> None:
+    prompts = tmp_path / "mine.jsonl"
+    prompts.write_text('{"prompt": "a"}')
+    sets = [PromptSet(str(prompts), "test", 1)]
+    changed = dataclasses.replace(
+        config,
+        output=str(tmp_path / "out"),
+        rollouts=dataclasses.replace(config.rollouts, sets=sets),
+        eval=dataclasses.replace(config.eval, sets=sets),
+    )
+    assert str(prompts) in rollouts_stage(changed).inputs.values()
+    described = eval_stage(changed)
+    assert str(prompts) in described.inputs.values()
+    alone = Stage("work", tmp_path / "work", {}, {"prompts": str(prompts)}, "little")
+    run_stage(alone, changed, dict)
+    prompts.write_text('{"prompt": "b"}')
+    with pytest.raises(ConfigError, match=r"inputs\.prompts"):
+        run_stage(alone, changed, dict)
 
 
 def test_a_fingerprint_follows_the_content_of_files_but_not_run_json(tmp_path: Path) -> None:
