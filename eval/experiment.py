@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from eval.assisted import assisted_generate, check_same_size
+from eval.assisted import assisted_generate
 from eval.decoder import Generation, SpeculativeDecoder
 from eval.environment import Environment
-from eval.methods import EvalConfig, MethodConfig, decode_config, parameters
+from eval.methods import EvalConfig, MethodConfig, decode_config, deepest, parameters
 from eval.metrics import PromptRecord, record_prompt
 from eval.results import Method, Results, build_results
 from eval.verifiers import VERIFIERS
@@ -112,7 +112,6 @@ def _runner(
     seed: int,
 ) -> Callable[[Prompt, int], Generation]:
     if method.engine == "transformers":
-        check_same_size(models.target, models.draft)
         return lambda prompt, budget: assisted_generate(
             models.target,
             models.draft,
@@ -154,7 +153,7 @@ def _describe(
         ],
         verifier=method.verifier if ours else None,
         stop=method.stop if drafts else None,
-        length=(method.length if fixed else method.limit) if drafts else None,
+        length=deepest(method) if drafts else None,
         threshold=None if fixed or not drafts else method.threshold,
         sampling={**asdict(sampling), "max_new_tokens": config.max_new_tokens, "seed": seed},
         parameters=parameters(method),

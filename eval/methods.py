@@ -118,6 +118,13 @@ def _default(item: Field[Any]) -> Any:
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
+def deepest(method: MethodConfig) -> int:
+    """The deepest position that a draft of this method can have."""
+    if method.drafter == "tree":
+        return len(method.widths)
+    return method.length if method.stop == "fixed" else method.limit
+
+
 def parameters(method: MethodConfig) -> dict[str, Any]:
     """The settings of a method that have no column of their own."""
     named: dict[str, Any] = dict(method.verifier_args)

@@ -13,7 +13,8 @@ from tqdm import tqdm
 from distill.toy import train_toy_pair
 from recipes.config import PipelineConfig
 from recipes.layout import folder, pair_stage, rollouts_stage
-from recipes.run import Stage, cli, is_main, run_stage, wait_for
+from recipes.run import Stage, cli, finished, is_main, processes, run_stage, wait_for
+from specdata.errors import ConfigError
 from specdata.models import check_length, load_model, load_tokenizer
 from specdata.prompts import load_prompts
 from specdata.rollouts import make_rollouts
@@ -27,6 +28,12 @@ def stages(config: PipelineConfig) -> list[Stage]:
 
 def main(config: PipelineConfig) -> dict[str, Any]:
     """Train the toy pair if asked, then make the rollouts. One process does the work."""
+    if config.toy and processes() > 1 and not finished(folder(config, "pair")):
+        # Its Trainer would wait for the others, which have nothing to train.
+        raise ConfigError(
+            "the embedded pair is trained by one process: run python recipes/make_rollouts.py once "
+            f"before starting {processes()} processes"
+        )
     if not is_main():
         wait_for(folder(config, "rollouts"))
         return {}
@@ -47,6 +54,8 @@ def _rollouts(config: PipelineConfig) -> dict[str, Any]:
     check_shared_vocabulary(tokenizer, load_tokenizer(models.draft))
     prompts = load_prompts(config.rollouts.sets, tokenizer, seed=config.seed)
     target = load_model(models.target, dtype=models.dtype)
+    if not prompts:
+        raise ConfigError("rollouts.sets must name at least one prompt set")
     longest = max(len(prompt.ids) for prompt in prompts)
     check_length(target, longest + config.rollouts.max_new_tokens)
     settings = {**stage.settings, "target": models.target, "tokenizer": fingerprint(tokenizer)}

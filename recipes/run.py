@@ -95,7 +95,7 @@ def run_stage(
         "environment": describe_environment(
             device=str(device()), dtype=config.models.dtype
         ).model_dump(mode="json"),
-        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "processes": processes(),
         "wall_seconds": None,
         "results": None,
     }
@@ -108,7 +108,9 @@ def run_stage(
     say(f"[bold]{stage.name}[/]: {'continuing' if stored else 'starting'} in {stage.folder}")
     begun = time.perf_counter()
     if not is_main():
-        return work()
+        found = work()
+        wait_for(stage.folder)  # the next stage looks for what the main process writes last
+        return found
     with _locked(stage.folder):
         write_json(path, record)
         try:
@@ -170,7 +172,8 @@ def _stored(stage: Stage, record: Mapping[str, Any]) -> dict[str, Any] | None:
 def fingerprint(source: str) -> str:
     """What identifies an input: a hash over a file, or over a folder's files; a Hub id itself.
 
-    run.json is left out, because it holds times; checkpoints are not part of an artefact.
+    run.json is left out, because it holds times; checkpoints and hidden files (a lock, what a
+    killed run left) are not part of an artefact.
     """
     path = Path(source)
     if path.is_file():
@@ -180,7 +183,7 @@ def fingerprint(source: str) -> str:
     parts = [
         f"{file.name} {file.stat().st_size} {_sample(file)}"
         for file in sorted(path.iterdir())
-        if file.is_file() and file.name != RUN
+        if file.is_file() and file.name != RUN and not file.name.startswith(".")
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
@@ -193,6 +196,11 @@ def _sample(path: Path) -> str:
         handle.seek(-(1 << 20), os.SEEK_END)
         digest.update(handle.read())
     return digest.hexdigest()
+
+
+def processes() -> int:
+    """How many processes the launcher started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_main() -> bool:

@@ -78,7 +78,7 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     artefacts = Artefacts(
         target,
         draft,
-        head.to(target.device) if head else None,
+        head,
         {"target": models.target, "draft": draft_name, "head": head_name},
     )
     before = torch.get_num_threads()

@@ -239,6 +239,34 @@ def test_a_run_killed_at_any_stage_ends_with_the_result_it_would_have_had(
     assert not leftovers
 
 
+def launch_two(folder: Path, recipe: str) -> subprocess.CompletedProcess[str]:
+    _, script, *arguments = command(folder, recipe)
+    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+    launcher += ["--config_file", str(ROOT / "launch" / "cpu-2.yaml")]
+    return subprocess.run(
+        [*launcher, script, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_two_processes_run_the_whole_pipeline_once_the_pair_is_there(
+    finished: Path, tmp_path: Path
+) -> None:
+    refused = launch_two(tmp_path, "pipeline.py")
+    assert refused.returncode != 0
+    assert "the embedded pair is trained by one process" in refused.stderr
+    (tmp_path / "out").mkdir()
+    subprocess.run(["cp", "-r", f"{finished}/out/pair", str(tmp_path / "out")], check=True)
+    done = launch_two(tmp_path, "pipeline.py")
+    assert done.returncode == 0, done.stderr
+    for stage in ("rollouts", "draft", "labels", "head", "eval", "release"):
+        assert json.loads((tmp_path / "out" / stage / "run.json").read_text())["finished"]
+
+
 def test_recipes_run_under_accelerate_launch_with_two_processes(
     finished: Path, tmp_path: Path
 ) -> None:
@@ -246,17 +274,7 @@ def test_recipes_run_under_accelerate_launch_with_two_processes(
     subprocess.run(["cp", "-r", f"{finished}/out", str(tmp_path)], check=True)
     for stage in ("labels", "head"):
         subprocess.run(["rm", "-r", str(tmp_path / "out" / stage)], check=True)
-    _, script, *arguments = command(tmp_path, "train_head.py")
-    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
-    launcher += ["--config_file", str(ROOT / "launch" / "cpu-2.yaml")]
-    done = subprocess.run(
-        [*launcher, script, *arguments],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = launch_two(tmp_path, "train_head.py")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out" / "head" / "run.json").read_text())["processes"] == 2
     alone = load_file(finished / "out" / "head" / "model" / "model.safetensors")

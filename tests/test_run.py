@@ -132,6 +132,7 @@ def test_a_fingerprint_follows_the_content_of_files_but_not_run_json(tmp_path: P
     (tmp_path / "a").write_text("1")
     first = fingerprint(str(tmp_path))
     (tmp_path / "run.json").write_text("{}")
+    (tmp_path / ".lock").write_text("")
     assert fingerprint(str(tmp_path)) == first
     (tmp_path / "a").write_text("2")
     assert fingerprint(str(tmp_path)) != first
