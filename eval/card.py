@@ -101,7 +101,7 @@ def best_head_run(results: Results) -> Run:
     """
     groups: dict[str, list[Run]] = {}
     for run in results.runs:
-        if run.head is not None and run.lossless:
+        if run.stop == "head" and run.lossless:
             groups.setdefault(run.method, []).append(run)
     whole = {n: g for n, g in groups.items() if len(g) == len(results.datasets())}
     if not whole:

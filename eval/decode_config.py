@@ -8,22 +8,27 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from eval.cached import CachedModel
+from eval.calibration import Calibration
 from eval.drafters import BranchingDrafter, ChainDrafter, Drafter
 from eval.drafts import How
 from eval.stopping import (
+    MEAN_ACCEPTANCE,
+    Prices,
     StoppingRule,
+    calibrated,
     confidence,
     cumulative,
     entropy_above,
     fixed,
     predicted_rejection,
+    worth_its_cost,
 )
 from eval.verifiers import VERIFIERS, Verifier
 from heads import AcceptanceHead
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
 
-Stop = Literal["fixed", "confidence", "entropy", "cumulative", "head"]
+Stop = Literal["fixed", "confidence", "entropy", "cumulative", "logit", "head", "cost"]
 Shape = Literal["chain", "paths", "tree"]
 Siblings = Literal["auto", "iid", "distinct", "greedy"]
 
@@ -45,6 +50,13 @@ class DecodeConfig:
         stop: when to end the draft of a chain.
         threshold: of the stopping rule, in its own unit.
         limit: most tokens drafted a round with a stopping rule other than "fixed".
+        calibration: (intercept, slope) of the acceptance probability on logit(max q), for
+            stop="logit" and "cost" (`eval.calibration` fits them); by default max q is trusted.
+        draft_seconds: of one draft forward, for stop="cost"; 0 measures it while decoding.
+        token_seconds: of one emitted token, for stop="cost"; 0 measures it. With both given,
+            decoding depends on its seed alone; with a measured cost, on the machine too.
+        mean_acceptance: of a token that is not drawn yet, for stop="cost"; where something is
+            measured, only the first guess.
         temperature: see `SamplingConfig`.
         top_k: see `SamplingConfig`.
         top_p: see `SamplingConfig`.
@@ -64,6 +76,10 @@ class DecodeConfig:
     stop: Stop = "fixed"
     threshold: float = 0.7
     limit: int = 20
+    calibration: tuple[float, float] = (0.0, 1.0)
+    draft_seconds: float = 0.0
+    token_seconds: float = 0.0
+    mean_acceptance: float = MEAN_ACCEPTANCE
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -80,6 +96,7 @@ class DecodeConfig:
             )
         if not math.isfinite(self.threshold):
             raise ConfigError(f"threshold must be a number, got {self.threshold}")
+        self._check_costs()
         if (self.drafter == "tree") != bool(self.widths):
             raise ConfigError(
                 f"a tree needs widths, and only a tree: got {self.drafter} with {self.widths}"
@@ -90,6 +107,19 @@ class DecodeConfig:
                 f"{self.path_temperatures}"
             )
         self._check_combination()
+
+    def _check_costs(self) -> None:
+        if len(self.calibration) != 2 or not all(map(math.isfinite, self.calibration)):
+            raise ConfigError(
+                f"calibration must be two numbers, intercept and slope, got {self.calibration}"
+            )
+        if not all(0.0 <= cost < math.inf for cost in (self.draft_seconds, self.token_seconds)):
+            raise ConfigError(
+                "draft_seconds and token_seconds must be 0 (measured) or larger, got "
+                f"{self.draft_seconds} and {self.token_seconds}"
+            )
+        if not 0.0 < self.mean_acceptance <= 1.0:
+            raise ConfigError(f"mean_acceptance must lie in (0, 1], got {self.mean_acceptance}")
 
     def _check_combination(self) -> None:
         verifier = self.make_verifier()
@@ -129,6 +159,10 @@ class DecodeConfig:
             return f"paths, {'independent' if len(set(self.path_temperatures)) > 1 else 'iid'}"
         return f"tree, {self.how}"
 
+    def reads_states(self, head: AcceptanceHead | None) -> bool:
+        """Whether the stopping rule asks the head, which reads the draft's hidden state."""
+        return self.stop == "head" or (self.stop == "cost" and head is not None)
+
     def make_verifier(self) -> Verifier:
         """Build the verifier with its parameters. Raises ConfigError for parameters it has not."""
         try:
@@ -163,10 +197,19 @@ def _head_rule(config: DecodeConfig, head: AcceptanceHead | None) -> StoppingRul
     return predicted_rejection(head, config.threshold, limit=config.limit)
 
 
+def _cost_rule(config: DecodeConfig, head: AcceptanceHead | None) -> StoppingRule:
+    prices = Prices(config.draft_seconds, config.token_seconds, config.mean_acceptance)
+    return worth_its_cost(prices, Calibration(*config.calibration), head, limit=config.limit)
+
+
 RULES: Mapping[str, Callable[[DecodeConfig, AcceptanceHead | None], StoppingRule]] = {
     "fixed": lambda config, head: fixed(config.length),
     "confidence": lambda config, head: confidence(config.threshold, limit=config.limit),
     "entropy": lambda config, head: entropy_above(config.threshold, limit=config.limit),
     "cumulative": lambda config, head: cumulative(config.threshold, limit=config.limit),
+    "logit": lambda config, head: calibrated(
+        Calibration(*config.calibration), config.threshold, limit=config.limit
+    ),
     "head": _head_rule,
+    "cost": _cost_rule,
 }

@@ -87,7 +87,7 @@ class SpeculativeDecoder:
         if draft is not None:
             if head is not None:
                 head = head.to(draft.device)
-            kind = WatchedModel if config.stop == "head" else CachedModel
+            kind = WatchedModel if config.reads_states(head) else CachedModel
             drafter = config.make_drafter(kind(draft, config.sampling, vocabulary), head, ends)
         model = CachedModel(target, config.sampling, vocabulary)
         return cls(model, drafter, config.make_verifier(), ends)

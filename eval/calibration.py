@@ -1,0 +1,126 @@
+"""How likely the target is to accept a token, judged by the draft's own confidence max_x q(x).
+
+P(accept) = sigmoid(intercept + slope logit(max_x q(x))): two numbers, fitted on rollouts by maximum
+likelihood. Unlike an acceptance head it knows the newest token, because it reads the law that the
+token was drawn from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+from scipy.special import expit, logit
+
+from specdata.models import known_ids
+from specdata.probability import SamplingConfig, probabilities
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Reals = NDArray[np.float64]
+EDGE = 1e-6
+"""max q is kept this far from 0 and 1: a one-hot law (greedy, top-k 1) has no finite logit."""
+ROWS = 256
+"""Rollouts that two coefficients are fitted on when the draft has to be run for it."""
+CHUNK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The two coefficients; the default takes max q itself for the acceptance probability."""
+
+    intercept: float = 0.0
+    slope: float = 1.0
+
+    def accept(self, q_max: float) -> float:
+        """The acceptance probability of a token drawn from a law with that maximum."""
+        q_max = min(max(q_max, EDGE), 1.0 - EDGE)
+        odds = self.intercept + self.slope * math.log(q_max / (1.0 - q_max))
+        return 0.5 + 0.5 * math.tanh(0.5 * odds)  # the sigmoid, without its overflow
+
+
+def fit_calibration(accept: Reals, q_max: Reals) -> Calibration:
+    """Maximum likelihood of soft labels, with one observation's weight on the default.
+
+    Minimises -sum_i [a_i log P_i + (1 - a_i) log(1 - P_i)] + |coefficients - (0, 1)|^2 / 2. The
+    second part keeps the answer finite when all labels agree or all laws are one-hot, and gives
+    the default when there is nothing to fit.
+
+    Args:
+        accept: (n,) min(1, p/q) of drafted tokens.
+        q_max: (n,) max_x q(x) of the laws they were drawn from.
+
+    Raises:
+        ValueError: if sizes differ or a value is no probability.
+    """
+    if accept.shape != q_max.shape or accept.ndim != 1:
+        raise ValueError(f"accept and q_max must both be (n,), got {accept.shape}, {q_max.shape}")
+    for name, values in (("accept", accept), ("q_max", q_max)):
+        if not ((values >= 0.0) & (values <= 1.0 + EDGE)).all():
+            raise ValueError(f"{name} must hold probabilities")
+    inputs = np.stack([np.ones_like(q_max), logit(q_max.clip(EDGE, 1.0 - EDGE))])
+    default = np.array([0.0, 1.0])
+
+    def loss(weights: Reals) -> tuple[float, Reals]:
+        odds, apart = weights @ inputs, weights - default
+        value = (np.logaddexp(0.0, odds) - accept * odds).sum() + 0.5 * apart @ apart
+        return float(value), inputs @ (expit(odds) - accept) + apart
+
+    def curvature(weights: Reals) -> Reals:
+        chance = expit(weights @ inputs)
+        return np.asarray((inputs * (chance * (1.0 - chance))) @ inputs.T + np.eye(2))
+
+    best = minimize(loss, default, jac=True, hess=curvature, method="trust-exact")
+    return Calibration(float(best.x[0]), float(best.x[1]))
+
+
+def calibrate(
+    draft: PreTrainedModel,
+    labels: datasets.Dataset,
+    sampling: SamplingConfig,
+    *,
+    rows: int = ROWS,
+    report: Callable[[int], object] = lambda done: None,
+) -> Calibration:
+    """Fit on the first rows of a labels table.
+
+    Args:
+        draft: the draft that the labels are of. It is run over the rows unless the table holds
+            `log_q_max`.
+        labels: rows with `prompt_ids`, `completion_ids` and `accept_prob`.
+        sampling: the law under which the labels were made.
+        rows: most rows used.
+        report: called with the number of rows done.
+    """
+    accept: list[float] = []
+    q_max: list[float] = []
+    for row in labels.select(range(min(rows, len(labels)))):
+        accept += row["accept_prob"]
+        stored = row.get("log_q_max")
+        q_max += confidences(draft, row, sampling) if stored is None else np.exp(stored).tolist()
+        report(1)
+    return fit_calibration(np.array(accept), np.array(q_max).clip(max=1.0))
+
+
+@torch.inference_mode()
+def confidences(
+    draft: PreTrainedModel, row: dict[str, Any], sampling: SamplingConfig
+) -> list[float]:
+    """max_x q(x | prompt, X_<i) at every position i of a rollout: one forward of the draft."""
+    length = len(row["completion_ids"])
+    ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=draft.device)
+    inputs = known_ids(ids[:, :-1], draft)
+    logits = draft(input_ids=inputs, logits_to_keep=length).logits[0, -length:]
+    return [
+        chance
+        for part in logits.split(CHUNK)
+        for chance in probabilities(part, sampling).amax(dim=-1).tolist()
+    ]
