@@ -47,16 +47,17 @@ class Calibration:
         return 0.5 + 0.5 * math.tanh(0.5 * odds)  # the sigmoid, without its overflow
 
 
-def fit_calibration(accept: Reals, q_max: Reals) -> Calibration:
-    """Maximum likelihood of soft labels, with one observation's weight on the default.
+def fit_calibration(accept: Reals, q_max: Reals, prior: Calibration = Calibration()) -> Calibration:
+    """Maximum likelihood of soft labels, with a little weight on a prior.
 
-    Minimises -sum_i [a_i log P_i + (1 - a_i) log(1 - P_i)] + |coefficients - (0, 1)|^2 / 2. The
+    Minimises -sum_i [a_i log P_i + (1 - a_i) log(1 - P_i)] + |coefficients - prior|^2 / 2. The
     second part keeps the answer finite when all labels agree or all laws are one-hot, and gives
-    the default when there is nothing to fit.
+    the prior when there is nothing to fit.
 
     Args:
-        accept: (n,) min(1, p/q) of drafted tokens.
+        accept: (n,) min(1, p/q) of drafted tokens, or whether they were accepted.
         q_max: (n,) max_x q(x) of the laws they were drawn from.
+        prior: what to believe before the first label.
 
     Raises:
         ValueError: if sizes differ or a value is no probability.
@@ -67,10 +68,10 @@ def fit_calibration(accept: Reals, q_max: Reals) -> Calibration:
         if not ((values >= 0.0) & (values <= 1.0 + EDGE)).all():
             raise ValueError(f"{name} must hold probabilities")
     inputs = np.stack([np.ones_like(q_max), logit(q_max.clip(EDGE, 1.0 - EDGE))])
-    default = np.array([0.0, 1.0])
+    start = np.array([prior.intercept, prior.slope])
 
     def loss(weights: Reals) -> tuple[float, Reals]:
-        odds, apart = weights @ inputs, weights - default
+        odds, apart = weights @ inputs, weights - start
         value = (np.logaddexp(0.0, odds) - accept * odds).sum() + 0.5 * apart @ apart
         return float(value), inputs @ (expit(odds) - accept) + apart
 
@@ -78,7 +79,7 @@ def fit_calibration(accept: Reals, q_max: Reals) -> Calibration:
         chance = expit(weights @ inputs)
         return np.asarray((inputs * (chance * (1.0 - chance))) @ inputs.T + np.eye(2))
 
-    best = minimize(loss, default, jac=True, hess=curvature, method="trust-exact")
+    best = minimize(loss, start, jac=True, hess=curvature, method="trust-exact")
     return Calibration(float(best.x[0]), float(best.x[1]))
 
 

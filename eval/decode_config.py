@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 from eval.cached import CachedModel
 from eval.calibration import Calibration
+from eval.cost_rule import MEAN_ACCEPTANCE, CostRule
 from eval.drafters import BranchingDrafter, ChainDrafter, Drafter
 from eval.drafts import How
 from eval.stopping import (
-    MEAN_ACCEPTANCE,
-    Prices,
     StoppingRule,
     calibrated,
     confidence,
@@ -21,7 +20,6 @@ from eval.stopping import (
     entropy_above,
     fixed,
     predicted_rejection,
-    worth_its_cost,
 )
 from eval.verifiers import VERIFIERS, Verifier
 from heads import AcceptanceHead
@@ -52,10 +50,10 @@ class DecodeConfig:
         limit: most tokens drafted a round with a stopping rule other than "fixed".
         calibration: (intercept, slope) of the acceptance probability on logit(max q), for
             stop="logit" and "cost" (`eval.calibration` fits them); by default max q is trusted.
-        draft_seconds: of one draft forward, for stop="cost"; 0 measures it while decoding.
-        token_seconds: of one emitted token, for stop="cost"; 0 measures it. With both given,
-            decoding depends on its seed alone; with a measured cost, on the machine too.
-        mean_acceptance: of a token that is not drawn yet, for stop="cost"; where something is
+        draft_seconds: cost of one more drafted token, for stop="cost"; 0 measures it.
+        token_seconds: time of an emitted token, for stop="cost"; 0 measures it. With both given,
+            decoding depends on its seed alone; otherwise on times and on earlier generations too.
+        mean_acceptance: of a token that is not drawn yet, for stop="cost"; where a cost is
             measured, only the first guess.
         temperature: see `SamplingConfig`.
         top_k: see `SamplingConfig`.
@@ -198,8 +196,14 @@ def _head_rule(config: DecodeConfig, head: AcceptanceHead | None) -> StoppingRul
 
 
 def _cost_rule(config: DecodeConfig, head: AcceptanceHead | None) -> StoppingRule:
-    prices = Prices(config.draft_seconds, config.token_seconds, config.mean_acceptance)
-    return worth_its_cost(prices, Calibration(*config.calibration), head, limit=config.limit)
+    rule = CostRule(
+        Calibration(*config.calibration),
+        head,
+        draft_seconds=config.draft_seconds,
+        token_seconds=config.token_seconds,
+        mean_acceptance=config.mean_acceptance,
+    )
+    return StoppingRule(config.limit, rule.begin, rule.observe)
 
 
 RULES: Mapping[str, Callable[[DecodeConfig, AcceptanceHead | None], StoppingRule]] = {

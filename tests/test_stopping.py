@@ -1,0 +1,261 @@
+"""Stopping rules: lossless, within their limits, and the cost rule near the exact optimum."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from scipy.stats import chi2
+
+from eval import optimal_stopping
+from eval.calibration import Calibration
+from eval.cost_rule import CostRule, worth_drafting
+from eval.decode_config import RULES
+from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.metrics import Round, check_identity, record_prompt
+from eval.optimal_stopping import AcceptanceChain, Costs
+from eval.stopping import Step, calibrated
+from heads import AcceptanceHead
+from specdata.errors import ConfigError
+from tests.tiny import joint_law, tiny_llama
+
+DRAWS = 1000
+PROMPT = [2, 3]
+COSTS = {"draft_seconds": 0.3, "token_seconds": 1.0}
+NEW = {
+    "logit": DecodeConfig(stop="logit", threshold=0.6, calibration=(0.5, 0.8)),
+    "cost": DecodeConfig(stop="cost", **COSTS),  # type: ignore[arg-type]
+    "cost, measured": DecodeConfig(stop="cost"),
+}
+
+
+def head(weight: float = 6.0) -> AcceptanceHead:
+    torch.manual_seed(5)
+    made = AcceptanceHead(hidden_size=16, depth=1, rejection_weight=weight).eval()
+    torch.nn.init.normal_(made.output.weight, std=2.0)
+    return made
+
+
+@pytest.mark.parametrize("verifier", ["token", "block", "traversal"])
+@pytest.mark.parametrize(
+    ("name", "asks"), [("logit", False), *((n, a) for n in NEW if n != "logit" for a in (0, 1))]
+)
+def test_the_joint_law_is_plain_samplings_with_every_verifier_of_chains(
+    name: str, asks: bool, verifier: str
+) -> None:
+    """Over several rounds; fails by chance once in 1e6."""
+    fields = {key: getattr(NEW[name], key) for key in DecodeConfig.__slots__}
+    config = DecodeConfig(**{**fields, "verifier": verifier})
+    target, draft = tiny_llama(0), tiny_llama(1)
+    law = joint_law(target, PROMPT, 4, config.sampling)
+    decoder = SpeculativeDecoder.from_config(target, draft, config, head() if asks else None)
+    generator = torch.Generator().manual_seed(7)
+    outs = [
+        decoder.generate(torch.tensor(PROMPT), max_new_tokens=4, generator=generator)
+        for _ in range(DRAWS)
+    ]
+    counts = Counter(tuple(out.tokens.tolist()) for out in outs)
+    assert sum(len(out.rounds) > 1 for out in outs) > DRAWS / 4, "the law must span rounds"
+    cells = [(counts[text], chance * DRAWS) for text, chance in law.items() if chance * DRAWS >= 5]
+    cells.append((DRAWS - sum(n for n, _ in cells), DRAWS - sum(mean for _, mean in cells)))
+    statistic = sum((seen - mean) ** 2 / mean for seen, mean in cells)
+    assert chi2.sf(statistic, len(cells) - 1) > 1e-6
+
+
+@pytest.mark.parametrize("stop", RULES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_rule_drops_a_drawn_token_or_passes_its_limit_or_the_budget(
+    stop: str, temperature: float
+) -> None:
+    config = DecodeConfig(
+        stop=stop,  # type: ignore[arg-type]
+        length=3,
+        limit=3,
+        threshold=0.2 if stop in ("confidence", "cumulative") else 0.8,
+        temperature=temperature,
+    )
+    decoder = SpeculativeDecoder.from_config(
+        tiny_llama(0, vocab=40), tiny_llama(1, vocab=40), config, head()
+    )
+    for seed in range(8):
+        out = decoder.generate(
+            torch.tensor([2, 5]),
+            max_new_tokens=13,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        room = 13
+        for one in out.rounds:
+            # A token is drawn from each forward of the draft: more forwards would be a drop.
+            assert one.draft_forwards == one.drafted <= min(config.limit, room - 1)
+            room -= one.emitted
+        record = record_prompt("a", out.rounds, seconds=out.seconds, finish=out.finish)
+        check_identity(record)
+
+
+def test_the_default_limit_is_twenty_tokens() -> None:
+    model = tiny_llama(0, vocab=40)
+    never = DecodeConfig(stop="logit", threshold=1.0)
+    decoder = SpeculativeDecoder.from_config(model, model, never)
+    generators = [torch.Generator().manual_seed(seed) for seed in range(6)]
+    rounds = [
+        one.drafted
+        for generator in generators
+        for one in decoder.generate(
+            torch.tensor([2]), max_new_tokens=60, generator=generator
+        ).rounds
+    ]
+    assert max(rounds) == 20
+
+
+def test_with_given_costs_a_seed_decides_everything_whatever_was_decoded_before() -> None:
+    config = DecodeConfig(stop="cost", temperature=1.5, **COSTS)  # type: ignore[arg-type]
+    target, draft = tiny_llama(0, vocab=40), tiny_llama(1, vocab=40)
+    decoder = SpeculativeDecoder.from_config(target, draft, config)
+
+    def decode(seed: int) -> tuple[list[int], list[int]]:
+        generator = torch.Generator().manual_seed(seed)
+        out = decoder.generate(torch.tensor([2, 3]), max_new_tokens=40, generator=generator)
+        return out.tokens.tolist(), [one.drafted for one in out.rounds]
+
+    first = decode(1)
+    others = [decode(seed) for seed in range(2, 8)]
+    assert decode(1) == first
+    assert len({n for _, drafted in others for n in drafted}) > 1, "the rule must do something"
+
+
+def law(accept: float) -> torch.Tensor:
+    """Some law whose largest probability is `accept`."""
+    places = int(1 / accept)
+    rest = 1 - accept * places
+    return torch.tensor([accept] * places + [rest], dtype=torch.float64)
+
+
+def test_the_logit_rule_multiplies_calibrated_probabilities_of_all_tokens() -> None:
+    rule = calibrated(Calibration(0.4, 0.7), 0.5, limit=20)
+    for confidences in ([0.9, 0.8, 0.6, 0.5, 0.4], [0.3], [0.99, 0.2, 0.9]):
+        stop, survival = rule.begin(), 1.0
+        for q_max in confidences:
+            odds = 0.4 + 0.7 * torch.logit(torch.tensor(q_max, dtype=torch.float64))
+            survival *= float(odds.sigmoid())
+            assert stop(Step(0, law(q_max), None)) == (1 - survival > 0.5)
+
+
+def test_a_one_hot_law_stops_nothing() -> None:
+    for rule in (
+        calibrated(Calibration(), 0.5, limit=20).begin(),
+        CostRule(Calibration(), draft_seconds=0.1, token_seconds=1.0).begin(),
+    ):
+        assert not any(rule(Step(0, torch.eye(4)[1], None)) for _ in range(100))
+
+
+def test_the_cost_rule_undoes_the_heads_bias_and_judges_the_newest_token_by_its_law() -> None:
+    made = head(weight=6.0)
+    states = torch.randn(6, 16, generator=torch.Generator().manual_seed(3)) / 8
+    for share in (0.05, 0.2, 0.4, 0.6):
+        rule = CostRule(
+            Calibration(), made, draft_seconds=share, token_seconds=1.0, mean_acceptance=0.9
+        )
+        stop, known = rule.begin(), 1.0
+        for place, state in enumerate(states):
+            if place:
+                raw = float(torch.sigmoid(made(state).detach()))
+                known *= 6 * raw / (1 - raw + 6 * raw)
+            assert stop(Step(0, law(0.8), state)) == (known * 0.8 * 0.9 <= share)
+
+
+GOLDENS = [
+    ((0.95, 0.4), (0.8, 0.2), 0.1, 0.332117),
+    ((0.99, 0.3), (0.7, 0.3), 0.2092, 0.478066),
+    ((0.9, 0.5, 0.1), (0.5, 0.3, 0.2), 0.05, 0.473976),
+]
+
+
+@pytest.mark.parametrize("golden", GOLDENS)
+def test_dinkelbachs_loop_over_the_cost_rule_reaches_the_optimum_in_five_steps(
+    golden: tuple[tuple[float, ...], tuple[float, ...], float, float],
+) -> None:
+    accept, weights, draft, optimum = golden
+    chain, costs = AcceptanceChain.iid(accept, weights), Costs(draft, 1.0, 25)
+    mean = sum(a * w for a, w in zip(accept, weights, strict=True))
+    price = costs.target_seconds
+    for _ in range(5):
+
+        def pays(_k: int, alive: float, _state: int | None, price: float = price) -> bool:
+            return worth_drafting(
+                alive, mean_acceptance=mean, token_seconds=price, draft_seconds=draft
+            )
+
+        price = optimal_stopping.evaluate(chain, costs, pays).seconds_per_token
+    assert price == pytest.approx(optimum, abs=1e-6)
+    assert price == pytest.approx(optimal_stopping.optimal(chain, costs).seconds_per_token)
+
+
+@pytest.mark.parametrize("golden", GOLDENS)
+def test_the_measured_cost_rule_lies_between_the_optimum_and_the_best_fixed_length(
+    golden: tuple[tuple[float, ...], tuple[float, ...], float, float],
+) -> None:
+    """It starts without knowing costs, mean acceptance or calibration, and reads times only."""
+    accept, weights, draft, optimum = golden
+    chance = random.Random(0)
+    rule = CostRule(Calibration(1.0, 0.5))
+    seconds, emitted = 0.0, 0
+    for turn in range(6000):
+        stop, seen = rule.begin(), list[float]()
+        while len(seen) < 25:
+            seen.append(chance.choices(accept, weights)[0])
+            if stop(Step(0, law(seen[-1]), None)):
+                break
+        coins = [chance.random() < a for a in seen]
+        accepted = coins.index(False) if False in coins else len(coins)
+        drafting = draft * len(seen)
+        rule.observe(
+            Round(
+                drafted=len(seen),
+                depth=len(seen),
+                accepted=accepted,
+                emitted=accepted + 1,
+                draft_forwards=len(seen),
+                draft_seconds=drafting + (5.0 if turn % 40 == 0 else 0.0),  # a prefill
+                target_seconds=1.0,
+                overhead_seconds=0.0,
+            )
+        )
+        if turn >= 200:
+            seconds, emitted = seconds + drafting + 1.0, emitted + accepted + 1
+    chain, costs = AcceptanceChain.iid(accept, weights), Costs(draft, 1.0, 25)
+    _, fixed = optimal_stopping.best_fixed(chain, costs)
+    assert rule.draft_seconds == pytest.approx(draft, rel=0.05)
+    assert rule.token_seconds == pytest.approx(optimum, rel=0.15)
+    # One hundredth for the noise of 6000 rounds.
+    assert optimum * 0.99 < seconds / emitted < optimum * 1.03 < fixed.seconds_per_token
+
+
+def test_the_prices_of_a_drafted_token_include_the_targets_share() -> None:
+    """The target takes longer for a longer draft; one more token costs that as well."""
+    rule = CostRule(Calibration())
+    for turn in range(64):
+        k = 1 + turn % 5
+        rule.begin()
+        rule.observe(Round(k, k, 0, 1, k, 0.2 + 0.4 * k, 5.0 + 0.3 * k, 0.1))
+    assert rule.draft_seconds == pytest.approx(0.7)
+    assert rule.token_seconds == pytest.approx(5.3 + 0.7 * 3, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"calibration": (0.0, float("nan"))}, "two numbers"),
+        ({"calibration": (1.0,)}, "two numbers"),
+        ({"draft_seconds": -1.0}, "0 \\(measured\\) or larger"),
+        ({"token_seconds": float("inf")}, "0 \\(measured\\) or larger"),
+        ({"mean_acceptance": 0.0}, "mean_acceptance must lie"),
+        ({"verifier": "greedy_block"}, "must not depend on drafted tokens"),
+        ({"verifier": "traversal", "drafter": "tree", "widths": (2, 2)}, "ends chains"),
+    ],
+)
+def test_impossible_settings_are_refused(bad: dict[str, object], message: str) -> None:
+    for stop in ("logit", "cost"):
+        with pytest.raises(ConfigError, match=message):
+            DecodeConfig(**{"stop": stop, **bad})  # type: ignore[arg-type]
