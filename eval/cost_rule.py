@@ -22,7 +22,7 @@ MEAN_ACCEPTANCE = 0.8
 """Of a drafted token, before anything is known."""
 PRIOR_TOKENS = 20
 """Drafted tokens that count as much as the first guess of the mean acceptance."""
-DRAFT_SHARE = 0.1
+DRAFT_SHARE = 0.3
 """A drafted token's cost in emitted tokens, before anything is measured."""
 ROUNDS, TOKENS = 128, 1024
 """What is remembered: the rounds that times, and the tokens that acceptance is measured over."""
@@ -90,8 +90,8 @@ class CostRule:
 
     def begin(self) -> Ask:
         """Start a round."""
-        self._round = seen = []
-        known, head = 1.0, self._head
+        seen: list[float] = []
+        self._round, head, known = seen, self._head, 1.0
 
         @torch.inference_mode()
         def stop(step: Step) -> bool:

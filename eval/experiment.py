@@ -17,7 +17,14 @@ from transformers import PreTrainedModel
 from eval.assisted import assisted_generate
 from eval.decoder import Generation, SpeculativeDecoder
 from eval.environment import Environment
-from eval.methods import EvalConfig, MethodConfig, decode_config, deepest, parameters
+from eval.methods import (
+    EvalConfig,
+    MethodConfig,
+    asks_head,
+    decode_config,
+    deepest,
+    parameters,
+)
 from eval.metrics import PromptRecord, record_prompt
 from eval.results import Method, Results, build_results
 from eval.verifiers import VERIFIERS
@@ -123,7 +130,10 @@ def _runner(
         )
     draft = None if method.engine == "plain" else models.draft
     decoder = SpeculativeDecoder.from_config(
-        models.target, draft, decode_config(method, sampling), models.head
+        models.target,
+        draft,
+        decode_config(method, sampling),
+        models.head if asks_head(method) else None,
     )
     return lambda prompt, budget: decoder.generate(
         torch.tensor(prompt.ids),
@@ -140,21 +150,21 @@ def _describe(
     sampling: SamplingConfig,
     seed: int,
 ) -> Method:
-    drafts, fixed = method.engine != "plain", method.stop == "fixed"
+    drafts, untuned = method.engine != "plain", method.stop in ("fixed", "cost")
     ours = method.engine == "draft"
     return Method(
         method=method.name,
         dataset=dataset,
         target=str(models.names["target"]),
         draft=models.names["draft"] if drafts else None,
-        head=models.names["head"] if method.stop == "head" else None,
+        head=models.names["head"] if asks_head(method) else None,
         drafter={"plain": None, "draft": method.drafter, "transformers": "transformers"}[
             method.engine
         ],
         verifier=method.verifier if ours else None,
         stop=method.stop if drafts else None,
         length=deepest(method) if drafts else None,
-        threshold=None if fixed or not drafts else method.threshold,
+        threshold=None if untuned or not drafts else method.threshold,
         sampling={**asdict(sampling), "max_new_tokens": config.max_new_tokens, "seed": seed},
         parameters=parameters(method),
         lossless=not ours or VERIFIERS[method.verifier].lossless,

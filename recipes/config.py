@@ -93,7 +93,7 @@ class Command:
 
 
 def parse(arguments: Sequence[str], description: str) -> Command:
-    """Read `--config FILE --key value ... [--plan]`.
+    """Read `--config FILE --key value ... [--method METHOD ...] [--plan]`.
 
     Raises:
         ConfigError: for an unreadable file, an unknown key (naming the nearest) or a bad value.
@@ -102,13 +102,15 @@ def parse(arguments: Sequence[str], description: str) -> Command:
     parser = _parser(description)
     known, rest = parser.parse_known_args(arguments)
     if rest:
-        keys = [*_leaves(PipelineConfig), "config", "plan"]
+        keys = [*_leaves(PipelineConfig), "config", "method", "plan"]
         raise ConfigError(_unknown(f"option {rest[0]}", rest[0].lstrip("-").split("=")[0], keys))
     given = {key: value for key, value in vars(known).items() if "." in key or key in _TOP}
     tree = _read(Path(known.config))
     for key, text in given.items():
         if text is not None:
             _put(tree, key.split("."), _value(key, text))
+    if known.method:
+        _choose(tree, known.method)
     return Command(build(tree), known.plan)
 
 
@@ -132,6 +134,13 @@ def _parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--config", default=str(TOY), help="YAML file (default: the toy pair)")
     parser.add_argument("--plan", action="store_true", help="say what would be done, and stop")
+    parser.add_argument(
+        "--method",
+        action="append",
+        metavar="METHOD",
+        help="evaluate only this method and plain: a name from eval.methods, or a new method as "
+        "YAML, {name: ..., ...}; may be repeated",
+    )
     for key, item in _options(PipelineConfig, ""):
         parser.add_argument(f"--{key}", dest=key, metavar="VALUE", help=_help(item))
     return parser
@@ -191,6 +200,27 @@ def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
             tree[name] = {}
         tree = tree[name]
     tree[path[-1]] = value
+
+
+def _choose(tree: dict[str, Any], wanted: Sequence[str]) -> None:
+    """Leave of eval.methods the plain one and those wanted, in that order.
+
+    Raises:
+        ConfigError: for a name that is not there, naming the nearest, and for what is neither.
+    """
+    section = tree.get("eval")
+    methods = section.get("methods") if isinstance(section, dict) else None
+    if not isinstance(methods, list) or not all(isinstance(one, dict) for one in methods):
+        return  # `build` says what is wrong with it
+    known = {str(one.get("name")): one for one in methods}
+    chosen = [one for one in methods if one.get("engine") == "plain"]
+    for text in wanted:
+        one = known.get(text) or _value("method", text)
+        if not isinstance(one, dict):
+            raise ConfigError(_unknown(f"method {text!r}", text, list(known)))
+        if one not in chosen:
+            chosen.append(one)
+    tree["eval"] = {**tree["eval"], "methods": chosen}
 
 
 def _check_keys(tree: Any, kind: type, prefix: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+from eval.methods import calibrates
 from recipes.config import PipelineConfig
 from recipes.run import Stage
 from specdata.errors import ConfigError
@@ -108,10 +109,17 @@ def head_stage(config: PipelineConfig) -> Stage:
     return Stage("head", folder(config, "head"), settings, inputs, size)
 
 
+def eval_folder(config: PipelineConfig) -> Path:
+    """Where the evaluation writes."""
+    return folder(config, config.eval.folder)
+
+
 def eval_stage(config: PipelineConfig) -> Stage:
     """Measure every method."""
+    # By name, so that a refusal lists the methods that differ.
+    methods = {method.name: asdict(method) for method in config.eval.methods}
     settings = {
-        "eval": asdict(config.eval),
+        "eval": {**asdict(config.eval), "methods": methods},
         "sampling": asdict(config.sampling),
         "seed": config.seed,
         "dtype": config.models.dtype,
@@ -120,16 +128,18 @@ def eval_stage(config: PipelineConfig) -> Stage:
     inputs |= _files(config.eval.sets)
     if head := head_in_use(config):
         inputs["head"] = head
+        if calibrates(config.eval):
+            inputs["labels"] = str(folder(config, "labels"))
     prompts = sum(entry.count for entry in config.eval.sets)
     size = f"results.json, report.html and plots of {prompts} prompts x {len(config.eval.methods)}"
-    return Stage("eval", folder(config, "eval"), settings, inputs, f"{size} methods")
+    return Stage("eval", eval_folder(config), settings, inputs, f"{size} methods")
 
 
 def release_stage(config: PipelineConfig) -> Stage:
     """Assemble what would be published."""
     inputs = {
         "draft": draft_in_use(config),
-        "results": str(folder(config, "eval") / "results.json"),
+        "results": str(eval_folder(config) / "results.json"),
     }
     if head := head_in_use(config):
         inputs["head"] = head

@@ -1,6 +1,6 @@
 """All stages in order; each that is finished is skipped, so a killed run continues where it was.
 
-python recipes/pipeline.py --config recipes/configs/toy.yaml
+python recipes/pipeline.py --config recipes/configs/toy.yaml [--method NAME ...]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 
 from recipes import make_rollouts, publish, run_eval, train_draft, train_head
 from recipes.config import PipelineConfig
-from recipes.layout import all_stages, folder
+from recipes.layout import all_stages, eval_folder
 from recipes.run import Stage, cli, say
 from specdata.errors import ConfigError
 from specdata.prompts import read_texts
@@ -34,7 +34,7 @@ def main(config: PipelineConfig) -> None:
     run_eval.main(config)
     publish.main(config)
     say(f"pipeline: {time.perf_counter() - begun:.0f} s in all")
-    say(f"report: {folder(config, 'eval') / 'report.html'}")
+    say(f"report: {eval_folder(config) / 'report.html'}")
 
 
 def check(config: PipelineConfig) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from eval.release import About, check_repository, release_draft, release_head
 from eval.results import read_results
 from recipes.config import PipelineConfig
-from recipes.layout import draft_in_use, folder, head_in_use, release_stage
+from recipes.layout import draft_in_use, eval_folder, folder, head_in_use, release_stage
 from recipes.run import Stage, cli, finished, is_main, need, read_record, run_stage, say
 from specdata.errors import ConfigError
 
@@ -56,7 +56,7 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     if not is_main():
         return {}
     (stage,) = stages(config)
-    need(folder(config, "eval"), "run_eval.py")
+    need(eval_folder(config), "run_eval.py")
     check(config)
     if finished(stage.folder) and read_record(stage.folder)["settings"] != stage.settings:
         # Other ids or another license: everything here is a copy, so it is made again.
@@ -68,7 +68,7 @@ def main(config: PipelineConfig) -> dict[str, Any]:
 
 
 def _release(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
-    results = read_results(folder(config, "eval") / "results.json")
+    results = read_results(eval_folder(config) / "results.json")
     publish, made = config.publish, {}
     if config.draft:
         trained = read_record(folder(config, "draft"))["results"]

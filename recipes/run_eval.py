@@ -1,19 +1,28 @@
 """Stage 4: decode the same prompts with every method, and report.
 
-python recipes/run_eval.py --config recipes/configs/toy.yaml
+python recipes/run_eval.py --config recipes/configs/toy.yaml [--method NAME ...]
+
+A finished evaluation is of its list of methods; for another list name another folder:
+--method "K=4" --method "{name: my tree, verifier: traversal, drafter: tree, widths: [2, 2]}" \
+--eval.folder eval-mine
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
+from eval.calibration import ROWS, Calibration, calibrate
 from eval.environment import describe_environment
 from eval.experiment import Artefacts, run_experiment
-from eval.methods import check_methods
+from eval.methods import UNCALIBRATED, calibrates, check_methods, with_calibration
 from eval.report import Context, terminal, write_report
 from eval.results import read_results, write_results
 from heads import AcceptanceHead
@@ -30,9 +39,12 @@ from recipes.run import (
     run_stage,
     say,
 )
+from recipes.train_draft import of_split
 from specdata.errors import ConfigError
 from specdata.models import check_length, load_model, load_tokenizer
 from specdata.prompts import load_prompts, read_texts
+from specdata.shards import write_json
+from specdata.tables import load_table
 from specdata.vocabulary import check_shared_vocabulary
 
 
@@ -75,6 +87,10 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     draft = load_model(draft_name, dtype=models.dtype)
     check_length(draft, longest)
     head = _load_head(head_name) if head_name else None
+    evaluation, fitted = config.eval, None
+    if calibrates(evaluation):
+        fitted = _calibration(config, draft, stage.folder / "calibration.json")
+        evaluation = with_calibration(evaluation, (fitted["intercept"], fitted["slope"]))
     artefacts = Artefacts(
         target,
         draft,
@@ -90,7 +106,7 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
                 artefacts,
                 prompts,
                 stage.folder,
-                config.eval,
+                evaluation,
                 sampling=config.sampling,
                 seed=config.seed,
                 environment=describe_environment(
@@ -102,7 +118,29 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         torch.set_num_threads(before)
     write_results(stage.folder / "results.json", results)
     write_report(results, stage.folder, _context(config))
-    return {"runs": len(results.runs), "prompts": len(prompts)}
+    return {"runs": len(results.runs), "prompts": len(prompts), "calibration": fitted}
+
+
+def _calibration(config: PipelineConfig, draft: PreTrainedModel, path: Path) -> dict[str, Any]:
+    """The logistic model of the methods that give none, kept so that a resume uses the same."""
+    if path.is_file():
+        stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return stored
+    calibration, rows = Calibration(*UNCALIBRATED), 0
+    if config.head:
+        labels = of_split(load_table(folder(config, "labels")), "train", folder(config, "labels"))
+        rows = min(ROWS, len(labels))
+        with tqdm(total=rows, desc="calibration", unit="rollout", file=sys.stderr) as bar:
+            calibration = calibrate(draft, labels, config.sampling, report=bar.update)
+        say(
+            f"  P(accept) = sigmoid({calibration.intercept:.3f} + {calibration.slope:.3f} "
+            f"logit(max q)), fitted on {rows} labelled rollouts"
+        )
+    else:
+        say("  this run has no labels (no head section): max q is taken for P(accept)")
+    fitted = {**asdict(calibration), "rows": rows}
+    write_json(path, fitted)
+    return fitted
 
 
 def _load_head(name: str) -> AcceptanceHead:
