@@ -1,174 +1,231 @@
-"""A causal language model with a key-value cache that can be rewound, along a text or a tree."""
+"""Causal language models that run what texts want to feed, one at a time or in a batch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from specdata.errors import CacheNotRewindableError
+from eval.captured import Captured, Engine, captured, watching
+from eval.cells import Cells
+from eval.texts import CachedText, Forward, lay_out, path_to, places
+from specdata.errors import ConfigError
 from specdata.models import known_ids
-from specdata.probability import SamplingConfig, probabilities, to_vocabulary
+from specdata.probability import SamplingConfig, to_vocabulary
+
+# Pieces longer than this are prompts, whose time is not overhead: they are never captured.
+LONGEST_PIECE = 64
 
 
 class CachedModel:
-    """Feeds one sequence to a model, piece by piece, and returns laws.
-
-    After a committed text the cache may hold nodes of one draft tree, which `keep` reduces to the
-    accepted path. Nodes are numbered from 1 in the order they are fed; 0 is the text's last token.
+    """Runs what texts want to feed.
 
     Args:
         model: a transformers causal LM, in eval mode.
-        sampling: the warp from logits to laws, the same for target and draft.
-        vocabulary: V of the laws: the target's.
+        vocabulary: V of the logits: the target's.
+        engine: how forwards run; see `eval.captured`.
+        watched: also keep each text's `state` (H,): the input of the output embedding (after the
+            final norm) at the last token fed, which a SpecDec++ acceptance head reads.
 
     Raises:
         CacheNotRewindableError: if the model's cache cannot drop tokens (sliding windows, states).
     """
 
-    def __init__(self, model: PreTrainedModel, sampling: SamplingConfig, vocabulary: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        vocabulary: int,
+        *,
+        engine: Engine = "eager",
+        watched: bool = False,
+    ) -> None:
         self.model: Any = model
-        self.forwards = 0
-        self.state: Tensor | None = None
-        self._sampling = sampling
         self._vocabulary = vocabulary
         self._padded = model.config.get_text_config().vocab_size < vocabulary
-        self.reset()
-        for layer in self._cache.layers:
-            if layer.is_sliding or not layer.is_croppable:
-                raise CacheNotRewindableError(
-                    f"{model.config.model_type} keeps a cache from which rejected tokens cannot be "
-                    "removed (a sliding window, for example); speculative decoding needs one that "
-                    "can be cropped"
-                )
+        self._watched = watched
+        self._captured: Captured | None = None if engine == "eager" else captured(model, engine)
+        # Flash attention takes no mask of its own; it aligns causal attention as we do.
+        self._masks = "flash" not in str(model.config._attn_implementation)
+        self._texts: dict[int, CachedText] = {}
+        self.cells = Cells(model.config)
+
+    def text(self, row: int, sampling: SamplingConfig) -> CachedText:
+        """An empty text in a row of the cache; it takes the place of an earlier one there."""
+        self._texts[row] = CachedText(self, row, sampling)
+        return self._texts[row]
 
     @property
-    def length(self) -> int:
-        """Tokens of the text in the cache."""
-        return int(self._cache.get_seq_length()) - len(self._depths)
+    def device(self) -> torch.device:
+        """Where the model is."""
+        device: torch.device = self.model.device
+        return device
 
     def reset(self) -> None:
-        """Forget the sequence."""
-        self._cache = DynamicCache(config=self.model.config)
-        self._depths: list[int] = []  # of the nodes in the cache
-        self._ancestors = torch.zeros(0, 0, dtype=torch.bool)
-        self.state = None
+        """Forget every text and free the cells."""
+        self.cells.free()
+        for text in self._texts.values():
+            text.reset()
 
-    def feed(self, tokens: list[int], rows: int) -> Tensor:
-        """Append tokens to the text; return the laws after the last `rows` of them: (rows, V)."""
-        return self.law(self._forward(tokens, rows))
+    def check_trees(self) -> None:
+        """Raise ConfigError if the model's attention takes no tree mask."""
+        if not self._masks:
+            raise ConfigError(
+                f"{self.model.config._attn_implementation} takes no tree mask: load the model "
+                "with attn_implementation='sdpa' (or 'eager'), or draft chains"
+            )
 
-    def feed_logits(self, tokens: list[int]) -> Tensor:
-        """Append tokens to the text; return the logits after the last of them: (1, V)."""
-        return self._forward(tokens, 1)
+    def run(self, forward: Forward) -> Tensor:
+        """Run one forward: logits (rows, V)."""
+        if forward.unrolled:
+            return self._run_unrolled(forward)
+        text, count, start = forward.text, len(forward.tokens), forward.text.filled
+        positions, sees = places(forward)
+        if sees is not None:
+            mask: Tensor | None = self._hide(sees)[None, None]
+        else:
+            mask = self._causal(start, count) if start and count > 1 and self._masks else None
+        ids = torch.tensor([forward.tokens], device=self.device)
+        at = torch.tensor([positions], device=self.device)
+        logits, hidden = self._one(text.row, start, ids, at, mask, forward.rows)
+        text.fed(forward)
+        if self._watched:
+            assert hidden is not None
+            text.state = hidden[0, -1]
+        return to_vocabulary(logits[0, -forward.rows :], self._vocabulary)
 
-    def law(self, logits: Tensor, sampling: SamplingConfig | None = None) -> Tensor:
-        """Laws (..., V) of logits, by default under the model's own sampler."""
-        return probabilities(logits, sampling or self._sampling)
+    def run_all(self, forwards: Sequence[Forward]) -> list[Tensor]:
+        """Run one forward of each of several texts, together where that pays: logits of each."""
+        together = [one for one in forwards if one.text.filled and not one.unrolled]
+        alone = [one for one in forwards if not (one.text.filled and not one.unrolled)]
+        if len(together) == 1:
+            alone, together = list(forwards), []
+        found = {id(one): self.run(one) for one in alone}
+        if together:
+            for one, logits in zip(together, self._run_together(together), strict=True):
+                found[id(one)] = logits
+        return [found[id(one)] for one in forwards]
 
-    def grow(self, tokens: list[int], parents: list[int], text: list[int] | None = None) -> Tensor:
-        """Append nodes of a draft tree, each of which sees the text and its own ancestors only.
+    def _one(
+        self,
+        row: int,
+        start: int,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        keep: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        end = start + ids.shape[1]
+        if self._captured is not None and start and ids.shape[1] <= LONGEST_PIECE:
+            states = self.cells.states(row, end)
+            if states is not None:
+                return self._captured(self._known(ids), positions, mask, states)
+        self.cells.place(slice(row, row + 1), start, end)
+        return self._eager(self.cells, ids, positions, mask, keep)
 
-        Tree attention (Miao et al. 2023, SpecInfer; Yang et al. 2024, MCSD): one forward with a
-        four-dimensional mask, and the depth of a node as its position.
-
-        Args:
-            tokens: n tokens.
-            parents: the node that each follows: 0 for the text's last token.
-            text: tokens of the text that come first, if the tree is fed at once.
-
-        Returns:
-            Logits after the nodes, (n, V); with `text`, after its last token too, (n + 1, V).
-        """
-        text = text or []
-        old = len(self._depths)
-        base = self.length + len(text)
-        for parent in parents:
-            self._depths.append(1 + (self._depths[parent - 1] if parent else 0))
-        self._ancestors = _extended(self._ancestors, parents)
-        sees = torch.zeros(len(text) + len(tokens), base + len(self._depths), dtype=torch.bool)
-        for row in range(len(text)):
-            sees[row, : base - len(text) + row + 1] = True
-        sees[len(text) :, :base] = True
-        sees[len(text) :, base:] = self._ancestors[old:]
-        positions = [base - len(text) + row for row in range(len(text))]
-        positions += [base - 1 + depth for depth in self._depths[old:]]
-        device, dtype = self.model.device, self.model.dtype
-        hidden = torch.zeros(sees.shape, dtype=dtype).masked_fill(~sees, torch.finfo(dtype).min)
-        return self._forward(
-            [*text, *tokens],
-            len(tokens) + bool(text),
-            attention_mask=hidden[None, None].to(device),
-            position_ids=torch.tensor([positions], device=device),
-        )
-
-    def rewind(self, length: int) -> None:
-        """Keep the first `length` tokens of the text, and no nodes."""
-        self.keep([])
-        self._drop(self.length - length)
-
-    def keep(self, nodes: list[int]) -> None:
-        """Make a path of nodes from the root part of the text and drop the others.
-
-        Nodes that were never fed (the last level of a draft) may be named; they are left out.
-        """
-        count, base = len(self._depths), self.length
-        present = [node for node in nodes if node <= count]
-        self._depths, self._ancestors = [], torch.zeros(0, 0, dtype=torch.bool)
-        if present != list(range(1, len(present) + 1)):
-            index = torch.tensor([base + node - 1 for node in present], device=self.model.device)
-            for layer in self._cache.layers:
-                for states in (layer.keys, layer.values):
-                    # Right of the text, moved together; what is left over is cropped below.
-                    states[..., base : base + len(present), :] = states[..., index, :]
-        self._drop(count - len(present))
-
-    def _drop(self, surplus: int) -> None:
-        if surplus > 0:
-            self._cache.crop(-surplus)
-
-    def _forward(self, tokens: list[int], rows: int, **places: Tensor) -> Tensor:
-        self.forwards += 1
-        ids = torch.tensor([tokens], device=self.model.device)
-        out = self.model(
-            input_ids=known_ids(ids, self.model) if self._padded else ids,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=rows,
-            **places,
-        )
-        return to_vocabulary(out.logits[0], self._vocabulary)
-
-
-class WatchedModel(CachedModel):
-    """A `CachedModel` that also keeps the state which the last law was computed from.
-
-    `state` is (H,), the input of the output embedding (after the final norm) at the last token
-    fed: what a SpecDec++ acceptance head reads.
-    """
-
-    def feed(self, tokens: list[int], rows: int) -> Tensor:
-        """As `CachedModel.feed`; sets `state`."""
-        embedding: torch.nn.Module = self.model.get_output_embeddings()
+    def _eager(
+        self, cells: Cells, ids: Tensor, positions: Tensor, mask: Tensor | None, keep: int
+    ) -> tuple[Tensor, Tensor | None]:
+        hidden: list[Tensor] = []
         # Hooked only while feeding: decoders that share a model must not slow each other down.
-        hook = embedding.register_forward_pre_hook(self._keep_state)
-        try:
-            return super().feed(tokens, rows)
-        finally:
-            hook.remove()
+        with watching(self.model, hidden.append) if self._watched else nullcontext():
+            logits = self.model(
+                input_ids=self._known(ids),
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=cells,
+                use_cache=True,
+                logits_to_keep=keep,
+            ).logits
+        return logits, hidden[0] if hidden else None
 
-    def _keep_state(self, _module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.state = args[0][0, -1]
+    def _known(self, ids: Tensor) -> Tensor:
+        return known_ids(ids, self.model) if self._padded else ids
 
+    def _hide(self, sees: Tensor) -> Tensor:
+        """The additive mask of a boolean one, in the model's type and on its device."""
+        dtype = self.model.dtype
+        hidden = torch.zeros(sees.shape, dtype=dtype).masked_fill(~sees, torch.finfo(dtype).min)
+        return hidden.to(self.device)
 
-def _extended(ancestors: Tensor, parents: list[int]) -> Tensor:
-    """Ancestor-or-self matrix (n, n) with a row and a column for each further node."""
-    old = len(ancestors)
-    whole = torch.eye(old + len(parents), dtype=torch.bool)
-    whole[:old, :old] = ancestors
-    for index, parent in enumerate(parents):
-        if parent:
-            whole[old + index] |= whole[parent - 1]
-    return whole
+    def _causal(self, start: int, count: int) -> Tensor:
+        """Mask (1, 1, count, start + count) of consecutive tokens."""
+        dtype = self.model.dtype
+        block = torch.full((count, count), torch.finfo(dtype).min, dtype=dtype).triu(1)
+        mask = torch.nn.functional.pad(block, (start, 0))
+        return mask[None, None].to(self.device)
+
+    def _run_together(self, forwards: Sequence[Forward]) -> list[Tensor]:
+        """One forward over all rows up to the last asked for; other rows get tokens unseen."""
+        count = max(len(one.tokens) for one in forwards)
+        last = max(one.text.row for one in forwards)
+        starts = dict.fromkeys(range(last + 1), 0)
+        starts |= {row: text.filled for row, text in self._texts.items() if row <= last}
+        end = max(starts.values()) + count
+        # Rows without a request, and the left of short ones, write where nothing is kept.
+        cells = torch.stack([starts[row] + torch.arange(count) for row in range(last + 1)])
+        ids = torch.zeros(last + 1, count, dtype=torch.long)
+        positions = torch.zeros(last + 1, count, dtype=torch.long)
+        sees = torch.arange(end) <= cells.unsqueeze(-1)
+        for one in forwards:
+            lay_out(one, ids, positions, cells, sees)
+        keep = max(one.rows for one in forwards)
+        self.cells.place(slice(0, last + 1), max(starts.values()), end, cells=cells.to(self.device))
+        logits, hidden = self._eager(
+            self.cells,
+            ids.to(self.device),
+            positions.to(self.device),
+            self._hide(sees).unsqueeze(1),
+            keep,
+        )
+        found = []
+        for one in forwards:
+            one.text.fed(one)
+            if hidden is not None:
+                one.text.state = hidden[one.text.row, -1]
+            found.append(to_vocabulary(logits[one.text.row, -one.rows :], self._vocabulary))
+        return found
+
+    def _run_unrolled(self, forward: Forward) -> Tensor:
+        """Score a whole tree as a batch of its paths from the root to each leaf."""
+        text, parents = forward.text, list(forward.parents)
+        nodes = forward.tokens[len(forward.tokens) - len(parents) :]
+        unseen = forward.tokens[: len(forward.tokens) - len(parents)]
+        assert not text.depths, "only a whole tree can be unrolled"
+        leaves = [node for node in range(1, len(nodes) + 1) if node not in parents]
+        paths = [path_to(parents, leaf) for leaf in leaves]
+        start, longest = text.length, max(map(len, paths))
+        ids = torch.tensor(
+            [
+                [*unseen, *(nodes[node - 1] for node in path), *[0] * (longest - len(path))]
+                for path in paths
+            ],
+            device=self.device,
+        )
+        count = ids.shape[1]
+        at = torch.arange(start, start + count, device=self.device).expand(len(paths), -1)
+        cells = self.cells.spread(text.row, start, len(paths))
+        cells.place(slice(0, len(paths)), start, start + count)
+        mask = self._causal(start, count).expand(len(paths), -1, -1, -1) if start else None
+        logits, hidden = self._eager(cells, ids, at, mask, count)
+        text.planted(parents)
+        # Where each token stands first: the text in the first row, a node on some path.
+        spots = [(0, column) for column in range(len(unseen))]
+        spots += [
+            next(
+                (row, len(unseen) + path.index(node))
+                for row, path in enumerate(paths)
+                if node in path
+            )
+            for node in range(1, len(nodes) + 1)
+        ]
+        rows, columns = [row for row, _ in spots], [column for _, column in spots]
+        self.cells.gather(text.row, start, cells, rows, [start + column for column in columns])
+        text.fed(forward)
+        if hidden is not None:
+            text.state = hidden[rows[-1], columns[-1]]
+        picked = logits[rows[-forward.rows :], columns[-forward.rows :]]
+        return to_vocabulary(picked, self._vocabulary)

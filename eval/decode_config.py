@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from eval.cached import CachedModel
 from eval.calibration import Calibration
 from eval.cost_rule import MEAN_ACCEPTANCE, CostRule
-from eval.drafters import BranchingDrafter, ChainDrafter, Drafter
+from eval.drafters import BranchingDrafter, ChainDrafter, Drafter, Path
 from eval.drafts import How
 from eval.stopping import (
     StoppingRule,
@@ -45,6 +45,9 @@ class DecodeConfig:
         siblings: how a tree's siblings are drawn; "auto" takes what the verifier has a proof for,
             "iid" if that is among them.
         path_temperatures: for paths, the draft's temperature on each path; empty: as the target.
+        path_drafts: for paths, which of several draft models drafts each path; empty: the first.
+        tree_attention: whether the target scores paths and trees in one row with a tree mask; if
+            not, as a batch of paths: the same tokens, usually slower (an ablation).
         stop: when to end the draft of a chain.
         threshold: of the stopping rule, in its own unit.
         limit: most tokens drafted a round with a stopping rule other than "fixed".
@@ -71,6 +74,8 @@ class DecodeConfig:
     widths: tuple[int, ...] = ()
     siblings: Siblings = "auto"
     path_temperatures: tuple[float, ...] = ()
+    path_drafts: tuple[int, ...] = ()
+    tree_attention: bool = True
     stop: Stop = "fixed"
     threshold: float = 0.7
     limit: int = 20
@@ -103,6 +108,11 @@ class DecodeConfig:
             raise ConfigError(
                 f"path_temperatures must name one for each of {self.paths} paths, got "
                 f"{self.path_temperatures}"
+            )
+        if self.path_drafts and (len(self.path_drafts) != self.paths or min(self.path_drafts) < 0):
+            raise ConfigError(
+                f"path_drafts must name one draft (0, 1, ...) for each of {self.paths} paths, got "
+                f"{self.path_drafts}"
             )
         self._check_combination()
 
@@ -154,7 +164,8 @@ class DecodeConfig:
         if self.drafter == "chain":
             return "chain"
         if self.drafter == "paths":
-            return f"paths, {'independent' if len(set(self.path_temperatures)) > 1 else 'iid'}"
+            laws = max(len(set(self.path_temperatures)), len(set(self.path_drafts)))
+            return f"paths, {'independent' if laws > 1 else 'iid'}"
         return f"tree, {self.how}"
 
     def reads_states(self, head: AcceptanceHead | None) -> bool:
@@ -168,20 +179,46 @@ class DecodeConfig:
         except ValueError as error:
             raise ConfigError(f"verifier {self.verifier!r}: {error}") from error
 
-    def make_drafter(
-        self, model: CachedModel, head: AcceptanceHead | None, ends: frozenset[int]
-    ) -> Drafter:
-        """Build the drafter with its stopping rule."""
+    def make_drafters(
+        self, models: Sequence[CachedModel], head: AcceptanceHead | None, ends: frozenset[int]
+    ) -> Callable[[int], Drafter]:
+        """What builds the drafter, with its stopping rule, of the text in a row of a batch.
+
+        Raises:
+            ConfigError: if the rule needs a head, or paths more drafts, than there are.
+        """
+        wanted = 1 + max(self.path_drafts, default=0)
+        if len(models) != wanted:
+            raise ConfigError(
+                f"path_drafts {self.path_drafts} needs {wanted} draft models, got {len(models)}"
+            )
         if self.drafter == "chain":
-            return ChainDrafter(model, RULES[self.stop](self, head), ends)
+            RULES[self.stop](self, head)  # a missing head is found now
+            return lambda row: ChainDrafter(
+                models[0].text(row, self.sampling), RULES[self.stop](self, head), ends
+            )
         if self.drafter == "tree":
-            return BranchingDrafter(model, self.widths, self.how, ends)
-        samplers = [
-            SamplingConfig(temperature, self.top_k, self.top_p)
-            for temperature in self.path_temperatures
-        ]
-        widths = (self.paths, *[1] * (self.length - 1))
-        return BranchingDrafter(model, widths, "iid", ends, shape="paths", samplers=samplers)
+            return lambda row: BranchingDrafter(
+                [Path(models[0].text(row, self.sampling))], self.widths, self.how, ends
+            )
+        return lambda row: BranchingDrafter(
+            self._make_paths(models, row),
+            (self.paths, *[1] * (self.length - 1)),
+            "iid",
+            ends,
+            shape="paths",
+        )
+
+    def _make_paths(self, models: Sequence[CachedModel], row: int) -> list[Path]:
+        texts = [model.text(row, self.sampling) for model in models]
+        which = self.path_drafts or (0,) * self.paths
+        warps: list[SamplingConfig | None] = [None] * self.paths
+        if self.path_temperatures:
+            warps = [
+                SamplingConfig(temperature, self.top_k, self.top_p)
+                for temperature in self.path_temperatures
+            ]
+        return [Path(texts[index], warp) for index, warp in zip(which, warps, strict=True)]
 
 
 def _one_of(what: str, name: str, choices: Collection[str]) -> None:

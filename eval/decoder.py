@@ -8,25 +8,31 @@ emitted text has the law of plain sampling from the target (unless the verifier 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.cached import CachedModel, WatchedModel
+from eval.cached import CachedModel
+from eval.captured import Engine
 from eval.decode_config import DecodeConfig
 from eval.drafters import Drafter, chain
 from eval.drafts import DraftTree
 from eval.metrics import Round
+from eval.texts import CachedText, Forward, Steps, drive
 from eval.verifiers import Verifier
 from eval.verifiers.rule import Drawn
 from heads import AcceptanceHead
 from specdata.models import end_ids
-from specdata.probability import draw
+from specdata.probability import SamplingConfig, draw_one
 
 __all__ = ["DecodeConfig", "Generation", "SpeculativeDecoder"]
+
+NOTHING = chain([], [], 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,46 +57,85 @@ class SpeculativeDecoder:
 
     Args:
         target: the target.
-        drafter: what proposes tokens; None is plain decoding.
+        sampling: the law that texts are drawn from.
+        drafters: makes what proposes tokens for the text in a row of a batch (0 for a single
+            text); None is plain decoding.
+        drafts: the models behind the drafters.
         verifier: the acceptance rule.
         ends: token ids that end a text.
+        tree_attention: score branching drafts in one forward of one row; if not, as a batch of
+            paths, which gives the same laws (an ablation).
     """
 
     def __init__(
         self,
         target: CachedModel,
-        drafter: Drafter | None,
+        sampling: SamplingConfig,
+        drafters: Callable[[int], Drafter] | None,
         verifier: Verifier,
         ends: frozenset[int],
+        *,
+        drafts: Sequence[CachedModel] = (),
+        tree_attention: bool = True,
     ) -> None:
         self._target = target
-        self._drafter = drafter
+        self._sampling = sampling
+        self._drafters = drafters
+        self._drafts = tuple(drafts)
         self._verifier = verifier
         self._ends = ends
+        self._tree_attention = tree_attention
+        self._lanes: list[_Lane] = []
 
     @classmethod
     def from_config(
         cls,
         target: PreTrainedModel,
-        draft: PreTrainedModel | None,
+        draft: PreTrainedModel | Sequence[PreTrainedModel] | None,
         config: DecodeConfig,
         head: AcceptanceHead | None = None,
+        *,
+        engine: Engine = "eager",
     ) -> SpeculativeDecoder:
         """Build a decoder for transformers models that share a vocabulary.
 
+        Args:
+            target: the target.
+            draft: the draft; several, if `config.path_drafts` names one for each path.
+            config: how to decode.
+            head: the acceptance head, for stop="head" (and "cost", if there is one).
+            engine: how forwards run: see `eval.captured`.
+
         Raises:
-            ConfigError: if the configuration needs a head and none is given.
+            ConfigError: if the configuration needs a head or more drafts than are given, or the
+                engine or the models' attention cannot do what is asked.
             CacheNotRewindableError: if a model's cache cannot be cropped.
         """
         vocabulary, ends = target.config.get_text_config().vocab_size, end_ids(target)
-        drafter = None
+        model = CachedModel(target, vocabulary, engine=engine)
+        made: tuple[CachedModel, ...] = ()
+        drafters = None
         if draft is not None:
+            given = (draft,) if isinstance(draft, PreTrainedModel) else tuple(draft)
             if head is not None:
-                head = head.to(draft.device)
-            kind = WatchedModel if config.reads_states(head) else CachedModel
-            drafter = config.make_drafter(kind(draft, config.sampling, vocabulary), head, ends)
-        model = CachedModel(target, config.sampling, vocabulary)
-        return cls(model, drafter, config.make_verifier(), ends)
+                head = head.to(given[0].device)
+            watched = config.reads_states(head)
+            made = tuple(
+                CachedModel(one, vocabulary, engine=engine, watched=watched) for one in given
+            )
+            if config.drafter != "chain":
+                for one in (model, *made) if config.tree_attention else made:
+                    one.check_trees()
+            drafters = config.make_drafters(made, head, ends)
+        return cls(
+            model,
+            config.sampling,
+            drafters,
+            config.make_verifier(),
+            ends,
+            drafts=made,
+            tree_attention=config.tree_attention,
+        )
 
     @torch.inference_mode()
     def generate(
@@ -106,67 +151,153 @@ class SpeculativeDecoder:
         Raises:
             ValueError: for an empty prompt or a budget below 1.
         """
+        clock = Stopwatch(self._target.device)
+        steps = self._decode(self._lane(0), prompt_ids, max_new_tokens, generator, clock)
+        try:
+            return drive(steps)
+        finally:
+            self._forget()
+
+    @torch.inference_mode()
+    def generate_batch(
+        self,
+        prompts: Sequence[Tensor],
+        *,
+        max_new_tokens: int,
+        generators: Sequence[torch.Generator],
+        size: int = 8,
+        report: Callable[[int], object] = lambda done: None,
+    ) -> list[Generation]:
+        """Continue many prompts, several at a time; a finished one makes room for the next.
+
+        Each text is decoded as `generate` would with its generator, whatever its neighbours do:
+        forwards of one model that are wanted at the same time run as one. Batching changes
+        logits by rounding only. Times of single rounds are not known and recorded as 0, and
+        `Generation.seconds` is that of the whole call.
+
+        Args:
+            prompts: each (T,) int64, T >= 1.
+            max_new_tokens: as in `generate`.
+            generators: one for each prompt, used for no other.
+            size: texts decoded at the same time.
+            report: called with 1 when a prompt is done.
+
+        Raises:
+            ValueError: as `generate`, or if there is not one generator for each prompt.
+        """
+        if len(generators) != len(prompts) or len({*map(id, generators)}) < len(generators):
+            raise ValueError(
+                f"each of {len(prompts)} prompts needs a generator of its own, got "
+                f"{len({*map(id, generators)})}"
+            )
+        if size < 1:
+            raise ValueError(f"size must be at least 1, got {size}")
+        begun = time.perf_counter()
+        jobs = [
+            partial(
+                self._decode,
+                prompt_ids=prompt,
+                max_new_tokens=max_new_tokens,
+                generator=generator,
+                clock=None,
+            )
+            for prompt, generator in zip(prompts, generators, strict=True)
+        ]
+        try:
+            lanes = [self._lane(row) for row in range(min(size, len(prompts)))]
+            outs = decode_together(jobs, lanes, last=self._target, report=report)
+        finally:
+            self._forget()
+        seconds = time.perf_counter() - begun
+        return [replace(out, seconds=seconds) for out in outs]
+
+    def _lane(self, row: int) -> _Lane:
+        """The caches of one text; a drafter keeps what its rule has learnt."""
+        while len(self._lanes) <= row:
+            number = len(self._lanes)
+            drafter = self._drafters(number) if self._drafters else None
+            self._lanes.append(_Lane(self._target.text(number, self._sampling), drafter))
+        return self._lanes[row]
+
+    def _forget(self) -> None:
+        """Free the caches: several decoders may share one GPU."""
+        for model in (self._target, *self._drafts):
+            model.reset()
+
+    def _decode(
+        self,
+        lane: _Lane,
+        prompt_ids: Tensor,
+        max_new_tokens: int,
+        generator: torch.Generator,
+        clock: Stopwatch | None,
+    ) -> Steps[Generation]:
+        """Decode one text, yielding the forwards that it needs."""
         if prompt_ids.ndim != 1 or len(prompt_ids) == 0 or max_new_tokens < 1:
             raise ValueError(
                 "prompt_ids must be (T,) with T >= 1 and max_new_tokens >= 1, got shape "
                 f"{tuple(prompt_ids.shape)} and {max_new_tokens}"
             )
         begun = time.perf_counter()
-        self._forget()
+        lane.begin()
         text: list[int] = prompt_ids.tolist()
         goal, verifier = len(text) + max_new_tokens, self._verifier
         rounds: list[Round] = []
         ended = False
         while len(text) < goal and not ended:
-            emitted, verifier, record = self._round(text, goal, verifier, generator)
+            emitted, verifier, record = yield from self._round(
+                lane, text, goal, verifier, generator, clock
+            )
             text += emitted
             rounds.append(record)
+            if lane.drafter is not None:
+                lane.drafter.observe(record)
             ended = text[-1] in self._ends
-        seconds = time.perf_counter() - begun
-        self._forget()
         return Generation(
             torch.tensor(text[len(prompt_ids) :]),
             tuple(rounds),
             "eos" if ended else "length",
-            seconds,
+            time.perf_counter() - begun,
         )
 
-    def _forget(self) -> None:
-        """Free the caches: several decoders may share one GPU."""
-        self._target.reset()
-        if self._drafter is not None:
-            self._drafter.model.reset()
-
     def _round(
-        self, text: list[int], goal: int, verifier: Verifier, generator: torch.Generator
-    ) -> tuple[list[int], Verifier, Round]:
-        clock = Stopwatch(self._target.model.device)
-        forwards, tree = 0, chain([], [], 0)
-        if self._drafter is not None:
-            forwards = -self._drafter.model.forwards
+        self,
+        lane: _Lane,
+        text: list[int],
+        goal: int,
+        verifier: Verifier,
+        generator: torch.Generator,
+        clock: Stopwatch | None,
+    ) -> Steps[tuple[list[int], Verifier, Round]]:
+        lap = clock.lap if clock else lambda: 0.0
+        lap()
+        drafter, forwards, tree = lane.drafter, 0, NOTHING
+        if drafter is not None:
+            forwards = -drafter.forwards
             # One place of the budget belongs to the token that the verifier adds.
-            tree = self._drafter.propose(text, goal - len(text) - 1, generator)
+            tree = yield from drafter.propose(text, goal - len(text) - 1, generator)
             if verifier.needs_tail(len(tree)):
-                tree = self._drafter.with_tail(tree, text)
-            forwards += self._drafter.model.forwards
-        draft_seconds = clock.lap()
-        laws = self._score(text[self._target.length :], tree)
-        target_seconds = clock.lap()
+                tree = yield from drafter.with_tail(tree, text)
+            forwards += drafter.forwards
+        draft_seconds = lap()
+        logits = yield self._scoring(lane.target, text[lane.target.length :], tree)
+        laws = lane.target.law(logits)
+        target_seconds = lap()
         if len(tree) or verifier.carries:
             drawn = verifier.draw(tree, laws, generator)
         else:
-            drawn = Drawn([], int(draw(laws[0], generator)), verifier)
+            drawn = Drawn([], draw_one(laws[0], generator), verifier)
         accepted = [tree.token_list[node - 1] for node in drawn.nodes]
         # After an accepted end token nothing follows.
         over = bool(accepted) and accepted[-1] in self._ends
         emitted = accepted if over else [*accepted, drawn.token]
         committed = len(text) + len(accepted)
         if tree.shape == "chain":
-            self._target.rewind(committed)
+            lane.target.rewind(committed)
         else:
-            self._target.keep(drawn.nodes)
-        if self._drafter is not None:
-            self._drafter.settle(drawn.nodes, committed)
+            lane.target.keep(drawn.nodes)
+        if drafter is not None:
+            drafter.settle(drawn.nodes, committed)
         record = Round(
             drafted=len(tree),
             depth=depth_of(tree),
@@ -175,16 +306,77 @@ class SpeculativeDecoder:
             draft_forwards=forwards,
             draft_seconds=draft_seconds,
             target_seconds=target_seconds,
-            overhead_seconds=clock.lap(),
+            overhead_seconds=lap(),
         )
         return emitted, drawn.verifier, record
 
-    def _score(self, unseen: list[int], tree: DraftTree) -> Tensor:
-        """The target's laws after the text and after every node: (N+1, V)."""
+    def _scoring(self, target: CachedText, unseen: list[int], tree: DraftTree) -> Forward:
+        """The forward that gives the target's logits after the text and every node: (N+1, V)."""
         if tree.shape == "chain":
-            return self._target.feed(unseen + tree.token_list, rows=len(tree) + 1)
+            return target.feed(unseen + tree.token_list, len(tree) + 1)
         parents = [int(parent) for parent in tree.parents.tolist()]
-        return self._target.law(self._target.grow(tree.token_list, parents, unseen))
+        unrolled = not self._tree_attention
+        return target.grow(tree.token_list, parents, unseen, unrolled=unrolled)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The caches of one text: the target's, and the drafter's."""
+
+    target: CachedText
+    drafter: Drafter | None
+
+    def begin(self) -> None:
+        """Forget the text before."""
+        self.target.reset()
+        if self.drafter is not None:
+            self.drafter.reset()
+
+
+def decode_together(
+    jobs: Sequence[Callable[[_Lane], Steps[Generation]]],
+    lanes: Sequence[_Lane],
+    *,
+    last: CachedModel,
+    report: Callable[[int], object],
+) -> list[Generation]:
+    """Run procedures side by side, with the forwards that are wanted of one model run as one.
+
+    Args:
+        jobs: one procedure for each text, which is given a lane.
+        lanes: as many run at a time; a lane whose procedure ends takes up the next.
+        last: the model that waits until no other has anything to do: the target, so that texts
+            whose drafts have different lengths are verified together.
+        report: called with 1 when a procedure ends.
+    """
+    found: dict[int, Generation] = {}
+    waiting: dict[int, tuple[_Lane, Steps[Generation], Forward]] = {}
+    queue = iter(enumerate(jobs))
+
+    def advance(number: int, lane: _Lane, steps: Steps[Generation], answer: Any) -> None:
+        try:
+            waiting[number] = lane, steps, steps.send(answer)
+        except StopIteration as done:
+            found[number] = done.value
+            report(1)
+            take(lane)
+
+    def take(lane: _Lane) -> None:
+        if entry := next(queue, None):
+            number, job = entry
+            advance(number, lane, job(lane), None)
+
+    for lane in lanes:
+        take(lane)
+    while waiting:
+        models = {id(forward.model): forward.model for _, _, forward in waiting.values()}
+        model = next((one for one in models.values() if one is not last), last)
+        ready = [number for number, entry in waiting.items() if entry[2].model is model]
+        answers = model.run_all([waiting[number][2] for number in ready])
+        entries = [waiting.pop(number) for number in ready]
+        for number, (lane, steps, _), answer in zip(ready, entries, answers, strict=True):
+            advance(number, lane, steps, answer)
+    return [found[number] for number in range(len(jobs))]
 
 
 def depth_of(tree: DraftTree) -> int:

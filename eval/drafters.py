@@ -7,155 +7,231 @@ with the committed text. No drafter proposes anything after a drafted end token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from eval.cached import CachedModel
 from eval.drafts import DraftTree, How, Shape
+from eval.metrics import Round
 from eval.stopping import Step, StoppingRule
-from specdata.probability import SamplingConfig, draw
+from eval.texts import CachedText, Steps
+from specdata.probability import SamplingConfig, draw, draw_one
 
 
 class Drafter(Protocol):
-    """Proposes tokens after a committed text."""
+    """Proposes tokens after the committed text of one decoding."""
 
-    model: CachedModel
-
-    def propose(self, text: list[int], room: int, generator: torch.Generator) -> DraftTree:
+    def propose(self, text: list[int], room: int, generator: torch.Generator) -> Steps[DraftTree]:
         """Draft at most `room` tokens deep after `text`, of which the cache holds a prefix."""
 
-    def with_tail(self, draft: DraftTree, text: list[int]) -> DraftTree:
+    def with_tail(self, draft: DraftTree, text: list[int]) -> Steps[DraftTree]:
         """The same draft with the law after its last token, for a verifier that needs it."""
 
     def settle(self, nodes: list[int], committed: int) -> None:
         """Keep the accepted nodes, so that the cache holds a prefix of `committed` tokens."""
+
+    def observe(self, record: Round) -> None:
+        """Take note of a finished round."""
+
+    def reset(self) -> None:
+        """Forget the text; what a stopping rule has learnt of times stays."""
+
+    @property
+    def forwards(self) -> int:
+        """Forwards of drafts so far."""
 
 
 class ChainDrafter:
     """One path, until the stopping rule, the room or an end token ends it.
 
     Args:
-        model: the draft.
+        text: the draft's.
         rule: when to stop.
         ends: token ids after which nothing is drafted.
     """
 
-    def __init__(self, model: CachedModel, rule: StoppingRule, ends: frozenset[int]) -> None:
-        self.model = model
+    def __init__(self, text: CachedText, rule: StoppingRule, ends: frozenset[int]) -> None:
+        self._text = text
         self._rule = rule
         self._ends = ends
 
-    def propose(self, text: list[int], room: int, generator: torch.Generator) -> DraftTree:
+    def propose(self, text: list[int], room: int, generator: torch.Generator) -> Steps[DraftTree]:
         """Draft a chain."""
         stop = self._rule.begin()
-        unseen = text[self.model.length :]
+        mine = self._text
+        unseen = text[mine.length :]
         planned = min(room, self._rule.limit)
         tokens: list[int] = []
         laws: list[Tensor] = []
         while len(tokens) < planned:
-            law = self.model.feed(unseen, rows=1)[0]
-            token = int(draw(law, generator))
+            logits = yield mine.feed(unseen, 1)
+            law = mine.law(logits[0])
+            token = draw_one(law, generator)
             tokens.append(token)
             laws.append(law)
-            if token in self._ends or stop(Step(token, law, self.model.state)):
+            if token in self._ends or stop(Step(token, law, mine.state)):
                 break
             unseen = [token]
         return chain(tokens, laws, planned)
 
-    def with_tail(self, draft: DraftTree, text: list[int]) -> DraftTree:
+    def with_tail(self, draft: DraftTree, text: list[int]) -> Steps[DraftTree]:
         """Run the draft once more, over what it has not seen of text and draft."""
-        unseen = [*text, *draft.token_list][self.model.length :]
-        tail = self.model.feed(unseen, rows=1)[0]
+        unseen = [*text, *draft.token_list][self._text.length :]
+        logits = yield self._text.feed(unseen, 1)
+        tail = self._text.law(logits[0])
         return chain(draft.token_list, list(draft.laws), draft.planned or 0, tail)
 
     def settle(self, nodes: list[int], committed: int) -> None:
         """The chain is part of the text already; drop what was rejected."""
-        self.model.rewind(committed)
+        self._text.rewind(committed)
+
+    def observe(self, record: Round) -> None:
+        """Show it to the stopping rule."""
+        self._rule.observe(record)
+
+    def reset(self) -> None:
+        """Forget the text."""
+        self._text.reset()
+
+    @property
+    def forwards(self) -> int:
+        """Forwards of the draft so far."""
+        return self._text.forwards
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """How one of several paths is drafted.
+
+    Args:
+        text: of the draft that drafts it; paths may share one.
+        sampling: the warp of its laws, if not the text's own.
+    """
+
+    text: CachedText
+    sampling: SamplingConfig | None = None
 
 
 class BranchingDrafter:
-    """Several candidates for a place, drafted level by level, a level in one forward.
+    """Several candidates for a place, drafted level by level, a level in one forward a draft.
 
     Args:
-        model: the draft.
+        paths: for a tree one; for paths one of each, or one that all share.
         widths: children of every node at depth 0, 1, ...; for paths (K, 1, 1, ...).
         how: how siblings are drawn.
         ends: token ids after which nothing is drafted.
         shape: "paths" for independent rollouts, else "tree".
-        samplers: for paths, the warp of each path's law, if not the model's own.
     """
 
     def __init__(
         self,
-        model: CachedModel,
+        paths: Sequence[Path],
         widths: Sequence[int],
         how: How,
         ends: frozenset[int],
         *,
         shape: Shape = "tree",
-        samplers: Sequence[SamplingConfig] = (),
     ) -> None:
-        self.model = model
+        self._paths = list(paths) * (widths[0] if len(paths) == 1 else 1)
+        self._texts = list({id(path.text): path.text for path in paths}.values())
         self._widths = tuple(widths)
         self._how = how
         self._ends = ends
         self._shape = shape
-        self._samplers = samplers
 
-    def propose(self, text: list[int], room: int, generator: torch.Generator) -> DraftTree:
+    def propose(self, text: list[int], room: int, generator: torch.Generator) -> Steps[DraftTree]:
         """Draft as many levels as fit."""
         widths = self._widths[:room]
         grown = _Grown(self._how, self._shape)
+        # Only nodes that get children are fed; numbering in a cache is that of feeding.
+        self._fed: list[dict[int, int]] = [{0: 0} for _ in self._texts]
         level = [0]
-        # Only nodes that get children are fed; numbering in the cache is that of feeding.
-        fed = {0: 0}
-        logits = self.model.feed_logits(text[self.model.length :]) if widths else torch.empty(0)
         for depth, width in enumerate(widths):
             if depth:
                 level = [node for node in level if grown.tokens[node - 1] not in self._ends]
-                if not level:
-                    break
-                for node in level:
-                    fed[node] = len(fed)
-                tokens = [grown.tokens[node - 1] for node in level]
-                parents = [fed[grown.parents[node - 1]] for node in level]
-                logits = self.model.grow(tokens, parents)
+            if not level:
+                break
+            logits = yield from self._score(grown, level, text)
             level = self._expand(grown, level, logits, width, generator)
-        self._fed = fed
         return grown.tree()
+
+    def _score(
+        self, grown: _Grown, level: list[int], text: list[int]
+    ) -> Steps[dict[tuple[int, int], Tensor]]:
+        """Logits after each node, by the draft that scores it and the node."""
+        found = {}
+        for index, mine in enumerate(self._texts):
+            if level == [0]:
+                logits = yield mine.feed(text[mine.length :], 1)
+                found[index, 0] = logits[0]
+                continue
+            own = [node for node in level if self._drafted_by(grown, node) is mine]
+            if not own:
+                continue
+            fed = self._fed[index]
+            for node in own:
+                fed[node] = len(fed)
+            parents = [fed[grown.parents[node - 1]] for node in own]
+            logits = yield mine.grow([grown.tokens[node - 1] for node in own], parents)
+            found |= {(index, node): row for node, row in zip(own, logits, strict=True)}
+        return found
+
+    def _drafted_by(self, grown: _Grown, node: int) -> CachedText:
+        if len(self._texts) == 1:
+            return self._texts[0]
+        return self._paths[grown.path[node - 1]].text
 
     def _expand(
         self,
         grown: _Grown,
         level: list[int],
-        logits: Tensor,
+        logits: dict[tuple[int, int], Tensor],
         width: int,
         generator: torch.Generator,
     ) -> list[int]:
-        """Draw the children of one level and return them."""
+        """Draw the next level; return its nodes."""
         children: list[int] = []
-        for node, row in zip(level, logits, strict=True):
-            if self._samplers:
-                # Paths with laws of their own: at the root one child each, then each its own.
-                samplers = self._samplers if node == 0 else [self._samplers[grown.path[node - 1]]]
-                for sampler in samplers:
-                    law = grown.law(node, self.model.law(row, sampler), sampler)
-                    children += grown.add(node, law, [int(draw(grown.laws[law], generator))])
+        for node in level:
+            if self._shape == "paths":
+                paths = [grown.path[node - 1]] if node else range(len(self._paths))
+                for number in paths:
+                    path = self._paths[number]
+                    index = self._texts.index(path.text)
+                    law = path.text.law(logits[index, node], path.sampling)
+                    known = grown.law(node, law, (index, path.sampling))
+                    token = draw_one(grown.laws[known], generator)
+                    children += grown.add(node, known, [token])
             else:
-                law = grown.law(node, self.model.law(row))
-                tokens = _candidates(grown.laws[law], width, self._how, generator)
-                children += grown.add(node, law, tokens)
+                known = grown.law(node, self._texts[0].law(logits[0, node]))
+                tokens = _candidates(grown.laws[known], width, self._how, generator)
+                children += grown.add(node, known, tokens)
         return children
 
-    def with_tail(self, draft: DraftTree, text: list[int]) -> DraftTree:
+    def with_tail(self, draft: DraftTree, text: list[int]) -> Steps[DraftTree]:
         """No verifier of branching drafts carries a residual."""
         raise ValueError("a branching draft has no law after its last token")
 
     def settle(self, nodes: list[int], committed: int) -> None:
         """Move the accepted path together and drop the rest."""
-        self.model.keep([self._fed[node] for node in nodes if node in self._fed])
+        for text, fed in zip(self._texts, self._fed, strict=True):
+            # Another draft's nodes are not there: it reads them with the text, next round.
+            text.keep([fed[node] for node in takewhile(fed.__contains__, nodes)])
+
+    def observe(self, record: Round) -> None:
+        """The number of nodes is fixed."""
+
+    def reset(self) -> None:
+        """Forget the text."""
+        for text in self._texts:
+            text.reset()
+
+    @property
+    def forwards(self) -> int:
+        """Forwards of all drafts so far."""
+        return sum(text.forwards for text in self._texts)
 
 
 class _Grown:
@@ -168,15 +244,15 @@ class _Grown:
         self._how, self._shape = how, shape
         self.laws: list[Tensor] = []
         self._law: list[int] = []
-        self._known: dict[tuple[tuple[int, ...], SamplingConfig | None], int] = {}
+        self._known: dict[tuple[tuple[int, ...], object], int] = {}
 
-    def law(self, parent: int, law: Tensor, sampler: SamplingConfig | None = None) -> int:
+    def law(self, parent: int, law: Tensor, source: object = None) -> int:
         """Index of the law that children of a node are to be drawn from.
 
         Rollouts that agree so far continue from one law: rows that rounding made different would
         leave a token recorded with another law than its own.
         """
-        key = (self._text(parent) if self._shape == "paths" else (parent,), sampler)
+        key = (self._text(parent) if self._shape == "paths" else (parent,), source)
         if key not in self._known:
             self._known[key] = len(self.laws)
             self.laws.append(law)
@@ -225,7 +301,7 @@ def _candidates(law: Tensor, count: int, how: How, generator: torch.Generator) -
         rest[tokens] = 0.0
         count = len(tokens) + 1
     while len(tokens) < count and bool((rest > 0).any()):
-        tokens.append(int(draw(rest, generator)))
+        tokens.append(draw_one(rest, generator))
         rest[tokens[-1]] = 0.0
     return tokens
 

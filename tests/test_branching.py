@@ -9,7 +9,8 @@ import torch
 
 from eval.cached import CachedModel
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.drafters import BranchingDrafter
+from eval.drafters import BranchingDrafter, Path
+from eval.texts import drive
 from eval.verifiers import VERIFIERS
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
@@ -78,14 +79,15 @@ def test_greedy_output_is_identical_to_generate(name: str) -> None:
 
 def test_tree_attention_scores_each_node_as_its_path_alone() -> None:
     model = tiny_llama(3, vocab=30, layers=2)
-    cached = CachedModel(model, SamplingConfig(), 30)
+    runner = CachedModel(model, 30)
+    cached = runner.text(0, SamplingConfig())
     text = [2, 9, 4]
     tokens, parents = [5, 6, 7, 8, 9, 7], [0, 0, 1, 1, 2, 4]
     with torch.inference_mode():
-        cached.feed(text[:2], rows=1)
+        runner.run(cached.feed(text[:2], 1))
         # In two parts, as a draft grows, after text that is not in the cache yet.
-        first = cached.grow(tokens[:2], parents[:2], text[2:])
-        rest = cached.grow(tokens[2:], parents[2:])
+        first = runner.run(cached.grow(tokens[:2], parents[:2], text[2:]))
+        rest = runner.run(cached.grow(tokens[2:], parents[2:]))
         logits = torch.cat([first, rest])
         for node in range(len(tokens) + 1):
             path, at = [], node
@@ -97,7 +99,7 @@ def test_tree_attention_scores_each_node_as_its_path_alone() -> None:
         # The accepted path stays, in its place; what follows is scored as after plain text.
         cached.keep([1, 4, 6])
         assert cached.length == 6
-        after = cached.feed([11], rows=1)[0]
+        after = cached.law(runner.run(cached.feed([11], 1))[0])
         alone = model(input_ids=torch.tensor([[*text, 5, 8, 7, 11]])).logits[0, -1].softmax(-1)
         torch.testing.assert_close(after, alone.to(after), atol=1e-6, rtol=0)
 
@@ -114,11 +116,11 @@ def test_a_branching_draft_keeps_its_promises_within_its_room(
     text = [2, 3]
     for room in (1, 2, 5):
         for seed in range(15):
-            model = CachedModel(draft, SamplingConfig(), 6)
-            drafter = BranchingDrafter(model, widths, how, frozenset([END]), shape=shape)  # type: ignore[arg-type]
+            path = Path(CachedModel(draft, 6).text(0, SamplingConfig()))
+            drafter = BranchingDrafter([path], widths, how, frozenset([END]), shape=shape)  # type: ignore[arg-type]
             generator = torch.Generator().manual_seed(seed)
             with torch.inference_mode():
-                tree = drafter.propose(text, room, generator).checked()
+                tree = drive(drafter.propose(text, room, generator)).checked()
             assert tree.kind == f"{shape}, {how}"
             depth = {0: 0}
             for node, parent in enumerate(tree.parents.tolist(), start=1):
@@ -140,10 +142,10 @@ def test_candidates_are_fewer_where_the_law_has_fewer_tokens() -> None:
     draft = tiny_llama(1, vocab=6)
     sampling = SamplingConfig(top_k=2)
     for how in ("distinct", "greedy"):
-        model = CachedModel(draft, sampling, 6)
-        drafter = BranchingDrafter(model, (4,), how, frozenset(), shape="tree")  # type: ignore[arg-type]
+        path = Path(CachedModel(draft, 6).text(0, sampling))
+        drafter = BranchingDrafter([path], (4,), how, frozenset(), shape="tree")  # type: ignore[arg-type]
         with torch.inference_mode():
-            tree = drafter.propose([2], 3, torch.Generator().manual_seed(0)).checked()
+            tree = drive(drafter.propose([2], 3, torch.Generator().manual_seed(0))).checked()
         assert len(tree) == 2
 
 

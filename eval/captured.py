@@ -1,0 +1,295 @@
+"""Forwards of a few tokens as one graph of tensor operations, without the model's Python.
+
+A draft is so small that modules, masks and cache objects cost more than its arithmetic, and on a
+CPU the matrix library is slow for the handful of rows that a verification has. So there are three
+engines behind `CachedModel`, with the same results but for rounding:
+
+* "eager": the model's own forward;
+* "captured": the forward is traced once with symbolic lengths (`make_fx`) and run as a graph; on a
+  CPU in float32 its large matrices are kept a second time in oneDNN's blocked layout;
+* "compiled": the captured graph through `torch.compile` (Inductor), which fuses what lies between
+  the matrices. It needs a C++ compiler and takes seconds to a minute a model.
+
+Prompts and batches always run eagerly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from specdata.errors import ConfigError
+
+Engine = Literal["eager", "captured", "compiled"]
+ENGINES: tuple[str, ...] = get_args(Engine)
+
+# A matrix with fewer weights fits the first cache levels in any layout.
+SMALLEST_PACKED = 1 << 14
+# Lengths to trace with: unlike each other, and chosen unlike every other size.
+LENGTHS = (11, 13, 17, 19, 23, 131, 137, 139, 149, 151)
+# Ropes whose frequencies depend on the length of the text: a graph would keep those of one length.
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
+# A graph must reproduce the eager logits to this share of their largest.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
+
+Graph = Callable[..., tuple[Tensor, Tensor]]
+
+_KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Captured]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def captured(model: PreTrainedModel, engine: Engine) -> Captured:
+    """The graphs of a model, shared by all decoders that use it while its weights stay the same.
+
+    Changes are found by the version counters of the weights, which every in-place operation but
+    those on `.data` advances.
+
+    Raises:
+        ConfigError: for an unknown engine, and for models whose forward cannot be one graph.
+    """
+    if engine not in ENGINES:
+        raise ConfigError(f"unknown engine {engine!r}; choose from {', '.join(ENGINES)}")
+    known = _KNOWN.setdefault(model, {})
+    state = [(one.data_ptr(), one._version) for one in model.parameters()]
+    if engine not in known or known[engine].state != state:
+        known[engine] = Captured(model, state, compiled=engine == "compiled")
+    return known[engine]
+
+
+class Captured:
+    """The graphs of one model: for one token and for several, with and without a mask.
+
+    Args:
+        model: the model, which is not kept alive.
+        state: what identifies its weights.
+        compiled: whether graphs go through `torch.compile`.
+
+    Raises:
+        ConfigError: if the model's forward depends on the length of the text, or is spread over
+            devices.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, state: list[tuple[int, int]], *, compiled: bool
+    ) -> None:
+        self.state = state
+        self._model = weakref.ref(model)
+        self._compiled = compiled
+        self._graphs: dict[tuple[bool, bool], Graph] = {}
+        self._packed: dict[int, int] = {}
+        ropes = str(getattr(model.config.get_text_config(), "rope_parameters", None))
+        if any(f"'{name}'" in ropes for name in LENGTH_DEPENDENT_ROPES):
+            raise ConfigError(
+                f"{model.config.model_type} has a rope that depends on the length of the text "
+                f"({ropes}), so it cannot be captured: use engine 'eager'"
+            )
+        if len({one.device for one in model.parameters()}) > 1:
+            raise ConfigError("a model spread over devices cannot be captured: use engine 'eager'")
+
+    def __call__(
+        self, ids: Tensor, positions: Tensor, mask: Tensor | None, states: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Run one forward.
+
+        Args:
+            ids: (1, n) new tokens.
+            positions: (1, n).
+            mask: (1, 1, n, cells) additive, or None for one token that sees everything.
+            states: keys and values of each layer, (1, heads, cells, size), the last n cells free.
+
+        Returns:
+            Logits (1, n, V') and the inputs of the output embedding (1, n, H).
+        """
+        key = ids.shape[1] == 1, mask is not None
+        graph = self._graphs.get(key)
+        given = (ids, positions, *(() if mask is None else (mask,)), *states)
+        if graph is None:
+            graph = self._graphs[key] = self._capture(given, masked=mask is not None)
+        return graph(*given)
+
+    def _capture(self, given: Sequence[Tensor], *, masked: bool) -> Graph:
+        model = self._model()
+        assert model is not None
+        step = _step(model, masked)
+        with torch.inference_mode(False), torch.no_grad():
+            traced = make_fx(
+                step, tracing_mode="symbolic", _allow_non_fake_inputs=True, pre_dispatch=True
+            )(*_examples(given, masked))
+            if _packable(model):
+                self._pack(traced)
+            graph: Graph = torch.compile(traced, dynamic=True) if self._compiled else traced
+        # Neither order changes the result: both write the same cells.
+        expected, found = step(*given)[0], graph(*given)[0]
+        error = float((expected - found).abs().max() / expected.abs().max())
+        if not error < TOLERANCE[expected.dtype]:
+            raise ConfigError(
+                f"the captured forward of {model.config.model_type} differs from the eager one by "
+                f"{error:.1e} of the largest logit: use engine 'eager', and report it"
+            )
+        return graph
+
+    def _pack(self, traced: fx.GraphModule) -> None:
+        """Let linear layers read their weights from a copy in oneDNN's layout."""
+        for node in list(traced.graph.nodes):
+            if node.target is not torch.ops.aten.linear.default or node.args[1].op != "get_attr":
+                continue
+            weight: Tensor = getattr(traced, node.args[1].target)
+            if weight.numel() < SMALLEST_PACKED:
+                continue
+            bias_node = node.args[2] if len(node.args) > 2 else None
+            bias = None if bias_node is None else getattr(traced, bias_node.target)
+            handle = self._packed.get(weight.data_ptr())
+            if handle is None:
+                handle = self._packed[weight.data_ptr()] = _PACKED.add(weight, bias)
+                weakref.finalize(self, _PACKED.remove, handle)
+            with traced.graph.inserting_before(node):
+                new = traced.graph.call_function(
+                    torch.ops.draftsmith.packed_linear.default,
+                    (node.args[0], handle, weight.shape[0]),
+                )
+            node.replace_all_uses_with(new)
+            traced.graph.erase_node(node)
+        traced.graph.eliminate_dead_code()
+        traced.recompile()
+
+
+class _Packed:
+    """Weights in oneDNN's layout, by a number that no other weight ever gets.
+
+    Inductor cannot hold such a tensor in a graph, so graphs hold the number.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._next = 0
+
+    def add(self, weight: Tensor, bias: Tensor | None) -> int:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        self._kept[self._next] = packed, None if bias is None else bias.detach()
+        self._next += 1
+        return self._next - 1
+
+    def remove(self, handle: int) -> None:
+        del self._kept[handle]
+
+    def linear(self, x: Tensor, handle: int, _size: int) -> Tensor:
+        weight, bias = self._kept[handle]
+        out: Tensor = _LINEAR(x, weight, bias, "none", [], "")
+        return out
+
+
+_PACKED = _Packed()
+_LINEAR = torch.ops.mkldnn._linear_pointwise.default
+_LIBRARY: Any = torch.library.Library("draftsmith", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define("packed_linear(Tensor x, int handle, int size) -> Tensor")
+_LIBRARY.impl("packed_linear", _PACKED.linear, "CPU")
+torch.library.register_fake(
+    "draftsmith::packed_linear",
+    lambda x, _handle, size: x.new_empty(*x.shape[:-1], size),
+    lib=_LIBRARY,
+)
+
+
+def _packable(model: PreTrainedModel) -> bool:
+    """Whether oneDNN has its own layout for the weights: float32 on a CPU."""
+    return bool(
+        model.device.type == "cpu"
+        and model.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    )
+
+
+def _step(model: PreTrainedModel, masked: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The forward as a function of tensors only."""
+
+    def step(ids: Tensor, positions: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        hidden: list[Tensor] = []
+        with watching(model, hidden.append):
+            logits: Tensor = model(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=rest[0] if masked else None,
+                past_key_values=_Views(rest[1:] if masked else rest),
+                use_cache=True,
+            ).logits
+        return logits, hidden[0]
+
+    return step
+
+
+@contextmanager
+def watching(model: Any, keep: Callable[[Tensor], object]) -> Iterator[None]:
+    """Show `keep` what the output embedding reads, (1, rows, H)."""
+    embedding: torch.nn.Module = model.get_output_embeddings()
+    hook = embedding.register_forward_pre_hook(lambda _module, args: keep(args[0]) and None)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _examples(given: Sequence[Tensor], masked: bool) -> list[Tensor]:
+    """Inputs to trace with: all lengths unlike each other and every other size.
+
+    Sizes that are equal while tracing would be taken for one.
+    """
+    ids, states = given[0], given[3:] if masked else given[2:]
+    taken = {size for state in states for size in state.shape}
+    few, many = (
+        next(size for size in sizes if size not in taken) for sizes in (LENGTHS[:5], LENGTHS[5:])
+    )
+    count = 1 if ids.shape[1] == 1 else few
+    examples = [ids.new_zeros(1, count), ids.new_zeros(1, count)]
+    if masked:
+        examples.append(torch.zeros(1, 1, count, many, dtype=given[2].dtype, device=ids.device))
+    return examples + [
+        torch.zeros(1, state.shape[1], many, state.shape[3], dtype=state.dtype, device=state.device)
+        for state in states
+    ]
+
+
+class _Views(Cache):  # type: ignore[misc]
+    """A cache over views whose last cells are free for the new tokens."""
+
+    def __init__(self, states: Sequence[Tensor]) -> None:
+        pairs = zip(states[::2], states[1::2], strict=True)
+        super().__init__(layers=[_View(keys, values) for keys, values in pairs])
+
+
+class _View(CacheLayerMixin):  # type: ignore[misc]
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """There is nothing to make."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        count = key_states.shape[2]
+        self.keys[:, :, -count:].copy_(key_states)
+        self.values[:, :, -count:].copy_(value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return int(self.keys.shape[2])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return int(self.keys.shape[2]), 0
+
+    def get_max_length(self) -> int:
+        return -1

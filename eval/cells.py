@@ -1,0 +1,166 @@
+"""Where keys and values are kept: one buffer a layer, of cells that are written in place.
+
+A text of a batch owns a row; its tokens fill the row's cells from the left. Forgetting tokens is
+forgetting a number; what is left in their cells is masked until it is written over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PretrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+from specdata.errors import CacheNotRewindableError
+
+# Cells are added in steps of at least this many.
+STEP = 256
+
+
+class Cells(Cache):  # type: ignore[misc]
+    """A key-value cache of several texts for models of transformers.
+
+    Before a forward, `place` says where the new tokens go; each layer's `update` then stores its
+    keys and values there and returns the cells that may be attended to.
+
+    Args:
+        config: the model's.
+
+    Raises:
+        CacheNotRewindableError: if the model keeps anything else than keys and values of every
+            token (sliding windows, recurrent states).
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        layers = DynamicCache(config=config).layers
+        for layer in layers:
+            if layer.is_sliding or not layer.is_croppable:
+                raise CacheNotRewindableError(
+                    f"{config.model_type} keeps a cache from which rejected tokens cannot be "
+                    "removed (a sliding window, for example); speculative decoding needs one that "
+                    "can be cropped"
+                )
+        super().__init__(layers=[_Layer() for _ in layers])
+
+    def free(self) -> None:
+        """Drop the buffers; the next forward makes new ones."""
+        for layer in self.layers:
+            layer.keys = layer.values = None
+
+    def place(self, rows: slice, start: int, end: int, cells: Tensor | None = None) -> None:
+        """Say where the tokens of the next forward go.
+
+        Args:
+            rows: which texts.
+            start: cells that hold tokens already, in the fullest row.
+            end: cells that the forward may attend to; the new tokens fill start to end.
+            cells: (B, n) the cell of each new token, where rows differ.
+        """
+        for layer in self.layers:
+            layer.rows, layer.start, layer.end, layer.cells = rows, start, end, cells
+
+    def states(self, row: int, end: int) -> list[Tensor] | None:
+        """Keys and values of every layer as views (1, heads, end, size) of one row.
+
+        None if there are no such cells yet; a forward of the model itself makes them.
+        """
+        views: list[Tensor] = []
+        here = slice(row, row + 1)
+        for layer in self.layers:
+            if layer.keys is None or row >= layer.keys.shape[0] or end > layer.keys.shape[2]:
+                return None
+            views += (layer.keys[here, :, :end], layer.values[here, :, :end])
+        return views
+
+    def move(self, row: int, source: list[int], target: int) -> None:
+        """Copy cells of one row, in order, to those from `target` on."""
+        for layer in self.layers:
+            index = torch.tensor(source, device=layer.keys.device)
+            for states in (layer.keys[row], layer.values[row]):
+                states[:, target : target + len(source)] = states[:, index]
+
+    def spread(self, row: int, length: int, copies: int) -> Cells:
+        """A cache of its own whose rows are `copies` of the first `length` cells of one row."""
+        other: Cells = Cells.__new__(Cells)
+        Cache.__init__(other, layers=[_Layer() for _ in self.layers])
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            if length:
+                theirs.keys = mine.keys[row, :, :length].repeat(copies, 1, 1, 1)
+                theirs.values = mine.values[row, :, :length].repeat(copies, 1, 1, 1)
+        return other
+
+    def gather(
+        self, row: int, target: int, other: Cells, rows: list[int], cells: list[int]
+    ) -> None:
+        """Store cells of another cache, given by row and cell, from `target` on."""
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            here = slice(row, row + 1)
+            picked = [states[rows, :, cells] for states in (theirs.keys, theirs.values)]
+            # (tokens, heads, size) -> (1, heads, tokens, size)
+            keys, values = (states.transpose(0, 1).unsqueeze(0) for states in picked)
+            mine.rows, mine.start, mine.end = here, target, target + len(rows)
+            mine.cells = None
+            mine.update(keys, values)
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: Any = None
+        self.values: Any = None
+        self.is_initialized = True
+        self.rows = slice(0, 1)
+        self.start = 0
+        self.end = 0
+        self.cells: Tensor | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Buffers are made and grown by `update`."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store the new tokens and return all cells up to `end`."""
+        self.keys = self._roomy(self.keys, key_states)
+        self.values = self._roomy(self.values, value_states)
+        keys, values = self.keys[self.rows, :, : self.end], self.values[self.rows, :, : self.end]
+        if self.cells is None:
+            keys[:, :, self.start :] = key_states
+            values[:, :, self.start :] = value_states
+        else:
+            row = torch.arange(len(self.cells), device=keys.device).unsqueeze(1)
+            keys[row, :, self.cells] = key_states.transpose(1, 2)
+            values[row, :, self.cells] = value_states.transpose(1, 2)
+        return keys, values
+
+    def _roomy(self, old: Tensor | None, new: Tensor) -> Tensor:
+        """A buffer with room for the new states."""
+        rows, cells = self.rows.stop, self.end
+        if old is not None and old.shape[0] >= rows and old.shape[2] >= cells:
+            return old
+        if old is not None:
+            rows = max(rows, old.shape[0])
+            cells = old.shape[2] if cells <= old.shape[2] else max(cells, 2 * old.shape[2])
+        cells = -(-cells // STEP) * STEP
+        # Zeros, not garbage: a masked cell still multiplies its value by 0, and 0 * nan is nan.
+        grown = new.new_zeros(rows, new.shape[1], cells, new.shape[3])
+        if old is not None:
+            grown[: old.shape[0], :, : old.shape[2]] = old
+        return grown
+
+    def get_seq_length(self) -> int:
+        """Cells before the new tokens."""
+        return self.start
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Cells that may be attended to, and where they begin."""
+        return self.end, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
