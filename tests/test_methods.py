@@ -1,0 +1,168 @@
+"""Methods: chosen on the command line, refused before a model is loaded, calibrated once."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from eval.methods import (
+    EvalConfig,
+    MethodConfig,
+    asks_head,
+    calibrates,
+    check_methods,
+    decode_config,
+    parameters,
+    with_calibration,
+)
+from recipes import run_eval
+from recipes.config import parse
+from recipes.layout import eval_stage, release_stage
+from recipes.run import cli
+from specdata.errors import ConfigError
+from specdata.probability import SamplingConfig
+from specdata.prompts import PromptSet
+
+
+def chosen(*arguments: str) -> list[str]:
+    flags = [part for text in arguments for part in ("--method", text)]
+    return [method.name for method in parse(flags, "").config.eval.methods]
+
+
+def test_methods_are_chosen_by_name_in_the_order_given_and_plain_stays() -> None:
+    assert chosen("block K=8", "K=2") == ["plain", "block K=8", "K=2"]
+    assert chosen("K=2", "K=2", "plain") == ["plain", "K=2"]
+    assert len(chosen()) > 5
+
+
+def test_a_method_can_be_written_on_the_command_line() -> None:
+    flags = [
+        "--method",
+        "{name: my tree, verifier: traversal, drafter: tree, widths: [2, 2]}",
+        "--method=confidence .1",
+    ]
+    plain, tree, rule = parse(flags, "").config.eval.methods
+    assert (plain.engine, tree.name, tree.widths) == ("plain", "my tree", (2, 2))
+    assert rule.threshold == 0.1
+
+
+def test_the_selection_is_made_among_methods_given_on_the_command_line() -> None:
+    flags = ["--eval.methods", "[{name: plain, engine: plain}, {name: a}, {name: b}]"]
+    config = parse([*flags, "--method", "b"], "").config
+    assert [method.name for method in config.eval.methods] == ["plain", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("block K=9", "unknown method 'block K=9': did you mean 'block K=8'?"),
+        ("zzz", "unknown method 'zzz': known: plain, K=2"),
+        ("7", "unknown method '7'"),
+        ("{name: a, widht: [2]}", "unknown key eval.methods.1.widht: did you mean 'widths'?"),
+        ("{verifier: block}", "eval.methods.1.*name"),
+        ("{name: [", "not a YAML value"),
+        ("{name: a, length: many}", "length: .*got 'many'"),
+    ],
+)
+def test_a_mistaken_method_is_named(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        chosen(text)
+
+
+def test_two_methods_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="names must be unique"):
+        chosen("{name: a, length: 2}", "{name: a, length: 3}")
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("{name: odd, verifier: block, drafter: tree, widths: [2, 2]}", "has a proof for chain"),
+        ("{name: odd, verifier: greedy_block, stop: cost}", "is biased"),
+        ("{name: odd, stop: cost, threshold: .5}", "stop cost does not use threshold"),
+        ("{name: odd, stop: head, token_seconds: 1}", "stop head does not use token_seconds"),
+        ("{name: odd, calibration: [1, 2]}", "stop fixed does not use calibration"),
+        ("{name: odd, stop: logit, head: false}", "stop logit does not use head"),
+        ("{name: odd, stop: logit, calibration: [.nan, 1]}", "two numbers"),
+        ("{name: odd, stop: cost, draft_seconds: -1}", "0 .measured. or larger"),
+        ("{name: odd, engine: transformers, stop: logit}", "transformers does not use stop"),
+    ],
+)
+def test_an_impossible_method_is_refused_by_name_before_any_model_is_loaded(
+    method: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The models of this configuration do not exist, so loading one would be another error."""
+    flags = ["--method", method, "--output", "nowhere", "--models.target", "nowhere/pair/target"]
+    flags += ["--models.draft", "nowhere/pair/draft"]
+    assert cli(run_eval.main, run_eval.stages, "", flags) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert re.search(f"^error: method 'odd': .*{message}", said.err), said.err
+
+
+def evaluation(*methods: MethodConfig) -> EvalConfig:
+    plain = MethodConfig("plain", engine="plain")
+    return EvalConfig([PromptSet("maths", "test", 1)], [plain, *methods])
+
+
+def test_a_fitted_calibration_reaches_the_methods_that_give_none() -> None:
+    config = evaluation(
+        MethodConfig("K=4"),
+        MethodConfig("logit", stop="logit"),
+        MethodConfig("mine", stop="logit", calibration=(9.0, 9.0)),
+        MethodConfig("cost", stop="cost"),
+    )
+    assert calibrates(config)
+    fitted = with_calibration(config, (1.5, 0.5))
+    assert not calibrates(fitted)
+    sampling = SamplingConfig()
+    found = {one.name: decode_config(one, sampling).calibration for one in fitted.methods}
+    assert found == {
+        "plain": (0.0, 1.0),
+        "K=4": (0.0, 1.0),
+        "logit": (1.5, 0.5),
+        "mine": (9.0, 9.0),
+        "cost": (1.5, 0.5),
+    }
+    assert parameters(fitted.methods[2]) == {"calibration": [1.5, 0.5]}
+    assert parameters(fitted.methods[1]) == {}
+    assert parameters(fitted.methods[4]) == {
+        "calibration": [1.5, 0.5],
+        "draft_seconds": 0.0,
+        "token_seconds": 0.0,
+        "mean_acceptance": 0.8,
+    }
+    check_methods(fitted, sampling, head=False)
+
+
+def test_the_cost_rule_works_with_and_without_a_head() -> None:
+    with_head, without = (
+        MethodConfig("a", stop="cost"),
+        MethodConfig("b", stop="cost", head=False),
+    )
+    assert asks_head(with_head)
+    assert not asks_head(without)
+    assert not asks_head(MethodConfig("c"))
+    for head in (False, True):
+        check_methods(evaluation(with_head, without), SamplingConfig(), head=head)
+
+
+def test_another_list_of_methods_goes_to_another_folder_and_is_read_from_there() -> None:
+    config = parse(["--method", "K=2", "--eval.folder", "eval-k2"], "").config
+    assert eval_stage(config).folder.name == "eval-k2"
+    assert "eval-k2/results.json" in release_stage(config).inputs["results"]
+    # Each method has its own key, so a refusal names those that differ.
+    assert set(eval_stage(config).settings["eval"]["methods"]) == {"plain", "K=2"}
+    for bad in ("head", "eval/x", "../eval", ""):
+        with pytest.raises(ConfigError, match="begins with 'eval'"):
+            parse(["--eval.folder", f"'{bad}'"], "")
+
+
+def test_labels_are_an_input_of_an_evaluation_that_fits_on_them() -> None:
+    plain = parse(["--method", "K=2"], "").config
+    fitted = parse(["--method", "{name: a, stop: cost}"], "").config
+    given = parse(["--method", "{name: a, stop: cost, calibration: [1, 1]}"], "").config
+    assert "labels" in eval_stage(fitted).inputs
+    assert "labels" not in eval_stage(plain).inputs
+    assert "labels" not in eval_stage(given).inputs
