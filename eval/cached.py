@@ -17,8 +17,8 @@ from specdata.errors import ConfigError
 from specdata.models import known_ids
 from specdata.probability import SamplingConfig, to_vocabulary
 
-# Pieces longer than this are prompts, whose time is not overhead: they are never captured.
-LONGEST_PIECE = 64
+# Longer pieces are prompts for which a mask of their own would cost more than a graph saves.
+LONGEST_PIECE = 256
 
 
 class CachedModel:
@@ -87,7 +87,9 @@ class CachedModel:
         if sees is not None:
             mask: Tensor | None = self._hide(sees)[None, None]
         else:
-            mask = self._causal(start, count) if start and count > 1 and self._masks else None
+            short = self._captured is not None and count <= LONGEST_PIECE
+            wanted = count > 1 and self._masks and (start > 0 or short)
+            mask = self._causal(start, count) if wanted else None
         ids = torch.tensor([forward.tokens], device=self.device)
         at = torch.tensor([positions], device=self.device)
         logits, hidden = self._one(text.row, start, ids, at, mask, forward.rows)
@@ -119,10 +121,10 @@ class CachedModel:
         keep: int,
     ) -> tuple[Tensor, Tensor | None]:
         end = start + ids.shape[1]
-        if self._captured is not None and start and ids.shape[1] <= LONGEST_PIECE:
+        if self._captured is not None and ids.shape[1] <= LONGEST_PIECE:
             states = self.cells.states(row, end)
             if states is not None:
-                return self._captured(self._known(ids), positions, mask, states)
+                return self._captured(self._known(ids), positions, mask, states, keep)
         self.cells.place(slice(row, row + 1), start, end)
         return self._eager(self.cells, ids, positions, mask, keep)
 

@@ -45,9 +45,18 @@ class Cells(Cache):  # type: ignore[misc]
         super().__init__(layers=[_Layer() for _ in layers])
 
     def free(self) -> None:
-        """Drop the buffers; the next forward makes new ones."""
+        """Drop the buffers; new ones are made when they are needed."""
         for layer in self.layers:
             layer.keys = layer.values = None
+
+    def make_room(self, rows: int, cells: int) -> bool:
+        """Make buffers before a forward; False if no forward has shown their sizes yet."""
+        layers: list[_Layer] = self.layers
+        if layers[0].like is None:
+            return False
+        for layer in layers:
+            layer.make_room(rows, cells)
+        return True
 
     def place(self, rows: slice, start: int, end: int, cells: Tensor | None = None) -> None:
         """Say where the tokens of the next forward go.
@@ -64,15 +73,16 @@ class Cells(Cache):  # type: ignore[misc]
     def states(self, row: int, end: int) -> list[Tensor] | None:
         """Keys and values of every layer as views (1, heads, end, size) of one row.
 
-        None if there are no such cells yet; a forward of the model itself makes them.
+        None before the first forward, which shows the sizes.
         """
-        views: list[Tensor] = []
+        first = self.layers[0].keys
+        fits = first is not None and row < first.shape[0] and end <= first.shape[2]
+        if not fits and not self.make_room(row + 1, end):
+            return None
         here = slice(row, row + 1)
-        for layer in self.layers:
-            if layer.keys is None or row >= layer.keys.shape[0] or end > layer.keys.shape[2]:
-                return None
-            views += (layer.keys[here, :, :end], layer.values[here, :, :end])
-        return views
+        return [
+            states[here, :, :end] for layer in self.layers for states in (layer.keys, layer.values)
+        ]
 
     def move(self, row: int, source: list[int], target: int) -> None:
         """Copy cells of one row, in order, to those from `target` on."""
@@ -118,6 +128,8 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         self.start = 0
         self.end = 0
         self.cells: Tensor | None = None
+        # Empty tensors of the states' type and sizes, which stay when the buffers are freed.
+        self.like: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Buffers are made and grown by `update`."""
@@ -126,8 +138,8 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store the new tokens and return all cells up to `end`."""
-        self.keys = self._roomy(self.keys, key_states)
-        self.values = self._roomy(self.values, value_states)
+        self.like = key_states[:0, :, :0], value_states[:0, :, :0]
+        self.make_room(self.rows.stop, self.end)
         keys, values = self.keys[self.rows, :, : self.end], self.values[self.rows, :, : self.end]
         if self.cells is None:
             keys[:, :, self.start :] = key_states
@@ -138,20 +150,11 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
             values[row, :, self.cells] = value_states.transpose(1, 2)
         return keys, values
 
-    def _roomy(self, old: Tensor | None, new: Tensor) -> Tensor:
-        """A buffer with room for the new states."""
-        rows, cells = self.rows.stop, self.end
-        if old is not None and old.shape[0] >= rows and old.shape[2] >= cells:
-            return old
-        if old is not None:
-            rows = max(rows, old.shape[0])
-            cells = old.shape[2] if cells <= old.shape[2] else max(cells, 2 * old.shape[2])
-        cells = -(-cells // STEP) * STEP
-        # Zeros, not garbage: a masked cell still multiplies its value by 0, and 0 * nan is nan.
-        grown = new.new_zeros(rows, new.shape[1], cells, new.shape[3])
-        if old is not None:
-            grown[: old.shape[0], :, : old.shape[2]] = old
-        return grown
+    def make_room(self, rows: int, cells: int) -> None:
+        """Have buffers of at least this size; what is stored stays."""
+        assert self.like is not None
+        self.keys = _roomy(self.keys, self.like[0], rows, cells)
+        self.values = _roomy(self.values, self.like[1], rows, cells)
 
     def get_seq_length(self) -> int:
         """Cells before the new tokens."""
@@ -164,3 +167,17 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         """No limit."""
         return -1
+
+
+def _roomy(old: Tensor | None, like: Tensor, rows: int, cells: int) -> Tensor:
+    if old is not None:
+        if old.shape[0] >= rows and old.shape[2] >= cells:
+            return old
+        rows = max(rows, old.shape[0])
+        cells = old.shape[2] if cells <= old.shape[2] else max(cells, 2 * old.shape[2])
+    cells = -(-cells // STEP) * STEP
+    # Zeros, not garbage: a masked cell still multiplies its value by 0, and 0 * nan is nan.
+    grown = like.new_zeros(rows, like.shape[1], cells, like.shape[3])
+    if old is not None:
+        grown[: old.shape[0], :, : old.shape[2]] = old
+    return grown
