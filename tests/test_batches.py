@@ -1,0 +1,163 @@
+"""A batch decodes each text as if it were alone, and keeps its lanes busy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from eval.cached import CachedModel
+from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
+from eval.texts import Forward
+from specdata.probability import SamplingConfig
+from tests.test_decoder import head
+from tests.tiny import tiny_llama
+
+PROMPTS = [torch.tensor(ids) for ids in ([2], [3, 4, 5], [7, 8, 9, 10, 11, 12, 13], [5, 6], [1, 1])]
+CASES = {
+    "chain": DecodeConfig(length=4),
+    "greedy": DecodeConfig(length=4, temperature=0.0),
+    "greedy_block": DecodeConfig(verifier="greedy_block", length=4),
+    "confidence": DecodeConfig(stop="confidence", threshold=0.3),
+    "head": DecodeConfig(stop="head", threshold=0.5),
+    "cost": DecodeConfig(stop="cost", draft_seconds=0.1, token_seconds=1.0),
+    "tree": DecodeConfig(verifier="rrs", drafter="tree", widths=(3, 2)),
+    "tree, without tree attention": DecodeConfig(
+        verifier="traversal", drafter="tree", widths=(2, 2, 1), tree_attention=False
+    ),
+    "paths": DecodeConfig(verifier="kseq", drafter="paths", paths=3, length=3),
+    "plain": DecodeConfig(),
+}
+
+
+def generators() -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed) for seed in range(len(PROMPTS))]
+
+
+def counts(out: Generation) -> list[tuple[int, ...]]:
+    return [(r.drafted, r.depth, r.accepted, r.emitted, r.draft_forwards) for r in out.rounds]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_each_row_of_a_batch_is_what_decoding_it_alone_gives(name: str, size: int) -> None:
+    """In float64, so that rounding cannot decide a draw."""
+    target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(1, vocab=40)
+    decoder = SpeculativeDecoder.from_config(
+        target, None if name == "plain" else draft, CASES[name], head().double()
+    )
+    alone = [
+        decoder.generate(prompt, max_new_tokens=20, generator=generator)
+        for prompt, generator in zip(PROMPTS, generators(), strict=True)
+    ]
+    done: list[int] = []
+    batch = decoder.generate_batch(
+        PROMPTS, max_new_tokens=20, generators=generators(), size=size, report=done.append
+    )
+    assert [out.tokens.tolist() for out in batch] == [out.tokens.tolist() for out in alone]
+    assert [out.finish for out in batch] == [out.finish for out in alone]
+    assert [counts(out) for out in batch] == [counts(out) for out in alone]
+    assert done == [1] * len(PROMPTS)
+
+
+class Counted(CachedModel):
+    """A model that notes how many texts each of its forwards served."""
+
+    served: list[int]
+
+    def run_all(self, forwards: list[Forward]) -> list[torch.Tensor]:  # type: ignore[override]
+        self.served.append(len(forwards))
+        return super().run_all(forwards)
+
+
+def test_a_finished_row_is_taken_up_by_the_next_prompt() -> None:
+    """Texts of very different lengths: without refill, most forwards would serve few texts."""
+    target = tiny_llama(2, vocab=40)
+    model = Counted(target, 40)
+    model.served = []
+    verifier = DecodeConfig().make_verifier()
+    decoder = SpeculativeDecoder(model, SamplingConfig(), None, verifier, frozenset({1}))
+    prompts = [torch.tensor([2 + index % 20]) for index in range(24)]
+    seeds = [torch.Generator().manual_seed(index) for index in range(24)]
+    outs = decoder.generate_batch(prompts, max_new_tokens=60, generators=seeds, size=4)
+    lengths = sorted(len(out.tokens) for out in outs)
+    assert lengths[0] < 5 < 55 < lengths[-1], "the lengths must differ for this test to say much"
+    total = sum(lengths)
+    assert sum(model.served) == total
+    # Only the last texts, when no prompt is left, may have the model for themselves.
+    alone = sum(served for served in model.served if served < 4)
+    assert alone <= 3 * 60
+
+
+def test_a_batch_runs_one_forward_where_its_texts_want_one() -> None:
+    target, draft = tiny_llama(2, vocab=40), tiny_llama(2, vocab=40)
+    config = DecodeConfig(length=3)
+    models = [Counted(target, 40), Counted(draft, 40)]
+    for model in models:
+        model.served = []
+    decoder = SpeculativeDecoder(
+        models[0],
+        config.sampling,
+        config.make_drafters(models[1:], None, frozenset()),
+        config.make_verifier(),
+        frozenset(),
+        drafts=models[1:],
+    )
+    # The draft equals the target, so every round of every text has the same length.
+    prompts = [torch.tensor([3, 4]), torch.tensor([5])]
+    seeds = [torch.Generator().manual_seed(index) for index in range(2)]
+    decoder.generate_batch(prompts, max_new_tokens=16, generators=seeds, size=2)
+    assert set(models[0].served) == {2}
+    assert set(models[1].served) == {2}
+
+
+def test_a_batch_of_nothing_is_nothing_and_wrong_generators_are_refused() -> None:
+    decoder = SpeculativeDecoder.from_config(tiny_llama(0), None, DecodeConfig())
+    assert decoder.generate_batch([], max_new_tokens=4, generators=[]) == []
+    prompts = [torch.tensor([2]), torch.tensor([3])]
+    one = torch.Generator()
+    for bad in ([one], [one, one]):
+        with pytest.raises(ValueError, match="generator of its own"):
+            decoder.generate_batch(prompts, max_new_tokens=4, generators=bad)
+    with pytest.raises(ValueError, match="size"):
+        decoder.generate_batch(
+            prompts, max_new_tokens=4, generators=[one, torch.Generator()], size=0
+        )
+
+
+def test_an_error_in_one_text_leaves_the_decoder_usable() -> None:
+    decoder = SpeculativeDecoder.from_config(
+        tiny_llama(0, vocab=40), tiny_llama(1, vocab=40), DecodeConfig(length=3)
+    )
+    good, bad = torch.tensor([2, 3]), torch.tensor([], dtype=torch.long)
+    seeds = [torch.Generator().manual_seed(0), torch.Generator().manual_seed(1)]
+    with pytest.raises(ValueError, match="T >= 1"):
+        decoder.generate_batch([good, bad], max_new_tokens=9, generators=seeds)
+    first = decoder.generate(good, max_new_tokens=9, generator=torch.Generator().manual_seed(0))
+    (again,) = decoder.generate_batch(
+        [good], max_new_tokens=9, generators=[torch.Generator().manual_seed(0)]
+    )
+    assert first.tokens.tolist() == again.tokens.tolist()
+
+
+@pytest.mark.parametrize("name", ["tree", "paths"])
+def test_scoring_without_tree_attention_gives_the_same_tokens_for_the_same_draws(name: str) -> None:
+    target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(1, vocab=40)
+    with_mask = SpeculativeDecoder.from_config(target, draft, CASES[name])
+    as_batch = SpeculativeDecoder.from_config(
+        target, draft, replace(CASES[name], tree_attention=False)
+    )
+    accepted = 0
+    for seed in range(12):
+        prompt = PROMPTS[seed % len(PROMPTS)]
+        one, other = (
+            decoder.generate(
+                prompt, max_new_tokens=25, generator=torch.Generator().manual_seed(seed)
+            )
+            for decoder in (with_mask, as_batch)
+        )
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert counts(one) == counts(other)
+        accepted += sum(r.accepted for r in one.rounds)
+    assert accepted > 20, "only accepted nodes move in the cache"

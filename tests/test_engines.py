@@ -1,0 +1,129 @@
+"""Captured and compiled forwards give what the eager model gives."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import weakref
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eval.captured import SMALLEST_PACKED, captured
+from eval.decoder import DecodeConfig, SpeculativeDecoder
+from specdata.errors import ConfigError
+from tests.test_decoder import head
+from tests.tiny import tiny_llama
+
+CASES = {
+    "plain": DecodeConfig(),
+    "chain": DecodeConfig(length=4),
+    "head": DecodeConfig(stop="head", threshold=0.5),
+    "greedy_block": DecodeConfig(verifier="greedy_block", length=3),
+    "tree": DecodeConfig(verifier="traversal", drafter="tree", widths=(2, 2, 1)),
+    "one node": DecodeConfig(verifier="rrs", drafter="tree", widths=(1,)),
+    "paths": DecodeConfig(verifier="kseq", drafter="paths", paths=2, length=3),
+}
+
+
+def medium_llama(seed: int) -> LlamaForCausalLM:
+    """In float32 and just large enough that its matrices are packed."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        attention_bias=True,
+        mlp_bias=True,
+        initializer_range=0.1,
+        eos_token_id=1,
+    )
+    assert config.hidden_size * config.intermediate_size >= SMALLEST_PACKED
+    model = LlamaForCausalLM(config).eval()
+    for name, value in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(value, std=0.1)
+    return model
+
+
+def tokens(decoder: SpeculativeDecoder, seed: int, budget: int = 20) -> list[int]:
+    out = decoder.generate(
+        torch.tensor([2, 3 + seed]),
+        max_new_tokens=budget,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    return [int(token) for token in out.tokens]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_captured_engine_gives_the_eager_ones_tokens(name: str) -> None:
+    target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(1, vocab=40)
+    drafts = None if name == "plain" else draft
+    eager, graph = (
+        SpeculativeDecoder.from_config(target, drafts, CASES[name], head().double(), engine=engine)
+        for engine in ("eager", "captured")
+    )
+    for seed in range(6):
+        assert tokens(eager, seed) == tokens(graph, seed)
+
+
+# Inductor imports a part of torch that warns of itself.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("engine", ["captured", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_packed_matrices_with_biases_give_the_eager_logits(engine: str) -> None:
+    """Greedy, over lengths that outgrow the first buffers: a wrong logit would show in a token."""
+    if engine == "compiled" and not (shutil.which("g++") or shutil.which("clang++")):
+        pytest.skip("torch.compile needs a C++ compiler")
+    target, draft = medium_llama(0), medium_llama(1)
+    config = DecodeConfig(temperature=0.0, length=3)
+    eager, graph = (
+        SpeculativeDecoder.from_config(target, draft, config, engine=one)  # type: ignore[arg-type]
+        for one in ("eager", engine)
+    )
+    assert tokens(eager, 0, 300) == tokens(graph, 0, 300)
+
+
+def test_graphs_are_shared_by_decoders_until_the_weights_change() -> None:
+    model = tiny_llama(0, vocab=40)
+    first = captured(model, "captured")
+    assert captured(model, "captured") is first
+    config = DecodeConfig(temperature=0.0)
+    before = tokens(SpeculativeDecoder.from_config(model, None, config, engine="captured"), 0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.3)
+    after = tokens(SpeculativeDecoder.from_config(model, None, config, engine="captured"), 0)
+    assert after == tokens(SpeculativeDecoder.from_config(model, None, config), 0)
+    assert before != after
+    assert captured(model, "captured") is not first
+
+
+def test_graphs_do_not_keep_a_model_alive() -> None:
+    model = medium_llama(0)
+    tokens(SpeculativeDecoder.from_config(model, None, DecodeConfig(), engine="captured"), 0)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_models_that_cannot_be_captured_are_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match="unknown engine 'fast'"):
+        SpeculativeDecoder.from_config(tiny_llama(0), None, DecodeConfig(), engine="fast")  # type: ignore[arg-type]
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    )
+    model = LlamaForCausalLM(config).eval()
+    with pytest.raises(ConfigError, match="engine 'eager'"):
+        SpeculativeDecoder.from_config(model, None, DecodeConfig(), engine="captured")
