@@ -58,7 +58,8 @@ class CostRule:
     Otherwise the missing cost, the mean acceptance and the logistic model are measured over the
     last rounds, whatever text they belong to: t_d as what a round takes longer for one more drafted
     token (draft, target and stopping rule together), lambda as the time of these rounds per emitted
-    token, prefills apart. Before the first measurement t_d is `DRAFT_SHARE` of lambda.
+    token, prefills apart. Before the first measurement, and in batches, whose rounds have no times
+    of their own, t_d is `DRAFT_SHARE` of lambda.
 
     Args:
         calibration: acceptance from max q; where something is measured, only the first guess.

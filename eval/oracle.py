@@ -83,7 +83,12 @@ def fixed(length: int) -> Plan:
 
 
 def while_alive(
-    estimates: Sequence[float], least: float, *, limit: int, lag: int = 0, newest: float = 1.0
+    estimates: Sequence[float],
+    least: float,
+    *,
+    limit: int,
+    lag: int = 0,
+    newest: Sequence[float] | None = None,
 ) -> Plan:
     """Draft until the product of estimated acceptances is below `least`.
 
@@ -93,7 +98,7 @@ def while_alive(
             rejection, t_d / (lambda abar) for the cost rule.
         limit: most tokens drafted.
         lag: 1 if the newest token is not yet estimated, as for an acceptance head.
-        newest: what stands for it then.
+        newest: (n,) what is multiplied in for it then; nothing by default.
     """
 
     def plan(place: int, room: int) -> int:
@@ -101,7 +106,7 @@ def while_alive(
         for drafted in range(1, min(limit, room) + 1):
             if drafted > lag:
                 alive *= estimates[place + drafted - 1 - lag]
-            if alive * (newest if lag else 1.0) < least:
+            if alive * (newest[place + drafted - 1] if newest else 1.0) < least:
                 return drafted
         return min(limit, room)
 

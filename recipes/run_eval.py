@@ -128,7 +128,8 @@ def _calibration(config: PipelineConfig, draft: PreTrainedModel, path: Path) -> 
         return stored
     calibration, rows = Calibration(*UNCALIBRATED), 0
     if config.head:
-        labels = of_split(load_table(folder(config, "labels")), "train", folder(config, "labels"))
+        # Not on the rollouts that the draft was distilled on: there it is accepted more often.
+        labels = of_split(load_table(folder(config, "labels")), "dev", folder(config, "labels"))
         rows = min(ROWS, len(labels))
         with tqdm(total=rows, desc="calibration", unit="rollout", file=sys.stderr) as bar:
             calibration = calibrate(draft, labels, config.sampling, report=bar.update)

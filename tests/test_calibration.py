@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import datasets
 import numpy as np
 import pytest
@@ -10,8 +12,12 @@ from scipy.optimize import check_grad
 from scipy.special import expit, logit
 
 from eval.calibration import Calibration, calibrate, confidences, fit_calibration
+from recipes import run_eval
+from recipes.config import parse
 from specdata.acceptance import label
 from specdata.probability import SamplingConfig, probabilities
+from specdata.schema import LABELS
+from specdata.tables import fill_table
 from tests.tiny import tiny_llama
 
 ROW = {
@@ -112,3 +118,29 @@ def test_stored_and_recomputed_confidences_give_the_same_coefficients() -> None:
     other = calibrate(draft, datasets.Dataset.from_list(stored), sampling)
     assert (one.intercept, one.slope) == pytest.approx((other.intercept, other.slope), rel=1e-5)
     assert one != Calibration()
+
+
+def test_an_evaluation_fits_on_held_out_labels_once_and_says_so_without_labels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, draft = tiny_llama(0, vocab=12), tiny_llama(1, vocab=12)
+    sampling = SamplingConfig()
+    rows = [
+        dict(label(target, draft, {**ROW, "sample": n, "split": split}, sampling, seed=0))  # type: ignore[typeddict-item]
+        for n, split in enumerate(("train", "dev", "dev"))
+    ]
+    fill_table(tmp_path / "labels", LABELS, {}, [lambda: rows], lambda done: None)
+    config = parse([f"--output={tmp_path}"], "").config
+    path = tmp_path / "calibration.json"
+    found = run_eval._calibration(config, draft, path)
+    expected = calibrate(draft, datasets.Dataset.from_list(rows[1:]), sampling)
+    # Stored labels are float32.
+    fitted = {"intercept": expected.intercept, "slope": expected.slope, "rows": 2}
+    assert found == pytest.approx(fitted, rel=1e-5)
+    # A resumed evaluation must not fit again: the last bits could differ.
+    (tmp_path / "labels" / "shard-00000.parquet").unlink()
+    assert run_eval._calibration(config, draft, path) == found
+    alone = parse([f"--output={tmp_path}", "--head", "null"], "").config
+    trusted = run_eval._calibration(alone, draft, tmp_path / "other.json")
+    assert trusted == {"intercept": 0.0, "slope": 1.0, "rows": 0}
+    assert "no labels" in capsys.readouterr().out

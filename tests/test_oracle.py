@@ -97,7 +97,7 @@ def test_rules_stop_where_they_say() -> None:
     estimates = [0.9, 0.8, 0.5, 0.9]
     assert while_alive(estimates, 0.7, limit=20)(0, 4) == 3  # .72 goes on, .36 does not
     assert while_alive(estimates, 0.7, limit=20, lag=1)(0, 4) == 4
-    assert while_alive(estimates, 0.7, limit=20, lag=1, newest=0.5)(0, 4) == 1
+    assert while_alive(estimates, 0.7, limit=20, lag=1, newest=[0.5] * 4)(0, 4) == 1
     assert while_alive(estimates, 0.7, limit=2)(0, 4) == 2
     assert first_below(estimates, 0.6, limit=20)(0, 4) == 3
     assert first_below(estimates, 0.1, limit=20)(1, 2) == 2

@@ -1,0 +1,118 @@
+"""The replay command: rules against the oracle on stored labels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from eval.calibration import Calibration
+from eval.profiles import Profile, head_says, profiles
+from eval.replay import best_of_each, compare, main, shown
+from heads import AcceptanceHead
+from specdata.acceptance import label
+from specdata.probability import SamplingConfig
+from specdata.schema import LABELS
+from specdata.tables import fill_table, load_table
+from tests.tiny import tiny_llama
+
+SAMPLING = SamplingConfig(temperature=0.8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and a draft, saved, and labels of twelve rollouts."""
+    root = tmp_path_factory.mktemp("replay")
+    target, draft = tiny_llama(0, vocab=12).float(), tiny_llama(1, vocab=12).float()
+    draft.save_pretrained(root / "draft")
+    AcceptanceHead(hidden_size=16, depth=1).save_pretrained(root / "head")
+    generator = torch.Generator().manual_seed(0)
+
+    def row(number: int) -> object:
+        text = torch.randint(2, 12, (14,), generator=generator).tolist()
+        made = {"example_id": f"e{number}", "dataset": "d", "sample": 0, "finish": "length"}
+        made["split"] = "dev" if number % 2 else "test"
+        made |= {"prompt_ids": text[:3], "completion_ids": text[3:]}
+        return label(target, draft, made, SAMPLING, seed=0)  # type: ignore[arg-type]
+
+    settings = {"sampling": {"temperature": 0.8, "top_k": 0, "top_p": 1.0}}
+    rows = [row(number) for number in range(12)]
+    fill_table(root / "labels", LABELS, settings, [lambda: rows], lambda done: None)
+    return root
+
+
+def test_what_a_head_says_is_read_after_the_draft_consumed_the_drafted_token(folder: Path) -> None:
+    draft, row = tiny_llama(1, vocab=12).float(), load_table(folder / "labels")[0]
+    torch.manual_seed(1)
+    head = AcceptanceHead(hidden_size=16, depth=1, rejection_weight=6.0).eval()
+    says = head_says(draft, head, row)
+    for place, token in enumerate(row["draft_ids"]):
+        text = [*row["prompt_ids"], *row["completion_ids"][:place], token]
+        with torch.no_grad():
+            state = draft.base_model(input_ids=torch.tensor([text])).last_hidden_state[0, -1]
+            expected = float(head.probability(state))
+        assert says[place] == pytest.approx(expected, abs=1e-5)
+
+
+def test_coins_are_thrown_once_for_a_seed_and_rollout(folder: Path) -> None:
+    rows = load_table(folder / "labels")
+    first, again = (profiles(rows, SAMPLING, seed=3) for _ in range(2))
+    assert first == again
+    assert profiles(rows.select([4]), SAMPLING, seed=3) == first[4:5]
+    assert profiles(rows, SAMPLING, seed=4) != first
+
+
+def test_no_rule_is_faster_than_the_oracle_and_a_perfect_head_beats_every_fixed_length() -> None:
+    generator = torch.Generator().manual_seed(0)
+    texts = []
+    for _ in range(60):
+        accept = torch.where(torch.rand(80, generator=generator) < 0.8, 0.97, 0.3)
+        coins = torch.rand(80, generator=generator) < accept
+        texts.append(Profile(coins.tolist(), accept.tolist(), accept.tolist(), accept.tolist()))
+    rows = compare(texts, Calibration(), draft_seconds=0.1, target_seconds=1.0)
+    table = shown(rows, 0.1, 1.0)
+    assert max(table, key=lambda row: row["of_the_oracles_speed"])["rule"] == "oracle"
+    best = {row["rule"]: row for row in best_of_each(table) if row["setting"] != "cost rule"}
+    cost = {r["rule"]: r["seconds_per_token"] for r in table if r["setting"] == "cost rule"}
+    assert cost["perfect head"] < best["fixed"]["seconds_per_token"]
+    # Here max q is the acceptance itself, and the logistic model trusts it.
+    assert cost["logit"] == cost["perfect head"]
+
+
+def test_the_command_prints_a_table_and_writes_json_and_a_picture(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [str(folder / "labels"), "--out", str(tmp_path)]
+    flags += ["--draft", str(folder / "draft"), "--head", str(folder / "head")]
+    assert main(flags) == 0
+    printed = capsys.readouterr().out
+    for rule in ("oracle", "plain", "fixed", "confidence", "logit", "head", "perfect"):
+        assert rule in printed
+    stored = json.loads((tmp_path / "replay.json").read_text())
+    for row in stored["rows"]:
+        assert row["n_draft"] + row["n_target"] == row["tokens"] + row["n_discarded"]
+    assert (tmp_path / "replay.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--split", "train"], "no rows of split 'train', only dev, test"),
+        (["--head", "x"], "give --draft too"),
+        (["--draft-seconds", "0"], "must be positive"),
+    ],
+)
+def test_unusable_arguments_end_with_status_2(
+    flags: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(folder / "labels"), *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_labels_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "holds no table" in capsys.readouterr().err
