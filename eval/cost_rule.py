@@ -24,7 +24,7 @@ PRIOR_TOKENS = 20
 """Drafted tokens that count as much as the first guess of the mean acceptance."""
 DRAFT_SHARE = 0.3
 """A drafted token's cost in emitted tokens, before anything is measured."""
-ROUNDS, TOKENS = 128, 1024
+ROUNDS, TOKENS = 128, 512
 """What is remembered: the rounds that times, and the tokens that acceptance is measured over."""
 
 
