@@ -21,18 +21,17 @@ from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from eval.packed import Packer, packable
 from specdata.errors import ConfigError
 
 Engine = Literal["eager", "captured", "compiled"]
 ENGINES: tuple[str, ...] = get_args(Engine)
 
-# With fewer weights than this the layout matters less than the detour to it.
-SMALLEST_PACKED = 1 << 16
 # Lengths to trace with: unlike each other, and chosen unlike every other size.
 LENGTHS = (11, 13, 17, 19, 23, 131, 137, 139, 149, 151)
 # Ropes whose frequencies depend on the length of the text: a graph would keep those of one length.
@@ -86,8 +85,8 @@ class Captured:
         self.state = state
         self._model = weakref.ref(model)
         self._compiled = compiled
+        self._packer = Packer()
         self._graphs: dict[tuple[bool, bool, bool], Graph] = {}
-        self._packed: dict[int, int] = {}
         ropes = str(getattr(model.config.get_text_config(), "rope_parameters", None))
         if any(f"'{name}'" in ropes for name in LENGTH_DEPENDENT_ROPES):
             raise ConfigError(
@@ -132,8 +131,8 @@ class Captured:
             traced = make_fx(
                 step, tracing_mode="symbolic", _allow_non_fake_inputs=True, pre_dispatch=True
             )(*_examples(given, masked))
-            if _packable(model):
-                self._pack(traced)
+            if packable(model):
+                self._packer.pack(traced)
             graph: Graph = torch.compile(traced, dynamic=True) if self._compiled else traced
         # Neither order changes the result: both write the same cells.
         expected, found = step(*given)[0], graph(*given)[0]
@@ -144,76 +143,6 @@ class Captured:
                 f"{error:.1e} of the largest logit: use engine 'eager', and report it"
             )
         return graph
-
-    def _pack(self, traced: fx.GraphModule) -> None:
-        """Let linear layers read their weights from a copy in oneDNN's layout."""
-        for node in list(traced.graph.nodes):
-            if node.target is not torch.ops.aten.linear.default or node.args[1].op != "get_attr":
-                continue
-            weight: Tensor = getattr(traced, node.args[1].target)
-            if weight.numel() < SMALLEST_PACKED:
-                continue
-            bias_node = node.args[2] if len(node.args) > 2 else None
-            bias = None if bias_node is None else getattr(traced, bias_node.target)
-            handle = self._packed.get(weight.data_ptr())
-            if handle is None:
-                handle = self._packed[weight.data_ptr()] = _PACKED.add(weight, bias)
-                weakref.finalize(self, _PACKED.remove, handle)
-            with traced.graph.inserting_before(node):
-                new = traced.graph.call_function(
-                    torch.ops.draftsmith.packed_linear.default,
-                    (node.args[0], handle, weight.shape[0]),
-                )
-            node.replace_all_uses_with(new)
-            traced.graph.erase_node(node)
-        traced.graph.eliminate_dead_code()
-        traced.recompile()
-
-
-class _Packed:
-    """Weights in oneDNN's layout, by a number that no other weight ever gets.
-
-    Inductor cannot hold such a tensor in a graph, so graphs hold the number.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._next = 0
-
-    def add(self, weight: Tensor, bias: Tensor | None) -> int:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-        self._kept[self._next] = packed, None if bias is None else bias.detach()
-        self._next += 1
-        return self._next - 1
-
-    def remove(self, handle: int) -> None:
-        del self._kept[handle]
-
-    def linear(self, x: Tensor, handle: int, _size: int) -> Tensor:
-        weight, bias = self._kept[handle]
-        out: Tensor = _LINEAR(x, weight, bias, "none", [], "")
-        return out
-
-
-_PACKED = _Packed()
-_LINEAR = torch.ops.mkldnn._linear_pointwise.default
-_LIBRARY: Any = torch.library.Library("draftsmith", "DEF")  # type: ignore[no-untyped-call]
-_LIBRARY.define("packed_linear(Tensor x, int handle, int size) -> Tensor")
-_LIBRARY.impl("packed_linear", _PACKED.linear, "CPU")
-torch.library.register_fake(
-    "draftsmith::packed_linear",
-    lambda x, _handle, size: x.new_empty(*x.shape[:-1], size),
-    lib=_LIBRARY,
-)
-
-
-def _packable(model: PreTrainedModel) -> bool:
-    """Whether oneDNN has its own layout for the weights: float32 on a CPU."""
-    return bool(
-        model.device.type == "cpu"
-        and model.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    )
 
 
 def _step(model: PreTrainedModel, masked: bool, last: bool) -> Graph:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.captured import SMALLEST_PACKED, captured
+from eval.captured import captured
 from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.packed import SMALLEST_PACKED
 from specdata.errors import ConfigError
 from tests.test_decoder import head
 from tests.tiny import tiny_llama
@@ -33,7 +34,7 @@ def medium_llama(seed: int) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=512,
         hidden_size=128,
-        intermediate_size=512,
+        intermediate_size=1024,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -1,0 +1,465 @@
+"""Decoding speed against plain `generate` and transformers' assisted generation.
+
+    python benchmarks/decode.py [--engine compiled] [--prompts 4] [--repeats 2] [--out FILE]
+
+Batch 1, temperature 1. All methods decode the same prompts with the same seeds, taking turns on
+each prompt. A speed is tokens over seconds of all prompts, prompt processing included; intervals
+are 95 % bootstraps over prompts. By default the pair is the demo's (`make demo` makes it; without
+it, its first two stages are run).
+
+Efficiency is the share of decoding's time that is spent in forwards: what is left is drawing,
+verification, masks and bookkeeping. It is measured at V = 32768 on models of the pair's shapes
+with random weights, whose laws nearly agree.
+
+With a GPU, `--shapes 7b` or `--shapes 1.1b` measures models of those shapes (random weights, with a
+68M draft, bfloat16): each drafted token is then accepted with the probability that evaluation
+recorded at its position (`--profile results.json`), since random models do not agree by themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from eval.assisted import assisted_generate
+from eval.cached import CachedModel
+from eval.captured import ENGINES, Engine
+from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
+from eval.environment import describe_environment
+from eval.results import Results, read_results
+from specdata.models import device, load_model, load_tokenizer
+from specdata.probability import SamplingConfig
+from specdata.prompts import PromptSet, load_prompts
+from specdata.seeds import generator_for, seed_for
+from specdata.shards import write_json
+
+SCHEMA_VERSION = 1
+TOY = Path("runs/toy")
+LENGTHS = (2, 4, 6, 8)
+# Speed of a chain over transformers' assisted generation with the same number of drafted tokens.
+ASSISTED_GOALS = {2: 1.6, 4: 1.8, 6: 2.7, 8: 3.0}
+BEST_GOAL, BEST_FIXED_GOAL, PLAIN_GOAL = 3.5, 1.1, 1.0
+EFFICIENCY_GOALS = {"chain": 0.93, "tree": 0.88}
+EFFICIENCY_V = 32768
+RESAMPLES = 2000
+
+CHAINS = {f"K={length}": DecodeConfig(length=length) for length in LENGTHS}
+OTHERS = {
+    "block K=6": DecodeConfig(verifier="block", length=6),
+    "block K=8": DecodeConfig(verifier="block", length=8),
+    "block K=10": DecodeConfig(verifier="block", length=10),
+    "block, cost rule": DecodeConfig(verifier="block", stop="cost"),
+    "tree 2x1x1x1x1x1": DecodeConfig(
+        verifier="traversal", drafter="tree", widths=(2, 1, 1, 1, 1, 1)
+    ),
+    "tree 2x2x1x1": DecodeConfig(verifier="traversal", drafter="tree", widths=(2, 2, 1, 1)),
+}
+EFFICIENCY = {
+    "chain": {"K=4": CHAINS["K=4"], "K=8": CHAINS["K=8"], "block K=8": OTHERS["block K=8"]},
+    "tree": {
+        "traversal 4x2x2": DecodeConfig(verifier="traversal", drafter="tree", widths=(4, 2, 2)),
+        "rrs 4x2x2": DecodeConfig(verifier="rrs", drafter="tree", widths=(4, 2, 2)),
+    },
+}
+
+Decode = Callable[[Tensor, int, str], Generation]
+"""(prompt, budget, name of the draws) -> text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What is measured, and on which prompts."""
+
+    name: str
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    prompts: Sequence[tuple[str, Tensor]]
+
+
+def main() -> None:
+    """Measure, print, and write one JSON file."""
+    options = _options()
+    torch.set_num_threads(options.threads)
+    console = Console(highlight=False, stderr=True)
+    if options.shapes == "pair":
+        pair = _load(options)
+        methods = _methods(pair, options.engine, options.seed)
+    else:
+        pair = _random_pair(options.shapes, options.seed)
+        methods = _replayed(pair, options.engine, read_results(options.profile), options.seed)
+    report: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "environment": describe_environment(
+            device=str(pair.target.device), dtype=str(pair.target.dtype).removeprefix("torch.")
+        ).model_dump(),
+        "pair": pair.name,
+        "engine": options.engine,
+        "max_new_tokens": options.max_new_tokens,
+        "prompts": len(pair.prompts),
+        "repeats": options.repeats,
+        "speeds": _speeds(pair, methods, options, console),
+    }
+    if options.shapes == "pair":
+        report["goals"] = _goals(report["speeds"])
+        report["efficiency"] = _efficiencies(pair, options)
+    write_json(options.out, report)
+    _show(report, Console(highlight=False, width=100))
+    print(f"written: {options.out}")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default=str(TOY / "pair" / "target"))
+    parser.add_argument("--draft", default=str(TOY / "draft" / "model"))
+    parser.add_argument("--engine", choices=ENGINES, default="compiled")
+    parser.add_argument("--shapes", choices=("pair", *SHAPES), default="pair")
+    parser.add_argument("--profile", type=Path, default=TOY / "eval" / "results.json")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts of each embedded set")
+    parser.add_argument("--repeats", type=int, default=2, help="seeds of each prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/decode.json"))
+    return parser.parse_args()
+
+
+def _load(options: argparse.Namespace) -> Pair:
+    if options.target.startswith(str(TOY)) and not Path(options.draft).exists():
+        print("the demo's pair is not there: making it (some minutes)", file=sys.stderr)
+        for recipe in ("make_rollouts", "train_draft"):
+            subprocess.run([sys.executable, f"recipes/{recipe}.py"], check=True)
+    target, draft = load_model(options.target), load_model(options.draft)
+    sets = [
+        PromptSet(name=name, split="test", count=options.prompts)
+        for name in ("instruct", "maths", "code")
+    ]
+    prompts = load_prompts(sets, load_tokenizer(options.target), seed=options.seed)
+    return Pair(
+        f"{options.target} with {options.draft}",
+        target,
+        draft,
+        [(prompt.example_id, torch.tensor(prompt.ids)) for prompt in prompts],
+    )
+
+
+def _methods(pair: Pair, engine: Engine, seed: int) -> dict[str, Decode]:
+    """Everything that is timed; the first is what speed-ups are over."""
+    methods: dict[str, Decode] = {"generate": lambda *given: _generate(pair.target, *given)}
+    methods["plain"] = _ours(pair.target, None, DecodeConfig(), engine, seed)
+    for length in LENGTHS:
+        methods[f"K={length}"] = _ours(pair.target, pair.draft, CHAINS[f"K={length}"], engine, seed)
+        methods[f"transformers K={length}"] = _assisted(pair, length, seed)
+    for name, config in OTHERS.items():
+        methods[name] = _ours(pair.target, pair.draft, config, engine, seed)
+    return methods
+
+
+def _generate(target: PreTrainedModel, prompt: Tensor, budget: int, name: str) -> Generation:
+    config = GenerationConfig(
+        max_new_tokens=budget,
+        do_sample=True,
+        top_k=0,
+        eos_token_id=target.generation_config.eos_token_id,
+        pad_token_id=target.generation_config.pad_token_id,
+    )
+    ids = prompt.unsqueeze(0).to(target.device)
+    torch.manual_seed(seed_for(0, name))
+    begun = time.perf_counter()
+    text = target.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    tokens = text[0, len(prompt) :].cpu()
+    return Generation(tokens, (), "length", time.perf_counter() - begun)
+
+
+def _assisted(pair: Pair, length: int, seed: int) -> Decode:
+    return lambda prompt, budget, name: assisted_generate(
+        pair.target,
+        pair.draft,
+        prompt,
+        length=length,
+        sampling=SamplingConfig(),
+        max_new_tokens=budget,
+        seed=seed_for(seed, name),
+    )
+
+
+def _ours(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    config: DecodeConfig,
+    engine: Engine,
+    seed: int,
+) -> Decode:
+    decoder = SpeculativeDecoder.from_config(target, draft, config, engine=engine)
+    return lambda prompt, budget, name: decoder.generate(
+        prompt, max_new_tokens=budget, generator=generator_for(seed, name)
+    )
+
+
+def _speeds(
+    pair: Pair, methods: Mapping[str, Decode], options: argparse.Namespace, console: Console
+) -> dict[str, dict[str, Any]]:
+    """Time every method on every prompt, in turns; the rows of the report."""
+    for name, decode in methods.items():  # compiles what is to be compiled
+        begun = time.perf_counter()
+        for _, prompt in pair.prompts[:2]:
+            decode(prompt, options.max_new_tokens, "warm-up")
+        console.print(f"warm-up of {name}: {time.perf_counter() - begun:.1f} s")
+    counts = {name: np.zeros((len(pair.prompts), 2)) for name in methods}
+    rounds: dict[str, list[Any]] = {name: [] for name in methods}
+    for repeat in range(options.repeats):
+        for index, (key, prompt) in enumerate(pair.prompts):
+            for name, decode in methods.items():
+                out = decode(prompt, options.max_new_tokens, f"{key} {repeat}")
+                counts[name][index] += len(out.tokens), out.seconds
+                rounds[name] += out.rounds
+    chosen = np.random.default_rng(0).integers(
+        len(pair.prompts), size=(RESAMPLES, len(pair.prompts))
+    )
+    base = counts["generate"]
+    found = {}
+    for name, table in counts.items():
+        found[name] = {
+            "tokens_per_second": _interval(table, chosen),
+            "over_generate": _interval(table, chosen, base),
+            "tokens_per_round": sum(r.emitted for r in rounds[name]) / max(1, len(rounds[name])),
+        } | {
+            f"{part}_ms_per_round": 1e3
+            * _mean([getattr(r, f"{part}_seconds") for r in rounds[name]])
+            for part in ("draft", "target", "overhead")
+        }
+        if name.startswith("K="):
+            other = counts.get(f"transformers {name}")
+            if other is not None:
+                found[name]["over_transformers"] = _interval(table, chosen, other)
+    fixed = max(
+        (name for name in found if name.startswith("K=")),
+        key=lambda name: found[name]["tokens_per_second"]["value"],
+    )
+    for name in found:
+        found[name]["over_best_fixed"] = _interval(counts[name], chosen, counts[fixed])
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else 0.0
+
+
+def _interval(table: Any, chosen: Any, base: Any = None) -> dict[str, float]:
+    """Speed, or its ratio to another method's on the same prompts, with a bootstrap interval."""
+
+    def speed(sums: Any) -> Any:
+        return sums[..., 0] / sums[..., 1]
+
+    value, many = speed(table.sum(axis=0)), speed(table[chosen].sum(axis=1))
+    if base is not None:
+        value, many = value / speed(base.sum(axis=0)), many / speed(base[chosen].sum(axis=1))
+    low, high = np.quantile(many, (0.025, 0.975))
+    return {"value": float(value), "low": float(low), "high": float(high)}
+
+
+def _goals(speeds: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    goals = [
+        (f"K={length} over transformers K={length}", goal, f"K={length}", "over_transformers")
+        for length, goal in ASSISTED_GOALS.items()
+    ]
+    ours = [name for name in speeds if not name.startswith(("transformers", "generate", "plain"))]
+    best = max(ours, key=lambda name: speeds[name]["tokens_per_second"]["value"])
+    goals += [
+        (f"best ({best}) over generate", BEST_GOAL, best, "over_generate"),
+        (f"best ({best}) over the best K=", BEST_FIXED_GOAL, best, "over_best_fixed"),
+        ("plain over generate", PLAIN_GOAL, "plain", "over_generate"),
+    ]
+    return [
+        {"what": what, "goal": goal, **speeds[name][key], "met": speeds[name][key]["value"] >= goal}
+        for what, goal, name, key in goals
+    ]
+
+
+class Timed(CachedModel):
+    """A model that adds up the time of its forwards."""
+
+    seconds = 0.0
+
+    def _one(self, *given: Any) -> tuple[Tensor, Tensor | None]:
+        begun = time.perf_counter()
+        out = super()._one(*given)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds += time.perf_counter() - begun
+        return out
+
+
+def _efficiencies(pair: Pair, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Forward time over decoding time, at V = 32768, on models of the pair's shapes."""
+    models = [_like(model, seed) for seed, model in enumerate((pair.target, pair.draft))]
+    found = []
+    for engine in dict.fromkeys(("eager", options.engine)):
+        for form, configs in EFFICIENCY.items():
+            for name, config in configs.items():
+                timed = [Timed(model, EFFICIENCY_V, engine=engine) for model in models]
+                decoder = SpeculativeDecoder(
+                    timed[0],
+                    config.sampling,
+                    config.make_drafters(timed[1:], None, frozenset()),
+                    config.make_verifier(),
+                    frozenset(),
+                    drafts=timed[1:],
+                )
+                shares = []
+                for repeat in range(4):  # the first makes the graphs
+                    before = sum(one.seconds for one in timed)
+                    out = decoder.generate(
+                        torch.arange(2, 62),
+                        max_new_tokens=options.max_new_tokens,
+                        generator=generator_for(options.seed, "efficiency", repeat),
+                    )
+                    inside = sum(one.seconds for one in timed) - before
+                    shares.append(inside / out.seconds)
+                goal = EFFICIENCY_GOALS[form]
+                share = float(np.median(shares[1:]))
+                found.append(
+                    {
+                        "engine": engine,
+                        "method": name,
+                        "form": form,
+                        "vocabulary": EFFICIENCY_V,
+                        "efficiency": share,
+                        "low": min(shares[1:]),
+                        "high": max(shares[1:]),
+                        "goal": goal,
+                        "met": share >= goal,
+                    }
+                )
+    return found
+
+
+def _like(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """Random weights in a model's shapes, with a large vocabulary."""
+    config = type(model.config)(**{**model.config.to_dict(), "vocab_size": EFFICIENCY_V})
+    torch.manual_seed(seed)
+    return type(model)(config).eval()
+
+
+SHAPES: Mapping[str, Mapping[str, int]] = {
+    # Llama-2-7B and TinyLlama-1.1B, as targets of a 68M draft
+    "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+           "num_attention_heads": 32, "num_key_value_heads": 32},
+    "1.1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+             "num_attention_heads": 32, "num_key_value_heads": 4},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 4},
+}  # fmt: skip
+DRAFT_68M = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 2,
+             "num_attention_heads": 12, "num_key_value_heads": 12}  # fmt: skip
+
+
+def _random_pair(shape: str, seed: int) -> Pair:
+    models = []
+    for sizes in (SHAPES[shape], DRAFT_68M):
+        torch.manual_seed(seed)
+        with torch.device(device()):
+            config = LlamaConfig(vocab_size=32000, max_position_embeddings=2048, **sizes)
+            model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        # No end token: every text has its full length.
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+        models.append(model)
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [
+        (str(index), torch.randint(3, 32000, (64,), generator=generator)) for index in range(4)
+    ]
+    return Pair(f"{shape} with 68m, random weights", models[0], models[1], prompts)
+
+
+def _replayed(pair: Pair, engine: Engine, recorded: Results, seed: int) -> dict[str, Decode]:
+    """Chains whose tokens are accepted as often, position by position, as was recorded."""
+    longest = max(
+        (run for run in recorded.runs if run.drafter == "chain" and run.verifier == "token"),
+        key=lambda run: len(run.acceptance_by_position),
+    )
+    profile = [one.value for one in longest.acceptance_by_position]
+    methods: dict[str, Decode] = {"generate": lambda *given: _generate(pair.target, *given)}
+    methods["plain"] = _ours(pair.target, None, DecodeConfig(), engine, seed)
+    for name, config in CHAINS.items():
+        models = [CachedModel(one, 32000, engine=engine) for one in (pair.target, pair.draft)]
+        decoder = SpeculativeDecoder(
+            models[0],
+            config.sampling,
+            config.make_drafters(models[1:], None, frozenset()),
+            replace(config.make_verifier(), rule=_as_recorded(profile)),
+            frozenset(),
+            drafts=models[1:],
+        )
+        methods[name] = lambda prompt, budget, draws, decoder=decoder: decoder.generate(  # type: ignore[misc]
+            prompt, max_new_tokens=budget, generator=generator_for(seed, draws)
+        )
+    return methods
+
+
+def _as_recorded(profile: Sequence[float]) -> Any:
+    """A rule that looks at nothing but the position. Its output has no law: for timing only."""
+    from eval.verifiers.rule import Dice, Stop
+    from specdata.probability import leftover
+
+    def rule(tree: Any, target: Tensor, dice: Dice) -> Stop:
+        for node in range(len(tree)):
+            if not dice.flip(profile[min(node, len(profile) - 1)]):
+                return Stop(node, leftover(target[node], tree.law_of(node + 1)))
+        return Stop(len(tree), target[len(tree)])
+
+    return rule
+
+
+def _show(report: Mapping[str, Any], console: Console) -> None:
+    table = Table(title=f"{report['pair']}, engine {report['engine']}")
+    columns = ("method", "tokens/s", "over generate", "over transformers", "over best K=",
+               "tokens a round", "draft, target, rest: ms a round")  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for name, row in report["speeds"].items():
+        table.add_row(
+            name,
+            f"{row['tokens_per_second']['value']:.0f}",
+            _shown(row["over_generate"]),
+            _shown(row.get("over_transformers")),
+            _shown(row["over_best_fixed"]),
+            f"{row['tokens_per_round']:.2f}",
+            ", ".join(
+                f"{row[f'{part}_ms_per_round']:.2f}" for part in ("draft", "target", "overhead")
+            ),
+        )
+    console.print(table)
+    for goal in report.get("goals", ()):
+        mark = "met" if goal["met"] else "MISSED"
+        console.print(f"{goal['what']}: {_shown(goal)} (goal {goal['goal']}: {mark})")
+    for row in report.get("efficiency", ()):
+        mark = "met" if row["met"] else "MISSED"
+        console.print(
+            f"efficiency at V={row['vocabulary']}, {row['engine']}, {row['method']}: "
+            f"{row['efficiency']:.3f} (goal {row['goal']}: {mark})"
+        )
+
+
+def _shown(interval: Mapping[str, float] | None) -> str:
+    if interval is None:
+        return ""
+    return f"{interval['value']:.2f} [{interval['low']:.2f}, {interval['high']:.2f}]"
+
+
+if __name__ == "__main__":
+    main()
