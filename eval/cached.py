@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from inspect import signature
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from eval.captured import Captured, Engine, captured, watching
 from eval.cells import Cells
 from eval.texts import CachedText, Forward, lay_out, path_to, places
-from specdata.errors import ConfigError
+from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.models import known_ids
 from specdata.probability import SamplingConfig, to_vocabulary
 
@@ -33,6 +34,7 @@ class CachedModel:
 
     Raises:
         CacheNotRewindableError: if the model's cache cannot drop tokens (sliding windows, states).
+        ConfigError: if its forward takes no positions, or the engine cannot run it.
     """
 
     def __init__(
@@ -43,13 +45,21 @@ class CachedModel:
         engine: Engine = "eager",
         watched: bool = False,
     ) -> None:
+        check_forward(model)
         self.model: Any = model
         self._vocabulary = vocabulary
         self._padded = model.config.get_text_config().vocab_size < vocabulary
         self._watched = watched
         self._captured: Captured | None = None if engine == "eager" else captured(model, engine)
         # Flash attention takes no mask of its own; it aligns causal attention as we do.
-        self._masks = "flash" not in str(model.config._attn_implementation)
+        attention = str(model.config._attn_implementation)
+        self._masks = "flash" not in attention
+        # Only this one does without a mask for one token. A graph would keep the length of any
+        # other that the model makes for itself.
+        self._bare = attention == "sdpa"
+        # A model looks through its parameters for these each time it is asked.
+        self.device: torch.device = model.device
+        self._dtype: torch.dtype = model.dtype
         self._texts: dict[int, CachedText] = {}
         self.cells = Cells(model.config)
 
@@ -58,12 +68,6 @@ class CachedModel:
         self._texts[row] = CachedText(self, row, sampling)
         return self._texts[row]
 
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        device: torch.device = self.model.device
-        return device
-
     def reset(self) -> None:
         """Forget every text and free the cells."""
         self.cells.free()
@@ -71,11 +75,16 @@ class CachedModel:
             text.reset()
 
     def check_trees(self) -> None:
-        """Raise ConfigError if the model's attention takes no tree mask."""
+        """Raise ConfigError if the model's attention takes no tree mask, or adds one of its own."""
         if not self._masks:
             raise ConfigError(
                 f"{self.model.config._attn_implementation} takes no tree mask: load the model "
                 "with attn_implementation='sdpa' (or 'eager'), or draft chains"
+            )
+        if "local" in getattr(self.model.config, "attention_layers", ()):
+            raise ConfigError(
+                f"{self.model.config.model_type} has layers that count cells, not positions, to "
+                "see how far back they look, so they cannot read a tree: draft chains"
             )
 
     def run(self, forward: Forward) -> Tensor:
@@ -88,8 +97,8 @@ class CachedModel:
             mask: Tensor | None = self._hide(sees)[None, None]
         else:
             short = self._captured is not None and count <= LONGEST_PIECE
-            wanted = count > 1 and self._masks and (start > 0 or short)
-            mask = self._causal(start, count) if wanted else None
+            wanted = (start > 0 or short) if count > 1 else (short and not self._bare)
+            mask = self._causal(start, count) if wanted and self._masks else None
         ids = torch.tensor([forward.tokens], device=self.device)
         at = torch.tensor([positions], device=self.device)
         logits, hidden = self._one(text.row, start, ids, at, mask, forward.rows)
@@ -149,13 +158,13 @@ class CachedModel:
 
     def _hide(self, sees: Tensor) -> Tensor:
         """The additive mask of a boolean one, in the model's type and on its device."""
-        dtype = self.model.dtype
+        dtype = self._dtype
         hidden = torch.zeros(sees.shape, dtype=dtype).masked_fill(~sees, torch.finfo(dtype).min)
         return hidden.to(self.device)
 
     def _causal(self, start: int, count: int) -> Tensor:
         """Mask (1, 1, count, start + count) of consecutive tokens."""
-        dtype = self.model.dtype
+        dtype = self._dtype
         block = torch.full((count, count), torch.finfo(dtype).min, dtype=dtype).triu(1)
         mask = torch.nn.functional.pad(block, (start, 0))
         return mask[None, None].to(self.device)
@@ -231,3 +240,26 @@ class CachedModel:
             text.state = hidden[rows[-1], columns[-1]]
         picked = logits[rows[-forward.rows :], columns[-forward.rows :]]
         return to_vocabulary(picked, self._vocabulary)
+
+
+def check_forward(model: PreTrainedModel) -> None:
+    """Find models that cannot be told where a token stands or to forget one.
+
+    Raises:
+        CacheNotRewindableError: if the model keeps a recurrent state.
+        ConfigError: if its forward takes no positions (ALiBi, for example), which trees need.
+    """
+    # A wrapper (PEFT) hides the names of what it hands on.
+    if not isinstance(model, PreTrainedModel):
+        return
+    takes, kind = signature(model.forward).parameters, model.config.model_type
+    if model._is_stateful or "past_key_values" not in takes:
+        raise CacheNotRewindableError(
+            f"{kind} keeps a state from which rejected tokens cannot be removed; speculative "
+            "decoding needs a cache of keys and values that can be cropped"
+        )
+    if "position_ids" not in takes or getattr(model.config, "alibi", False):
+        raise ConfigError(
+            f"{kind} takes no position_ids (it derives positions from its cache), so drafts "
+            "cannot be scored; use a model with learned or rotary positions"
+        )

@@ -123,24 +123,36 @@ class Captured:
             graph = self._graphs[key] = self._capture(given, masked=key[1], last=key[2])
         return graph(*given)
 
+    def _trace(self, model: PreTrainedModel, step: Graph, examples: Sequence[Tensor]) -> Graph:
+        with torch.inference_mode(False), torch.no_grad():
+            traced = make_fx(
+                step, tracing_mode="symbolic", _allow_non_fake_inputs=True, pre_dispatch=True
+            )(*examples)
+            if packable(model):
+                self._packer.pack(traced)
+            graph: Graph = torch.compile(traced, dynamic=True) if self._compiled else traced
+        return graph
+
     def _capture(self, given: Sequence[Tensor], *, masked: bool, last: bool) -> Graph:
         model = self._model()
         assert model is not None
         step = _step(model, masked, last)
-        with torch.inference_mode(False), torch.no_grad():
-            traced = make_fx(
-                step, tracing_mode="symbolic", _allow_non_fake_inputs=True, pre_dispatch=True
-            )(*_examples(given, masked))
-            if packable(model):
-                self._packer.pack(traced)
-            graph: Graph = torch.compile(traced, dynamic=True) if self._compiled else traced
-        # Neither order changes the result: both write the same cells.
-        expected, found = step(*given)[0], graph(*given)[0]
-        error = float((expected - found).abs().max() / expected.abs().max())
-        if not error < TOLERANCE[expected.dtype]:
+        try:
+            graph = self._trace(model, step, _examples(given, masked))
+            # Neither order changes the result: both write the same cells.
+            expected, found = step(*given)[0], graph(*given)[0]
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the forward of {model.config.model_type} cannot be captured ({error}): use "
+                "engine 'eager'"
+            ) from error
+        gap = float((expected - found).abs().max() / expected.abs().max())
+        if not gap < TOLERANCE[expected.dtype]:
             raise ConfigError(
                 f"the captured forward of {model.config.model_type} differs from the eager one by "
-                f"{error:.1e} of the largest logit: use engine 'eager', and report it"
+                f"{gap:.1e} of the largest logit: use engine 'eager', and report it"
             )
         return graph
 

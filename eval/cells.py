@@ -36,11 +36,12 @@ class Cells(Cache):  # type: ignore[misc]
     def __init__(self, config: PretrainedConfig) -> None:
         layers = DynamicCache(config=config).layers
         for layer in layers:
-            if layer.is_sliding or not layer.is_croppable:
+            # Layers of recurrent states have no `is_sliding`.
+            if getattr(layer, "is_sliding", False) or not layer.is_croppable:
                 raise CacheNotRewindableError(
                     f"{config.model_type} keeps a cache from which rejected tokens cannot be "
-                    "removed (a sliding window, for example); speculative decoding needs one that "
-                    "can be cropped"
+                    "removed (a sliding window or a recurrent state); speculative decoding needs "
+                    "one that can be cropped"
                 )
         super().__init__(layers=[_Layer() for _ in layers])
 
