@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.captured import Captured, Engine, captured, watching
+from eval.captured import LENGTH_DEPENDENT_ROPES, Captured, Engine, captured, watching
 from eval.cells import Cells
 from eval.texts import CachedText, Forward, lay_out, path_to, places
 from specdata.errors import CacheNotRewindableError, ConfigError
@@ -85,6 +85,36 @@ class CachedModel:
             raise ConfigError(
                 f"{self.model.config.model_type} has layers that count cells, not positions, to "
                 "see how far back they look, so they cannot read a tree: draft chains"
+            )
+
+    def check_ropes(self, prompt: int, goal: int, *, alone: bool) -> None:
+        """Find texts whose laws would depend on how many of their tokens are fed at once.
+
+        Some ropes take the frequencies of a whole forward from its last position, and the keys in
+        the cache keep those that they were written with.
+
+        Args:
+            prompt: tokens of the prompt.
+            goal: most tokens of the text.
+            alone: whether forwards serve this text only.
+
+        Raises:
+            ConfigError: if the frequencies would change while the text is decoded.
+        """
+        config = self.model.config.get_text_config()
+        rope = getattr(config, "rope_parameters", None) or {}
+        kind, reach = rope.get("rope_type"), config.max_position_embeddings
+        if kind not in LENGTH_DEPENDENT_ROPES:
+            return
+        if kind == "longrope":
+            reach = rope["original_max_position_embeddings"]
+            if alone and prompt > reach:  # one set of frequencies from the first forward on
+                return
+        if goal > reach:
+            raise ConfigError(
+                f"{config.model_type} has a rope ({kind}) whose frequencies change after {reach} "
+                f"tokens, so a draft would change the law of a text of up to {goal}: shorten the "
+                "prompt or max_new_tokens, or decode without a draft, one text at a time"
             )
 
     def run(self, forward: Forward) -> Tensor:

@@ -18,7 +18,7 @@ from eval.drafts import DraftTree, How, Shape
 from eval.metrics import Round
 from eval.stopping import Step, StoppingRule
 from eval.texts import CachedText, Steps
-from specdata.probability import SamplingConfig, draw, draw_one
+from specdata.probability import SamplingConfig, draw_one, draw_several
 
 
 class Drafter(Protocol):
@@ -137,6 +137,8 @@ class BranchingDrafter:
     ) -> None:
         self._paths = list(paths) * (widths[0] if len(paths) == 1 else 1)
         self._texts = list({id(path.text): path.text for path in paths}.values())
+        # Laws of a level are made together unless paths warp them differently.
+        self._warped = any(path.sampling is not None for path in paths)
         self._widths = tuple(widths)
         self._how = how
         self._ends = ends
@@ -154,19 +156,19 @@ class BranchingDrafter:
                 level = [node for node in level if grown.tokens[node - 1] not in self._ends]
             if not level:
                 break
-            logits = yield from self._score(grown, level, text)
-            level = self._expand(grown, level, logits, width, generator)
+            scores = yield from self._score(grown, level, text)
+            level = self._expand(grown, level, scores, width, generator)
         return grown.tree()
 
     def _score(
         self, grown: _Grown, level: list[int], text: list[int]
     ) -> Steps[dict[tuple[int, int], Tensor]]:
-        """Logits after each node, by the draft that scores it and the node."""
+        """Laws (logits, if paths warp them) by the draft that scores a node and the node."""
         found = {}
         for index, mine in enumerate(self._texts):
             if level == [0]:
                 logits = yield mine.feed(text[mine.length :], 1)
-                found[index, 0] = logits[0]
+                found[index, 0] = (logits if self._warped else mine.law(logits))[0]
                 continue
             own = [node for node in level if self._drafted_by(grown, node) is mine]
             if not own:
@@ -176,7 +178,8 @@ class BranchingDrafter:
                 fed[node] = len(fed)
             parents = [fed[grown.parents[node - 1]] for node in own]
             logits = yield mine.grow([grown.tokens[node - 1] for node in own], parents)
-            found |= {(index, node): row for node, row in zip(own, logits, strict=True)}
+            rows = logits if self._warped else mine.law(logits)
+            found |= {(index, node): row for node, row in zip(own, rows, strict=True)}
         return found
 
     def _drafted_by(self, grown: _Grown, node: int) -> CachedText:
@@ -188,7 +191,7 @@ class BranchingDrafter:
         self,
         grown: _Grown,
         level: list[int],
-        logits: dict[tuple[int, int], Tensor],
+        scores: dict[tuple[int, int], Tensor],
         width: int,
         generator: torch.Generator,
     ) -> list[int]:
@@ -200,12 +203,14 @@ class BranchingDrafter:
                 for number in paths:
                     path = self._paths[number]
                     index = self._texts.index(path.text)
-                    law = path.text.law(logits[index, node], path.sampling)
+                    law = scores[index, node]
+                    if self._warped:
+                        law = path.text.law(law, path.sampling)
                     known = grown.law(node, law, (index, path.sampling))
                     token = draw_one(grown.laws[known], generator)
                     children += grown.add(node, known, [token])
             else:
-                known = grown.law(node, self._texts[0].law(logits[0, node]))
+                known = grown.law(node, scores[0, node])
                 tokens = _candidates(grown.laws[known], width, self._how, generator)
                 children += grown.add(node, known, tokens)
         return children
@@ -293,7 +298,7 @@ class _Grown:
 def _candidates(law: Tensor, count: int, how: How, generator: torch.Generator) -> list[int]:
     """Draw siblings from one law; fewer than `count` if its support is smaller (not for iid)."""
     if how == "iid":
-        return [int(token) for token in draw(law.expand(count, -1), generator)]
+        return draw_several(law, count, generator)
     rest, tokens = law.clone(), []
     if how == "greedy":
         best = law.sort(descending=True, stable=True).indices[: count - 1].tolist()

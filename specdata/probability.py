@@ -14,6 +14,7 @@ from torch import Tensor
 
 # A residual with less mass than this can only be reached through rounding; p itself is used then.
 NEGLIGIBLE_MASS = 1e-15
+BELOW_ONE = 1 - 1e-15
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     cdf = probs.double().cumsum(dim=-1)
     total = cdf[..., -1:]
     # Rounding may lift u * total to total itself; stay below it.
-    point = torch.minimum(uniform.double().unsqueeze(-1) * total, total * (1 - 1e-15))
+    point = torch.minimum(uniform.double().unsqueeze(-1) * total, total * BELOW_ONE)
     token = torch.searchsorted(cdf, point, right=True)
     return token.squeeze(-1).clamp_(max=probs.shape[-1] - 1)
 
@@ -111,17 +112,25 @@ def draw(probs: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def draw_one(probs: Tensor, generator: torch.Generator) -> int:
-    """Draw one token from one law (V,): the same as `draw`, with less work around it.
+    """Draw one token from one law (V,): what `draw` returns."""
+    return draw_several(probs, 1, generator)[0]
 
-    Worth its own lines because a small draft's forward takes no longer than `draw` does.
+
+def draw_several(probs: Tensor, count: int, generator: torch.Generator) -> list[int]:
+    """Draw independent tokens from one law (V,): what `draw` returns for as many equal rows.
+
+    It has lines of its own because a small draft's forward takes no longer than `draw` does.
     """
     if probs.device.type != "cpu":
-        return int(draw(probs, generator))
-    uniform = torch.rand((), generator=generator, dtype=torch.float64, device=generator.device)
+        return [int(token) for token in draw(probs.expand(count, -1), generator).tolist()]
+    uniforms = torch.rand(
+        count, generator=generator, dtype=torch.float64, device=generator.device
+    ).tolist()
     cdf = probs.cumsum(dim=-1, dtype=torch.float64)
     total = float(cdf[-1])
-    point = min(float(uniform) * total, total * (1 - 1e-15))
-    return min(int(torch.searchsorted(cdf, point, right=True)), len(cdf) - 1)
+    # Rounding may lift u * total to total itself; stay below it.
+    points = [min(uniform * total, total * BELOW_ONE) for uniform in uniforms]
+    return [int(torch.searchsorted(cdf, point, right=True)) for point in points]
 
 
 def accept_probability(p: Tensor, q: Tensor) -> Tensor:

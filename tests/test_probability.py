@@ -16,6 +16,8 @@ from specdata.probability import (
     SamplingConfig,
     accept_probability,
     draw,
+    draw_one,
+    draw_several,
     entropy,
     inverse_cdf,
     leftover,
@@ -90,3 +92,22 @@ def test_logits_fit_another_vocabulary_without_changing_the_law_on_shared_ids() 
     torch.testing.assert_close(
         probabilities(to_vocabulary(logits, 2), SamplingConfig()), logits[:, :2].softmax(-1)
     )
+
+
+@pytest.mark.parametrize("size", [2, 40, 4097, 33000])
+def test_drawing_one_token_is_drawing_a_row(size: int) -> None:
+    """Zeros at both ends and all mass on one token included."""
+    maker = torch.Generator().manual_seed(size)
+    laws = [torch.rand(size, generator=maker) ** 8, torch.zeros(size), torch.zeros(size)]
+    laws[0][: size // 3] = 0.0
+    laws[0][-1] = 0.0
+    laws[0][-2] += 1e-3
+    laws[1][-1] = 1.0
+    laws[2][0] = 1e-30
+    for law in laws:
+        one, other = (torch.Generator().manual_seed(5) for _ in range(2))
+        for count in (1, 1, 3, 200):
+            rows = draw(law.expand(count, -1), other).tolist()
+            assert draw_several(law, count, one) == rows
+            assert all(law[token] > 0 for token in rows)
+        assert draw_one(law, one) == int(draw(law, other))
