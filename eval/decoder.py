@@ -150,6 +150,7 @@ class SpeculativeDecoder:
 
         Raises:
             ValueError: for an empty prompt or a budget below 1.
+            ConfigError: if drafting would change the target's law (`CachedModel.check_ropes`).
         """
         clock = Stopwatch(self._target.device)
         steps = self._decode(self._lane(0), prompt_ids, max_new_tokens, generator, clock)
@@ -242,6 +243,8 @@ class SpeculativeDecoder:
         lane.begin()
         text: list[int] = prompt_ids.tolist()
         goal, verifier = len(text) + max_new_tokens, self._verifier
+        if lane.drafter is not None or clock is None:
+            self._target.check_ropes(len(text), goal, alone=clock is not None)
         rounds: list[Round] = []
         ended = False
         while len(text) < goal and not ended:

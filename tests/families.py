@@ -84,7 +84,7 @@ FAMILIES: dict[str, Family] = {
     "gpt2": (
         GPT2LMHeadModel,
         GPT2Config,
-        {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 128, "initializer_range": 0.4}
+        {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 128, "initializer_range": 1.0}
         | SPECIAL,
     ),
     # Logits, residuals, embeddings and attention are scaled by constants.

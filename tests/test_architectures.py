@@ -1,0 +1,361 @@
+"""Every family decodes as `generate` does, and what cannot be rewound is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from eval.cached import CachedModel
+from eval.decoder import DecodeConfig, SpeculativeDecoder
+from specdata.errors import CacheNotRewindableError, ConfigError, VocabularyMismatchError
+from specdata.probability import SamplingConfig
+from specdata.toy import train_tokenizer
+from specdata.vocabulary import check_shared_vocabulary
+from tests.families import FAMILIES, SPECIAL, tiny
+from tests.test_decoder import p_value
+from tests.tiny import joint_law, tiny_llama
+
+PROMPTS = [torch.tensor(ids) for ids in ([2, 5, 9], [7], [4, 5, 11, 3, 8])]
+BUDGET = 24
+CASES = {
+    "chain": DecodeConfig(temperature=0.0, length=4),
+    "tree": DecodeConfig(temperature=0.0, verifier="rrs_wor", drafter="tree", widths=(3, 2, 1)),
+    "tree as a batch": DecodeConfig(
+        temperature=0.0,
+        verifier="rrs_wor",
+        drafter="tree",
+        widths=(3, 2, 1),
+        tree_attention=False,
+    ),
+    "paths": DecodeConfig(
+        temperature=0.0,
+        verifier="rrs",
+        drafter="paths",
+        paths=2,
+        length=3,
+    ),
+}
+
+
+def greedy(model: Any, prompt: Tensor, budget: int = BUDGET) -> list[int]:
+    """What transformers writes."""
+    out = model.generate(
+        prompt.unsqueeze(0),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=budget,
+    )
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+def nearby(family: str, **changes: Any) -> Any:
+    """A draft that agrees with the model now and then, so that caches are rewound in the middle."""
+    draft, noise = tiny(family, 2, **changes), tiny(family, 3, **changes)
+    with torch.no_grad():
+        for mine, other in zip(draft.parameters(), noise.parameters(), strict=True):
+            mine.add_(0.1 * other)
+    return draft
+
+
+def outputs(target: Any, draft: Any, config: DecodeConfig, engine: Any = "eager") -> list[Any]:
+    decoder = SpeculativeDecoder.from_config(target, draft, config, engine=engine)
+    return [
+        decoder.generate(prompt, max_new_tokens=BUDGET, generator=torch.Generator())
+        for prompt in PROMPTS
+    ]
+
+
+def check_rewinds(outs: list[Any]) -> None:
+    rounds = [record for out in outs for record in out.rounds]
+    assert any(record.accepted for record in rounds), "nothing was accepted"
+    assert any(record.accepted < record.depth for record in rounds), "nothing was rejected"
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_output_of_every_drafter_is_that_of_generate(family: str, attention: str) -> None:
+    target = tiny(family, 2, attention=attention)
+    draft = nearby(family, attention=attention)
+    plain = [greedy(target, prompt) for prompt in PROMPTS]
+    assert len({token for text in plain for token in text}) > 3, "the texts say nothing"
+    for name, config in CASES.items():
+        outs = outputs(target, draft, config)
+        assert [out.tokens.tolist() for out in outs] == plain, name
+        check_rewinds(outs)
+        decoder = SpeculativeDecoder.from_config(target, draft, config)
+        seeds = [torch.Generator() for _ in PROMPTS]
+        batch = decoder.generate_batch(PROMPTS, max_new_tokens=BUDGET, generators=seeds, size=2)
+        assert [out.tokens.tolist() for out in batch] == plain, f"{name}, in a batch"
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_captured_engine_gives_the_same_text(family: str, attention: str) -> None:
+    target = tiny(family, 2, attention=attention)
+    draft = nearby(family, attention=attention)
+    plain = [greedy(target, prompt) for prompt in PROMPTS]
+    for name in ("chain", "tree"):
+        outs = outputs(target, draft, CASES[name], "captured")
+        assert [out.tokens.tolist() for out in outs] == plain, name
+        check_rewinds(outs)
+
+
+@pytest.mark.slow
+# Inductor imports a part of torch that warns of itself.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")),
+    reason="torch.compile needs a C++ compiler",
+)
+def test_the_compiled_engine_gives_the_same_text() -> None:
+    """One family other than Llama, whose compiled graph `test_engines` compares."""
+    target = tiny("gpt_neox", 2)
+    draft = nearby("gpt_neox")
+    plain = [greedy(target, prompt) for prompt in PROMPTS]
+    outs = outputs(target, draft, CASES["chain"], "compiled")
+    assert [out.tokens.tolist() for out in outs] == plain
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tree_attention_gives_each_node_the_logits_of_its_own_path(
+    family: str, attention: str
+) -> None:
+    """Grown level by level and fed at once, against a forward over the path without a cache."""
+    model = tiny(family, 2, attention=attention)
+    cached = CachedModel(model, 40)
+    text = [3, 8, 5, 21]
+    tokens, parents = [4, 9, 30, 7, 11, 2], [0, 0, 1, 1, 2, 4]
+    paths = [[1], [2], [1, 3], [1, 4], [2, 5], [1, 4, 6]]
+    whole = cached.text(0, SamplingConfig())
+    with torch.inference_mode():
+        cached.run(whole.feed(text[:2], 1))
+        found = cached.run(whole.grow(tokens, parents, text[2:]))
+        levels = cached.text(0, SamplingConfig())
+        cached.run(levels.feed(text, 1))
+        grown = [
+            cached.run(levels.grow(tokens[first:last], parents[first:last]))
+            for first, last in ((0, 2), (2, 5), (5, 6))
+        ]
+        for node, path in enumerate([[], *paths]):
+            ids = text + [tokens[step - 1] for step in path]
+            alone = model(input_ids=torch.tensor([ids])).logits[0, -1]
+            torch.testing.assert_close(found[node], alone, rtol=0, atol=1e-9)
+            if node:
+                torch.testing.assert_close(torch.cat(grown)[node - 1], alone, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt_neox", "gemma"])
+@pytest.mark.parametrize("form", ["chain", "tree"])
+def test_the_joint_law_of_three_tokens_is_that_of_plain_sampling(family: str, form: str) -> None:
+    """Fails by chance once in 1e6."""
+    config = DecodeConfig(length=2)
+    if form == "tree":
+        config = DecodeConfig(verifier="rrs_wor", drafter="tree", widths=(2, 1))
+    target, draft = tiny(family, 4, vocab=4), tiny(family, 5, vocab=4)
+    law = joint_law(target, [2, 3], 3, config.sampling)
+    decoder = SpeculativeDecoder.from_config(target, draft, config)
+    generator, prompt = torch.Generator().manual_seed(7), torch.tensor([2, 3])
+    outs = [decoder.generate(prompt, max_new_tokens=3, generator=generator) for _ in range(500)]
+    assert sum(len(out.rounds) > 1 for out in outs) > 50, "the law must span rounds"
+    assert p_value(Counter(tuple(out.tokens.tolist()) for out in outs), law) > 1e-6
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt_neox", "qwen2", "gemma"])
+@pytest.mark.parametrize(("ours", "theirs"), [(40, 48), (48, 40)])
+def test_vocabularies_padded_to_other_sizes_give_the_targets_text(
+    family: str, ours: int, theirs: int
+) -> None:
+    target, draft = tiny(family, 2, vocab=ours), tiny(family, 3, vocab=theirs)
+    for name in ("chain", "tree"):
+        for out, prompt in zip(outputs(target, draft, CASES[name]), PROMPTS, strict=True):
+            assert out.tokens.tolist() == greedy(target, prompt)
+
+
+def test_other_tokenizers_are_refused_with_the_first_ids_that_differ() -> None:
+    ours = train_tokenizer(["one two three four five six"] * 3, vocab_size=262)
+    theirs = train_tokenizer(["seven eight nine ten eleven"] * 3, vocab_size=262)
+    tables = [{index: token for token, index in one.get_vocab().items()} for one in (ours, theirs)]
+    first = next(i for i in sorted(tables[0]) if tables[0][i] != tables[1].get(i))
+    expected = f"{first} is {tables[0][first]!r} in the target and {tables[1].get(first)!r}"
+    with pytest.raises(VocabularyMismatchError) as caught:
+        check_shared_vocabulary(ours, theirs)
+    assert f"first: {expected}" in str(caught.value)
+    check_shared_vocabulary(ours, ours)
+
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+} | SPECIAL
+UNCROPPABLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mistral": ("sliding window", {"sliding_window": 4}),
+    "Gemma2": ("sliding window", {"sliding_window": 4}),
+    "Gemma3Text": ("sliding window", {"sliding_window": 4}),
+    "Qwen2": (
+        "sliding window",
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "Mamba": ("state", {}),
+    "Rwkv": ("state", {"attention_hidden_size": 16, "context_length": 64}),
+    "RecurrentGemma": ("state", {}),
+    "Jamba": ("state", {"num_experts": 2}),
+    "Qwen3Next": ("state", {"num_experts": 2, "linear_num_value_heads": 2}),
+    "Lfm2": ("state", {"layer_types": ["conv", "full_attention"]}),
+}
+
+
+@pytest.mark.parametrize("name", UNCROPPABLE)
+def test_a_cache_that_cannot_forget_is_refused_with_the_reason(name: str) -> None:
+    reason, changes = UNCROPPABLE[name]
+    config = getattr(transformers, f"{name}Config")(**(SIZES | changes))
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for target, draft in ((model, None), (tiny_llama(0, vocab=40), model)):
+        with pytest.raises(CacheNotRewindableError, match=f"^{config.model_type}.*{reason}"):
+            SpeculativeDecoder.from_config(target, draft, DecodeConfig())
+
+
+@pytest.mark.parametrize("name", ["Bloom", "Falcon"])
+def test_positions_that_follow_the_cache_are_refused(name: str) -> None:
+    changes = {"Bloom": {"n_head": 2, "n_layer": 1}, "Falcon": {"alibi": True}}[name]
+    sizes = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_attention_heads")}
+    config = getattr(transformers, f"{name}Config")(**sizes, **SPECIAL, **changes)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ConfigError, match=f"^{config.model_type} takes no position_ids"):
+        SpeculativeDecoder.from_config(model, None, DecodeConfig())
+
+
+def test_attention_without_a_mask_of_our_own_reads_chains_only() -> None:
+    """Flash attention needs a GPU; what is read of it is its name."""
+    target, draft = tiny("llama", 2), tiny("llama", 3)
+    target.config._attn_implementation = "flash_attention_2"
+    SpeculativeDecoder.from_config(target, draft, CASES["chain"])
+    with pytest.raises(ConfigError, match="flash_attention_2 takes no tree mask"):
+        SpeculativeDecoder.from_config(target, draft, CASES["tree"])
+    # Only the target scores paths one by one: a draft grows its tree in one row.
+    SpeculativeDecoder.from_config(target, draft, CASES["tree as a batch"])
+    with pytest.raises(ConfigError, match="flash_attention_2 takes no tree mask"):
+        SpeculativeDecoder.from_config(draft, target, CASES["tree as a batch"])
+
+
+def test_windows_counted_in_cells_read_chains_only() -> None:
+    config = transformers.GPTNeoConfig(
+        vocab_size=40,
+        hidden_size=16,
+        num_layers=2,
+        num_heads=2,
+        attention_types=[[["global", "local"], 1]],
+        window_size=4,
+        max_position_embeddings=64,
+        initializer_range=0.4,
+        **SPECIAL,
+    )
+    torch.manual_seed(0)
+    model = transformers.GPTNeoForCausalLM(config).double().eval()
+    for out, prompt in zip(outputs(model, model, CASES["chain"]), PROMPTS, strict=True):
+        assert out.tokens.tolist() == greedy(model, prompt)
+    with pytest.raises(ConfigError, match="gpt_neo has layers that count cells"):
+        SpeculativeDecoder.from_config(model, model, CASES["tree"])
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "short_factor": [1.0, 1.0],
+        "long_factor": [1.0, 3.0],
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+
+def roped(rope: str) -> tuple[Any, Any]:
+    changes: dict[str, Any] = {"rope_parameters": ROPES[rope] | {"rope_theta": 1e4}}
+    if rope == "dynamic":
+        changes["max_position_embeddings"] = 16
+    target = tiny("llama", 2, **changes)
+    return target, nearby("llama", **changes)
+
+
+@pytest.mark.parametrize("rope", [name for name in ROPES if name not in LENGTH_DEPENDENT])
+def test_scaled_ropes_decode_as_generate_does_beyond_their_first_length(rope: str) -> None:
+    target, draft = roped(rope)
+    plain = [greedy(target, prompt) for prompt in PROMPTS]
+    for name in ("chain", "tree"):
+        for engine in ("eager", "captured"):
+            outs = outputs(target, draft, CASES[name], engine)
+            assert [out.tokens.tolist() for out in outs] == plain
+
+
+@pytest.mark.parametrize("rope", LENGTH_DEPENDENT)
+def test_ropes_of_the_length_decode_within_it_and_are_refused_beyond(rope: str) -> None:
+    """Beyond it a key depends on the forward it was made in, so drafting would change the law."""
+    target, draft = roped(rope)
+    with pytest.raises(ConfigError, match="use engine 'eager'"):
+        SpeculativeDecoder.from_config(target, draft, CASES["chain"], engine="captured")
+    prompt, seed = PROMPTS[0], torch.Generator()
+    for name in ("chain", "tree"):
+        decoder = SpeculativeDecoder.from_config(target, draft, CASES[name])
+        out = decoder.generate(prompt, max_new_tokens=13, generator=seed)
+        assert out.tokens.tolist() == greedy(target, prompt, 13)
+        with pytest.raises(ConfigError, match="change after 16 tokens"):
+            decoder.generate(prompt, max_new_tokens=14, generator=seed)
+    plain = SpeculativeDecoder.from_config(target, None, CASES["chain"])
+    expected = greedy(target, prompt, 40)
+    out = plain.generate(prompt, max_new_tokens=40, generator=seed)
+    assert out.tokens.tolist() == expected
+    with pytest.raises(ConfigError, match="change after 16 tokens"):
+        plain.generate_batch([prompt], max_new_tokens=40, generators=[seed])
+
+
+def test_a_longrope_text_that_begins_beyond_its_first_length_decodes_as_generate_does() -> None:
+    target, draft = roped("longrope")
+    prompt = torch.arange(2, 20)
+    for name in ("chain", "tree"):
+        decoder = SpeculativeDecoder.from_config(target, draft, CASES[name])
+        out = decoder.generate(prompt, max_new_tokens=BUDGET, generator=torch.Generator())
+        assert out.tokens.tolist() == greedy(target, prompt)
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Cohere"])
+def test_capped_and_scaled_logits_decode_as_generate_does(name: str) -> None:
+    changes: dict[str, Any] = {"logit_scale": 0.5, "initializer_range": 0.4}
+    if name == "Gemma2":
+        caps = {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}
+        changes = caps | {"layer_types": ["full_attention"] * 2, "initializer_range": 0.4}
+    config = getattr(transformers, f"{name}Config")(**(SIZES | changes))
+    models = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+        model.generation_config.eos_token_id, model.generation_config.pad_token_id = 1, 0
+        models.append(model)
+    plain = [greedy(models[0], prompt) for prompt in PROMPTS]
+    for engine in ("eager", "captured"):
+        for case in ("chain", "tree"):
+            outs = outputs(*models, CASES[case], engine)
+            assert [out.tokens.tolist() for out in outs] == plain
