@@ -52,7 +52,7 @@ def _rollouts(config: PipelineConfig) -> dict[str, Any]:
     tokenizer = load_tokenizer(models.target)
     # Found out now rather than after hours of sampling.
     check_shared_vocabulary(tokenizer, load_tokenizer(models.draft))
-    prompts = load_prompts(config.rollouts.sets, tokenizer, seed=config.seed)
+    prompts = load_prompts(config.rollouts.sets, tokenizer, seed=config.seed).prompts
     target = load_model(models.target, dtype=models.dtype)
     if not prompts:
         raise ConfigError("rollouts.sets must name at least one prompt set")

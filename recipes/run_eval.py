@@ -32,7 +32,7 @@ from recipes.run import (
 )
 from specdata.errors import ConfigError
 from specdata.models import check_length, load_model, load_tokenizer
-from specdata.prompts import load_prompts, read_texts
+from specdata.prompts import check_sets, load_prompts
 from specdata.vocabulary import check_shared_vocabulary
 
 
@@ -44,8 +44,7 @@ def stages(config: PipelineConfig) -> list[Stage]:
 def check(config: PipelineConfig) -> None:
     """Find impossible methods and missing files before any model is loaded. Raises ConfigError."""
     check_methods(config.eval, config.sampling, head=config.head is not None)
-    for entry in config.eval.sets:
-        read_texts(entry, config.seed)
+    check_sets(config.eval.sets, config.seed)
 
 
 def main(config: PipelineConfig) -> dict[str, Any]:
@@ -68,7 +67,7 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     models, head_name, draft_name = config.models, head_in_use(config), draft_in_use(config)
     tokenizer = load_tokenizer(models.target)
     check_shared_vocabulary(tokenizer, load_tokenizer(draft_name))
-    prompts = load_prompts(config.eval.sets, tokenizer, seed=config.seed)
+    prompts = load_prompts(config.eval.sets, tokenizer, seed=config.seed).prompts
     target = load_model(models.target, dtype=models.dtype)
     longest = max(len(prompt.ids) for prompt in prompts) + config.eval.max_new_tokens
     check_length(target, longest)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from specdata import toy
 from specdata.errors import ConfigError
+
+Message = dict[str, str]  # {"role": ..., "content": ...}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +33,42 @@ class PromptSet:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt; `example_id` is a hash of its text."""
+    """One prompt; `example_id` is a hash of its text, or of its messages.
+
+    `messages` is what a chat template rendered (empty for plain text); `follow_ups` are the user's
+    later turns, which depend on the model's answers.
+    """
 
     example_id: str
     dataset: str
     split: str
     ids: list[int]
+    messages: tuple[Message, ...] = ()
+    follow_ups: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Prompts, and an account of what was read, kept and dropped (JSON-able, one entry a set)."""
+
+    prompts: list[Prompt]
+    report: list[dict[str, Any]]
 
 
 def load_prompts(
-    sets: list[PromptSet], tokenizer: PreTrainedTokenizerBase, *, seed: int
-) -> list[Prompt]:
+    sets: Sequence[PromptSet],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    max_tokens: int | None = None,
+) -> Loaded:
     """Read and tokenize prompt sets. A text that comes twice is kept once.
+
+    Args:
+        sets: what to read.
+        tokenizer: the target's.
+        seed: decides the embedded prompts and the order of catalogued sets.
+        max_tokens: prompts of more tokens are dropped and counted.
 
     Raises:
         ConfigError: for an unknown set, an unreadable file, a missing column or too few prompts.
@@ -59,7 +87,7 @@ def load_prompts(
                 raise ConfigError(f"prompt set {wanted.name!r} holds an empty prompt")
             name = Path(wanted.name).stem
             found.setdefault(example_id, Prompt(example_id, name, wanted.split, ids))
-    return list(found.values())
+    return Loaded(list(found.values()), [])
 
 
 def is_file(name: str) -> bool:
@@ -98,3 +126,9 @@ def read_texts(wanted: PromptSet, seed: int) -> list[str]:
             f"{path} must hold {wanted.count} prompts (strings), it has {len(texts)}: lower `count`"
         )
     return texts
+
+
+def check_sets(sets: Sequence[PromptSet], seed: int) -> None:
+    """Find before any model is loaded what `load_prompts` would refuse. Raises ConfigError."""
+    for entry in sets:
+        read_texts(entry, seed)

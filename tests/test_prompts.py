@@ -28,7 +28,7 @@ def test_prompts_of_a_file_keep_their_order_and_a_repeated_one_is_dropped(
     tokenizer, tmp_path: Path
 ) -> None:  # type: ignore[no-untyped-def]
     name = lines(tmp_path / "mine.jsonl", *({"prompt": text} for text in ("a b", "c", "a b", "d")))
-    found = load_prompts([PromptSet(name, "train", 4)], tokenizer, seed=0)
+    found = load_prompts([PromptSet(name, "train", 4)], tokenizer, seed=0).prompts
     assert [tokenizer.decode(prompt.ids) for prompt in found] == ["a b", "c", "d"]
     assert {(prompt.dataset, prompt.split) for prompt in found} == {("mine", "train")}
     assert len({prompt.example_id for prompt in found}) == 3
@@ -39,7 +39,7 @@ def test_every_character_that_json_allows_may_stand_in_a_prompt(tokenizer, tmp_p
     text = "one\u2028two\u0085three \U0001f600"
     line = json.dumps({"prompt": text}, ensure_ascii=False)
     path.write_text("\ufeff" + line + "\r\n\n", encoding="utf-8", newline="")
-    (found,) = load_prompts([PromptSet(str(path), "train", 1)], tokenizer, seed=0)
+    (found,) = load_prompts([PromptSet(str(path), "train", 1)], tokenizer, seed=0).prompts
     assert tokenizer.decode(found.ids) == text
 
 
@@ -56,9 +56,9 @@ def test_two_files_of_one_name_are_refused(tokenizer, tmp_path: Path) -> None:  
 def test_splits_of_an_embedded_family_share_no_prompt(tokenizer) -> None:  # type: ignore[no-untyped-def]
     for family in FAMILIES:
         sets = [PromptSet(family, split, 40) for split in ("train", "dev", "test")]
-        found = load_prompts(sets, tokenizer, seed=0)
+        found = load_prompts(sets, tokenizer, seed=0).prompts
         assert len(found) == 120
-        again = load_prompts(sets, tokenizer, seed=0)
+        again = load_prompts(sets, tokenizer, seed=0).prompts
         assert [prompt.ids for prompt in again] == [prompt.ids for prompt in found]
 
 
