@@ -32,7 +32,7 @@ from transformers.utils import logging
 
 from specdata.errors import ManifestError
 from specdata.shards import write_json
-from specdata.tables import differences
+from specdata.manifest import differences
 
 # Written last, so its existence means that every rank has written its part of the checkpoint.
 _COMPLETE = "complete.json"

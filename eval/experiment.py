@@ -27,7 +27,7 @@ from specdata.probability import SamplingConfig
 from specdata.prompts import Prompt
 from specdata.seeds import generator_for, seed_for
 from specdata.shards import write_json
-from specdata.tables import differences
+from specdata.manifest import differences
 
 
 @dataclass(frozen=True, slots=True)

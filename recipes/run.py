@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -28,12 +27,20 @@ from specdata.errors import (
     ManifestError,
     VocabularyMismatchError,
 )
+from specdata.manifest import differences
 from specdata.models import device
-from specdata.shards import sha256, write_json
-from specdata.tables import differences
+from specdata.processes import is_main as is_main
+from specdata.processes import processes as processes
+from specdata.shards import sha256, try_locked, write_json
 
 RUN = "run.json"
 LOCK = ".lock"
+# Seconds between two looks at a folder that the main process works in, and how long it may be away
+# from it (between two stages, while it loads models) before the others give up.
+PAUSE = 0.5
+PATIENCE = 600
+# A process that waits holds the lock for a moment to see whether it is free; so it is tried again.
+RETRIES = 5
 # Everything else that is raised is trouble outside (OSError) or a defect with its traceback.
 USER_ERRORS = (ConfigError, ManifestError, VocabularyMismatchError, CacheNotRewindableError)
 KEYS = ("stage", "settings", "inputs", "finished", "wall_seconds", "results")
@@ -108,6 +115,7 @@ def run_stage(
     say(f"[bold]{stage.name}[/]: {'continuing' if stored else 'starting'} in {stage.folder}")
     begun = time.perf_counter()
     if not is_main():
+        _wait(stage.folder, path.exists, PATIENCE)  # the main process has accepted the folder
         found = work()
         wait_for(stage.folder)  # the next stage looks for what the main process writes last
         return found
@@ -131,17 +139,18 @@ def _locked(folder: Path) -> Iterator[None]:
     """Refuse a second run in the same folder; the lock goes with the process, however it ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = (folder / LOCK).open("w")
+        (folder / LOCK).touch()
     except OSError as error:
         raise ConfigError(
             f"cannot write into {folder} ({error.strerror}): choose another --output"
         ) from error
-    with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(f"another process is working in {folder}: wait for it") from error
-        yield
+    for _ in range(RETRIES):
+        with try_locked(folder / LOCK) as mine:
+            if mine:
+                yield
+                return
+        time.sleep(PAUSE / RETRIES)
+    raise ConfigError(f"another process is working in {folder}: wait for it")
 
 
 def _stored(stage: Stage, record: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -198,16 +207,6 @@ def _sample(path: Path) -> str:
     return digest.hexdigest()
 
 
-def processes() -> int:
-    """How many processes the launcher started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def is_main() -> bool:
-    """Whether this is the process that writes and speaks."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
 def say(text: str) -> None:
     """Print a line, in the main process only."""
     if is_main():
@@ -232,14 +231,30 @@ def finished(folder: Path) -> bool:
     return (folder / RUN).is_file() and bool(read_record(folder)["finished"])
 
 
-def wait_for(folder: Path) -> None:
-    """Wait until the main process has finished a stage that one process does.
+def wait_for(folder: Path, patience: float = PATIENCE) -> None:
+    """Wait until the main process has finished a stage.
 
     Not a barrier of the process group: such a stage may outlast its time limit. If the main
-    process fails, the launcher ends the others.
+    process fails, the launcher of its machine ends the others there; on other machines they see
+    that nobody holds the folder's lock.
+
+    Raises:
+        TimeoutError: if the main process is gone.
     """
-    while not finished(folder):
-        time.sleep(1)
+    _wait(folder, lambda: finished(folder), patience)
+
+
+def _wait(folder: Path, done: Callable[[], bool], patience: float) -> None:
+    alone = time.monotonic()
+    while not done():
+        time.sleep(PAUSE)
+        if (folder / LOCK).exists():
+            with try_locked(folder / LOCK) as free:
+                pass
+            if not free:
+                alone = time.monotonic()
+        if time.monotonic() - alone > patience:
+            raise TimeoutError(f"no main process has been at work in {folder} for {patience:.0f} s")
 
 
 def need(folder: Path, recipe: str) -> None:

@@ -6,7 +6,7 @@ from typing import TypedDict
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _IDS = pa.list_(pa.int32())
 _REALS = pa.list_(pa.float32())
@@ -15,13 +15,16 @@ _REALS = pa.list_(pa.float32())
 class Rollout(TypedDict):
     """One completion sampled from the target.
 
-    `finish` is "eos" (the last completion id is the end token) or "length".
+    `sample` numbers the completions of a prompt, `turn` the turns of a conversation, both from 0;
+    the prompt of a later turn holds the earlier ones with their answers. `finish` is "eos" (the
+    last completion id is the end token) or "length".
     """
 
     example_id: str
     dataset: str
     split: str
     sample: int
+    turn: int
     prompt_ids: list[int]
     completion_ids: list[int]
     finish: str
@@ -47,6 +50,7 @@ ROLLOUTS = pa.schema(
         ("dataset", pa.string()),
         ("split", pa.string()),
         ("sample", pa.int32()),
+        ("turn", pa.int32()),
         ("prompt_ids", _IDS),
         ("completion_ids", _IDS),
         ("finish", pa.string()),
