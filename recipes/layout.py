@@ -8,7 +8,7 @@ from pathlib import Path
 from recipes.config import PipelineConfig
 from recipes.run import Stage
 from specdata.errors import ConfigError
-from specdata.prompts import PromptSet, is_file
+from specdata.prompts import prompt_inputs
 
 
 def folder(config: PipelineConfig, stage: str) -> Path:
@@ -24,11 +24,6 @@ def draft_in_use(config: PipelineConfig) -> str:
 def head_in_use(config: PipelineConfig) -> str | None:
     """The trained head, if this run trains one."""
     return str(folder(config, "head") / "model") if config.head else None
-
-
-def _files(sets: list[PromptSet]) -> dict[str, str]:
-    """Prompt files: their content is an input like any other."""
-    return {f"prompts {entry.name}": entry.name for entry in sets if is_file(entry.name)}
 
 
 def pair_stage(config: PipelineConfig) -> Stage:
@@ -60,7 +55,7 @@ def rollouts_stage(config: PipelineConfig) -> Stage:
         "rollouts",
         folder(config, "rollouts"),
         settings,
-        {"target": config.models.target, **_files(config.rollouts.sets)},
+        {"target": config.models.target, **prompt_inputs(config.rollouts.sets)},
         size,
     )
 
@@ -117,7 +112,7 @@ def eval_stage(config: PipelineConfig) -> Stage:
         "dtype": config.models.dtype,
     }
     inputs = {"target": config.models.target, "draft": draft_in_use(config)}
-    inputs |= _files(config.eval.sets)
+    inputs |= prompt_inputs(config.eval.sets)
     if head := head_in_use(config):
         inputs["head"] = head
     prompts = sum(entry.count for entry in config.eval.sets)

@@ -31,8 +31,8 @@ from recipes.run import (
     say,
 )
 from specdata.errors import ConfigError
-from specdata.models import check_length, load_model, load_tokenizer
-from specdata.prompts import check_sets, load_prompts
+from specdata.models import load_model, load_tokenizer, longest_prompt
+from specdata.prompts import check_sets, dropped, load_prompts
 from specdata.vocabulary import check_shared_vocabulary
 
 
@@ -67,12 +67,13 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     models, head_name, draft_name = config.models, head_in_use(config), draft_in_use(config)
     tokenizer = load_tokenizer(models.target)
     check_shared_vocabulary(tokenizer, load_tokenizer(draft_name))
-    prompts = load_prompts(config.eval.sets, tokenizer, seed=config.seed).prompts
     target = load_model(models.target, dtype=models.dtype)
-    longest = max(len(prompt.ids) for prompt in prompts) + config.eval.max_new_tokens
-    check_length(target, longest)
     draft = load_model(draft_name, dtype=models.dtype)
-    check_length(draft, longest)
+    room = min(longest_prompt(model, config.eval.max_new_tokens) for model in (target, draft))
+    loaded = load_prompts(config.eval.sets, tokenizer, seed=config.seed, max_tokens=room)
+    prompts = loaded.prompts
+    for line in dropped(loaded.report):
+        say(line)
     head = _load_head(head_name) if head_name else None
     artefacts = Artefacts(
         target,
@@ -101,7 +102,7 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         torch.set_num_threads(before)
     write_results(stage.folder / "results.json", results)
     write_report(results, stage.folder, _context(config))
-    return {"runs": len(results.runs), "prompts": len(prompts)}
+    return {"runs": len(results.runs), "prompts": len(prompts), "prompt_sets": loaded.report}
 
 
 def _load_head(name: str) -> AcceptanceHead:

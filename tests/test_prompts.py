@@ -66,11 +66,15 @@ def test_splits_of_an_embedded_family_share_no_prompt(tokenizer) -> None:  # typ
     ("rows", "count", "message"),
     [
         (['{"prompt": "a"}'], 2, "must hold 2 prompts"),
-        (['{"text": "a"}'], 1, "must be a JSON object with a `prompt`"),
-        (["not json"], 1, "must be a JSON object with a `prompt`"),
-        (['{"prompt": 3}'], 1, "strings"),
-        (['{"prompt": ""}'], 1, "empty prompt"),
-        (['{"prompt": "a"}'], 0, "count must be positive"),
+        (['{"prmpt": "a"}'], 1, r"no column 'prompt'; it has 'prmpt' \(did you mean 'prmpt'\?\)"),
+        (["not json"], 1, "line 1: must be a JSON object"),
+        (["[1]"], 1, "must be a JSON object with a `prompt` or `messages`, got list"),
+        (['{"prompt": 3}'], 1, "none of its 1 prompts can be used: 1 undecodable"),
+        (['{"prompt": " .. "}'], 1, "none of its 1 prompts can be used: 1 near_empty"),
+        (['{"prompt": "a"}', '{"messages": []}'], 2, "row 2, has no column 'prompt'"),
+        (['{"messages": []}', '{"prompt": "a"}'], 2, "row 2, has no column 'messages'"),
+        (['{"prompt": "a"}'], -1, "count must be positive, or 0 for all"),
+        ([], 0, "must hold some prompts, it has 0"),
     ],
 )
 def test_an_unusable_file_is_named(
