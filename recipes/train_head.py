@@ -14,9 +14,9 @@ from tqdm import tqdm
 from heads.train import train_head
 from recipes.config import PipelineConfig
 from recipes.layout import draft_in_use, folder, head_stage, labels_stage
-from recipes.run import Stage, cli, is_main, need, run_stage, say, wait_for
+from recipes.run import Stage, cli, is_main, need, run_stage, say
 from recipes.train_draft import of_split
-from specdata.acceptance import make_labels, mean_of
+from specdata.acceptance import load_labels, make_labels, mean_overlap
 from specdata.errors import ConfigError
 from specdata.models import load_model, load_tokenizer
 from specdata.tables import load_table
@@ -36,11 +36,9 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     need(folder(config, "rollouts"), "make_rollouts.py")
     if config.draft:
         need(folder(config, "draft"), "train_draft.py")
-    if is_main():
-        shares = run_stage(labels, config, lambda: _label(config, labels))["acceptance"]
-        for name, share in shares.items():
-            say(f"  acceptance of the draft along {name}: {share:.3f}")
-    wait_for(labels.folder)
+    shares = run_stage(labels, config, lambda: _label(config, labels))["acceptance"]
+    for name, share in shares.items():
+        say(f"  acceptance of the draft along {name}: {share:.3f}")
     found = run_stage(head, config, lambda: _train(config, head))
     after = found["after"]
     shown = ", ".join(
@@ -60,31 +58,26 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     draft = load_model(draft_name, dtype=models.dtype)
     rollouts = load_table(folder(config, "rollouts"))
     settings = {**stage.settings, "draft": draft_name, "tokenizer": fingerprint(tokenizer)}
-    with tqdm(total=len(rollouts), desc="labels", unit="rollout", file=sys.stderr) as bar:
+    with tqdm(
+        total=len(rollouts), desc="labels", unit="rollout", file=sys.stderr, disable=not is_main()
+    ) as bar:
         rows = make_labels(
             target,
             draft,
             rollouts,
             stage.folder,
+            config.labels,
             sampling=config.sampling,
             seed=config.seed,
-            shard_size=config.labels.shard_size,
             settings=settings,
             report=bar.update,
         )
-    table = load_table(stage.folder)
-    names = [f"{row['dataset']}/{row['split']}" for row in table]
-    overlaps = list(table["overlap"])
-    acceptance = {
-        name: mean_of([values for values, at in zip(overlaps, names, strict=True) if at == name])
-        for name in dict.fromkeys(names)
-    }
-    return {"rows": rows, "acceptance": acceptance}
+    return {"rows": rows, "acceptance": mean_overlap(load_labels(stage.folder, config.sampling))}
 
 
 def _train(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     assert config.head is not None
-    labels = load_table(folder(config, "labels"))
+    labels = load_labels(folder(config, "labels"), config.sampling)
     draft_name = draft_in_use(config)
     found = train_head(
         draft=load_model(draft_name, dtype=config.models.dtype),

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
 import datasets
+import pyarrow as pa
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from specdata.models import known_ids
+from specdata.errors import ConfigError, ManifestError, at_least_one
+from specdata.manifest import differences, read_manifest
+from specdata.models import check_length
 from specdata.probability import (
     SamplingConfig,
     accept_probability,
@@ -21,12 +27,38 @@ from specdata.probability import (
     probabilities,
     to_vocabulary,
 )
-from specdata.schema import LABELS, Label, Rollout
+from specdata.readout import Readout, readout
+from specdata.schema import LABELS, TOP_LOGITS, Label, Rollout
 from specdata.seeds import generator_for
-from specdata.tables import fill_table
+from specdata.tables import fill_table, load_table
+from specdata.top_logits import TopLaws, top_logits
 
-# Positions whose laws over the vocabulary are held at once.
-CHUNK = 256
+# Tokens of one forward, padding included.
+TOKENS_AT_ONCE = 4096
+# Probabilities of one law each that are held at once, but at least those of so many positions:
+# larger pieces leave a CPU's caches, smaller ones leave a GPU waiting.
+VALUES_AT_ONCE = 1 << 20
+POSITIONS = {"cpu": 32, "cuda": 256}
+
+# Positions of a batch and the draft's laws there, (C, V) -> the target's laws there, (C, V), and
+# what else is stored of the target.
+LawsThere = Callable[[slice, Tensor], tuple[Tensor, Mapping[str, Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class LabelsConfig:
+    """How rollouts are labelled with the draft's acceptance."""
+
+    shard_size: int = field(default=64, metadata={"help": "rollouts of one shard"})
+    top_logits: int = field(
+        default=0,
+        metadata={"help": "largest target logits kept a position, to label again without it"},
+    )
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "labels", "shard_size")
+        if self.top_logits < 0:
+            raise ConfigError(f"labels.top_logits must be 0 (none) or more, got {self.top_logits}")
 
 
 def make_labels(
@@ -34,80 +66,289 @@ def make_labels(
     draft: PreTrainedModel,
     rollouts: datasets.Dataset,
     folder: Path,
+    config: LabelsConfig,
     *,
     sampling: SamplingConfig,
     seed: int,
-    shard_size: int,
     settings: Mapping[str, Any],
     report: Callable[[int], object],
 ) -> int:
     """Label every position of every rollout, under the sampler that serving will use.
 
-    One teacher-forced pass of each model a rollout; see `fill_table` for resume and errors.
+    One teacher-forced pass of each model, in batches that the shard alone decides. See `fill_table`
+    for several processes, resume and errors.
+
+    Args:
+        target: p.
+        draft: q.
+        rollouts: the target's completions.
+        folder: the table's folder.
+        config: sizes.
+        sampling: the law that tokens are served from; stored, and checked by `load_labels`.
+        seed: the run's seed; a row's own seed is made of it and of what identifies the row.
+        settings: what else identifies the run, stored in the manifest.
+        report: called with the number of rows done.
 
     Returns:
         Number of labelled rollouts.
+
+    Raises:
+        ConfigError: if a rollout is longer than a model's context.
     """
-    shards = [
-        partial(_label_rows, target, draft, rollouts, start, shard_size, sampling, seed)
-        for start in range(0, len(rollouts), shard_size)
-    ]
-    return fill_table(folder, LABELS, settings, shards, report)
+    p, q = readout(target), readout(draft)
+    top = min(config.top_logits, p.vocabulary)
+    work = Labeller(
+        partial(_target_laws, p, sampling, top),
+        q,
+        p.vocabulary,
+        sampling,
+        seed,
+        # A model without an output embedding of its own gives the logits of a whole row.
+        TOKENS_AT_ONCE if p.embedding and q.embedding else 1,
+    )
+    schema = pa.schema([*LABELS, *TOP_LOGITS]) if top else LABELS
+    return _fill(rollouts, folder, work, config, schema, {**settings, "top_logits": top}, report)
 
 
-def _label_rows(
-    target: PreTrainedModel,
+def labels_from_cache(
+    source: Path,
     draft: PreTrainedModel,
-    rollouts: datasets.Dataset,
-    start: int,
-    count: int,
+    folder: Path,
+    config: LabelsConfig,
+    *,
     sampling: SamplingConfig,
     seed: int,
-) -> list[Label]:
-    rows: list[Rollout] = rollouts.select(range(start, min(start + count, len(rollouts)))).to_list()
-    return [label(target, draft, row, sampling, seed) for row in rows]
+    settings: Mapping[str, Any],
+    report: Callable[[int], object],
+    bound: bool = False,
+) -> int:
+    """Label the rollouts of another labels table, from the target logits that it keeps.
 
+    The target is not run. What is exact, and what is refused: see `TopLaws`.
 
-@torch.inference_mode()
-def label(
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    row: Rollout,
-    sampling: SamplingConfig,
-    seed: int,
-) -> Label:
-    """Label one rollout: Y_i ~ q(. | prompt, X_<i) and min(1, p(Y_i)/q(Y_i)) at each position i.
+    Args:
+        source: a table made with `top_logits`.
+        draft: q.
+        folder: the new table's folder.
+        config: sizes; top_logits must be 0, since the logits stay where they are.
+        sampling: the law that tokens are served from.
+        seed: as in `make_labels`; the same seed draws the same tokens.
+        settings: what else identifies the run.
+        report: called with the number of rows done.
+        bound: allow a sampler for which the result is a bound; see `TopLaws`.
 
-    SpecDec++ (Huang et al., arXiv:2405.19715), section 4.1. Memory grows with `CHUNK` x V, not
-    with the length times V, beyond the logits of one forward.
+    Raises:
+        ConfigError: if the table keeps no logits, or not enough of them for this sampler.
     """
-    length = len(row["completion_ids"])
-    ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=target.device)
-    # Position t of a forward predicts token t + 1, so these rows are the laws of X_1 .. X_n.
-    logits = [
-        model(input_ids=known_ids(ids[:, :-1], model), logits_to_keep=length).logits[0, -length:]
-        for model in (target, draft)
-    ]
-    logits[1] = to_vocabulary(logits[1], logits[0].shape[-1])
-    generator = generator_for(seed, "label", row["example_id"], row["sample"])
-    uniforms = torch.rand(length, generator=generator, dtype=torch.float64).to(target.device)
-    columns: dict[str, list[Tensor]] = {name: [] for name in LABELS.names[-5:]}
-    for begin in range(0, length, CHUNK):
-        here = slice(begin, begin + CHUNK)
-        p, q = (probabilities(part[here], sampling) for part in logits)
-        drafted = inverse_cdf(q, uniforms[here])
-        at = drafted.unsqueeze(-1)
-        p_at, q_at = p.gather(-1, at).squeeze(-1), q.gather(-1, at).squeeze(-1)
-        columns["draft_ids"].append(drafted)
-        columns["accept_prob"].append(accept_probability(p_at, q_at))
+    stored = read_manifest(source)["settings"]
+    if not stored.get("top_logits"):
+        raise ConfigError(
+            f"{source} keeps no target logits: make it with labels.top_logits larger than 0"
+        )
+    if config.top_logits:
+        raise ConfigError("labels.top_logits must be 0 when labels are made from kept logits")
+    laws = TopLaws(stored["top_logits"], stored["vocabulary"], sampling, bound)
+    at_once = TOKENS_AT_ONCE if (q := readout(draft)).embedding else 1
+    work = Labeller(partial(_kept_laws, laws), q, laws.vocabulary, sampling, seed, at_once)
+    settings = {**settings, "bound": bound, "source": str(source)}
+    return _fill(load_table(source), folder, work, config, LABELS, settings, report)
+
+
+def load_labels(folder: Path, sampling: SamplingConfig) -> datasets.Dataset:
+    """Read labels that were made under this sampler.
+
+    Raises:
+        ManifestError: if the table cannot be read, or was made under another sampler: a head would
+            learn the acceptance of laws that are never served.
+    """
+    stored = read_manifest(folder)["settings"].get("sampling") or {}
+    if changed := differences(stored, asdict(sampling)):
+        raise ManifestError(
+            f"the labels in {folder} were made under another sampler than the one asked for: label "
+            "the rollouts again, or ask for theirs. Stored -> asked:\n  " + "\n  ".join(changed)
+        )
+    return load_table(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rollouts that go through a model together, and their N completion positions in one line.
+
+    Attributes:
+        rows: B rollouts.
+        ids: (B, T) prompts and completions without their last tokens, padded on the right.
+        row: (N,) the row of each position.
+        column: (N,) where a model's output predicts the token of that position.
+        uniforms: (N,) in [0, 1), what the draft's tokens are drawn with.
+    """
+
+    rows: Sequence[Rollout]
+    ids: Tensor
+    row: Tensor
+    column: Tensor
+    uniforms: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Rollout], seed: int, device: torch.device) -> Batch:
+        """Pad the rows, and draw the uniforms of each from its own seed."""
+        ids = [torch.tensor((row["prompt_ids"] + row["completion_ids"])[:-1]) for row in rows]
+        lengths = torch.tensor([len(row["completion_ids"]) for row in rows])
+        last = torch.tensor([len(one) for one in ids])
+        row = torch.arange(len(rows)).repeat_interleave(lengths)
+        # Counted from the end of the row: the last completion token is predicted there.
+        column = torch.arange(len(row)) + (last - lengths.cumsum(0)).repeat_interleave(lengths)
+        return cls(
+            rows,
+            pad_sequence(ids, batch_first=True).to(device),
+            row.to(device),
+            column.to(device),
+            torch.cat([_uniforms(one, seed) for one in rows]).to(device),
+        )
+
+    def states(self, model: Readout) -> Tensor:
+        """(N, H) states of a model at the positions. Raises ConfigError for too long a row."""
+        check_length(model.model, self.ids.shape[1])
+        return model.states(self.ids)[self.row, self.column]
+
+
+@dataclass(frozen=True, slots=True)
+class Labeller:
+    """Labels rows: Y_i ~ q(. | prompt, X_<i) and min(1, p(Y_i)/q(Y_i)) at each position i.
+
+    SpecDec++ (Huang et al., arXiv:2405.19715), section 4.1. Memory beyond the models' bodies: the
+    states of a batch, and the laws of a few positions (`VALUES_AT_ONCE`, `POSITIONS`).
+
+    Attributes:
+        laws: batch -> p at some of its positions.
+        draft: q.
+        vocabulary: V of the target.
+        sampling: the law that tokens are served from.
+        seed: the run's seed.
+        tokens_at_once: tokens of one forward; a longer row goes by itself.
+    """
+
+    laws: Callable[[Batch], LawsThere]
+    draft: Readout
+    vocabulary: int
+    sampling: SamplingConfig
+    seed: int
+    tokens_at_once: int = TOKENS_AT_ONCE
+
+    @torch.inference_mode()
+    def __call__(self, rows: Sequence[Rollout]) -> list[Label]:
+        """Label the rows, longest first, and return them in the order given."""
+        labels: dict[int, Label] = {}
+        for indices in _batches(rows, self.tokens_at_once):
+            batch = Batch.of([rows[index] for index in indices], self.seed, self.draft.model.device)
+            lengths = [len(row["completion_ids"]) for row in batch.rows]
+            starts = accumulate(lengths[:-1], initial=0)
+            columns = self._columns(batch)
+            for index, begin, length in zip(indices, starts, lengths, strict=True):
+                here = slice(begin, begin + length)
+                mine = {name: values[here].flatten().tolist() for name, values in columns.items()}
+                labels[index] = cast(Label, {**rows[index], **mine})
+        return [labels[index] for index in range(len(rows))]
+
+    def _columns(self, batch: Batch) -> dict[str, Tensor]:
+        """(N, ...) values of every column at the batch's positions."""
+        laws, states = self.laws(batch), batch.states(self.draft)
+        least = POSITIONS.get(states.device.type, min(POSITIONS.values()))
+        step = max(least, VALUES_AT_ONCE // self.vocabulary)
+        pieces = []
+        for start in range(0, len(states), step):
+            here = slice(start, start + step)
+            logits = to_vocabulary(self.draft.logits(states[here]), self.vocabulary)
+            q = probabilities(logits, self.sampling)
+            p, kept = laws(here, q)
+            pieces.append({**_compare(p, q, batch.uniforms[here]), **kept})
+        return {name: torch.cat([piece[name] for piece in pieces]).cpu() for name in pieces[0]}
+
+
+def _compare(p: Tensor, q: Tensor, uniforms: Tensor) -> dict[str, Tensor]:
+    """What is stored of p and q, (C, V), for the tokens that the uniforms (C,) draw from q."""
+    drafted = inverse_cdf(q, uniforms)
+    at = drafted.unsqueeze(-1)
+    p_at, q_at = p.gather(-1, at).squeeze(-1), q.gather(-1, at).squeeze(-1)
+    return {
+        "draft_ids": drafted,
+        "accept_prob": accept_probability(p_at, q_at),
         # A drafted token that the target gives 0 has log p = -inf; parquet stores it as such.
-        columns["log_p"].append(p_at.log())
-        columns["log_q"].append(q_at.log())
-        columns["overlap"].append(overlap(p, q))
-    lists = {name: torch.cat(parts).tolist() for name, parts in columns.items()}
-    return cast(Label, {**row, **lists})
+        "log_p": p_at.log(),
+        "log_q": q_at.log(),
+        "log_q_max": q.amax(dim=-1).log(),
+        "overlap": overlap(p, q),
+    }
 
 
-def mean_of(rows: Sequence[Sequence[float]]) -> float:
-    """Mean over all positions of all rows."""
-    return sum(map(sum, rows)) / max(1, sum(map(len, rows)))
+def _target_laws(target: Readout, sampling: SamplingConfig, top: int, batch: Batch) -> LawsThere:
+    """The target's laws from its own forward, with its `top` largest logits to keep."""
+    states = batch.states(target)
+
+    def there(here: slice, _q: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        logits = target.logits(states[here])
+        return probabilities(logits, sampling), top_logits(logits, top) if top else {}
+
+    return there
+
+
+def _kept_laws(laws: TopLaws, batch: Batch) -> LawsThere:
+    """The target's laws from the logits that an earlier table keeps."""
+    kept = {
+        name: torch.cat([torch.tensor(row[name]) for row in cast(Any, batch.rows)])
+        for name in TOP_LOGITS.names
+    }
+    columns = {
+        name: values.view(len(batch.row), -1).to(batch.ids.device) for name, values in kept.items()
+    }
+
+    def there(here: slice, q: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return laws.law({name: column[here] for name, column in columns.items()}, q), {}
+
+    return there
+
+
+def _fill(
+    rollouts: datasets.Dataset,
+    folder: Path,
+    work: Labeller,
+    config: LabelsConfig,
+    schema: pa.Schema,
+    settings: Mapping[str, Any],
+    report: Callable[[int], object],
+) -> int:
+    def shard(start: int) -> list[Label]:
+        stop = min(start + config.shard_size, len(rollouts))
+        return work(rollouts.select(range(start, stop)).to_list())
+
+    own = {"sampling": asdict(work.sampling), "seed": work.seed, "vocabulary": work.vocabulary}
+    shards = [partial(shard, start) for start in range(0, len(rollouts), config.shard_size)]
+    return fill_table(folder, schema, {**settings, **own}, shards, report)
+
+
+def _batches(rows: Sequence[Rollout], tokens_at_once: int) -> Iterator[list[int]]:
+    """Indices of rows that go together: of like length, longest first."""
+    lengths = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
+    order = sorted(range(len(rows)), key=lambda index: -lengths[index])
+    while order:
+        count = max(1, tokens_at_once // lengths[order[0]])
+        yield order[:count]
+        order = order[count:]
+
+
+def _uniforms(row: Rollout, seed: int) -> Tensor:
+    key = (row["example_id"], row["sample"])
+    if turn := row.get("turn", 0):
+        key = (*key, turn)  # type: ignore[assignment]
+    generator = generator_for(seed, "label", *key)
+    return torch.rand(len(row["completion_ids"]), generator=generator, dtype=torch.float64)
+
+
+def mean_overlap(labels: datasets.Dataset) -> dict[str, float]:
+    """Mean of sum_x min(p, q) over all positions of each "set/split"."""
+    sums: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for row in labels.select_columns(["dataset", "split", "overlap"]):
+        name = f"{row['dataset']}/{row['split']}"
+        sums[name] = sums.get(name, 0.0) + sum(row["overlap"])
+        counts[name] = counts.get(name, 0) + len(row["overlap"])
+    return {name: total / max(1, counts[name]) for name, total in sums.items()}

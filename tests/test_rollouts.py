@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdata.acceptance import label, make_labels
-from specdata.probability import SamplingConfig, probabilities
+from specdata.probability import SamplingConfig
 from specdata.prompts import Prompt, PromptSet
 from specdata.rollouts import RolloutConfig, make_rollouts, sample_batch
-from specdata.schema import Rollout
 from specdata.tables import load_table
 from tests.test_decoder import p_value
 from tests.tiny import END, joint_law, tiny_llama
@@ -88,74 +86,3 @@ def test_shard_size_changes_no_completion_and_a_completion_stops_at_its_end_toke
         assert row["finish"] == "eos" or len(row["completion_ids"]) == 30
         finishes.add(row["finish"])
     assert finishes == {"eos", "length"}
-
-
-def rollout(number: int, completion: list[int]) -> Rollout:
-    return Rollout(
-        example_id=f"id{number}",
-        dataset="d",
-        split="train",
-        sample=0,
-        prompt_ids=[2, 3],
-        completion_ids=completion,
-        finish="length",
-    )
-
-
-def test_labels_are_the_acceptance_of_a_token_drawn_from_the_draft_along_the_targets_text() -> None:
-    target, draft = tiny_llama(0, vocab=12), tiny_llama(1, vocab=12)
-    completion = [4, 5, 6, 7, 8]
-    seen: list[Counter[int]] = [Counter() for _ in completion]
-    for seed in range(1500):
-        row = label(target, draft, rollout(0, completion), WARPED, seed)
-        for counter, token in zip(seen, row["draft_ids"], strict=True):
-            counter[token] += 1
-    for index in range(len(completion)):
-        context = torch.tensor([[2, 3, *completion[:index]]])
-        with torch.inference_mode():
-            p, q = (
-                probabilities(model(input_ids=context).logits[0, -1], WARPED)
-                for model in (target, draft)
-            )
-        drafted = row["draft_ids"][index]
-        expected = min(1.0, float(p[drafted] / q[drafted]))
-        assert row["accept_prob"][index] == pytest.approx(expected, abs=1e-6)
-        assert row["overlap"][index] == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-6)
-        assert row["log_q"][index] == pytest.approx(float(q[drafted].log()), abs=1e-6)
-        law = {(token,): float(chance) for token, chance in enumerate(q) if chance > 0}
-        counts = Counter({(token,): count for token, count in seen[index].items()})
-        assert p_value(counts, law) > 1e-6
-
-
-def test_labels_align_with_their_rollouts_and_do_not_depend_on_shards(tmp_path: Path) -> None:
-    target, draft = tiny_llama(0, vocab=12), tiny_llama(1, vocab=12)
-    make_rollouts(
-        target,
-        [Prompt(f"id{n}", "d", "train", [2 + n % 9]) for n in range(7)],
-        tmp_path / "rollouts",
-        RolloutConfig([PromptSet("d")], max_new_tokens=12),
-        sampling=SamplingConfig(),
-        seed=0,
-        settings={},
-        report=lambda rows: None,
-    )
-    rollouts = load_table(tmp_path / "rollouts")
-    tables = []
-    for size in (2, 7):
-        make_labels(
-            target,
-            draft,
-            rollouts,
-            tmp_path / f"labels{size}",
-            sampling=SamplingConfig(),
-            seed=0,
-            shard_size=size,
-            settings={},
-            report=lambda rows: None,
-        )
-        tables.append(load_table(tmp_path / f"labels{size}").to_list())
-    assert tables[0] == tables[1]
-    for row, source in zip(tables[0], rollouts, strict=True):
-        assert {key: row[key] for key in source} == source
-        lengths = {len(row[name]) for name in ("draft_ids", "accept_prob", "overlap", "log_p")}
-        assert lengths == {len(source["completion_ids"])}
