@@ -42,15 +42,21 @@ def pair_stage(config: PipelineConfig) -> Stage:
 
 def rollouts_stage(config: PipelineConfig) -> Stage:
     """Complete the prompts with the target."""
-    prompts = sum(entry.count for entry in config.rollouts.sets)
+    rollouts = config.rollouts
     settings = {
-        "rollouts": asdict(config.rollouts),
+        "rollouts": rollouts.decisive(),
         "sampling": asdict(config.sampling),
         "seed": config.seed,
         "dtype": config.models.dtype,
     }
-    tokens = prompts * config.rollouts.max_new_tokens
-    size = f"{prompts} completions, at most {tokens:,} tokens"
+    if all(entry.count for entry in rollouts.sets):
+        rows = rollouts.samples * sum(entry.count for entry in rollouts.sets)
+        size = f"{rows} completions (more with later turns), at most "
+        size += f"{rows * rollouts.max_new_tokens:,} tokens"
+    else:
+        size = (
+            f"{rollouts.samples} completions of at most {rollouts.max_new_tokens} tokens a prompt"
+        )
     return Stage(
         "rollouts",
         folder(config, "rollouts"),

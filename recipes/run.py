@@ -27,11 +27,12 @@ from specdata.errors import (
     ManifestError,
     VocabularyMismatchError,
 )
-from specdata.manifest import differences
+from specdata.manifest import MANIFEST, differences
 from specdata.models import device
 from specdata.processes import is_main as is_main
 from specdata.processes import processes as processes
 from specdata.shards import sha256, try_locked, write_json
+from specdata.tables import PROGRESS
 
 RUN = "run.json"
 LOCK = ".lock"
@@ -41,6 +42,7 @@ PAUSE = 0.5
 PATIENCE = 600
 # A process that waits holds the lock for a moment to see whether it is free; so it is tried again.
 RETRIES = 5
+BARE = {RUN, LOCK, MANIFEST, PROGRESS}
 # Everything else that is raised is trouble outside (OSError) or a defect with its traceback.
 USER_ERRORS = (ConfigError, ManifestError, VocabularyMismatchError, CacheNotRewindableError)
 KEYS = ("stage", "settings", "inputs", "finished", "wall_seconds", "results")
@@ -124,8 +126,10 @@ def run_stage(
         try:
             record["results"] = work()
         except USER_ERRORS:
-            if {file.name for file in stage.folder.iterdir()} <= {RUN, LOCK}:
-                path.unlink()  # nothing was made yet: the corrected command may use the folder
+            if {file.name for file in stage.folder.iterdir()} <= BARE:
+                # Nothing was made yet: the corrected command may use the folder.
+                (stage.folder / MANIFEST).unlink(missing_ok=True)
+                path.unlink()
             raise
     record["wall_seconds"] = time.perf_counter() - begun  # of the session that finished it
     record["finished"] = True
