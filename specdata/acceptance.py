@@ -33,10 +33,10 @@ from specdata.seeds import generator_for
 from specdata.tables import fill_table, load_table
 from specdata.top_logits import TopLaws, top_logits
 
-# Tokens of one forward, padding included.
-TOKENS_AT_ONCE = 4096
-# Probabilities of one law each that are held at once, but at least those of so many positions:
-# larger pieces leave a CPU's caches, smaller ones leave a GPU waiting.
+# Tokens of one forward, padding included. Larger batches leave a CPU's caches (at 4096 the toy pair
+# is labelled a third slower), smaller ones leave a GPU waiting.
+TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 16384}
+# Positions whose laws are held at once: VALUES_AT_ONCE probabilities a law, but at least these.
 VALUES_AT_ONCE = 1 << 20
 POSITIONS = {"cpu": 32, "cuda": 256}
 
@@ -103,8 +103,7 @@ def make_labels(
         p.vocabulary,
         sampling,
         seed,
-        # A model without an output embedding of its own gives the logits of a whole row.
-        TOKENS_AT_ONCE if p.embedding and q.embedding else 1,
+        _tokens_at_once(p, q),
     )
     schema = pa.schema([*LABELS, *TOP_LOGITS]) if top else LABELS
     return _fill(rollouts, folder, work, config, schema, {**settings, "top_logits": top}, report)
@@ -148,8 +147,8 @@ def labels_from_cache(
     if config.top_logits:
         raise ConfigError("labels.top_logits must be 0 when labels are made from kept logits")
     laws = TopLaws(stored["top_logits"], stored["vocabulary"], sampling, bound)
-    at_once = TOKENS_AT_ONCE if (q := readout(draft)).embedding else 1
-    work = Labeller(partial(_kept_laws, laws), q, laws.vocabulary, sampling, seed, at_once)
+    q, kept = readout(draft), partial(_kept_laws, laws)
+    work = Labeller(kept, q, laws.vocabulary, sampling, seed, _tokens_at_once(q))
     settings = {**settings, "bound": bound, "source": str(source)}
     return _fill(load_table(source), folder, work, config, LABELS, settings, report)
 
@@ -232,7 +231,7 @@ class Labeller:
     vocabulary: int
     sampling: SamplingConfig
     seed: int
-    tokens_at_once: int = TOKENS_AT_ONCE
+    tokens_at_once: int
 
     @torch.inference_mode()
     def __call__(self, rows: Sequence[Rollout]) -> list[Label]:
@@ -252,16 +251,20 @@ class Labeller:
     def _columns(self, batch: Batch) -> dict[str, Tensor]:
         """(N, ...) values of every column at the batch's positions."""
         laws, states = self.laws(batch), batch.states(self.draft)
-        least = POSITIONS.get(states.device.type, min(POSITIONS.values()))
+        least = POSITIONS.get(states.device.type, POSITIONS["cpu"])
         step = max(least, VALUES_AT_ONCE // self.vocabulary)
-        pieces = []
+        columns: dict[str, Tensor] = {}
         for start in range(0, len(states), step):
             here = slice(start, start + step)
             logits = to_vocabulary(self.draft.logits(states[here]), self.vocabulary)
             q = probabilities(logits, self.sampling)
             p, kept = laws(here, q)
-            pieces.append({**_compare(p, q, batch.uniforms[here]), **kept})
-        return {name: torch.cat([piece[name] for piece in pieces]).cpu() for name in pieces[0]}
+            for name, piece in {**_compare(p, q, batch.uniforms[here]), **kept}.items():
+                # Small tensors kept one by one would cut up the memory that large ones leave.
+                if name not in columns:
+                    columns[name] = piece.new_empty(len(states), *piece.shape[1:])
+                columns[name][here] = piece
+        return {name: column.cpu() for name, column in columns.items()}
 
 
 def _compare(p: Tensor, q: Tensor, uniforms: Tensor) -> dict[str, Tensor]:
@@ -305,6 +308,13 @@ def _kept_laws(laws: TopLaws, batch: Batch) -> LawsThere:
         return laws.law({name: column[here] for name, column in columns.items()}, q), {}
 
     return there
+
+
+def _tokens_at_once(*models: Readout) -> int:
+    """Tokens of a batch; 1, a row by itself, if a model only gives whole rows of logits."""
+    if any(model.embedding is None for model in models):
+        return 1
+    return TOKENS_AT_ONCE.get(models[0].model.device.type, TOKENS_AT_ONCE["cpu"])
 
 
 def _fill(

@@ -81,7 +81,7 @@ def nucleus(probs: Tensor, top_p: float) -> Tensor:
     ordered, index = probs.sort(dim=-1, descending=True, stable=True)
     # A token stays while the mass before it is below top_p, so the best one always stays.
     outside = ordered.cumsum(dim=-1) - ordered >= top_p
-    probs = probs.masked_fill(outside.gather(-1, index.argsort(dim=-1)), 0.0)
+    probs = probs.masked_fill(torch.zeros_like(outside).scatter_(-1, index, outside), 0.0)
     return probs / probs.sum(dim=-1, keepdim=True)
 
 

@@ -64,7 +64,7 @@ def labeller(
     target: PreTrainedModel, draft: PreTrainedModel, sampling: SamplingConfig, seed: int = 0
 ) -> Labeller:
     p, q = readout(target), readout(draft)
-    return Labeller(partial(_target_laws, p, sampling, 0), q, p.vocabulary, sampling, seed)
+    return Labeller(partial(_target_laws, p, sampling, 0), q, p.vocabulary, sampling, seed, 64)
 
 
 def close(one: list[Label], other: list[Label]) -> None:
