@@ -121,7 +121,7 @@ def load_rows(
         options: dict[str, Any] = {"path": kind, "data_files": {split: source}}
     elif Path(source).is_dir():
         options = {"path": source, "name": subset}
-    elif files:
+    elif files and split in files and not subset:
         options = {"path": hub, "data_files": {split: files[split]}, "revision": pinned or revision}
     else:
         options = {"path": hub, "name": subset, "revision": pinned or revision}
@@ -184,16 +184,17 @@ def _catalogued(wanted: PromptSet, entry: Entry, seed: int) -> Iterator[Row]:
             f"{', '.join(entry.splits)}"
         )
     part, source = entry.splits[wanted.split], wanted.source or entry.hub
-    subset = wanted.subset or entry.subset
+    files = None if wanted.source or wanted.subset else entry.files
+    subset = wanted.subset or (None if files else entry.subset)
     if Path(source).is_dir() and not wanted.subset:
-        subset = subset if subset in get_dataset_config_names(source) else None
+        subset = entry.subset if entry.subset in get_dataset_config_names(source) else None
     data = load_rows(
         wanted.name,
         source,
         wanted.source_split or part.of,
         subset=subset,
         revision=None if wanted.source else entry.revision,
-        files=None if wanted.source else entry.files,
+        files=files,
     )
     require_columns(
         columns_of(entry.form), dict.fromkeys(data.column_names), f"prompt set {wanted.name!r}"
@@ -245,16 +246,17 @@ def _unknown(name: str) -> str:
 def _cannot_load(name: str, source: str, error: Exception) -> str:
     cause = error.__cause__ if "while generating" in str(error) and error.__cause__ else error
     lines = str(cause).strip().splitlines()
-    reason = lines[0] if lines else repr(cause)
+    reason = lines[0].rstrip(".") if lines else repr(cause)
+    local = "give `source:` a local copy" if name in CATALOGUE else "name a local copy"
     if isinstance(error, DatasetNotFoundError):
         advice = (
             "check the id; for a private or gated one ask for access on its page and log in "
-            "(`hf auth login`, formerly `huggingface-cli login`), or give `source:` a local copy"
+            f"(`hf auth login`, formerly `huggingface-cli login`), or {local}"
         )
     elif isinstance(error, ConnectionError | OfflineModeIsEnabled):
         advice = (
-            "the Hub is not reached: connect, unset HF_HUB_OFFLINE, or give `source:` a local copy "
-            f"(`hf download --repo-type dataset {source}` where there is a network)"
+            f"the Hub is not reached: connect, unset HF_HUB_OFFLINE, or {local} (`hf download "
+            f"--repo-type dataset {source} --local-dir FOLDER` where there is a network)"
         )
     elif "split" in reason.lower():
         advice = "say which of its splits to read with `source_split:`"

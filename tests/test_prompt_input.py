@@ -1,0 +1,174 @@
+"""What cannot be a prompt is counted or refused, with the reason and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from specdata.errors import ConfigError
+from specdata.prompts import PromptSet, check_sets, dropped, load_prompts
+from tests.chats import chat_tokenizer
+from tests.prompt_files import PLAIN, datasets_cache, jsonl, parquet, texts
+
+__all__ = ["datasets_cache"]
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def test_what_is_dropped_is_counted_with_its_reason(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.jsonl"
+    long = json.dumps({"prompt": "far too long " * 50})
+    lines = [b'{"prompt": "good"}', b'{"prompt": "good"}', b'{"prompt": "  ?! "}', long.encode()]
+    lines += [b'{"prompt": "\xff\xfe"}', b'{"prompt": "\\ud800 half"}', b'{"prompt": 7}', b""]
+    path.write_bytes(b"\n".join([*lines, b'{"prompt": "also good"}']))
+    loaded = load_prompts([PromptSet(str(path), "train", 0)], PLAIN, seed=0, max_tokens=40)
+    assert texts(loaded) == ["good", "also good"]
+    (entry,) = loaded.report
+    reasons = {"duplicate": 1, "near_empty": 1, "over_long": 1, "undecodable": 3}
+    assert {name: count for name, count in entry["dropped"].items() if count} == reasons
+    assert (entry["read"], entry["kept"]) == (8, 2)
+    assert json.loads(json.dumps(loaded.report)) == loaded.report
+    (line,) = dropped(loaded.report)
+    assert "2 of 8 kept; 1 duplicate, 1 near_empty, 1 over_long, 3 undecodable" in line
+
+
+def test_conversations_that_cannot_be_prompts_are_counted_too(tmp_path: Path) -> None:
+    def row(*turns: tuple[str, Any]) -> dict[str, Any]:
+        return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+    rows = [
+        row(("user", "Hello.")),
+        row(("assistant", "Hello.")),
+        row(("user", "Hello."), ("narrator", "He left.")),
+        row(("user", None)),
+        row(("system", "Be brief."), ("user", "Hello.")),
+        row(("user", " ")),
+    ]
+    wanted = [PromptSet(jsonl(tmp_path / "talks.jsonl", rows), "train", 0)]
+    (entry,) = load_prompts(wanted, chat_tokenizer("gemma"), seed=0).report
+    assert {name: count for name, count in entry["dropped"].items() if count} == {
+        "no_user_turn": 2,
+        "undecodable": 1,
+        "refused": 1,
+        "near_empty": 1,
+    }
+    assert "System role not supported" in entry["refused_because"]
+
+
+def test_text_in_parquet_that_is_not_utf8_costs_its_row_alone(tmp_path: Path) -> None:
+    bad = pa.Array.from_buffers(
+        pa.string(),
+        2,
+        [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0\6\0\0\0"), pa.py_buffer(b"\xff\xfegood")],
+    )
+    pq.write_table(pa.table({"prompt": bad}), tmp_path / "bad.parquet")
+    loaded = load_prompts([PromptSet(str(tmp_path / "bad.parquet"), "t", 0)], PLAIN, seed=0)
+    assert texts(loaded) == ["good"]
+    assert loaded.report[0]["dropped"]["undecodable"] == 1
+
+
+def test_a_set_of_which_nothing_is_left_is_refused_with_the_reasons(tmp_path: Path) -> None:
+    name = jsonl(tmp_path / "long.jsonl", [{"prompt": "word " * 99}, {"prompt": "."}])
+    with pytest.raises(
+        ConfigError,
+        match=r"none of its 2 prompts.*1 near_empty, 1 over_long \(at most 9 tokens fit",
+    ):
+        load_prompts([PromptSet(name, "train", 2)], PLAIN, seed=0, max_tokens=9)
+
+
+def bad_sets(folder: Path) -> list[tuple[PromptSet, str]]:
+    broken = folder / "broken.parquet"
+    broken.write_bytes(b"PAR1 and nothing that follows")
+    ragged = folder / "ragged"
+    ragged.mkdir()
+    jsonl(ragged / "train-1.jsonl", [{"prompt": "a"}])
+    jsonl(ragged / "train-2.jsonl", [{"messages": []}])
+    gsm = parquet(folder / "gsm.parquet", [{"qestion": "Why?", "answer": "So."}])
+    both = jsonl(folder / "both.jsonl", [{"messages": None, "prompt": "a"}])
+    good = jsonl(folder / "good.jsonl", [{"prompt": "a"}])
+    return [
+        (PromptSet(str(broken), count=1), r"cannot be read.*whole"),
+        (PromptSet(str(ragged), "train", 1), r"cannot be read.*one schema"),
+        (PromptSet(str(folder / "no.parquet"), count=1), "there is no file"),
+        (PromptSet("gsm8k", source=gsm), r"no column 'question'.*did you mean 'qestion'"),
+        (PromptSet("gsm8k", "validation"), "no split 'validation'; choose from train, dev, test"),
+        (PromptSet("gsm8"), r"unknown prompt set 'gsm8' \(did you mean 'gsm8k'"),
+        (PromptSet(both, count=1), "mixes rows"),
+        (PromptSet(good, count=1, template="{prompt!r}"), "may hold a column's name"),
+        (PromptSet(good, count=1, template="{prompt"), "unusable template"),
+        (PromptSet(good, count=1, template="prompt"), "names no {column}"),
+        (PromptSet(good, count=1, template="{q}"), r"no column 'q'; it has 'prompt'"),
+        (PromptSet(good, count=1, source="x.jsonl"), "`source` is where a catalogued set"),
+        (PromptSet(good, count=1, chat=True), "has no chat template"),
+        (PromptSet("instruct", "train", 0), "give a `count`"),
+        (PromptSet("library", "train", 10**6), "lower `count`"),
+        (PromptSet("library", "validation", 1), "choose from train, dev, test"),
+        (
+            PromptSet("owner/absent", "train", 1),
+            r"not reached: connect, unset HF_HUB_OFFLINE, or name",
+        ),
+        (PromptSet("alpaca", "train", 1), r"not reached: connect.*`source:` a local copy"),
+    ]
+
+
+@pytest.mark.parametrize("number", range(18))
+def test_a_set_that_cannot_be_used_says_what_to_do(number: int, tmp_path: Path) -> None:
+    wanted, message = bad_sets(tmp_path)[number]
+    with pytest.raises(ConfigError, match=message):
+        load_prompts([wanted], PLAIN, seed=0)
+    if "chat template" not in message:  # all else is found before a model is loaded
+        with pytest.raises(ConfigError, match=message):
+            check_sets([wanted], 0)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers as the Hub does for a repository that is gated, or not there."""
+
+    def do_HEAD(self) -> None:
+        status, code = (403, "GatedRepo") if "gated" in self.path else (404, "RepoNotFound")
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_HEAD  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_gated_or_absent_repository_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    script = (
+        "from specdata.prompts import PromptSet, check_sets\n"
+        "from specdata.errors import ConfigError\n"
+        "for wanted in (PromptSet('me/gated'), PromptSet('gsm8k', source='me/absent@v1')):\n"
+        "    try:\n        check_sets([wanted], 0)\n"
+        "    except ConfigError as error:\n        print(error)\n"
+    )
+    env = os.environ | {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path),
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
+    )
+    server.shutdown()
+    server.server_close()
+    gated, absent = done.stdout.splitlines()
+    assert "is a gated dataset on the Hub" in gated
+    assert "ask for access on its page and log in (`hf auth login`" in gated
+    assert "'me/absent' doesn't exist on the Hub or cannot be accessed" in absent
+    assert "give `source:` a local copy" in absent
