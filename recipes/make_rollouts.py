@@ -12,8 +12,9 @@ from tqdm import tqdm
 
 from distill.toy import train_toy_pair
 from recipes.config import PipelineConfig
+from recipes.inputs import fingerprint
 from recipes.layout import folder, pair_stage, rollouts_stage
-from recipes.run import Stage, cli, fingerprint, finished, is_main, processes, run_stage, say
+from recipes.run import Stage, cli, finished, is_main, processes, run_stage, say
 from specdata.errors import ConfigError
 from specdata.generation import Backend, TransformersBackend
 from specdata.manifest import read_manifest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import transformers
 import yaml
@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 
 from eval.environment import describe_environment
 from recipes.config import PipelineConfig, parse
+from recipes.inputs import fingerprint
 from specdata.errors import (
     CacheNotRewindableError,
     ConfigError,
@@ -31,7 +32,7 @@ from specdata.manifest import MANIFEST, differences
 from specdata.models import device
 from specdata.processes import is_main as is_main
 from specdata.processes import processes as processes
-from specdata.shards import sha256, try_locked, write_json
+from specdata.shards import try_locked, write_json
 from specdata.tables import PROGRESS
 
 RUN = "run.json"
@@ -46,8 +47,6 @@ BARE = {RUN, LOCK, MANIFEST, PROGRESS}
 # Everything else that is raised is trouble outside (OSError) or a defect with its traceback.
 USER_ERRORS = (ConfigError, ManifestError, VocabularyMismatchError, CacheNotRewindableError)
 KEYS = ("stage", "settings", "inputs", "finished", "wall_seconds", "results")
-# Larger files are recognised by their size and their two ends.
-WHOLE_FILE = 64 << 20
 
 # Tables of a report need 100 columns; a narrower terminal wraps them, a log file has no width.
 console = Console(highlight=False, soft_wrap=True, width=max(100, Console().width))
@@ -182,35 +181,6 @@ def _stored(stage: Stage, record: Mapping[str, Any]) -> dict[str, Any] | None:
     return stored
 
 
-def fingerprint(source: str) -> str:
-    """What identifies an input: a hash over a file, or over a folder's files; a Hub id itself.
-
-    run.json is left out, because it holds times; checkpoints and hidden files (a lock, what a
-    killed run left) are not part of an artefact.
-    """
-    path = Path(source)
-    if path.is_file():
-        return sha256(path)[:16]
-    if not path.is_dir():
-        return source
-    parts = [
-        f"{file.name} {file.stat().st_size} {_sample(file)}"
-        for file in sorted(path.iterdir())
-        if file.is_file() and file.name != RUN and not file.name.startswith(".")
-    ]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def _sample(path: Path) -> str:
-    if path.stat().st_size <= WHOLE_FILE:
-        return sha256(path)
-    with path.open("rb") as handle:
-        digest = hashlib.sha256(handle.read(1 << 20))
-        handle.seek(-(1 << 20), os.SEEK_END)
-        digest.update(handle.read())
-    return digest.hexdigest()
-
-
 def say(text: str) -> None:
     """Print a line, in the main process only."""
     if is_main():
@@ -298,6 +268,7 @@ def cli(
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
     try:
         command = parse(sys.argv[1:] if arguments is None else arguments, description)
         if command.plan:
