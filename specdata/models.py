@@ -126,7 +126,7 @@ def check_length(model: PreTrainedModel, longest: int) -> None:
 def longest_prompt(model: PreTrainedModel, max_new_tokens: int) -> int:
     """Most tokens of a prompt that leave a model room for its completion. Raises ConfigError."""
     check_length(model, 1 + max_new_tokens)
-    return int(model.config.get_text_config().max_position_embeddings) - max_new_tokens
+    return positions(model.config) - max_new_tokens
 
 
 def known_ids(ids: Tensor, model: PreTrainedModel) -> Tensor:

@@ -52,6 +52,11 @@ def form_of(wanted: PromptSet, row: Mapping[str, Any]) -> Form:
             f"prompt set {wanted.name!r} holds conversations, which only a chat template renders: "
             "leave `chat` out, or give a `template` for their text"
         )
+    if form.questions and wanted.chat is False and wanted.turns != "first":
+        raise ConfigError(
+            f"prompt set {wanted.name!r}: later turns need the chat template, so with `chat: "
+            "false` give `turns: first`"
+        )
     if form.questions and wanted.turns == "last":
         raise ConfigError(
             f"prompt set {wanted.name!r}: a later turn depends on the model's answer, so `turns` "
@@ -65,13 +70,22 @@ def uses_chat(wanted: PromptSet, form: Form, has_template: bool) -> bool:
 
     Conversations always are. What is meant as an instruction or a question is if there is a
     template; a `prompt` column and text to continue are only if the set says `chat: true`.
+
+    Raises:
+        ConfigError: if questions have later turns that nothing could render.
     """
     if form.messages:
         return True
     if wanted.chat is not None:
         return wanted.chat
+    if form.questions and not has_template and wanted.turns != "first":
+        raise ConfigError(
+            f"prompt set {wanted.name!r} has questions of several turns, and the target has no "
+            "chat template, which later turns need: save one with its tokenizer "
+            "(chat_template.jinja in its folder), or ask the first alone with `turns: first`"
+        )
     if form.questions:
-        return has_template or wanted.turns != "first"
+        return has_template
     return bool(form.ask) and has_template
 
 

@@ -7,11 +7,11 @@ import errno
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from string import Formatter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from datasets import get_dataset_config_names, load_dataset
@@ -23,6 +23,7 @@ from specdata.models import hub_source
 from specdata.prompt_sets import CATALOGUE, EMBEDDED, Entry, Form, Part, PromptSet
 from specdata.seeds import generator_for
 
+T = TypeVar("T")
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
@@ -43,7 +44,8 @@ def read_rows(wanted: PromptSet, seed: int) -> Iterator[Row]:
     path = Path(wanted.name)
     if path.suffix == ".jsonl":
         return json_lines(path)
-    if not (is_file(wanted.name) or path.is_dir() or _HUB_ID.fullmatch(wanted.name)):
+    on_hub = _HUB_ID.fullmatch(wanted.name) and not path.exists()
+    if not (is_file(wanted.name) or path.is_dir() or on_hub):
         raise ConfigError(_unknown(wanted.name))
     split = wanted.source_split or wanted.split
     data = load_rows(wanted.name, wanted.name, split, subset=wanted.subset)
@@ -125,14 +127,7 @@ def load_rows(
         options = {"path": hub, "data_files": {split: files[split]}, "revision": pinned or revision}
     else:
         options = {"path": hub, "name": subset, "revision": pinned or revision}
-    try:
-        return load_dataset(split=split, **options)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise
-        raise ConfigError(_cannot_load(name, source, error)) from error
-    except Exception as error:
-        raise ConfigError(_cannot_load(name, source, error)) from error
+    return _or_refuse(name, source, lambda: load_dataset(split=split, **options))
 
 
 def require_columns(needed: Iterable[str], row: Mapping[str, Any], where: str) -> None:
@@ -187,7 +182,8 @@ def _catalogued(wanted: PromptSet, entry: Entry, seed: int) -> Iterator[Row]:
     files = None if wanted.source or wanted.subset else entry.files
     subset = wanted.subset or (None if files else entry.subset)
     if Path(source).is_dir() and not wanted.subset:
-        subset = entry.subset if entry.subset in get_dataset_config_names(source) else None
+        there = _or_refuse(wanted.name, source, lambda: get_dataset_config_names(source))
+        subset = entry.subset if entry.subset in there else None
     data = load_rows(
         wanted.name,
         source,
@@ -233,6 +229,17 @@ def _at(data: Any, indices: Iterable[int]) -> Iterator[Row]:
         yield row
 
 
+def _or_refuse(name: str, source: str, load: Callable[[], T]) -> T:
+    """Load, or raise ConfigError; a full disk stays the OSError that it is."""
+    try:
+        return load()
+    except Exception as error:
+        for cause in (error, error.__cause__):
+            if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
+                raise cause from error
+        raise ConfigError(_cannot_load(name, source, error)) from error
+
+
 def _unknown(name: str) -> str:
     known = [*EMBEDDED, *CATALOGUE]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -245,8 +252,7 @@ def _unknown(name: str) -> str:
 
 def _cannot_load(name: str, source: str, error: Exception) -> str:
     cause = error.__cause__ if "while generating" in str(error) and error.__cause__ else error
-    lines = str(cause).strip().splitlines()
-    reason = lines[0].rstrip(".") if lines else repr(cause)
+    reason = " ".join(str(cause).split()).rstrip(".")[:400] or repr(cause)
     local = "give `source:` a local copy" if name in CATALOGUE else "name a local copy"
     if isinstance(error, DatasetNotFoundError):
         advice = (
@@ -258,9 +264,11 @@ def _cannot_load(name: str, source: str, error: Exception) -> str:
             f"the Hub is not reached: connect, unset HF_HUB_OFFLINE, or {local} (`hf download "
             f"--repo-type dataset {source} --local-dir FOLDER` where there is a network)"
         )
-    elif "split" in reason.lower():
+    elif isinstance(cause, PermissionError):
+        advice = "make it readable, and the cache of `datasets` (HF_HOME) writable"
+    elif "Unknown split" in reason:
         advice = "say which of its splits to read with `source_split:`"
-    elif "config" in reason.lower():
+    elif "BuilderConfig" in reason or "Config name" in reason:
         advice = "say which configuration to read with `subset:`"
     else:
         advice = "check that it is whole, of one schema, and JSON or parquet as its name says"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -14,8 +15,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets.exceptions import DatasetGenerationError
 
 from specdata.errors import ConfigError
+from specdata.prompt_rows import _or_refuse
 from specdata.prompts import PromptSet, check_sets, dropped, load_prompts
 from tests.chats import chat_tokenizer
 from tests.prompt_files import PLAIN, datasets_cache, jsonl, parquet, texts
@@ -95,7 +98,14 @@ def bad_sets(folder: Path) -> list[tuple[PromptSet, str]]:
     gsm = parquet(folder / "gsm.parquet", [{"qestion": "Why?", "answer": "So."}])
     both = jsonl(folder / "both.jsonl", [{"messages": None, "prompt": "a"}])
     good = jsonl(folder / "good.jsonl", [{"prompt": "a"}])
+    (folder / "empty").mkdir()
+    (folder / "prompts.csv").write_text("prompt\na\n")
     return [
+        (PromptSet("gsm8k", source=str(folder / "empty")), r"cannot be read.*What to do"),
+        (
+            PromptSet(str(folder / "prompts.csv")),
+            r"unknown prompt set.*a file that ends in \.jsonl",
+        ),
         (PromptSet(str(broken), count=1), r"cannot be read.*whole"),
         (PromptSet(str(ragged), "train", 1), r"cannot be read.*one schema"),
         (PromptSet(str(folder / "no.parquet"), count=1), "there is no file"),
@@ -120,7 +130,7 @@ def bad_sets(folder: Path) -> list[tuple[PromptSet, str]]:
     ]
 
 
-@pytest.mark.parametrize("number", range(18))
+@pytest.mark.parametrize("number", range(20))
 def test_a_set_that_cannot_be_used_says_what_to_do(number: int, tmp_path: Path) -> None:
     wanted, message = bad_sets(tmp_path)[number]
     with pytest.raises(ConfigError, match=message):
@@ -172,3 +182,14 @@ def test_a_gated_or_absent_repository_is_refused_with_what_to_do(tmp_path: Path)
     assert "ask for access on its page and log in (`hf auth login`" in gated
     assert "'me/absent' doesn't exist on the Hub or cannot be accessed" in absent
     assert "give `source:` a local copy" in absent
+
+
+def test_a_disk_that_fills_while_a_set_is_read_stays_trouble_outside() -> None:
+    def fill() -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise DatasetGenerationError("An error occurred while generating") from error
+
+    with pytest.raises(OSError, match="No space left"):  # exit status 1, not 2
+        _or_refuse("alpaca", "tatsu-lab/alpaca", fill)

@@ -229,8 +229,10 @@ def test_questions_that_depend_on_an_answer_wait_as_follow_ups(tmp_path: Path) -
     assert first.follow_ups == ()
     assert first.ids == found.ids
     assert first.example_id != found.example_id
-    with pytest.raises(ConfigError, match="has no chat template"):
+    with pytest.raises(ConfigError, match=r"has no chat template.*`turns: first`"):
         load_prompts([wanted], PLAIN, seed=0)
+    with pytest.raises(ConfigError, match="with `chat: false` give `turns: first`"):
+        load_prompts([dataclasses.replace(wanted, chat=False)], CHAT, seed=0)
     with pytest.raises(ConfigError, match="may be all"):
         load_prompts([dataclasses.replace(wanted, turns="last")], CHAT, seed=0)
 
