@@ -14,13 +14,14 @@ from tqdm import tqdm
 from heads.train import train_head
 from recipes.config import PipelineConfig
 from recipes.layout import draft_in_use, folder, head_stage, labels_stage
-from recipes.run import Stage, cli, is_main, need, run_stage, say
+from recipes.run import Stage, cli, fingerprint, is_main, need, run_stage, say
 from recipes.train_draft import of_split
 from specdata.acceptance import load_labels, make_labels, mean_overlap
 from specdata.errors import ConfigError
-from specdata.models import load_model, load_tokenizer
+from specdata.models import hub_commit, load_model, load_tokenizer
 from specdata.tables import load_table
-from specdata.vocabulary import check_shared_vocabulary, fingerprint
+from specdata.vocabulary import check_shared_vocabulary
+from specdata.vocabulary import fingerprint as vocabulary
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
@@ -57,7 +58,12 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     target = load_model(models.target, dtype=models.dtype)
     draft = load_model(draft_name, dtype=models.dtype)
     rollouts = load_table(folder(config, "rollouts"))
-    settings = {**stage.settings, "draft": draft_name, "tokenizer": fingerprint(tokenizer)}
+    settings = {
+        **stage.settings,
+        "target": _identity(models.target),
+        "draft": _identity(draft_name),
+        "tokenizer": vocabulary(tokenizer),
+    }
     with tqdm(
         total=len(rollouts), desc="labels", unit="rollout", file=sys.stderr, disable=not is_main()
     ) as bar:
@@ -73,6 +79,11 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
             report=bar.update,
         )
     return {"rows": rows, "acceptance": mean_overlap(load_labels(stage.folder, config.sampling))}
+
+
+def _identity(name: str) -> dict[str, str]:
+    """A model's name, and its commit on the Hub or what its folder holds."""
+    return {"name": name, "revision": hub_commit(name) or fingerprint(name)}
 
 
 def _train(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
