@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from eval.environment import describe_environment
 from recipes.config import PipelineConfig, parse
-from recipes.inputs import fingerprint
+from recipes.inputs import fingerprint as fingerprint
 from specdata.errors import (
     CacheNotRewindableError,
     ConfigError,
@@ -222,13 +222,17 @@ def _wait(folder: Path, done: Callable[[], bool], patience: float) -> None:
     alone = time.monotonic()
     while not done():
         time.sleep(PAUSE)
-        if (folder / LOCK).exists():
-            with try_locked(folder / LOCK) as free:
-                pass
-            if not free:
-                alone = time.monotonic()
-        if time.monotonic() - alone > patience:
+        if _held(folder / LOCK):
+            alone = time.monotonic()
+        elif time.monotonic() - alone > patience and not done():
             raise TimeoutError(f"no main process has been at work in {folder} for {patience:.0f} s")
+
+
+def _held(lock: Path) -> bool:
+    if not lock.exists():
+        return False
+    with try_locked(lock) as free:
+        return not free
 
 
 def need(folder: Path, recipe: str) -> None:
