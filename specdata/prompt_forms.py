@@ -157,19 +157,20 @@ def _conversation(row: Mapping[str, Any], form: Form, turns: str) -> Iterator[Fo
 
 
 def _fill(templates: Sequence[str], row: Mapping[str, Any]) -> str | None:
-    """The first template whose columns are all filled; empty if none is; None if one is no text."""
+    """The first template whose columns are all filled.
+
+    None if a column is no text; empty if none is filled, or what fills one has no letter or digit
+    (the template's own words do not make a prompt of an empty question).
+    """
     for template in templates:
-        parts = [
-            (text, "" if name is None else _value(row, name)) for text, name in parse(template)
-        ]
-        if not all(value is None or isinstance(value, str) for _, value in parts):
+        values = [_value(row, name) for _, name in parse(template) if name]
+        if not all(value is None or isinstance(value, str) for value in values):
             return None
-        names = [name for _, name in parse(template)]
-        if all(
-            name is None or (value and value.strip())
-            for name, (_, value) in zip(names, parts, strict=True)
-        ):
-            return "".join(text + value for text, value in parts)
+        if all(value and value.strip() for value in values):
+            if not any(map(str.isalnum, "".join(values))):
+                return ""
+            rest = iter([*values, ""])
+            return "".join(text + (next(rest) if name else "") for text, name in parse(template))
     return ""
 
 

@@ -99,7 +99,7 @@ def load_rows(
     revision: str | None = None,
     files: Mapping[str, str] | None = None,
 ) -> Any:
-    """One split of a data file or URL (whole, whatever the split), a folder or a Hub data set.
+    """One split of a data file (whole, whatever the split), of a folder or of a Hub data set.
 
     Args:
         name: of the prompt set, for messages.
@@ -116,8 +116,13 @@ def load_rows(
         ConfigError: saying what to do.
     """
     hub, pinned = hub_source(source)
+    if "://" in source:
+        raise ConfigError(
+            f"prompt set {name!r} is not on the Hub: download it (`curl -LO {source}`) and give "
+            "`source:` the file"
+        )
     if is_file(source):
-        if "://" not in source and not Path(source).is_file():
+        if not Path(source).is_file():
             raise ConfigError(f"prompt set {name!r}: there is no file {source}")
         kind = FORMATS[Path(source.removesuffix(".gz")).suffix]
         options: dict[str, Any] = {"path": kind, "data_files": {split: source}}

@@ -95,7 +95,7 @@ class Entry:
     """One catalogued set.
 
     Args:
-        hub: id on the Hub, or a URL where the set is not there.
+        hub: id on the Hub, or the URL of a file to download where the set is not there.
         licence: as its page states it.
         citation: the paper of the data set.
         used_by: the papers here that measure on it, and how.
@@ -260,7 +260,7 @@ CATALOGUE: Mapping[str, Entry] = {
         used_by="comparisons of speculative decoders (480 questions of six tasks)",
         splits={"test": Part("train")},
         form=Form(plain=("USER: {turns.0}\nASSISTANT:",), questions="turns"),
-        note="not on the Hub under its authors' name as far as we know; read from their repository",
+        note="not on the Hub as far as we know: `source` must be a downloaded question.jsonl",
     ),
     "lm1b": Entry(
         hub="billion-word-benchmark/lm1b",

@@ -163,6 +163,7 @@ def _account(wanted: PromptSet) -> dict[str, Any]:
         "name": wanted.name,
         "split": wanted.split,
         "source": _source(wanted) or "embedded",
+        "licence": CATALOGUE[wanted.name].licence if wanted.name in CATALOGUE else None,
         "asked": wanted.count,
         "read": 0,
         "kept": 0,

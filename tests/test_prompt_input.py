@@ -44,6 +44,16 @@ def test_what_is_dropped_is_counted_with_its_reason(tmp_path: Path) -> None:
     assert "2 of 8 kept; 1 duplicate, 1 near_empty, 1 over_long, 3 undecodable" in line
 
 
+def test_an_empty_question_is_not_made_a_prompt_by_its_template(tmp_path: Path) -> None:
+    rows = [{"question": text, "answer": ""} for text in ("Why?", "?", "", None)]
+    source = parquet(tmp_path / "copy.parquet", rows)
+    for tokenizer in (PLAIN, chat_tokenizer("gemma")):
+        loaded = load_prompts([PromptSet("gsm8k", "test", 0, source=source)], tokenizer, seed=0)
+        (entry,) = loaded.report
+        assert (entry["kept"], entry["dropped"]["near_empty"]) == (1, 3)
+        assert (entry["source"], entry["licence"]) == (source, "mit")
+
+
 def test_conversations_that_cannot_be_prompts_are_counted_too(tmp_path: Path) -> None:
     def row(*turns: tuple[str, Any]) -> dict[str, Any]:
         return {"messages": [{"role": role, "content": content} for role, content in turns]}
@@ -126,11 +136,12 @@ def bad_sets(folder: Path) -> list[tuple[PromptSet, str]]:
             PromptSet("owner/absent", "train", 1),
             r"not reached: connect, unset HF_HUB_OFFLINE, or name",
         ),
+        (PromptSet("spec-bench"), r"not on the Hub: download it \(`curl -LO https.*`source:`"),
         (PromptSet("alpaca", "train", 1), r"not reached: connect.*`source:` a local copy"),
     ]
 
 
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("number", range(21))
 def test_a_set_that_cannot_be_used_says_what_to_do(number: int, tmp_path: Path) -> None:
     wanted, message = bad_sets(tmp_path)[number]
     with pytest.raises(ConfigError, match=message):
