@@ -130,9 +130,9 @@ def run_stage(
                 (stage.folder / MANIFEST).unlink(missing_ok=True)
                 path.unlink()
             raise
-    record["wall_seconds"] = time.perf_counter() - begun  # of the session that finished it
-    record["finished"] = True
-    write_json(path, record)
+        record["wall_seconds"] = time.perf_counter() - begun  # of the session that finished it
+        record["finished"] = True
+        write_json(path, record)
     say(f"[green]{stage.name}: done[/] in {record['wall_seconds']:.0f} s")
     return dict(record["results"])
 
