@@ -37,6 +37,10 @@ def draw(summary: Summary, path: Path) -> None:
 
 
 def _lengths(axes: Axes, summary: Summary) -> None:
+    longest = max(
+        (max(group.prompts | group.completions) for group in summary.groups.values()), default=1
+    )
+    bins = np.linspace(0, longest + 1, min(longest + 2, 50)).tolist()
     for name, colour in (("prompts", "#999999"), ("completions", "#009e73")):
         lengths: Counter[int] = Counter()
         for group in summary.groups.values():
@@ -44,7 +48,7 @@ def _lengths(axes: Axes, summary: Summary) -> None:
         axes.hist(
             list(lengths),
             weights=list(lengths.values()),
-            bins=40,
+            bins=bins,
             alpha=0.6,
             color=colour,
             label=name,
@@ -63,7 +67,7 @@ def _finish(axes: Axes, summary: Summary) -> None:
         left += shares
     axes.set(title="Finish reasons", xlabel="share of rows", xlim=(0, 1))
     if reasons:
-        axes.legend(frameon=False)
+        axes.legend(loc="lower left")
 
 
 def _histogram(axes: Axes, summary: Summary) -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from specdata import acceptance
-from specdata.acceptance import Labeller, LabelsConfig, _target_laws, load_labels, make_labels
+from specdata import labelling
+from specdata.acceptance import LabelsConfig, load_labels, make_labels
 from specdata.errors import ConfigError, ManifestError
+from specdata.labelling import Labeller, target_laws
 from specdata.probability import SamplingConfig, probabilities
 from specdata.readout import readout
 from specdata.schema import LABELS, ROLLOUTS, Label, Rollout
@@ -64,7 +65,7 @@ def labeller(
     target: PreTrainedModel, draft: PreTrainedModel, sampling: SamplingConfig, seed: int = 0
 ) -> Labeller:
     p, q = readout(target), readout(draft)
-    return Labeller(partial(_target_laws, p, sampling, 0), q, p.vocabulary, sampling, seed, 64)
+    return Labeller(partial(target_laws, p, sampling, 0), q, p.vocabulary, sampling, seed, 64)
 
 
 def close(one: list[Label], other: list[Label]) -> None:
@@ -143,8 +144,8 @@ def test_the_size_of_a_piece_and_of_a_forward_change_no_label(
     target, draft = tiny_llama(0, vocab=40), tiny_llama(1, vocab=40)
     rows, work = rollouts(12, vocab=40), labeller(target, draft, WARPED)
     whole = work(rows)
-    monkeypatch.setattr(acceptance, "VALUES_AT_ONCE", 1)
-    monkeypatch.setattr(acceptance, "POSITIONS", {"cpu": 3})
+    monkeypatch.setattr(labelling, "VALUES_AT_ONCE", 1)
+    monkeypatch.setattr(labelling, "POSITIONS", {"cpu": 3})
     close(whole, work(rows))
     close(whole, Labeller(work.laws, work.draft, 40, WARPED, 0, tokens_at_once=1)(rows))
 
