@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -292,26 +293,30 @@ def test_a_write_that_fails_leaves_what_is_finished_and_the_same_command_goes_on
     assert content(folder) == whole
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small file system")
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A real file system of this size; the test is skipped where none may be mounted."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a small file system")
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"this container may not mount: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
 def test_a_full_disk_stops_the_table_which_goes_on_when_there_is_room(
     tmp_path: Path, whole: dict[str, bytes]
 ) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if mount.returncode:
-        pytest.skip(f"this container may not mount: {mount.stderr.strip()}")
-    try:
+    with small_disk(disk, "1m"):
         with pytest.raises(OSError, match="No space left on device"):
             drive_table.fill(disk / "table")
         assert 0 < len(list((disk / "table").glob("*.parquet"))) < drive_table.SHARDS
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
         drive_table.fill(disk / "table")
         assert content(disk / "table") == whole
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
