@@ -1,8 +1,7 @@
 """The prompt sets of the papers: where each comes from, its licence, template and splits.
 
-Nothing is downloaded before a set is asked for. Licences are what the data set's own page states;
-"unknown" is what the page says, not a guess. Where a paper does not say how it cut a set or worded
-a prompt, the entry's `note` says that the choice is ours.
+Licences are what the data set's own page states; "unknown" is what the page says. Where a paper
+does not say how it cut a set or worded a prompt, the entry's `note` says that the choice is ours.
 
 A split is either one of the source's own, or a part of it that is cut by content: prompts are
 ranked by the sha256 of their columns, and a split is a range of ranks. So it depends on no seed and
@@ -19,7 +18,9 @@ from specdata.library_text import NAME
 from specdata.toy import FAMILIES
 
 EMBEDDED = (*FAMILIES, NAME)
-PARQUET_EXPORT = "refs/convert/parquet"  # the Hub's own conversion, where a repository has a script
+# The Hub's own conversion, for repositories that hold a script, and how it names its files.
+PARQUET_EXPORT = "refs/convert/parquet"
+_EXPORTED = {name: f"*/{name}/*.parquet" for name in ("train", "validation", "test")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Form:
     Args:
         ask: the user's message where the target has a chat template: the first of these texts
             whose columns are all filled.
-        plain: the text for a target without one, chosen alike. Both empty for conversations.
+        plain: the text for a target without one, chosen alike.
         questions: column with the user's turns, whose later ones depend on the model's answers.
         messages: column with a recorded conversation.
         roles: what the recorded roles are called here.
@@ -117,6 +118,12 @@ class Entry:
     revision: str | None = None
     files: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
+
+
+def _dev_of_train(share: float) -> dict[str, Part]:
+    """The source's own test split, and a dev split that is cut from its train split."""
+    cut = Part("train", 0, share)
+    return {"train": Part("train", share, 1), "dev": cut, "test": Part("test")}
 
 
 _ALPACA = (
@@ -176,11 +183,7 @@ CATALOGUE: Mapping[str, Entry] = {
         licence="mit",
         citation="Cobbe et al., arXiv 2110.14168",
         used_by="SpecDec++ (test, out of distribution), block verification",
-        splits={
-            "train": Part("train", 0.05, 1),
-            "dev": Part("train", 0, 0.05),
-            "test": Part("test"),
-        },
+        splits=_dev_of_train(0.05),
         form=Form(ask=("{question}",), plain=("Question: {question}\nAnswer:",)),
         subset="main",
         note="dev is 5 % of the source's train split (ours)",
@@ -219,6 +222,7 @@ CATALOGUE: Mapping[str, Entry] = {
             plain=("Article: {document}\n\nSummary in one sentence:",),
         ),
         revision=PARQUET_EXPORT,
+        files=_EXPORTED,
         note="the wording is ours",
     ),
     "dolly": Entry(
@@ -270,6 +274,7 @@ CATALOGUE: Mapping[str, Entry] = {
         splits={"train": Part("train"), "test": Part("test")},
         form=Form(plain=("{text}",), keep=0.5),
         revision=PARQUET_EXPORT,
+        files=_EXPORTED,
         note="the first half of a sentence's words is the prompt (ours; the paper does not say)",
     ),
     "webqa": Entry(
@@ -277,11 +282,7 @@ CATALOGUE: Mapping[str, Entry] = {
         licence="unknown",
         citation="Berant et al., EMNLP 2013",
         used_by="block verification",
-        splits={
-            "train": Part("train", 0.1, 1),
-            "dev": Part("train", 0, 0.1),
-            "test": Part("test"),
-        },
+        splits=_dev_of_train(0.1),
         form=Form(ask=("{question}",), plain=("Question: {question}\nAnswer:",)),
         note="WebQuestions; dev is 10 % of the source's train split (ours)",
     ),
@@ -293,6 +294,7 @@ CATALOGUE: Mapping[str, Entry] = {
         splits=_OWN,
         form=Form(ask=("{goal}",), plain=("Question: {goal}\nAnswer:",)),
         revision=PARQUET_EXPORT,
+        files=_EXPORTED,
         note="the goal is asked as an open question (ours)",
     ),
 }

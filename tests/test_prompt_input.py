@@ -7,9 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pyarrow as pa
@@ -21,6 +19,7 @@ from specdata.errors import ConfigError
 from specdata.prompt_rows import _or_refuse
 from specdata.prompts import PromptSet, check_sets, dropped, load_prompts
 from tests.chats import chat_tokenizer
+from tests.hub import Server
 from tests.prompt_files import PLAIN, datasets_cache, jsonl, parquet, texts
 
 __all__ = ["datasets_cache"]
@@ -151,48 +150,76 @@ def test_a_set_that_cannot_be_used_says_what_to_do(number: int, tmp_path: Path) 
             check_sets([wanted], 0)
 
 
-class Hub(BaseHTTPRequestHandler):
-    """Answers as the Hub does for a repository that is gated, or not there."""
-
-    def do_HEAD(self) -> None:
-        status, code = (403, "GatedRepo") if "gated" in self.path else (404, "RepoNotFound")
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_GET = do_HEAD  # noqa: N815
-
-    def log_message(self, *_: object) -> None:
-        pass
+HUB_SETS = [
+    PromptSet("me/gated"),
+    PromptSet("gsm8k", source="me/absent@v1"),
+    PromptSet("wmt-en-de", "test", 0),
+    PromptSet("piqa", "test", 0),
+    PromptSet("me/data@v2", "train", 0, subset="b"),
+]
 
 
-def test_a_gated_or_absent_repository_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    Thread(target=server.serve_forever, daemon=True).start()
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]:
+    """What another process, which may use the network, says of each set; what it asked for."""
+    root = tmp_path_factory.mktemp("hub")
+    for split in ("train", "test"):
+        day = {"translation": {"de": "Tag", "en": f"{split} day"}}
+        parquet(root / "wmt/wmt14/de-en" / f"{split}-00000-of-00001.parquet", [day])
+        goal = {"goal": f"{split} goal", "sol1": "", "sol2": "", "label": 0}
+        parquet(root / "ybisk/piqa/plain_text" / split / "0000.parquet", [goal])
+        for subset in ("a", "b"):
+            row = {"prompt": f"{subset} {split}"}
+            parquet(root / "me/data" / subset / f"{split}.parquet", [row])
+    card = "".join(
+        f"- config_name: {name}\n  data_files:\n  - split: train\n    path: {name}/train.parquet\n"
+        for name in ("a", "b")
+    )
+    (root / "me/data/README.md").write_text(f"---\nconfigs:\n{card}---\n")
     script = (
-        "from specdata.prompts import PromptSet, check_sets\n"
+        "from specdata.prompts import PromptSet, load_prompts\n"
         "from specdata.errors import ConfigError\n"
-        "for wanted in (PromptSet('me/gated'), PromptSet('gsm8k', source='me/absent@v1')):\n"
-        "    try:\n        check_sets([wanted], 0)\n"
+        "from tests.prompt_files import PLAIN, texts\n"
+        f"for wanted in {HUB_SETS}:\n"
+        "    try:\n        print(texts(load_prompts([wanted], PLAIN, seed=0)))\n"
         "    except ConfigError as error:\n        print(error)\n"
     )
-    env = os.environ | {
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-        "HF_HUB_OFFLINE": "0",
-        "HF_HOME": str(tmp_path),
-        "PYTHONPATH": str(Path(__file__).parent.parent),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
-    )
-    server.shutdown()
-    server.server_close()
-    gated, absent = done.stdout.splitlines()
+    with Server(root) as server:
+        env = os.environ | {
+            "HF_ENDPOINT": server.url,
+            "HF_HUB_OFFLINE": "0",
+            "HF_HOME": str(tmp_path_factory.mktemp("home")),
+            "PYTHONPATH": str(Path(__file__).parent.parent),
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
+        )
+    return done.stdout.splitlines(), server.asked
+
+
+def test_a_gated_or_absent_repository_is_refused_with_what_to_do(
+    hub: tuple[list[str], list[str]],
+) -> None:
+    gated, absent, *_ = hub[0]
     assert "is a gated dataset on the Hub" in gated
     assert "ask for access on its page and log in (`hf auth login`" in gated
     assert "'me/absent' doesn't exist on the Hub or cannot be accessed" in absent
     assert "give `source:` a local copy" in absent
+
+
+def test_of_a_hub_data_set_the_asked_revision_configuration_and_split_are_read(
+    hub: tuple[list[str], list[str]],
+) -> None:
+    said, asked = hub
+    wmt, piqa, mine = said[2:]
+    assert "Input: test day" in wmt
+    assert "Question: test goal" in piqa
+    assert mine == "['b train']"
+    fetched = [path for path in asked if path.endswith(".parquet")]
+    assert fetched
+    assert not any("de-en/train" in path or "plain_text/train" in path for path in fetched)
+    assert any("piqa/revision/refs/convert/parquet" in path for path in asked)
+    assert any("data/resolve/v2/" in path for path in asked)
 
 
 def test_a_disk_that_fills_while_a_set_is_read_stays_trouble_outside() -> None:
