@@ -3,9 +3,10 @@
     python benchmarks/rollouts.py [--out runs/bench/rollouts.json] [--parts speed processes]
 
 Speed: tokens/s of batched rollouts, of one-prompt-at-a-time `generate`, and of labels (completion
-tokens only), each with one and with two threads; the better of the two counts. Processes: one and
-two that fill a table together, a thread each. Figures are medians over repetitions with their
-range; goals are printed as met or missed.
+tokens only) made with both models and, with top_k 50, again from 64 kept target logits; each with
+one and with two threads, of which the better counts. Processes: one and two that fill a table
+together, a thread each. Figures are medians over repetitions with their range; goals are printed
+as met or missed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from eval.environment import describe_environment
 from specdata.acceptance import LabelsConfig, make_labels
 from specdata.generation import Request, TransformersBackend
-from specdata.labelling import Labeller, target_laws, tokens_at_once
+from specdata.labelling import Labeller, kept_laws, target_laws, tokens_at_once
 from specdata.manifest import read_manifest
 from specdata.models import device, load_model, load_tokenizer
 from specdata.probability import SamplingConfig
@@ -40,11 +41,11 @@ from specdata.readout import readout
 from specdata.schema import ROLLOUTS, Rollout
 from specdata.shards import write_json
 from specdata.tables import fill_table
+from specdata.top_logits import TopLaws
 
 SCHEMA_VERSION = 1
 PAIR = Path("runs/toy/pair")
-PLAIN = SamplingConfig()
-REPEATS = 3
+PLAIN, TOP_K, KEPT = SamplingConfig(), SamplingConfig(top_k=50), 64
 # What is decoded: so many prompts in batches, and so many of them one at a time.
 PROMPTS, ALONE, BATCH, NEW_TOKENS = 128, 6, 64, 96
 SHARD = 16  # prompts of one shard, where processes share the work
@@ -138,39 +139,31 @@ def one_at_a_time(target: PreTrainedModel, asked: list[Request]) -> int:
     return count
 
 
-def tokens_of(rows: list[Rollout]) -> int:
+def tokens_of(rows: Sequence[Rollout]) -> int:
     """Completion tokens."""
     return sum(len(row["completion_ids"]) for row in rows)
 
 
-def measured(work: Callable[[], int]) -> dict[str, float]:
+def measured(work: Callable[[], int], repeats: int) -> dict[str, float]:
     """Tokens/s of work that returns its number of tokens: median and range."""
     work()
     rates = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         begun = time.perf_counter()
         count = work()
         rates.append(count / (time.perf_counter() - begun))
     return {"median": statistics.median(rates), "low": min(rates), "high": max(rates)}
 
 
-def speed(folder: Path) -> dict[str, Any]:
+def speed(folder: Path, repeats: int) -> dict[str, Any]:
     """Tokens/s of the three ways to use a target, and their ratios."""
     target, draft, name = pair(folder)
     asked = requests(folder, PROMPTS)
     rows = rolled_out(target, asked)
-    p, q = readout(target), readout(draft)
-    laws = partial(target_laws, p, PLAIN, 0)
-    label = Labeller(laws, q, p.vocabulary, PLAIN, 0, tokens_at_once(p, q))
-
-    def labels() -> int:
-        label(rows)
-        return tokens_of(rows)
-
     ways: dict[str, Callable[[], int]] = {
         "generate": lambda: one_at_a_time(target, asked[:ALONE]),
         "rollouts": lambda: tokens_of(rolled_out(target, asked)),
-        "labels": labels,
+        **labels(target, draft, rows),
     }
     found: dict[str, Any] = {"pair": name, "completion_tokens": tokens_of(rows)}
     best = {}
@@ -178,7 +171,7 @@ def speed(folder: Path) -> dict[str, Any]:
         found[way] = {}
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found[way][f"threads_{threads}"] = rate = measured(work)
+            found[way][f"threads_{threads}"] = rate = measured(work, repeats)
             print(
                 f"{way:>9}, threads {threads}: {rate['median']:7.0f} tokens/s"
                 f" ({rate['low']:.0f} to {rate['high']:.0f})"
@@ -186,12 +179,33 @@ def speed(folder: Path) -> dict[str, Any]:
         best[way] = max(rate["median"] for rate in found[way].values())
     found["rollouts_per_generate"] = best["rollouts"] / best["generate"]
     found["labels_per_rollouts"] = best["labels"] / best["rollouts"]
+    found["relabels_per_rollouts"] = best["relabels"] / best["rollouts"]
     found["labels_per_generate"] = best["labels"] / best["generate"]
-    print(f"labels are {found['labels_per_generate']:.1f} times generate")
+    print(
+        f"labels are {found['labels_per_generate']:.1f} times generate; from kept logits "
+        f"{found['relabels_per_rollouts']:.1f} times rollouts"
+    )
     # What no batching can exceed: the target's own multiplications, at the speed of a large one.
     found["labels_ceiling"] = ceiling(target, rows)
     print(f"labels could at most reach {found['labels_ceiling']:.0f} tokens/s on this processor")
     return found
+
+
+def labels(
+    target: PreTrainedModel, draft: PreTrainedModel, rows: list[Rollout]
+) -> dict[str, Callable[[], int]]:
+    """Labelling with both models, and again with the draft alone from kept target logits."""
+    p, q = readout(target), readout(draft)
+    at_once = tokens_at_once(p, q)
+    label = Labeller(partial(target_laws, p, PLAIN, 0), q, p.vocabulary, PLAIN, 0, at_once)
+    keep = Labeller(partial(target_laws, p, TOP_K, KEPT), q, p.vocabulary, TOP_K, 0, at_once)
+    kept = TopLaws(KEPT, p.vocabulary, TOP_K)
+    again = Labeller(partial(kept_laws, kept), q, p.vocabulary, TOP_K, 0, at_once)
+    with_logits = keep(rows)
+    return {
+        "labels": lambda: tokens_of(label(rows)),
+        "relabels": lambda: tokens_of(again(with_logits)),
+    }
 
 
 def ceiling(target: PreTrainedModel, rows: list[Rollout]) -> float:
@@ -210,13 +224,13 @@ def ceiling(target: PreTrainedModel, rows: list[Rollout]) -> float:
     return flops / a_token * tokens_of(rows) / through
 
 
-def processes(folder: Path) -> dict[str, Any]:
+def processes(folder: Path, repeats: int) -> dict[str, Any]:
     """Tokens/s of rollouts and labels with one and two processes of a thread each."""
     found: dict[str, Any] = {}
     for kind in ("rollouts", "labels"):
         rates = {}
         for count in (1, 2):
-            runs = [together(folder, kind, count) for _ in range(REPEATS)]
+            runs = [together(folder, kind, count) for _ in range(repeats)]
             rates[count] = statistics.median(runs)
             found[f"{kind}_{count}"] = {"median": rates[count], "low": min(runs), "high": max(runs)}
             print(f"{kind:>9}, processes {count}: {rates[count]:.0f} tokens/s")
@@ -298,6 +312,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/bench/rollouts.json"))
     parser.add_argument("--pair", type=Path, default=PAIR)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--table", type=Path, help=argparse.SUPPRESS)
@@ -308,9 +323,9 @@ def main() -> None:
         return
     found: dict[str, Any] = {}
     if "speed" in options.parts:
-        found["speed"] = speed(options.pair)
+        found["speed"] = speed(options.pair, options.repeats)
     if "processes" in options.parts:
-        found["processes"] = processes(options.pair)
+        found["processes"] = processes(options.pair, options.repeats)
     found["goals"] = goals(found)
     for entry in found["goals"]:
         mark = "met" if entry["met"] else "MISSED"

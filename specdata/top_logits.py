@@ -110,18 +110,16 @@ class TopLaws:
         if self._inside:
             decided = (logits[:, self._last, None] > after) | after.isneginf()
             self._check(decided, "an equal logit is outside")
-            everything = torch.full_like(q, float("-inf"), dtype=torch.float32)
-            return probabilities(everything.scatter_(-1, ids, logits), self.sampling)
+            return _spread(probabilities(logits, self.sampling), ids, q)
         total = torch.logaddexp(logits.logsumexp(-1, keepdim=True), kept["rest_logit"])
         chances = (logits - total).exp()
-        p = torch.zeros_like(q, dtype=torch.float32).scatter_(-1, ids, chances)
         if self._nucleus:
             surely = chances.masked_fill(logits <= after, 0.0).sum(-1, keepdim=True)
             self._check(surely >= self.sampling.top_p, "the nucleus reaches outside")
-            return nucleus(p, self.sampling.top_p)
+            return _spread(nucleus(chances, self.sampling.top_p), ids, q)
         outside = q.scatter(-1, ids, 0.0)
         share = outside / outside.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
-        return p + share * (kept["rest_logit"] - total).exp()
+        return _spread(chances, ids, q) + share * (kept["rest_logit"] - total).exp()
 
     @property
     def _last(self) -> int:
@@ -137,3 +135,8 @@ class TopLaws:
                 f"{fine.numel()} positions looked at ({why}): make the labels with the target, or "
                 "keep more logits"
             )
+
+
+def _spread(chances: Tensor, ids: Tensor, like: Tensor) -> Tensor:
+    """(C, N) probabilities of ids -> (C, V)."""
+    return torch.zeros_like(like, dtype=chances.dtype).scatter_(-1, ids, chances)
