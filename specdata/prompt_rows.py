@@ -16,7 +16,13 @@ from typing import Any, TypeVar
 import torch
 from datasets import get_dataset_config_names, load_dataset
 from datasets.exceptions import DatasetNotFoundError
-from huggingface_hub.errors import OfflineModeIsEnabled
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from specdata.errors import ConfigError
 from specdata.models import hub_source
@@ -26,6 +32,8 @@ from specdata.seeds import generator_for
 T = TypeVar("T")
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+_UNREACHED = (ConnectionError, OfflineModeIsEnabled, LocalEntryNotFoundError)
 
 Row = Mapping[str, Any] | None  # None: a row whose text cannot be decoded
 
@@ -128,11 +136,23 @@ def load_rows(
         options: dict[str, Any] = {"path": kind, "data_files": {split: source}}
     elif Path(source).is_dir():
         options = {"path": source, "name": subset}
-    elif files and split in files and not subset:
-        options = {"path": hub, "data_files": {split: files[split]}, "revision": pinned or revision}
+    elif files and split in files:
+        found = _or_refuse(name, source, lambda: _fetch(hub, pinned or revision, files[split]))
+        options = {"path": FORMATS[Path(found[0]).suffix], "data_files": {split: found}}
     else:
         options = {"path": hub, "name": subset, "revision": pinned or revision}
     return _or_refuse(name, source, lambda: load_dataset(split=split, **options))
+
+
+def _fetch(hub: str, revision: str | None, pattern: str) -> list[str]:
+    """The files of a pattern, in the Hub's cache: those alone are fetched, or none if offline."""
+    folder = snapshot_download(
+        hub, repo_type="dataset", revision=revision, allow_patterns=[pattern]
+    )
+    found = sorted(str(path) for path in Path(folder).glob(pattern))
+    if not found:
+        raise FileNotFoundError(f"there is no {pattern} in its snapshot {folder}")
+    return found
 
 
 def require_columns(needed: Iterable[str], row: Mapping[str, Any], where: str) -> None:
@@ -259,12 +279,12 @@ def _cannot_load(name: str, source: str, error: Exception) -> str:
     cause = error.__cause__ if "while generating" in str(error) and error.__cause__ else error
     reason = " ".join(str(cause).split()).rstrip(".")[:400] or repr(cause)
     local = "give `source:` a local copy" if name in CATALOGUE else "name a local copy"
-    if isinstance(error, DatasetNotFoundError):
+    if isinstance(error, DatasetNotFoundError | RepositoryNotFoundError | RevisionNotFoundError):
         advice = (
             "check the id; for a private or gated one ask for access on its page and log in "
             f"(`hf auth login`, formerly `huggingface-cli login`), or {local}"
         )
-    elif isinstance(error, ConnectionError | OfflineModeIsEnabled):
+    elif isinstance(error, _UNREACHED):
         advice = (
             f"the Hub is not reached: connect, unset HF_HUB_OFFLINE, or {local} (`hf download "
             f"--repo-type dataset {source} --local-dir FOLDER` where there is a network)"

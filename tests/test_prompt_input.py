@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -156,13 +157,25 @@ HUB_SETS = [
     PromptSet("wmt-en-de", "test", 0),
     PromptSet("piqa", "test", 0),
     PromptSet("me/data@v2", "train", 0, subset="b"),
+    PromptSet("gsm8k", "test", 0),
 ]
 
 
+@dataclass
+class Said:
+    """What another process says of each set online, and then offline; what the Hub was asked."""
+
+    online: list[str]
+    offline: list[str]
+    asked: list[str]
+
+
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]:
-    """What another process, which may use the network, says of each set; what it asked for."""
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Said:
     root = tmp_path_factory.mktemp("hub")
+    parquet(root / "openai/gsm8k/main/test.parquet", [{"question": "Why?", "answer": ""}])
+    gsm8k = "- config_name: main\n  data_files:\n  - split: test\n    path: main/test.parquet\n"
+    (root / "openai/gsm8k/README.md").write_text(f"---\nconfigs:\n{gsm8k}---\n")
     for split in ("train", "test"):
         day = {"translation": {"de": "Tag", "en": f"{split} day"}}
         parquet(root / "wmt/wmt14/de-en" / f"{split}-00000-of-00001.parquet", [day])
@@ -187,34 +200,46 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]
     with Server(root) as server:
         env = os.environ | {
             "HF_ENDPOINT": server.url,
-            "HF_HUB_OFFLINE": "0",
             "HF_HOME": str(tmp_path_factory.mktemp("home")),
             "PYTHONPATH": str(Path(__file__).parent.parent),
         }
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
-        )
-    return done.stdout.splitlines(), server.asked
+        said = [
+            subprocess.run(
+                [sys.executable, "-c", script],
+                env=env | {"HF_HUB_OFFLINE": offline},
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout.splitlines()
+            for offline in "01"
+        ]
+    return Said(*said, server.asked)
 
 
-def test_a_gated_or_absent_repository_is_refused_with_what_to_do(
-    hub: tuple[list[str], list[str]],
-) -> None:
-    gated, absent, *_ = hub[0]
+@pytest.mark.slow
+def test_a_gated_or_absent_repository_is_refused_with_what_to_do(hub: Said) -> None:
+    gated, absent, *_ = hub.online
     assert "is a gated dataset on the Hub" in gated
     assert "ask for access on its page and log in (`hf auth login`" in gated
     assert "'me/absent' doesn't exist on the Hub or cannot be accessed" in absent
     assert "give `source:` a local copy" in absent
 
 
-def test_of_a_hub_data_set_the_asked_revision_configuration_and_split_are_read(
-    hub: tuple[list[str], list[str]],
-) -> None:
-    said, asked = hub
-    wmt, piqa, mine = said[2:]
+@pytest.mark.slow
+def test_what_was_read_from_the_hub_once_can_be_read_offline(hub: Said) -> None:
+    assert hub.offline[2:] == hub.online[2:]
+    for line in hub.offline[:2]:
+        assert "is not reached: connect, unset HF_HUB_OFFLINE" in line
+
+
+@pytest.mark.slow
+def test_of_a_hub_data_set_the_asked_revision_configuration_and_split_are_read(hub: Said) -> None:
+    asked = hub.asked
+    wmt, piqa, mine, gsm8k = hub.online[2:]
     assert "Input: test day" in wmt
     assert "Question: test goal" in piqa
     assert mine == "['b train']"
+    assert "Why?" in gsm8k
     fetched = [path for path in asked if path.endswith(".parquet")]
     assert fetched
     assert not any("de-en/train" in path or "plain_text/train" in path for path in fetched)
