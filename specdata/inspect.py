@@ -84,15 +84,16 @@ def _heading(summary: Summary, console: Console) -> None:
     kind = "labels" if summary.acceptance else "rollouts"
     tokens = sum(group.tokens for group in summary.groups.values())
     console.print(
-        f"[bold]{kind}[/] in {escape(str(summary.folder))}: {summary.rows} rows, {tokens} tokens"
+        f"[bold]{kind}[/] in {escape(str(summary.folder))}: {summary.rows} rows, {tokens} tokens",
+        soft_wrap=True,
     )
     if not summary.manifest["finished"]:
         console.print("[bold yellow]warning: unfinished; this is what there is so far[/]")
     for name in ("target", "draft", "sampling"):
         if value := settings.get(name):
-            console.print(f"  {name}: {escape(_line(value))}")
+            console.print(f"  {name}: {escape(_line(value))}", soft_wrap=True)
     for line in dropped(settings.get("prompts") or []):
-        console.print(f"  {escape(line)}")
+        console.print(f"  {escape(line)}", soft_wrap=True)
 
 
 def _line(value: Any) -> str:
@@ -163,7 +164,7 @@ def _samples(summary: Summary, console: Console) -> None:
         return
     tokenizer, why = _tokenizer(summary.manifest["settings"])
     if tokenizer is None:
-        console.print(f"[yellow]token ids instead of texts: {escape(why)}[/]")
+        console.print(f"[yellow]token ids instead of texts: {escape(why)}[/]", soft_wrap=True)
     for row in summary.samples:
         place = f"{row['dataset']}/{row['split']}, turn {row['turn']}, ended by {row['finish']}"
         console.print(f"\n[bold]sample[/] of {escape(place)}")

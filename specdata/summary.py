@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from specdata.errors import ManifestError
 from specdata.manifest import read_manifest, verify
+from specdata.schema import ROLLOUTS
 
 BINS = 20
 ROWS_AT_ONCE = 256
 # Columns of labels that are summed up; the first is the acceptance that groups are shown with.
 ACCEPTANCE = {"overlap": "sum of min(p, q)", "accept_prob": "min(1, p/q)"}
-_READ = ["dataset", "split", "turn", "prompt_ids", "completion_ids", "finish"]
 
 Floats = NDArray[np.float64]
 
@@ -140,7 +140,7 @@ def _open(path: Path) -> pq.ParquetFile:
         file = pq.ParquetFile(path)
     except (pa.ArrowInvalid, OSError) as error:
         raise ManifestError(f"shard {path} is not readable parquet ({error})") from error
-    if missing := {*_READ} - {*file.schema_arrow.names}:
+    if missing := {*ROLLOUTS.names} - {*file.schema_arrow.names}:
         raise ManifestError(
             f"shard {path} has no column {sorted(missing)[0]!r}: it holds neither rollouts nor "
             "labels of this program"
@@ -151,7 +151,7 @@ def _open(path: Path) -> pq.ParquetFile:
 def _batches(path: Path) -> Iterator[pa.RecordBatch]:
     file = _open(path)
     there = [name for name in ACCEPTANCE if name in file.schema_arrow.names]
-    yield from file.iter_batches(batch_size=ROWS_AT_ONCE, columns=[*_READ, *there])
+    yield from file.iter_batches(batch_size=ROWS_AT_ONCE, columns=[*ROLLOUTS.names, *there])
 
 
 def _add(summary: Summary, batch: pa.RecordBatch, wanted: set[int], start: int) -> None:
