@@ -49,8 +49,6 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         run_stage(pair_stage(config), config, train)
     found = run_stage(rollouts_stage(config), config, lambda: _rollouts(config))
     say(f"  {found['rows']} completions, {found['tokens']} tokens; ended by {found['finish']}")
-    for line in dropped(found["prompts"]):
-        say(f"  {line}")
     if found["rows"] < found["asked"]:
         say(
             f"  {found['asked'] - found['rows']} later turns left out: their conversations had "
@@ -74,6 +72,8 @@ def _rollouts(config: PipelineConfig) -> dict[str, Any]:
     loaded = load_prompts(wanted.sets, tokenizer, seed=config.seed, max_tokens=longest)
     if not loaded.prompts:
         raise ConfigError("rollouts.sets must name at least one prompt set")
+    for line in dropped(loaded.report):
+        say(f"  {line}")
     settings = {
         **stage.settings,
         "target": identity,

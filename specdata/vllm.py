@@ -36,7 +36,7 @@ PASSING = (408, 425, 429, 500, 502, 503, 504)
 class VllmConfig:
     """Where the server is, and how it is asked."""
 
-    url: str = field(default="http://localhost:8000", metadata={"help": "server, without /v1"})
+    url: str = field(default="http://localhost:8000", metadata={"help": "address of the server"})
     model: str | None = field(
         default=None, metadata={"help": "name it is served under (default: models.target)"}
     )
@@ -110,7 +110,7 @@ class VllmBackend:
                 )
             headers["Authorization"] = f"Bearer {key}"
         self._client = httpx2.Client(
-            base_url=config.url.rstrip("/"),
+            base_url=config.url.rstrip("/").removesuffix("/v1"),
             headers=headers,
             timeout=config.timeout,
             limits=httpx2.Limits(max_connections=config.concurrency),

@@ -132,7 +132,7 @@ def client(
     **changes: Any,
 ) -> Iterator[VllmBackend]:
     backend = VllmBackend(
-        VllmConfig(url=server.url, **{"concurrency": 4, "retries": 2, **changes}),
+        VllmConfig(**{"url": server.url, "concurrency": 4, "retries": 2, **changes}),
         model,
         sampling or SamplingConfig(),
         max_new_tokens=20,
@@ -190,6 +190,8 @@ def test_a_completion_ends_with_its_end_token_or_at_its_longest() -> None:
 def test_another_model_a_wrong_address_and_a_dead_server_are_told_apart() -> None:
     with serving() as server:
         with client(server) as backend:
+            assert backend.check() == 128
+        with client(server, url=f"{server.url}/v1/") as backend:
             assert backend.check() == 128
         with (
             client(server, model="my/target") as backend,
