@@ -96,7 +96,10 @@ def labels_stage(config: PipelineConfig) -> Stage:
         "draft": draft_in_use(config),
         "rollouts": str(folder(config, "rollouts")),
     }
-    size = "as many rows as there are rollouts, about 24 bytes a token"
+    if config.labels.cache:
+        inputs["cache"] = config.labels.cache
+    a_token = 28 + 8 * config.labels.top_logits
+    size = f"as many rows as there are rollouts, at most {a_token} bytes a token"
     return Stage("labels", folder(config, "labels"), settings, inputs, size)
 
 

@@ -31,11 +31,20 @@ class LabelsConfig:
         default=0,
         metadata={"help": "largest target logits kept a position, to label again without it"},
     )
+    cache: str | None = field(
+        default=None,
+        metadata={"help": "labels with kept logits to make these from, without the target"},
+    )
+    bound: bool = field(
+        default=False, metadata={"help": "with cache: upper bounds will do where not exact"}
+    )
 
     def __post_init__(self) -> None:
         at_least_one(self, "labels", "shard_size")
         if self.top_logits < 0:
             raise ConfigError(f"labels.top_logits must be 0 (none) or more, got {self.top_logits}")
+        if self.top_logits and self.cache:
+            raise ConfigError("labels.top_logits must be 0 with labels.cache, which keeps them")
 
 
 def make_labels(
@@ -96,7 +105,6 @@ def labels_from_cache(
     seed: int,
     settings: Mapping[str, Any],
     report: Callable[[int], object],
-    bound: bool = False,
 ) -> int:
     """Label the rollouts of another labels table, from the target logits that it keeps.
 
@@ -106,12 +114,11 @@ def labels_from_cache(
         source: a table made with `top_logits`.
         draft: q.
         folder: the new table's folder.
-        config: sizes; top_logits must be 0, since the logits stay where they are.
+        config: sizes, and whether a bound will do; see `TopLaws`.
         sampling: the law that tokens are served from.
         seed: as in `make_labels`; the same seed draws the same tokens.
         settings: what else identifies the run.
         report: called with the number of rows done.
-        bound: allow a sampler for which the result is a bound; see `TopLaws`.
 
     Raises:
         ConfigError: if the table keeps no logits, or not enough of them for this sampler.
@@ -121,12 +128,10 @@ def labels_from_cache(
         raise ConfigError(
             f"{source} keeps no target logits: make it with labels.top_logits larger than 0"
         )
-    if config.top_logits:
-        raise ConfigError("labels.top_logits must be 0 when labels are made from kept logits")
-    laws = TopLaws(stored["top_logits"], stored["vocabulary"], sampling, bound)
+    laws = TopLaws(stored["top_logits"], stored["vocabulary"], sampling, config.bound)
     q, kept = readout(draft), partial(kept_laws, laws)
     work = Labeller(kept, q, laws.vocabulary, sampling, seed, tokens_at_once(q))
-    settings = {**settings, "bound": bound, "source": str(source)}
+    settings = {**settings, "bound": config.bound}
     return _fill(load_table(source), folder, work, config, LABELS, settings, report)
 
 

@@ -63,12 +63,11 @@ def kept(
         folder / f"full-1-{top}",
         tiny_llama(draft, vocab=V),
         folder / "kept",
-        LabelsConfig(shard_size=5),
+        LabelsConfig(shard_size=5, bound=bound),
         sampling=sampling,
         seed=5,
         settings={},
         report=quiet,
-        bound=bound,
     )
     return load_table(folder / "kept").to_list()
 
