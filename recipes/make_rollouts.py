@@ -6,9 +6,12 @@ accelerate launch recipes/make_rollouts.py --config recipes/configs/toy.yaml
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from distill.toy import train_toy_pair
 from recipes.config import PipelineConfig
@@ -47,7 +50,7 @@ def main(config: PipelineConfig) -> dict[str, Any]:
             return {}
 
         run_stage(pair_stage(config), config, train)
-    found = run_stage(rollouts_stage(config), config, lambda: _rollouts(config))
+    found = run_stage(rollouts_stage(config), config, partial(_rollouts, config))
     say(f"  {found['rows']} completions, {found['tokens']} tokens; ended by {found['finish']}")
     if found["rows"] < found["asked"]:
         say(
@@ -58,15 +61,25 @@ def main(config: PipelineConfig) -> dict[str, Any]:
 
 
 def _rollouts(config: PipelineConfig) -> dict[str, Any]:
-    models, stage, wanted = config.models, rollouts_stage(config), config.rollouts
-    tokenizer = load_tokenizer(models.target)
+    tokenizer = load_tokenizer(config.models.target)
     # Found out now rather than after hours of sampling.
-    check_shared_vocabulary(tokenizer, load_tokenizer(models.draft))
-    backend, identity, limit = _backend(config)
+    check_shared_vocabulary(tokenizer, load_tokenizer(config.models.draft))
+    with ExitStack() as stack:
+        return _complete(config, tokenizer, *_backend(config, stack))
+
+
+def _complete(
+    config: PipelineConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    backend: Backend,
+    identity: dict[str, Any],
+    limit: int,
+) -> dict[str, Any]:
+    stage, wanted = rollouts_stage(config), config.rollouts
     longest = limit - wanted.max_new_tokens
     if longest < 1:
         raise ConfigError(
-            f"rollouts.max_new_tokens is {wanted.max_new_tokens}, but {models.target} takes "
+            f"rollouts.max_new_tokens is {wanted.max_new_tokens}, but the target takes "
             f"{limit} tokens, prompt included: lower it"
         )
     loaded = load_prompts(wanted.sets, tokenizer, seed=config.seed, max_tokens=longest)
@@ -96,7 +109,7 @@ def _rollouts(config: PipelineConfig) -> dict[str, Any]:
     return {**counts, "asked": asked, "prompts": loaded.report}
 
 
-def _backend(config: PipelineConfig) -> tuple[Backend, dict[str, Any], int]:
+def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[str, Any], int]:
     """What completes, what the model is, and how long a text it takes."""
     models, wanted = config.models, config.rollouts
     identity: dict[str, Any] = {"name": models.target, "backend": wanted.backend}
@@ -111,6 +124,7 @@ def _backend(config: PipelineConfig) -> tuple[Backend, dict[str, Any], int]:
             ends=ends,
             seed=config.seed,
         )
+        stack.callback(server.close)
         limit = min(positions(described), server.check() or sys.maxsize)
         identity |= {"served": served}
         backend: Backend = server

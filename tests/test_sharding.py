@@ -188,20 +188,18 @@ def test_what_cannot_work_is_refused_with_what_to_do(
 
 
 def test_the_recipe_asks_a_vllm_server_that_the_configuration_names(
-    pair: Path, tmp_path: Path, alone: dict[str, bytes]
+    pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--rollouts.backend=vllm", "--rollouts.vllm.retries=1"]
+    whole = ["--config", str(pair / "pair.yaml"), "--output", str(tmp_path / "out")]
+    whole += ["--rollouts.backend=vllm", "--rollouts.vllm.retries=1"]
+    whole += ["--rollouts.max_new_tokens", "20"]
     with serving() as server:
-        arguments += ["--rollouts.vllm.url", server.url]
-        ((status, errors),) = end(start(pair, tmp_path, 1, *arguments))
-        assert status == 2
-        assert f"serves 'served', not '{pair}/target'" in errors
-        arguments += ["--rollouts.vllm.model", "served", "--rollouts.max_new_tokens", "20"]
-        ((status, errors),) = end(start(pair, tmp_path, 1, *arguments))
-        assert status == 0, errors
+        whole += ["--rollouts.vllm.url", server.url]
+        assert cli(main, stages, "", whole) == 2
+        assert f"serves 'served', not '{pair}/target'" in capsys.readouterr().err
+        whole += ["--rollouts.vllm.model", "served"]
+        assert cli(main, stages, "", whole) == 0
         assert len(server.bodies) == 2 * PROMPTS
-    rows = load_table(tmp_path / "out" / "rollouts")
-    assert len(rows) == 2 * PROMPTS
-    ((status, errors),) = end(start(pair, tmp_path / "gone", 1, *arguments))
-    assert status == 1
-    assert "did not answer /v1/models in 1 tries" in errors
+    assert len(load_table(tmp_path / "out" / "rollouts")) == 2 * PROMPTS
+    assert cli(main, stages, "", [*whole, "--output", str(tmp_path / "gone")]) == 1
+    assert "did not answer /v1/models in 1 tries" in capsys.readouterr().err
