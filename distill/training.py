@@ -31,8 +31,8 @@ from transformers import (
 from transformers.utils import logging
 
 from specdata.errors import ManifestError
+from specdata.manifest import differences
 from specdata.shards import write_json
-from specdata.tables import differences
 
 # Written last, so its existence means that every rank has written its part of the checkpoint.
 _COMPLETE = "complete.json"

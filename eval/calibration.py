@@ -8,29 +8,17 @@ token was drawn from.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 from scipy.special import expit, logit
 
-from specdata.models import known_ids
-from specdata.probability import SamplingConfig, probabilities
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 Reals = NDArray[np.float64]
 EDGE = 1e-6
 """max q is kept this far from 0 and 1: a one-hot law (greedy, top-k 1) has no finite logit."""
-ROWS = 256
-"""Rollouts that two coefficients are fitted on when the draft has to be run for it."""
-CHUNK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,45 +71,8 @@ def fit_calibration(accept: Reals, q_max: Reals, prior: Calibration = Calibratio
     return Calibration(float(best.x[0]), float(best.x[1]))
 
 
-def calibrate(
-    draft: PreTrainedModel,
-    labels: datasets.Dataset,
-    sampling: SamplingConfig,
-    *,
-    rows: int = ROWS,
-    report: Callable[[int], object] = lambda done: None,
-) -> Calibration:
-    """Fit on the first rows of a labels table.
-
-    Args:
-        draft: the draft that the labels are of. It is run over the rows unless the table holds
-            `log_q_max`.
-        labels: rows with `prompt_ids`, `completion_ids` and `accept_prob`.
-        sampling: the law under which the labels were made.
-        rows: most rows used.
-        report: called with the number of rows done.
-    """
-    accept: list[float] = []
-    q_max: list[float] = []
-    for row in labels.select(range(min(rows, len(labels)))):
-        accept += row["accept_prob"]
-        stored = row.get("log_q_max")
-        q_max += confidences(draft, row, sampling) if stored is None else np.exp(stored).tolist()
-        report(1)
+def calibrate(labels: datasets.Dataset) -> Calibration:
+    """Fit on a labels table (`accept_prob` and `log_q_max` of every position)."""
+    accept = [chance for row in labels["accept_prob"] for chance in row]
+    q_max = [chance for row in labels["log_q_max"] for chance in np.exp(row)]
     return fit_calibration(np.array(accept), np.array(q_max).clip(max=1.0))
-
-
-@torch.inference_mode()
-def confidences(
-    draft: PreTrainedModel, row: dict[str, Any], sampling: SamplingConfig
-) -> list[float]:
-    """max_x q(x | prompt, X_<i) at every position i of a rollout: one forward of the draft."""
-    length = len(row["completion_ids"])
-    ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=draft.device)
-    inputs = known_ids(ids[:, :-1], draft)
-    logits = draft(input_ids=inputs, logits_to_keep=length).logits[0, -length:]
-    return [
-        chance
-        for part in logits.split(CHUNK)
-        for chance in probabilities(part, sampling).amax(dim=-1).tolist()
-    ]

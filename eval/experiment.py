@@ -30,11 +30,11 @@ from eval.results import Method, Results, build_results
 from eval.verifiers import VERIFIERS
 from heads import AcceptanceHead
 from specdata.errors import ConfigError, ManifestError
+from specdata.manifest import differences
 from specdata.probability import SamplingConfig
 from specdata.prompts import Prompt
 from specdata.seeds import generator_for, seed_for
 from specdata.shards import write_json
-from specdata.tables import differences
 
 
 @dataclass(frozen=True, slots=True)

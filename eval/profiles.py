@@ -15,10 +15,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from eval.calibration import confidences
 from heads import AcceptanceHead
 from specdata.models import known_ids
-from specdata.probability import SamplingConfig
 from specdata.seeds import generator_for
 
 
@@ -30,14 +28,14 @@ class Profile:
         accepted: whether the draft's token was accepted.
         accept: its acceptance probability, what a perfect head would say.
         chance: the draft's probability of it.
-        q_max: the largest probability of its law; empty if it was not recorded.
+        q_max: the largest probability of its law.
         head: what the acceptance head says; empty without a head.
     """
 
     accepted: list[bool]
     accept: list[float]
     chance: list[float]
-    q_max: list[float] = field(default_factory=list)
+    q_max: list[float]
     head: list[float] = field(default_factory=list)
 
 
@@ -63,23 +61,23 @@ def head_says(draft: PreTrainedModel, head: AcceptanceHead, row: dict[str, Any])
 
 def profiles(
     rows: datasets.Dataset,
-    sampling: SamplingConfig,
     *,
     seed: int,
     draft: PreTrainedModel | None = None,
     head: AcceptanceHead | None = None,
 ) -> list[Profile]:
-    """Throw the coins, and let draft and head judge each place."""
+    """Throw the coins, and let the head judge each place."""
     made = []
     for row in tqdm(rows, desc="rollouts", unit="rollout", file=sys.stderr):
         generator = generator_for(seed, "replay", row["example_id"], row["sample"])
         accept = torch.tensor(row["accept_prob"], dtype=torch.float64)
         coins = torch.rand(len(accept), generator=generator, dtype=torch.float64)
-        one = Profile((coins < accept).tolist(), accept.tolist(), np.exp(row["log_q"]).tolist())
-        if row.get("log_q_max") is not None:
-            one.q_max = np.exp(row["log_q_max"]).tolist()
-        elif draft is not None:
-            one.q_max = confidences(draft, row, sampling)
+        one = Profile(
+            (coins < accept).tolist(),
+            accept.tolist(),
+            np.exp(row["log_q"]).tolist(),
+            np.exp(row["log_q_max"]).tolist(),
+        )
         if draft is not None and head is not None:
             one.head = head_says(draft, head, row)
         made.append(one)

@@ -29,9 +29,8 @@ from eval.profiles import Profile, profiles
 from heads import AcceptanceHead
 from specdata.errors import ConfigError, ManifestError
 from specdata.models import load_model
-from specdata.probability import SamplingConfig
 from specdata.shards import atomic_write, write_json
-from specdata.tables import load_table, read_manifest
+from specdata.tables import load_table
 
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 FIXED = range(1, 21)
@@ -194,16 +193,15 @@ def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
     if given.head and not given.draft:
         raise ConfigError("--head reads the states of the draft: give --draft too")
     labels = load_table(given.labels)
-    sampling = SamplingConfig(**read_manifest(given.labels)["settings"]["sampling"])
     chosen, others = (_rows(labels, given, split) for split in (given.split, given.fit_split))
     draft = load_model(given.draft, dtype="float32") if given.draft else None
     head = AcceptanceHead.from_pretrained(given.head) if given.head else None
-    texts = profiles(chosen, sampling, seed=given.seed, draft=draft, head=head)
-    fitted = profiles(others, sampling, seed=given.seed, draft=draft)
-    calibration = Calibration()
-    if any(one.q_max for one in fitted):
-        accept = np.concatenate([one.accept for one in fitted])
-        calibration = fit_calibration(accept, np.concatenate([one.q_max for one in fitted]))
+    texts = profiles(chosen, seed=given.seed, draft=draft, head=head)
+    fitted = profiles(others, seed=given.seed)
+    accept, q_max = (
+        np.concatenate([getattr(one, name) for one in fitted]) for name in ("accept", "q_max")
+    )
+    calibration = fit_calibration(accept, q_max.clip(max=1.0))
     costs = {"draft_seconds": given.draft_seconds, "target_seconds": given.target_seconds}
     table = shown(compare(texts, calibration, limit=given.limit, **costs), **costs)
     settings = {name: str(value) for name, value in vars(given).items()}
@@ -237,7 +235,7 @@ def _parser() -> argparse.ArgumentParser:
         help="rows that the logistic model is fitted on; held out from the draft (default: dev)",
     )
     parser.add_argument("--rows", type=int, default=256, help="most rollouts (default: 256)")
-    parser.add_argument("--draft", help="the draft, for max q and for the head")
+    parser.add_argument("--draft", help="the draft, for the head")
     parser.add_argument("--head", help="an acceptance head of that draft")
     parser.add_argument("--limit", type=int, default=20, help="longest draft (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="of the coins")

@@ -21,7 +21,8 @@ from distill.offline import DistilConfig
 from distill.toy import ToyPairConfig
 from eval.methods import EvalConfig
 from heads.config import HeadConfig
-from specdata.errors import ConfigError, at_least_one
+from specdata.acceptance import LabelsConfig
+from specdata.errors import ConfigError
 from specdata.models import check_dtype
 from specdata.probability import SamplingConfig
 from specdata.prompts import PromptSet
@@ -40,16 +41,6 @@ class ModelsConfig:
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class LabelsConfig:
-    """Which rollouts are labelled with the draft's acceptance."""
-
-    shard_size: int = field(default=64, metadata={"help": "rollouts of one shard"})
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "labels", "shard_size")
 
 
 @dataclass(frozen=True, slots=True)

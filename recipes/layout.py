@@ -9,7 +9,7 @@ from eval.methods import calibrates
 from recipes.config import PipelineConfig
 from recipes.run import Stage
 from specdata.errors import ConfigError
-from specdata.prompts import PromptSet, is_file
+from specdata.prompts import prompt_inputs
 
 
 def folder(config: PipelineConfig, stage: str) -> Path:
@@ -25,11 +25,6 @@ def draft_in_use(config: PipelineConfig) -> str:
 def head_in_use(config: PipelineConfig) -> str | None:
     """The trained head, if this run trains one."""
     return str(folder(config, "head") / "model") if config.head else None
-
-
-def _files(sets: list[PromptSet]) -> dict[str, str]:
-    """Prompt files: their content is an input like any other."""
-    return {f"prompts {entry.name}": entry.name for entry in sets if is_file(entry.name)}
 
 
 def pair_stage(config: PipelineConfig) -> Stage:
@@ -48,20 +43,26 @@ def pair_stage(config: PipelineConfig) -> Stage:
 
 def rollouts_stage(config: PipelineConfig) -> Stage:
     """Complete the prompts with the target."""
-    prompts = sum(entry.count for entry in config.rollouts.sets)
+    rollouts = config.rollouts
     settings = {
-        "rollouts": asdict(config.rollouts),
+        "rollouts": rollouts.decisive(),
         "sampling": asdict(config.sampling),
         "seed": config.seed,
         "dtype": config.models.dtype,
     }
-    tokens = prompts * config.rollouts.max_new_tokens
-    size = f"{prompts} completions, at most {tokens:,} tokens"
+    if all(entry.count for entry in rollouts.sets):
+        rows = rollouts.samples * sum(entry.count for entry in rollouts.sets)
+        size = f"{rows} completions (more with later turns), at most "
+        size += f"{rows * rollouts.max_new_tokens:,} tokens"
+    else:
+        size = (
+            f"{rollouts.samples} completions of at most {rollouts.max_new_tokens} tokens a prompt"
+        )
     return Stage(
         "rollouts",
         folder(config, "rollouts"),
         settings,
-        {"target": config.models.target, **_files(config.rollouts.sets)},
+        {"target": config.models.target, **prompt_inputs(config.rollouts.sets)},
         size,
     )
 
@@ -96,7 +97,10 @@ def labels_stage(config: PipelineConfig) -> Stage:
         "draft": draft_in_use(config),
         "rollouts": str(folder(config, "rollouts")),
     }
-    size = "as many rows as there are rollouts, about 24 bytes a token"
+    if config.labels.cache:
+        inputs["cache"] = config.labels.cache
+    a_token = 28 + 8 * config.labels.top_logits
+    size = f"as many rows as there are rollouts, at most {a_token} bytes a token"
     return Stage("labels", folder(config, "labels"), settings, inputs, size)
 
 
@@ -125,7 +129,7 @@ def eval_stage(config: PipelineConfig) -> Stage:
         "dtype": config.models.dtype,
     }
     inputs = {"target": config.models.target, "draft": draft_in_use(config)}
-    inputs |= _files(config.eval.sets)
+    inputs |= prompt_inputs(config.eval.sets)
     if head := head_in_use(config):
         inputs["head"] = head
         if calibrates(config.eval):

@@ -6,19 +6,27 @@ accelerate launch recipes/make_rollouts.py --config recipes/configs/toy.yaml
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from distill.toy import train_toy_pair
 from recipes.config import PipelineConfig
+from recipes.inputs import fingerprint
 from recipes.layout import folder, pair_stage, rollouts_stage
-from recipes.run import Stage, cli, finished, is_main, processes, run_stage, wait_for
+from recipes.run import Stage, cli, finished, is_main, processes, run_stage, say
 from specdata.errors import ConfigError
-from specdata.models import check_length, load_model, load_tokenizer
-from specdata.prompts import load_prompts
-from specdata.rollouts import make_rollouts
-from specdata.vocabulary import check_shared_vocabulary, fingerprint
+from specdata.generation import Backend, TransformersBackend
+from specdata.manifest import read_manifest
+from specdata.models import hub_commit, load_generation, load_model, load_tokenizer, positions
+from specdata.prompts import dropped, load_prompts
+from specdata.rollouts import Dialogue, check_samples, make_rollouts, turns_asked
+from specdata.vllm import VllmBackend
+from specdata.vocabulary import check_shared_vocabulary
+from specdata.vocabulary import fingerprint as vocabulary
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
@@ -27,16 +35,14 @@ def stages(config: PipelineConfig) -> list[Stage]:
 
 
 def main(config: PipelineConfig) -> dict[str, Any]:
-    """Train the toy pair if asked, then make the rollouts. One process does the work."""
+    """Train the toy pair if asked, then make the rollouts with every process there is."""
+    check_samples(config.rollouts, config.sampling)
     if config.toy and processes() > 1 and not finished(folder(config, "pair")):
         # Its Trainer would wait for the others, which have nothing to train.
         raise ConfigError(
             "the embedded pair is trained by one process: run python recipes/make_rollouts.py once "
             f"before starting {processes()} processes"
         )
-    if not is_main():
-        wait_for(folder(config, "rollouts"))
-        return {}
     if toy := config.toy:
 
         def train() -> dict[str, Any]:
@@ -44,33 +50,92 @@ def main(config: PipelineConfig) -> dict[str, Any]:
             return {}
 
         run_stage(pair_stage(config), config, train)
-    return run_stage(rollouts_stage(config), config, lambda: _rollouts(config))
+    found = run_stage(rollouts_stage(config), config, partial(_rollouts, config))
+    say(f"  {found['rows']} completions, {found['tokens']} tokens; ended by {found['finish']}")
+    if found["rows"] < found["asked"]:
+        say(
+            f"  {found['asked'] - found['rows']} later turns left out: their conversations had "
+            "grown longer than the context"
+        )
+    return found
 
 
 def _rollouts(config: PipelineConfig) -> dict[str, Any]:
-    models, stage = config.models, rollouts_stage(config)
-    tokenizer = load_tokenizer(models.target)
+    tokenizer = load_tokenizer(config.models.target)
     # Found out now rather than after hours of sampling.
-    check_shared_vocabulary(tokenizer, load_tokenizer(models.draft))
-    prompts = load_prompts(config.rollouts.sets, tokenizer, seed=config.seed)
-    target = load_model(models.target, dtype=models.dtype)
-    if not prompts:
+    check_shared_vocabulary(tokenizer, load_tokenizer(config.models.draft))
+    with ExitStack() as stack:
+        return _complete(config, tokenizer, *_backend(config, stack))
+
+
+def _complete(
+    config: PipelineConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    backend: Backend,
+    identity: dict[str, Any],
+    limit: int,
+) -> dict[str, Any]:
+    stage, wanted = rollouts_stage(config), config.rollouts
+    longest = limit - wanted.max_new_tokens
+    if longest < 1:
+        raise ConfigError(
+            f"rollouts.max_new_tokens is {wanted.max_new_tokens}, but the target takes "
+            f"{limit} tokens, prompt included: lower it"
+        )
+    loaded = load_prompts(wanted.sets, tokenizer, seed=config.seed, max_tokens=longest)
+    if not loaded.prompts:
         raise ConfigError("rollouts.sets must name at least one prompt set")
-    longest = max(len(prompt.ids) for prompt in prompts)
-    check_length(target, longest + config.rollouts.max_new_tokens)
-    settings = {**stage.settings, "target": models.target, "tokenizer": fingerprint(tokenizer)}
-    with tqdm(total=len(prompts), desc="rollouts", unit="prompt", file=sys.stderr) as bar:
-        rows = make_rollouts(
-            target,
-            prompts,
+    for line in dropped(loaded.report):
+        say(f"  {line}")
+    settings = {
+        **stage.settings,
+        "target": identity,
+        "tokenizer": vocabulary(tokenizer),
+        "prompts": loaded.report,
+    }
+    asked = turns_asked(loaded.prompts, wanted.samples)
+    bar = tqdm(total=asked, desc="rollouts", unit="row", file=sys.stderr, disable=not is_main())
+    with bar:
+        make_rollouts(
+            backend,
+            loaded.prompts,
             stage.folder,
-            config.rollouts,
-            sampling=config.sampling,
-            seed=config.seed,
+            wanted,
+            dialogue=Dialogue(tokenizer, longest),
             settings=settings,
             report=bar.update,
         )
-    return {"rows": rows, "asked": sum(entry.count for entry in config.rollouts.sets)}
+    counts = read_manifest(stage.folder)["counts"]
+    return {**counts, "asked": asked, "prompts": loaded.report}
+
+
+def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[str, Any], int]:
+    """What completes, what the model is, and how long a text it takes."""
+    models, wanted = config.models, config.rollouts
+    identity: dict[str, Any] = {"name": models.target, "backend": wanted.backend}
+    if wanted.backend == "vllm":
+        described, ends = load_generation(models.target)
+        served = wanted.vllm.model or models.target
+        server = VllmBackend(
+            wanted.vllm,
+            served,
+            config.sampling,
+            max_new_tokens=wanted.max_new_tokens,
+            ends=ends,
+            seed=config.seed,
+        )
+        stack.callback(server.close)
+        limit = min(positions(described), server.check() or sys.maxsize)
+        identity |= {"served": served}
+        backend: Backend = server
+    else:
+        model = load_model(models.target, dtype=models.dtype)
+        described, limit = model.config, positions(model.config)
+        backend = TransformersBackend(
+            model, config.sampling, wanted.max_new_tokens, wanted.batch_size, config.seed
+        )
+    identity["revision"] = hub_commit(models.target) or fingerprint(models.target)
+    return backend, identity, limit
 
 
 if __name__ == "__main__":

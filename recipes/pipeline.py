@@ -13,7 +13,7 @@ from recipes.config import PipelineConfig
 from recipes.layout import all_stages, eval_folder
 from recipes.run import Stage, cli, say
 from specdata.errors import ConfigError
-from specdata.prompts import read_texts
+from specdata.prompts import check_sets
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
@@ -41,8 +41,7 @@ def check(config: PipelineConfig) -> None:
     """Find before the first stage what would stop a later one. Raises ConfigError."""
     run_eval.check(config)
     publish.check(config)
-    for entry in config.rollouts.sets:
-        read_texts(entry, config.seed)
+    check_sets(config.rollouts.sets, config.seed)
     splits = {entry.split for entry in config.rollouts.sets}
     if (config.draft or config.head) and not {"train", "dev"} <= splits:
         raise ConfigError(

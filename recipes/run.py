@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import os
 import sys
@@ -14,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import transformers
 import yaml
@@ -22,23 +21,32 @@ from safetensors import SafetensorError
 
 from eval.environment import describe_environment
 from recipes.config import PipelineConfig, parse
+from recipes.inputs import fingerprint as fingerprint
 from specdata.errors import (
     CacheNotRewindableError,
     ConfigError,
     ManifestError,
     VocabularyMismatchError,
 )
+from specdata.manifest import MANIFEST, differences
 from specdata.models import device
-from specdata.shards import sha256, write_json
-from specdata.tables import differences
+from specdata.processes import is_main as is_main
+from specdata.processes import processes as processes
+from specdata.shards import try_locked, write_json
+from specdata.tables import PROGRESS
 
 RUN = "run.json"
 LOCK = ".lock"
+# Seconds between two looks at a folder that the main process works in, and how long it may be away
+# from it (between two stages, while it loads models) before the others give up.
+PAUSE = 0.5
+PATIENCE = 600
+# A process that waits holds the lock for a moment to see whether it is free; so it is tried again.
+RETRIES = 5
+BARE = {RUN, LOCK, MANIFEST, PROGRESS}
 # Everything else that is raised is trouble outside (OSError) or a defect with its traceback.
 USER_ERRORS = (ConfigError, ManifestError, VocabularyMismatchError, CacheNotRewindableError)
 KEYS = ("stage", "settings", "inputs", "finished", "wall_seconds", "results")
-# Larger files are recognised by their size and their two ends.
-WHOLE_FILE = 64 << 20
 
 # Tables of a report need 100 columns; a narrower terminal wraps them, a log file has no width.
 console = Console(highlight=False, soft_wrap=True, width=max(100, Console().width))
@@ -108,6 +116,7 @@ def run_stage(
     say(f"[bold]{stage.name}[/]: {'continuing' if stored else 'starting'} in {stage.folder}")
     begun = time.perf_counter()
     if not is_main():
+        _wait(stage.folder, path.exists, PATIENCE)  # the main process has accepted the folder
         found = work()
         wait_for(stage.folder)  # the next stage looks for what the main process writes last
         return found
@@ -116,12 +125,14 @@ def run_stage(
         try:
             record["results"] = work()
         except USER_ERRORS:
-            if {file.name for file in stage.folder.iterdir()} <= {RUN, LOCK}:
-                path.unlink()  # nothing was made yet: the corrected command may use the folder
+            if {file.name for file in stage.folder.iterdir()} <= BARE:
+                # Nothing was made yet: the corrected command may use the folder.
+                (stage.folder / MANIFEST).unlink(missing_ok=True)
+                path.unlink()
             raise
-    record["wall_seconds"] = time.perf_counter() - begun  # of the session that finished it
-    record["finished"] = True
-    write_json(path, record)
+        record["wall_seconds"] = time.perf_counter() - begun  # of the session that finished it
+        record["finished"] = True
+        write_json(path, record)
     say(f"[green]{stage.name}: done[/] in {record['wall_seconds']:.0f} s")
     return dict(record["results"])
 
@@ -131,17 +142,18 @@ def _locked(folder: Path) -> Iterator[None]:
     """Refuse a second run in the same folder; the lock goes with the process, however it ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = (folder / LOCK).open("w")
+        (folder / LOCK).touch()
     except OSError as error:
         raise ConfigError(
             f"cannot write into {folder} ({error.strerror}): choose another --output"
         ) from error
-    with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(f"another process is working in {folder}: wait for it") from error
-        yield
+    for _ in range(RETRIES):
+        with try_locked(folder / LOCK) as mine:
+            if mine:
+                yield
+                return
+        time.sleep(PAUSE / RETRIES)
+    raise ConfigError(f"another process is working in {folder}: wait for it")
 
 
 def _stored(stage: Stage, record: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -169,45 +181,6 @@ def _stored(stage: Stage, record: Mapping[str, Any]) -> dict[str, Any] | None:
     return stored
 
 
-def fingerprint(source: str) -> str:
-    """What identifies an input: a hash over a file, or over a folder's files; a Hub id itself.
-
-    run.json is left out, because it holds times; checkpoints and hidden files (a lock, what a
-    killed run left) are not part of an artefact.
-    """
-    path = Path(source)
-    if path.is_file():
-        return sha256(path)[:16]
-    if not path.is_dir():
-        return source
-    parts = [
-        f"{file.name} {file.stat().st_size} {_sample(file)}"
-        for file in sorted(path.iterdir())
-        if file.is_file() and file.name != RUN and not file.name.startswith(".")
-    ]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def _sample(path: Path) -> str:
-    if path.stat().st_size <= WHOLE_FILE:
-        return sha256(path)
-    with path.open("rb") as handle:
-        digest = hashlib.sha256(handle.read(1 << 20))
-        handle.seek(-(1 << 20), os.SEEK_END)
-        digest.update(handle.read())
-    return digest.hexdigest()
-
-
-def processes() -> int:
-    """How many processes the launcher started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def is_main() -> bool:
-    """Whether this is the process that writes and speaks."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
 def say(text: str) -> None:
     """Print a line, in the main process only."""
     if is_main():
@@ -232,14 +205,34 @@ def finished(folder: Path) -> bool:
     return (folder / RUN).is_file() and bool(read_record(folder)["finished"])
 
 
-def wait_for(folder: Path) -> None:
-    """Wait until the main process has finished a stage that one process does.
+def wait_for(folder: Path, patience: float = PATIENCE) -> None:
+    """Wait until the main process has finished a stage.
 
     Not a barrier of the process group: such a stage may outlast its time limit. If the main
-    process fails, the launcher ends the others.
+    process fails, the launcher of its machine ends the others there; on other machines they see
+    that nobody holds the folder's lock.
+
+    Raises:
+        TimeoutError: if the main process is gone.
     """
-    while not finished(folder):
-        time.sleep(1)
+    _wait(folder, lambda: finished(folder), patience)
+
+
+def _wait(folder: Path, done: Callable[[], bool], patience: float) -> None:
+    alone = time.monotonic()
+    while not done():
+        time.sleep(PAUSE)
+        if _held(folder / LOCK):
+            alone = time.monotonic()
+        elif time.monotonic() - alone > patience and not done():
+            raise TimeoutError(f"no main process has been at work in {folder} for {patience:.0f} s")
+
+
+def _held(lock: Path) -> bool:
+    if not lock.exists():
+        return False
+    with try_locked(lock) as free:
+        return not free
 
 
 def need(folder: Path, recipe: str) -> None:
@@ -279,6 +272,7 @@ def cli(
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
     try:
         command = parse(sys.argv[1:] if arguments is None else arguments, description)
         if command.plan:

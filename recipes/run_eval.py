@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
-from eval.calibration import ROWS, Calibration, calibrate
+from eval.calibration import Calibration, calibrate
 from eval.environment import describe_environment
 from eval.experiment import Artefacts, run_experiment
 from eval.methods import UNCALIBRATED, calibrates, check_methods, with_calibration
@@ -40,11 +39,11 @@ from recipes.run import (
     say,
 )
 from recipes.train_draft import of_split
+from specdata.acceptance import load_labels
 from specdata.errors import ConfigError
-from specdata.models import check_length, load_model, load_tokenizer
-from specdata.prompts import load_prompts, read_texts
+from specdata.models import load_model, load_tokenizer, longest_prompt
+from specdata.prompts import check_sets, dropped, load_prompts
 from specdata.shards import write_json
-from specdata.tables import load_table
 from specdata.vocabulary import check_shared_vocabulary
 
 
@@ -56,8 +55,7 @@ def stages(config: PipelineConfig) -> list[Stage]:
 def check(config: PipelineConfig) -> None:
     """Find impossible methods and missing files before any model is loaded. Raises ConfigError."""
     check_methods(config.eval, config.sampling, head=config.head is not None)
-    for entry in config.eval.sets:
-        read_texts(entry, config.seed)
+    check_sets(config.eval.sets, config.seed)
 
 
 def main(config: PipelineConfig) -> dict[str, Any]:
@@ -80,16 +78,17 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     models, head_name, draft_name = config.models, head_in_use(config), draft_in_use(config)
     tokenizer = load_tokenizer(models.target)
     check_shared_vocabulary(tokenizer, load_tokenizer(draft_name))
-    prompts = load_prompts(config.eval.sets, tokenizer, seed=config.seed)
     target = load_model(models.target, dtype=models.dtype)
-    longest = max(len(prompt.ids) for prompt in prompts) + config.eval.max_new_tokens
-    check_length(target, longest)
     draft = load_model(draft_name, dtype=models.dtype)
-    check_length(draft, longest)
+    room = min(longest_prompt(model, config.eval.max_new_tokens) for model in (target, draft))
+    loaded = load_prompts(config.eval.sets, tokenizer, seed=config.seed, max_tokens=room)
+    prompts = loaded.prompts
+    for line in dropped(loaded.report):
+        say(line)
     head = _load_head(head_name) if head_name else None
     evaluation, fitted = config.eval, None
     if calibrates(evaluation):
-        fitted = _calibration(config, draft, stage.folder / "calibration.json")
+        fitted = _calibration(config, stage.folder / "calibration.json")
         evaluation = with_calibration(evaluation, (fitted["intercept"], fitted["slope"]))
     artefacts = Artefacts(
         target,
@@ -118,10 +117,15 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         torch.set_num_threads(before)
     write_results(stage.folder / "results.json", results)
     write_report(results, stage.folder, _context(config))
-    return {"runs": len(results.runs), "prompts": len(prompts), "calibration": fitted}
+    return {
+        "runs": len(results.runs),
+        "prompts": len(prompts),
+        "prompt_sets": loaded.report,
+        "calibration": fitted,
+    }
 
 
-def _calibration(config: PipelineConfig, draft: PreTrainedModel, path: Path) -> dict[str, Any]:
+def _calibration(config: PipelineConfig, path: Path) -> dict[str, Any]:
     """The logistic model of the methods that give none, kept so that a resume uses the same."""
     if path.is_file():
         stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -129,10 +133,9 @@ def _calibration(config: PipelineConfig, draft: PreTrainedModel, path: Path) -> 
     calibration, rows = Calibration(*UNCALIBRATED), 0
     if config.head:
         # Not on the rollouts that the draft was distilled on: there it is accepted more often.
-        labels = of_split(load_table(folder(config, "labels")), "dev", folder(config, "labels"))
-        rows = min(ROWS, len(labels))
-        with tqdm(total=rows, desc="calibration", unit="rollout", file=sys.stderr) as bar:
-            calibration = calibrate(draft, labels, config.sampling, report=bar.update)
+        where = folder(config, "labels")
+        labels = of_split(load_labels(where, config.sampling), "dev", where)
+        calibration, rows = calibrate(labels), len(labels)
         say(
             f"  P(accept) = sigmoid({calibration.intercept:.3f} + {calibration.slope:.3f} "
             f"logit(max q)), fitted on {rows} labelled rollouts"

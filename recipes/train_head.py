@@ -6,7 +6,10 @@ accelerate launch recipes/train_head.py --config recipes/configs/toy.yaml
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -14,13 +17,15 @@ from tqdm import tqdm
 from heads.train import train_head
 from recipes.config import PipelineConfig
 from recipes.layout import draft_in_use, folder, head_stage, labels_stage
-from recipes.run import Stage, cli, is_main, need, run_stage, say, wait_for
+from recipes.run import Stage, cli, fingerprint, is_main, need, run_stage, say
 from recipes.train_draft import of_split
-from specdata.acceptance import make_labels, mean_of
+from specdata.acceptance import labels_from_cache, load_labels, make_labels, mean_overlap
 from specdata.errors import ConfigError
-from specdata.models import load_model, load_tokenizer
+from specdata.manifest import differences, read_manifest
+from specdata.models import hub_commit, load_model, load_tokenizer
 from specdata.tables import load_table
-from specdata.vocabulary import check_shared_vocabulary, fingerprint
+from specdata.vocabulary import check_shared_vocabulary
+from specdata.vocabulary import fingerprint as vocabulary
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
@@ -36,11 +41,9 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     need(folder(config, "rollouts"), "make_rollouts.py")
     if config.draft:
         need(folder(config, "draft"), "train_draft.py")
-    if is_main():
-        shares = run_stage(labels, config, lambda: _label(config, labels))["acceptance"]
-        for name, share in shares.items():
-            say(f"  acceptance of the draft along {name}: {share:.3f}")
-    wait_for(labels.folder)
+    shares = run_stage(labels, config, lambda: _label(config, labels))["acceptance"]
+    for name, share in shares.items():
+        say(f"  acceptance of the draft along {name}: {share:.3f}")
     found = run_stage(head, config, lambda: _train(config, head))
     after = found["after"]
     shown = ", ".join(
@@ -56,35 +59,51 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     models, draft_name = config.models, draft_in_use(config)
     tokenizer = load_tokenizer(models.target)
     check_shared_vocabulary(tokenizer, load_tokenizer(draft_name))
-    target = load_model(models.target, dtype=models.dtype)
     draft = load_model(draft_name, dtype=models.dtype)
     rollouts = load_table(folder(config, "rollouts"))
-    settings = {**stage.settings, "draft": draft_name, "tokenizer": fingerprint(tokenizer)}
-    with tqdm(total=len(rollouts), desc="labels", unit="rollout", file=sys.stderr) as bar:
-        rows = make_labels(
-            target,
-            draft,
-            rollouts,
+    source = {
+        "target": _identity(models.target),
+        "tokenizer": vocabulary(tokenizer),
+        "rollouts": fingerprint(str(folder(config, "rollouts"))),
+    }
+    make: Callable[..., int]
+    if cache := config.labels.cache:
+        _check_cache(Path(cache), source)
+        make = partial(labels_from_cache, Path(cache), draft)
+    else:
+        make = partial(make_labels, load_model(models.target, dtype=models.dtype), draft, rollouts)
+    with tqdm(
+        total=len(rollouts), desc="labels", unit="rollout", file=sys.stderr, disable=not is_main()
+    ) as bar:
+        rows = make(
             stage.folder,
+            config.labels,
             sampling=config.sampling,
             seed=config.seed,
-            shard_size=config.labels.shard_size,
-            settings=settings,
+            settings={**stage.settings, **source, "draft": _identity(draft_name)},
             report=bar.update,
         )
-    table = load_table(stage.folder)
-    names = [f"{row['dataset']}/{row['split']}" for row in table]
-    overlaps = list(table["overlap"])
-    acceptance = {
-        name: mean_of([values for values, at in zip(overlaps, names, strict=True) if at == name])
-        for name in dict.fromkeys(names)
-    }
-    return {"rows": rows, "acceptance": acceptance}
+    return {"rows": rows, "acceptance": mean_overlap(load_labels(stage.folder, config.sampling))}
+
+
+def _check_cache(cache: Path, source: dict[str, Any]) -> None:
+    """Raise ConfigError unless kept logits are this run's target's along this run's rollouts."""
+    stored = read_manifest(cache)["settings"]
+    if changed := differences({name: stored.get(name) for name in source}, source):
+        raise ConfigError(
+            f"labels.cache {cache} was made of other rollouts or by another target: leave it out, "
+            "or name labels of the same. Stored -> this run's:\n  " + "\n  ".join(changed)
+        )
+
+
+def _identity(name: str) -> dict[str, str]:
+    """A model's name, and its commit on the Hub or what its folder holds."""
+    return {"name": name, "revision": hub_commit(name) or fingerprint(name)}
 
 
 def _train(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     assert config.head is not None
-    labels = load_table(folder(config, "labels"))
+    labels = load_labels(folder(config, "labels"), config.sampling)
     draft_name = draft_in_use(config)
     found = train_head(
         draft=load_model(draft_name, dtype=config.models.dtype),

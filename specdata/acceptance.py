@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import datasets
-import torch
-from torch import Tensor
+import pyarrow as pa
 from transformers import PreTrainedModel
 
-from specdata.models import known_ids
-from specdata.probability import (
-    SamplingConfig,
-    accept_probability,
-    inverse_cdf,
-    overlap,
-    probabilities,
-    to_vocabulary,
-)
-from specdata.schema import LABELS, Label, Rollout
-from specdata.seeds import generator_for
-from specdata.tables import fill_table
+from specdata.errors import ConfigError, ManifestError, at_least_one
+from specdata.labelling import Labeller, kept_laws, target_laws, tokens_at_once
+from specdata.manifest import differences, read_manifest
+from specdata.probability import SamplingConfig
+from specdata.readout import readout
+from specdata.schema import LABELS, TOP_LOGITS, Label
+from specdata.tables import fill_table, load_table
+from specdata.top_logits import TopLaws
 
-# Positions whose laws over the vocabulary are held at once.
-CHUNK = 256
+
+@dataclass(frozen=True, slots=True)
+class LabelsConfig:
+    """How rollouts are labelled with the draft's acceptance."""
+
+    shard_size: int = field(default=64, metadata={"help": "rollouts of one shard"})
+    top_logits: int = field(
+        default=0,
+        metadata={"help": "largest target logits kept a position, to label again without it"},
+    )
+    cache: str | None = field(
+        default=None,
+        metadata={"help": "labels with kept logits to make these from, without the target"},
+    )
+    bound: bool = field(
+        default=False, metadata={"help": "with cache: upper bounds will do where not exact"}
+    )
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "labels", "shard_size")
+        if self.top_logits < 0:
+            raise ConfigError(f"labels.top_logits must be 0 (none) or more, got {self.top_logits}")
+        if self.top_logits and self.cache:
+            raise ConfigError("labels.top_logits must be 0 with labels.cache, which keeps them")
 
 
 def make_labels(
@@ -34,80 +52,129 @@ def make_labels(
     draft: PreTrainedModel,
     rollouts: datasets.Dataset,
     folder: Path,
+    config: LabelsConfig,
     *,
     sampling: SamplingConfig,
     seed: int,
-    shard_size: int,
     settings: Mapping[str, Any],
     report: Callable[[int], object],
 ) -> int:
     """Label every position of every rollout, under the sampler that serving will use.
 
-    One teacher-forced pass of each model a rollout; see `fill_table` for resume and errors.
+    One teacher-forced pass of each model, in batches that the shard alone decides. See `fill_table`
+    for several processes, resume and errors.
+
+    Args:
+        target: p.
+        draft: q.
+        rollouts: the target's completions.
+        folder: the table's folder.
+        config: sizes.
+        sampling: the law that tokens are served from; stored, and checked by `load_labels`.
+        seed: the run's seed; a row's own seed is made of it and of what identifies the row.
+        settings: what else identifies the run, stored in the manifest.
+        report: called with the number of rows done.
 
     Returns:
         Number of labelled rollouts.
+
+    Raises:
+        ConfigError: if a rollout is longer than a model's context.
     """
-    shards = [
-        partial(_label_rows, target, draft, rollouts, start, shard_size, sampling, seed)
-        for start in range(0, len(rollouts), shard_size)
-    ]
-    return fill_table(folder, LABELS, settings, shards, report)
+    p, q = readout(target), readout(draft)
+    top = min(config.top_logits, p.vocabulary)
+    work = Labeller(
+        partial(target_laws, p, sampling, top),
+        q,
+        p.vocabulary,
+        sampling,
+        seed,
+        tokens_at_once(p, q),
+    )
+    schema = pa.schema([*LABELS, *TOP_LOGITS]) if top else LABELS
+    return _fill(rollouts, folder, work, config, schema, {**settings, "top_logits": top}, report)
 
 
-def _label_rows(
-    target: PreTrainedModel,
+def labels_from_cache(
+    source: Path,
     draft: PreTrainedModel,
+    folder: Path,
+    config: LabelsConfig,
+    *,
+    sampling: SamplingConfig,
+    seed: int,
+    settings: Mapping[str, Any],
+    report: Callable[[int], object],
+) -> int:
+    """Label the rollouts of another labels table, from the target logits that it keeps.
+
+    The target is not run. What is exact, and what is refused: see `TopLaws`.
+
+    Args:
+        source: a table made with `top_logits`.
+        draft: q.
+        folder: the new table's folder.
+        config: sizes, and whether a bound will do; see `TopLaws`.
+        sampling: the law that tokens are served from.
+        seed: as in `make_labels`; the same seed draws the same tokens.
+        settings: what else identifies the run.
+        report: called with the number of rows done.
+
+    Raises:
+        ConfigError: if the table keeps no logits, or not enough of them for this sampler.
+    """
+    stored = read_manifest(source)["settings"]
+    if not stored.get("top_logits"):
+        raise ConfigError(
+            f"{source} keeps no target logits: make it with labels.top_logits larger than 0"
+        )
+    laws = TopLaws(stored["top_logits"], stored["vocabulary"], sampling, config.bound)
+    q, kept = readout(draft), partial(kept_laws, laws)
+    work = Labeller(kept, q, laws.vocabulary, sampling, seed, tokens_at_once(q))
+    settings = {**settings, "bound": config.bound}
+    return _fill(load_table(source), folder, work, config, LABELS, settings, report)
+
+
+def load_labels(folder: Path, sampling: SamplingConfig) -> datasets.Dataset:
+    """Read labels that were made under this sampler.
+
+    Raises:
+        ManifestError: if the table cannot be read, or was made under another sampler: a head would
+            learn the acceptance of laws that are never served.
+    """
+    stored = read_manifest(folder)["settings"].get("sampling") or {}
+    if changed := differences(stored, asdict(sampling)):
+        raise ManifestError(
+            f"the labels in {folder} were made under another sampler than the one asked for: label "
+            "the rollouts again, or ask for theirs. Stored -> asked:\n  " + "\n  ".join(changed)
+        )
+    return load_table(folder)
+
+
+def _fill(
     rollouts: datasets.Dataset,
-    start: int,
-    count: int,
-    sampling: SamplingConfig,
-    seed: int,
-) -> list[Label]:
-    rows: list[Rollout] = rollouts.select(range(start, min(start + count, len(rollouts)))).to_list()
-    return [label(target, draft, row, sampling, seed) for row in rows]
+    folder: Path,
+    work: Labeller,
+    config: LabelsConfig,
+    schema: pa.Schema,
+    settings: Mapping[str, Any],
+    report: Callable[[int], object],
+) -> int:
+    def shard(start: int) -> list[Label]:
+        stop = min(start + config.shard_size, len(rollouts))
+        return work(rollouts.select(range(start, stop)).to_list())
+
+    own = {"sampling": asdict(work.sampling), "seed": work.seed, "vocabulary": work.vocabulary}
+    shards = [partial(shard, start) for start in range(0, len(rollouts), config.shard_size)]
+    return fill_table(folder, schema, {**settings, **own}, shards, report)
 
 
-@torch.inference_mode()
-def label(
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    row: Rollout,
-    sampling: SamplingConfig,
-    seed: int,
-) -> Label:
-    """Label one rollout: Y_i ~ q(. | prompt, X_<i) and min(1, p(Y_i)/q(Y_i)) at each position i.
-
-    SpecDec++ (Huang et al., arXiv:2405.19715), section 4.1. Memory grows with `CHUNK` x V, not
-    with the length times V, beyond the logits of one forward.
-    """
-    length = len(row["completion_ids"])
-    ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=target.device)
-    # Position t of a forward predicts token t + 1, so these rows are the laws of X_1 .. X_n.
-    logits = [
-        model(input_ids=known_ids(ids[:, :-1], model), logits_to_keep=length).logits[0, -length:]
-        for model in (target, draft)
-    ]
-    logits[1] = to_vocabulary(logits[1], logits[0].shape[-1])
-    generator = generator_for(seed, "label", row["example_id"], row["sample"])
-    uniforms = torch.rand(length, generator=generator, dtype=torch.float64).to(target.device)
-    columns: dict[str, list[Tensor]] = {name: [] for name in LABELS.names[-5:]}
-    for begin in range(0, length, CHUNK):
-        here = slice(begin, begin + CHUNK)
-        p, q = (probabilities(part[here], sampling) for part in logits)
-        drafted = inverse_cdf(q, uniforms[here])
-        at = drafted.unsqueeze(-1)
-        p_at, q_at = p.gather(-1, at).squeeze(-1), q.gather(-1, at).squeeze(-1)
-        columns["draft_ids"].append(drafted)
-        columns["accept_prob"].append(accept_probability(p_at, q_at))
-        # A drafted token that the target gives 0 has log p = -inf; parquet stores it as such.
-        columns["log_p"].append(p_at.log())
-        columns["log_q"].append(q_at.log())
-        columns["overlap"].append(overlap(p, q))
-    lists = {name: torch.cat(parts).tolist() for name, parts in columns.items()}
-    return cast(Label, {**row, **lists})
-
-
-def mean_of(rows: Sequence[Sequence[float]]) -> float:
-    """Mean over all positions of all rows."""
-    return sum(map(sum, rows)) / max(1, sum(map(len, rows)))
+def mean_overlap(labels: datasets.Dataset) -> dict[str, float]:
+    """Mean of sum_x min(p, q) over all positions of each "set/split"."""
+    sums: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for row in labels.select_columns(["dataset", "split", "overlap"]):
+        name = f"{row['dataset']}/{row['split']}"
+        sums[name] = sums.get(name, 0.0) + sum(row["overlap"])
+        counts[name] = counts.get(name, 0) + len(row["overlap"])
+    return {name: total / max(1, counts[name]) for name, total in sums.items()}

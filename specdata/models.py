@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -67,20 +72,61 @@ def hub_source(name: str) -> tuple[str, str | None]:
     return (source, revision) if found and not Path(name).exists() else (name, None)
 
 
+def hub_commit(name: str) -> str | None:
+    """The commit of a Hub model that has been loaded; None for a folder."""
+    source, revision = hub_source(name)
+    if Path(source).exists():
+        return None
+    # The cache is the one place that says what a branch meant when it was loaded.
+    path = try_to_load_from_cache(source, "config.json", revision=revision or "main")
+    return Path(path).parent.name if isinstance(path, str) else None
+
+
 def device() -> torch.device:
     """The GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def load_generation(name: str) -> tuple[PreTrainedConfig, frozenset[int]]:
+    """A model's configuration and the ids that end its texts, without its weights.
+
+    Raises:
+        ConfigError: if it cannot be had.
+    """
+    source, revision = hub_source(name)
+
+    def load() -> tuple[PreTrainedConfig, GenerationConfig]:
+        config = AutoConfig.from_pretrained(source, revision=revision)
+        try:
+            return config, GenerationConfig.from_pretrained(source, revision=revision)
+        except OSError:  # it has no generation_config.json
+            return config, GenerationConfig.from_model_config(config)
+
+    config, generation = _from_hub("model configuration", name, load)
+    return config, _ends(generation)
+
+
+def positions(config: PreTrainedConfig) -> int:
+    """The longest text that a model has positions for, in tokens."""
+    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return sys.maxsize if limit is None else limit
+
+
 def check_length(model: PreTrainedModel, longest: int) -> None:
     """Raise ConfigError if a text of `longest` tokens is more than the model has positions for."""
-    limit = model.config.get_text_config().max_position_embeddings
+    limit = positions(model.config)
     if longest > limit:
         raise ConfigError(
             f"the longest prompt and max_new_tokens make {longest} tokens, but "
             f"{model.config.name_or_path or 'the model'} has positions for {limit}: lower "
             "max_new_tokens or leave out long prompts"
         )
+
+
+def longest_prompt(model: PreTrainedModel, max_new_tokens: int) -> int:
+    """Most tokens of a prompt that leave a model room for its completion. Raises ConfigError."""
+    check_length(model, 1 + max_new_tokens)
+    return positions(model.config) - max_new_tokens
 
 
 def known_ids(ids: Tensor, model: PreTrainedModel) -> Tensor:
@@ -94,7 +140,11 @@ def known_ids(ids: Tensor, model: PreTrainedModel) -> Tensor:
 
 def end_ids(model: PreTrainedModel) -> frozenset[int]:
     """Token ids that end a text, from the model's generation configuration."""
-    ids = model.generation_config.eos_token_id
+    return _ends(model.generation_config)
+
+
+def _ends(generation: GenerationConfig) -> frozenset[int]:
+    ids = generation.eos_token_id
     if ids is None:
         return frozenset()
     return frozenset([ids] if isinstance(ids, int) else ids)

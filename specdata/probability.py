@@ -65,12 +65,25 @@ def probabilities(logits: Tensor, sampling: SamplingConfig) -> Tensor:
         logits = logits.masked_fill(logits < kth, float("-inf"))
     probs = logits.softmax(dim=-1)
     if sampling.top_p < 1.0:
-        ordered, index = probs.sort(dim=-1, descending=True, stable=True)
-        # A token stays while the mass before it is below top_p, so the best one always stays.
-        outside = ordered.cumsum(dim=-1) - ordered >= sampling.top_p
-        probs = probs.masked_fill(outside.gather(-1, index.argsort(dim=-1)), 0.0)
-        probs = probs / probs.sum(dim=-1, keepdim=True)
+        probs = nucleus(probs, sampling.top_p)
     return probs
+
+
+def nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """Keep the smallest set of most likely tokens whose mass reaches top_p, and normalise.
+
+    Args:
+        probs: (..., V); rows may miss mass, as long as what is there reaches top_p.
+        top_p: in (0, 1].
+
+    Returns:
+        (..., V), rows sum to 1.
+    """
+    ordered, index = probs.sort(dim=-1, descending=True, stable=True)
+    # A token stays while the mass before it is below top_p, so the best one always stays.
+    outside = ordered.cumsum(dim=-1) - ordered >= top_p
+    probs = probs.masked_fill(torch.zeros_like(outside).scatter_(-1, index, outside), 0.0)
+    return probs / probs.sum(dim=-1, keepdim=True)
 
 
 def to_vocabulary(logits: Tensor, size: int) -> Tensor:

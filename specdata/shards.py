@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -52,6 +54,48 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock file, waiting for it. The lock goes with the process, however it ends."""
+    with _lock_file(path) as descriptor:
+        _flock(path, descriptor, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def try_locked(path: Path) -> Iterator[bool]:
+    """Hold a lock file if nobody else does; yield whether it is held."""
+    with _lock_file(path) as descriptor:
+        yield _flock(path, descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@contextmanager
+def _lock_file(path: Path) -> Iterator[int]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _flock(path: Path, descriptor: int, operation: int) -> bool:
+    try:
+        fcntl.flock(descriptor, operation)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise OSError(
+                error.errno,
+                "the file system has no locks, which keep two processes from writing the same "
+                "file: choose an output folder on one that has (for Lustre, mount with -o flock)",
+                str(path),
+            ) from error
+        raise
+    return True
 
 
 def write_text(path: Path, text: str) -> None:

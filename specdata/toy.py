@@ -28,7 +28,7 @@ PAD_TOKEN = "<|pad|>"  # not the end token: models learn where text ends, and ne
 _PATIENCE = 2_000
 
 # Modules that every CPython since 3.8 ships, as paths below the standard library.
-_LIBRARY = (
+LIBRARY = (
     "argparse.py",
     "bisect.py",
     "calendar.py",
@@ -93,7 +93,7 @@ def library_texts(characters: int) -> list[str]:
     result depends on the installed Python only.
     """
     folder = Path(sysconfig.get_path("stdlib"))
-    files = [folder / name for name in _LIBRARY if (folder / name).is_file()]
+    files = [folder / name for name in LIBRARY if (folder / name).is_file()]
     texts: list[str] = []
     for path in files:
         room = characters // len(files)

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
-import torch
 from scipy.optimize import check_grad
 from scipy.special import expit, logit
 
-from eval.calibration import Calibration, calibrate, confidences, fit_calibration
+from eval.calibration import Calibration, calibrate, fit_calibration
 from recipes import run_eval
 from recipes.config import parse
-from specdata.acceptance import label
-from specdata.probability import SamplingConfig, probabilities
+from specdata.probability import SamplingConfig
 from specdata.schema import LABELS
 from specdata.tables import fill_table
-from tests.tiny import tiny_llama
-
-ROW = {
-    "example_id": "a",
-    "dataset": "d",
-    "split": "train",
-    "sample": 0,
-    "prompt_ids": [2, 3],
-    "completion_ids": [5, 7, 4, 9, 2],
-    "finish": "length",
-}
 
 
 def test_the_fit_finds_the_coefficients_that_made_the_labels() -> None:
@@ -92,55 +80,55 @@ def test_what_are_no_probabilities_is_refused() -> None:
         fit_calibration(np.array([0.5]), np.array([float("nan")]))
 
 
-@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(0.7, 3, 0.9)])
-def test_confidences_are_the_largest_probabilities_of_the_laws_that_labels_are_drawn_from(
-    sampling: SamplingConfig,
-) -> None:
-    draft = tiny_llama(1, vocab=12)
-    found = confidences(draft, ROW, sampling)
-    text = ROW["prompt_ids"] + ROW["completion_ids"]  # type: ignore[operator]
-    for place in range(5):
-        with torch.no_grad():
-            logits = draft(input_ids=torch.tensor([text[: 2 + place]])).logits[0, -1]
-        assert found[place] == pytest.approx(float(probabilities(logits, sampling).max()))
+def rows_of(split: str, seed: int) -> dict[str, object]:
+    """A made-up row of a labels table."""
+    rng = np.random.default_rng(seed)
+    q_max, accept = rng.uniform(0.2, 0.9, 6), rng.uniform(0.0, 1.0, 6)
+    return {
+        "example_id": str(seed),
+        "dataset": "set",
+        "split": split,
+        "sample": 0,
+        "turn": 0,
+        "prompt_ids": [2, 3],
+        "completion_ids": [4] * 6,
+        "finish": "length",
+        "draft_ids": [5] * 6,
+        "accept_prob": accept.tolist(),
+        "log_p": [-1.0] * 6,
+        "log_q": [-1.0] * 6,
+        "log_q_max": np.log(q_max).tolist(),
+        "overlap": [0.5] * 6,
+    }
 
 
-def test_stored_and_recomputed_confidences_give_the_same_coefficients() -> None:
-    target, draft = tiny_llama(0, vocab=12), tiny_llama(1, vocab=12)
-    sampling = SamplingConfig()
-    rows = [dict(label(target, draft, {**ROW, "sample": n}, sampling, seed=0)) for n in range(4)]  # type: ignore[typeddict-item]
-    needed = ("prompt_ids", "completion_ids", "accept_prob")
-    table = datasets.Dataset.from_list([{name: row[name] for name in needed} for row in rows])
-    stored = [
-        {**row, "log_q_max": np.log(confidences(draft, row, sampling)).tolist()} for row in rows
-    ]
-    one = calibrate(draft, table, sampling)
-    other = calibrate(draft, datasets.Dataset.from_list(stored), sampling)
-    assert (one.intercept, one.slope) == pytest.approx((other.intercept, other.slope), rel=1e-5)
-    assert one != Calibration()
+def test_a_labels_table_is_fitted_on_all_its_positions() -> None:
+    rows = [rows_of("dev", seed) for seed in range(3)]
+    accept, q_max = (
+        np.concatenate([np.array(row[name]) for row in rows])
+        for name in ("accept_prob", "log_q_max")
+    )
+    expected = fit_calibration(accept, np.exp(q_max))
+    assert calibrate(datasets.Dataset.from_list(rows)) == expected != Calibration()
 
 
 def test_an_evaluation_fits_on_held_out_labels_once_and_says_so_without_labels(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target, draft = tiny_llama(0, vocab=12), tiny_llama(1, vocab=12)
-    sampling = SamplingConfig()
-    rows = [
-        dict(label(target, draft, {**ROW, "sample": n, "split": split}, sampling, seed=0))  # type: ignore[typeddict-item]
-        for n, split in enumerate(("train", "dev", "dev"))
-    ]
-    fill_table(tmp_path / "labels", LABELS, {}, [lambda: rows], lambda done: None)
+    rows = [rows_of(split, n) for n, split in enumerate(("train", "dev", "dev"))]
+    settings = {"sampling": asdict(SamplingConfig())}
+    fill_table(tmp_path / "labels", LABELS, settings, [lambda: rows], lambda done: None)
     config = parse([f"--output={tmp_path}"], "").config
     path = tmp_path / "calibration.json"
-    found = run_eval._calibration(config, draft, path)
-    expected = calibrate(draft, datasets.Dataset.from_list(rows[1:]), sampling)
+    found = run_eval._calibration(config, path)
+    expected = calibrate(datasets.Dataset.from_list(rows[1:]))
     # Stored labels are float32.
     fitted = {"intercept": expected.intercept, "slope": expected.slope, "rows": 2}
     assert found == pytest.approx(fitted, rel=1e-5)
     # A resumed evaluation must not fit again: the last bits could differ.
     (tmp_path / "labels" / "shard-00000.parquet").unlink()
-    assert run_eval._calibration(config, draft, path) == found
+    assert run_eval._calibration(config, path) == found
     alone = parse([f"--output={tmp_path}", "--head", "null"], "").config
-    trusted = run_eval._calibration(alone, draft, tmp_path / "other.json")
+    trusted = run_eval._calibration(alone, tmp_path / "other.json")
     assert trusted == {"intercept": 0.0, "slope": 1.0, "rows": 0}
     assert "no labels" in capsys.readouterr().out

@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from specdata.errors import ConfigError
-from specdata.models import check_length, hub_source, known_ids, load_model, load_tokenizer
+from specdata.models import (
+    check_length,
+    end_ids,
+    hub_commit,
+    hub_source,
+    known_ids,
+    load_generation,
+    load_model,
+    load_tokenizer,
+    positions,
+)
 from tests.tiny import tiny_llama
 
 
@@ -51,3 +61,32 @@ def test_texts_beyond_the_models_positions_are_refused() -> None:
 def test_ids_beyond_a_models_matrix_get_a_stand_in_and_others_none() -> None:
     ids = torch.tensor([[0, 3, 4, 9]])
     assert known_ids(ids, tiny_llama(0, vocab=4)).tolist() == [[0, 3, 0, 0]]
+
+
+def test_a_configuration_says_without_weights_what_the_model_says_with_them(tmp_path: Path) -> None:
+    model = tiny_llama(0)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    config, ends = load_generation(str(tmp_path))
+    assert ends == end_ids(model) == {1}
+    assert positions(config) == 256
+    (tmp_path / "generation_config.json").unlink()
+    assert load_generation(str(tmp_path))[1] == {1}
+    with pytest.raises(ConfigError, match="cannot load the model configuration"):
+        load_generation(str(tmp_path / "nowhere"))
+
+
+def test_the_commit_of_a_hub_model_is_the_one_its_branch_had_when_it_was_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "models--me--model"
+    for name, commit in (("main", "a" * 40), ("v2", "b" * 40)):
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        (repository / "snapshots" / commit / "config.json").write_text("{}")
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / name).write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert hub_commit("me/model") == "a" * 40
+    assert hub_commit("me/model@v2") == "b" * 40
+    assert hub_commit(f"me/model@{'b' * 40}") == "b" * 40
+    assert hub_commit(str(tmp_path)) is None

@@ -28,7 +28,7 @@ def test_prompts_of_a_file_keep_their_order_and_a_repeated_one_is_dropped(
     tokenizer, tmp_path: Path
 ) -> None:  # type: ignore[no-untyped-def]
     name = lines(tmp_path / "mine.jsonl", *({"prompt": text} for text in ("a b", "c", "a b", "d")))
-    found = load_prompts([PromptSet(name, "train", 4)], tokenizer, seed=0)
+    found = load_prompts([PromptSet(name, "train", 4)], tokenizer, seed=0).prompts
     assert [tokenizer.decode(prompt.ids) for prompt in found] == ["a b", "c", "d"]
     assert {(prompt.dataset, prompt.split) for prompt in found} == {("mine", "train")}
     assert len({prompt.example_id for prompt in found}) == 3
@@ -39,7 +39,7 @@ def test_every_character_that_json_allows_may_stand_in_a_prompt(tokenizer, tmp_p
     text = "one\u2028two\u0085three \U0001f600"
     line = json.dumps({"prompt": text}, ensure_ascii=False)
     path.write_text("\ufeff" + line + "\r\n\n", encoding="utf-8", newline="")
-    (found,) = load_prompts([PromptSet(str(path), "train", 1)], tokenizer, seed=0)
+    (found,) = load_prompts([PromptSet(str(path), "train", 1)], tokenizer, seed=0).prompts
     assert tokenizer.decode(found.ids) == text
 
 
@@ -56,9 +56,9 @@ def test_two_files_of_one_name_are_refused(tokenizer, tmp_path: Path) -> None:  
 def test_splits_of_an_embedded_family_share_no_prompt(tokenizer) -> None:  # type: ignore[no-untyped-def]
     for family in FAMILIES:
         sets = [PromptSet(family, split, 40) for split in ("train", "dev", "test")]
-        found = load_prompts(sets, tokenizer, seed=0)
+        found = load_prompts(sets, tokenizer, seed=0).prompts
         assert len(found) == 120
-        again = load_prompts(sets, tokenizer, seed=0)
+        again = load_prompts(sets, tokenizer, seed=0).prompts
         assert [prompt.ids for prompt in again] == [prompt.ids for prompt in found]
 
 
@@ -66,11 +66,15 @@ def test_splits_of_an_embedded_family_share_no_prompt(tokenizer) -> None:  # typ
     ("rows", "count", "message"),
     [
         (['{"prompt": "a"}'], 2, "must hold 2 prompts"),
-        (['{"text": "a"}'], 1, "must be a JSON object with a `prompt`"),
-        (["not json"], 1, "must be a JSON object with a `prompt`"),
-        (['{"prompt": 3}'], 1, "strings"),
-        (['{"prompt": ""}'], 1, "empty prompt"),
-        (['{"prompt": "a"}'], 0, "count must be positive"),
+        (['{"prmpt": "a"}'], 1, r"no column 'prompt'; it has 'prmpt' \(did you mean 'prmpt'\?\)"),
+        (["not json"], 1, "line 1: must be a JSON object"),
+        (["[1]"], 1, "must be a JSON object with a `prompt` or `messages`, got list"),
+        (['{"prompt": 3}'], 1, "none of its 1 prompts can be used: 1 undecodable"),
+        (['{"prompt": " .. "}'], 1, "none of its 1 prompts can be used: 1 near_empty"),
+        (['{"prompt": "a"}', '{"messages": []}'], 2, "row 2, has no column 'prompt'"),
+        (['{"messages": []}', '{"prompt": "a"}'], 2, "row 2, has no column 'messages'"),
+        (['{"prompt": "a"}'], -1, "count must be positive, or 0 for all"),
+        ([], 0, "must hold some prompts, it has 0"),
     ],
 )
 def test_an_unusable_file_is_named(

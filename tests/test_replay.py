@@ -12,10 +12,10 @@ from eval.calibration import Calibration
 from eval.profiles import Profile, head_says, profiles
 from eval.replay import best_of_each, compare, main, shown
 from heads import AcceptanceHead
-from specdata.acceptance import label
 from specdata.probability import SamplingConfig
 from specdata.schema import LABELS
 from specdata.tables import fill_table, load_table
+from tests.test_acceptance import labeller
 from tests.tiny import tiny_llama
 
 SAMPLING = SamplingConfig(temperature=0.8)
@@ -34,11 +34,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text = torch.randint(2, 12, (14,), generator=generator).tolist()
         made = {"example_id": f"e{number}", "dataset": "d", "sample": 0, "finish": "length"}
         made["split"] = "dev" if number % 2 else "test"
-        made |= {"prompt_ids": text[:3], "completion_ids": text[3:]}
-        return label(target, draft, made, SAMPLING, seed=0)  # type: ignore[arg-type]
+        return made | {"turn": 0, "prompt_ids": text[:3], "completion_ids": text[3:]}
 
     settings = {"sampling": {"temperature": 0.8, "top_k": 0, "top_p": 1.0}}
-    rows = [row(number) for number in range(12)]
+    rows = labeller(target, draft, SAMPLING)([row(number) for number in range(12)])  # type: ignore[misc]
     fill_table(root / "labels", LABELS, settings, [lambda: rows], lambda done: None)
     return root
 
@@ -58,10 +57,10 @@ def test_what_a_head_says_is_read_after_the_draft_consumed_the_drafted_token(fol
 
 def test_coins_are_thrown_once_for_a_seed_and_rollout(folder: Path) -> None:
     rows = load_table(folder / "labels")
-    first, again = (profiles(rows, SAMPLING, seed=3) for _ in range(2))
+    first, again = (profiles(rows, seed=3) for _ in range(2))
     assert first == again
-    assert profiles(rows.select([4]), SAMPLING, seed=3) == first[4:5]
-    assert profiles(rows, SAMPLING, seed=4) != first
+    assert profiles(rows.select([4]), seed=3) == first[4:5]
+    assert profiles(rows, seed=4) != first
 
 
 def test_no_rule_is_faster_than_the_oracle_and_a_perfect_head_beats_every_fixed_length() -> None:

@@ -1,22 +1,47 @@
-"""Rollouts and labels: the right laws, whatever the batch, the shard or the interruption."""
+"""Rollouts: the right law, whatever the batch and the shard; samples and later turns."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.cache_utils import DynamicLayer
 
-from specdata.acceptance import label, make_labels
-from specdata.probability import SamplingConfig, probabilities
+from specdata.errors import ConfigError
+from specdata.generation import Backend, GrowingLayer, TransformersBackend, sample_batch
+from specdata.manifest import read_manifest
+from specdata.probability import SamplingConfig, inverse_cdf, probabilities
 from specdata.prompts import Prompt, PromptSet
-from specdata.rollouts import RolloutConfig, make_rollouts, sample_batch
+from specdata.rollouts import (
+    Dialogue,
+    RolloutConfig,
+    check_samples,
+    make_rollouts,
+    turns_asked,
+)
 from specdata.schema import Rollout
 from specdata.tables import load_table
+from specdata.templates import chat_ids
 from tests.test_decoder import p_value
 from tests.tiny import END, joint_law, tiny_llama
 
+PLAIN = SamplingConfig()
 WARPED = SamplingConfig(temperature=0.8, top_k=3)
 
 
@@ -30,6 +55,39 @@ def prompts(count: int) -> list[Prompt]:
 def uniforms(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(rows, length, generator=generator, dtype=torch.float64)
+
+
+def tiny_mistral() -> MistralForCausalLM:
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=6,
+        eos_token_id=END,
+        pad_token_id=0,
+        initializer_range=0.4,
+    )
+    return MistralForCausalLM(config).double().eval()
+
+
+def tiny_gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=40,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=END,
+        pad_token_id=0,
+        initializer_range=0.4,
+    )
+    return GPT2LMHeadModel(config).double().eval()
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), WARPED], ids=["plain", "warped"])
@@ -61,26 +119,67 @@ def test_greedy_rollouts_are_those_of_generate() -> None:
         assert row == plain[0, len(prompt) :].tolist()
 
 
-def test_shard_size_changes_no_completion_and_a_completion_stops_at_its_end_token(
-    tmp_path: Path,
+@pytest.mark.parametrize("make", [tiny_mistral, tiny_gpt2], ids=["sliding window", "absolute"])
+def test_rows_that_leave_change_nothing_in_models_with_other_caches_and_positions(
+    make: Callable[[], PreTrainedModel],
 ) -> None:
-    model = tiny_llama(4, vocab=40)
-    found = []
-    for size in (3, 10):
-        folder = tmp_path / str(size)
-        rows = make_rollouts(
-            model,
-            prompts(10),
-            folder,
-            RolloutConfig([PromptSet("d")], max_new_tokens=30, shard_size=size),
-            sampling=SamplingConfig(),
-            seed=3,
-            settings={},
-            report=lambda rows: None,
-        )
-        assert rows == 10
-        found.append({row["example_id"]: row for row in load_table(folder)})
-    assert found[0] == found[1]
+    model = make()
+    model.generation_config.eos_token_id = [1, 5, 9, 17, 23]
+    table = prompts(12)
+    draws = uniforms(12, 40)
+    together = sample_batch(model, [prompt.ids for prompt in table], draws, SamplingConfig())
+    assert len({len(row) for row in together}) > 4, "rows leave at different times"
+    for index, prompt in enumerate(table):
+        text = list(prompt.ids)
+        for step, token in enumerate(together[index]):
+            with torch.inference_mode():
+                law = model(input_ids=torch.tensor([text])).logits[0, -1]
+            assert token == inverse_cdf(probabilities(law, SamplingConfig()), draws[index, step])
+            text.append(token)
+
+
+def test_the_growing_cache_holds_what_a_dynamic_cache_holds() -> None:
+    generator = torch.Generator().manual_seed(0)
+    plain, growing = DynamicLayer(), GrowingLayer()
+    for length, keep in ((5, None), (1, [0, 2, 3]), (1, None), (4, [2, 0]), (9, [1])):
+        rows = 4 if not plain.is_initialized else plain.keys.shape[0]
+        new = [torch.rand(rows, 2, length, 3, generator=generator) for _ in range(2)]
+        for mine, theirs in zip(growing.update(*new), plain.update(*new), strict=True):
+            assert torch.equal(mine, theirs)
+        assert growing.get_seq_length() == plain.get_seq_length()
+        if keep:
+            for layer in (plain, growing):
+                layer.batch_select_indices(torch.tensor(keep))
+
+
+def backend(sampling: SamplingConfig = PLAIN, **changes: Any) -> TransformersBackend:
+    settings = {"max_new_tokens": 30, "batch_size": 64, "seed": 3, **changes}
+    return TransformersBackend(tiny_llama(4, vocab=40), sampling, **settings)
+
+
+def table_of(
+    folder: Path, made: Backend, asked: Sequence[Prompt], dialogue: Any = None, **changes: Any
+) -> list[Rollout]:
+    config = RolloutConfig([PromptSet("d")], max_new_tokens=30, **changes)
+    make_rollouts(
+        made, asked, folder, config, dialogue=dialogue, settings={}, report=lambda rows: None
+    )
+    return load_table(folder).to_list()
+
+
+def by_key(rows: Sequence[Rollout]) -> dict[tuple[str, int, int], Rollout]:
+    found = {(row["example_id"], row["sample"], row["turn"]): row for row in rows}
+    assert len(found) == len(rows), "no row comes twice"
+    return found
+
+
+def test_neither_shards_batches_nor_order_change_a_completion(tmp_path: Path) -> None:
+    found = [
+        by_key(table_of(tmp_path / "a", backend(), prompts(10), shard_size=3)),
+        by_key(table_of(tmp_path / "b", backend(batch_size=4), prompts(10))),
+        by_key(table_of(tmp_path / "c", backend(), prompts(10)[::-1], shard_size=2)),
+    ]
+    assert found[0] == found[1] == found[2]
     finishes = set()
     for row in found[0].values():
         assert END not in row["completion_ids"][:-1]
@@ -88,74 +187,75 @@ def test_shard_size_changes_no_completion_and_a_completion_stops_at_its_end_toke
         assert row["finish"] == "eos" or len(row["completion_ids"]) == 30
         finishes.add(row["finish"])
     assert finishes == {"eos", "length"}
+    counts = read_manifest(tmp_path / "a")["counts"]
+    assert counts["rows"] == 10
+    assert counts["tokens"] == sum(len(row["completion_ids"]) for row in found[0].values())
+    assert sum(counts["finish"].values()) == 10
 
 
-def rollout(number: int, completion: list[int]) -> Rollout:
-    return Rollout(
-        example_id=f"id{number}",
-        dataset="d",
-        split="train",
-        sample=0,
-        prompt_ids=[2, 3],
-        completion_ids=completion,
-        finish="length",
+def test_samples_differ_and_the_first_is_what_a_single_one_would_be(tmp_path: Path) -> None:
+    one = by_key(table_of(tmp_path / "one", backend(), prompts(6)))
+    three = by_key(table_of(tmp_path / "three", backend(), prompts(6), samples=3, shard_size=4))
+    assert {key: row for key, row in three.items() if key[1] == 0} == one
+    texts = {tuple(row["completion_ids"]) for row in three.values()}
+    assert len(texts) > 12
+    assert len(three) == 18
+
+
+def test_several_greedy_samples_are_refused() -> None:
+    greedy = SamplingConfig(temperature=0.0)
+    with pytest.raises(ConfigError, match="every sample of a prompt is the same"):
+        check_samples(RolloutConfig([PromptSet("d")], samples=2), greedy)
+    check_samples(RolloutConfig([PromptSet("d")], samples=1), greedy)
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="transformers, vllm, got 'sglang'"):
+        RolloutConfig([PromptSet("d")], backend="sglang")
+
+
+@pytest.fixture(scope="module")
+def chat() -> PreTrainedTokenizerBase:
+    words = {f"w{index}": index for index in range(40)}
+    words |= {"<u>": 40, "<a>": 41}
+    core = Tokenizer(WordLevel(words, unk_token="w2"))
+    core.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="w1")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<u> ' if m.role == 'user' else '<a> ' }}{{ m.content }} "
+        "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
     )
+    return tokenizer
 
 
-def test_labels_are_the_acceptance_of_a_token_drawn_from_the_draft_along_the_targets_text() -> None:
-    target, draft = tiny_llama(0, vocab=12), tiny_llama(1, vocab=12)
-    completion = [4, 5, 6, 7, 8]
-    seen: list[Counter[int]] = [Counter() for _ in completion]
-    for seed in range(1500):
-        row = label(target, draft, rollout(0, completion), WARPED, seed)
-        for counter, token in zip(seen, row["draft_ids"], strict=True):
-            counter[token] += 1
-    for index in range(len(completion)):
-        context = torch.tensor([[2, 3, *completion[:index]]])
-        with torch.inference_mode():
-            p, q = (
-                probabilities(model(input_ids=context).logits[0, -1], WARPED)
-                for model in (target, draft)
+def test_later_turns_follow_the_models_own_answers(
+    tmp_path: Path, chat: PreTrainedTokenizerBase
+) -> None:
+    asked = []
+    for n in range(5):
+        messages = ({"role": "user", "content": f"w{n + 5} w{n + 6}"},)
+        asked.append(
+            Prompt(
+                f"id{n}", "d", "test", chat_ids(chat, messages), messages, ("w7", "w8 w9")[: n % 3]
             )
-        drafted = row["draft_ids"][index]
-        expected = min(1.0, float(p[drafted] / q[drafted]))
-        assert row["accept_prob"][index] == pytest.approx(expected, abs=1e-6)
-        assert row["overlap"][index] == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-6)
-        assert row["log_q"][index] == pytest.approx(float(q[drafted].log()), abs=1e-6)
-        law = {(token,): float(chance) for token, chance in enumerate(q) if chance > 0}
-        counts = Counter({(token,): count for token, count in seen[index].items()})
-        assert p_value(counts, law) > 1e-6
-
-
-def test_labels_align_with_their_rollouts_and_do_not_depend_on_shards(tmp_path: Path) -> None:
-    target, draft = tiny_llama(0, vocab=12), tiny_llama(1, vocab=12)
-    make_rollouts(
-        target,
-        [Prompt(f"id{n}", "d", "train", [2 + n % 9]) for n in range(7)],
-        tmp_path / "rollouts",
-        RolloutConfig([PromptSet("d")], max_new_tokens=12),
-        sampling=SamplingConfig(),
-        seed=0,
-        settings={},
-        report=lambda rows: None,
-    )
-    rollouts = load_table(tmp_path / "rollouts")
-    tables = []
-    for size in (2, 7):
-        make_labels(
-            target,
-            draft,
-            rollouts,
-            tmp_path / f"labels{size}",
-            sampling=SamplingConfig(),
-            seed=0,
-            shard_size=size,
-            settings={},
-            report=lambda rows: None,
         )
-        tables.append(load_table(tmp_path / f"labels{size}").to_list())
-    assert tables[0] == tables[1]
-    for row, source in zip(tables[0], rollouts, strict=True):
-        assert {key: row[key] for key in source} == source
-        lengths = {len(row[name]) for name in ("draft_ids", "accept_prob", "overlap", "log_p")}
-        assert lengths == {len(source["completion_ids"])}
+    made = TransformersBackend(tiny_llama(4, vocab=48), PLAIN, 30, 64, 3)
+    dialogue = Dialogue(chat, longest=200)
+    found = [
+        by_key(table_of(tmp_path / str(size), made, asked, dialogue, samples=2, shard_size=size))
+        for size in (2, 5)
+    ]
+    assert found[0] == found[1]
+    assert len(found[0]) == turns_asked(asked, 2) == 2 * (1 + 2 + 3 + 1 + 2)
+    for (name, sample, turn), row in found[0].items():
+        prompt = next(one for one in asked if one.example_id == name)
+        messages = list(prompt.messages)
+        for earlier in range(turn):
+            answer = found[0][name, sample, earlier]["completion_ids"]
+            text = chat.decode(answer, skip_special_tokens=True)
+            messages.append({"role": "assistant", "content": text})
+            messages.append({"role": "user", "content": prompt.follow_ups[earlier]})
+        assert row["prompt_ids"] == chat_ids(chat, messages)
+    short = table_of(tmp_path / "short", made, asked, Dialogue(chat, longest=12), samples=2)
+    assert 10 <= len(short) < len(found[0]), "conversations end where the context does"
+    assert all(len(row["prompt_ids"]) <= 12 for row in short)

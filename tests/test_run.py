@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from recipes.config import PipelineConfig, parse
+from recipes.inputs import fingerprint
 from recipes.layout import eval_stage, rollouts_stage
-from recipes.run import Stage, cli, fingerprint, finished, need, run_stage
+from recipes.run import Stage, cli, finished, need, run_stage, wait_for
 from specdata.errors import ConfigError
 from specdata.prompts import PromptSet
 
@@ -96,6 +98,23 @@ def test_two_runs_in_one_folder_do_not_meet(tmp_path: Path, config: PipelineConf
         return {"rows": 1}
 
     assert run_stage(stage(tmp_path), config, second) == {"rows": 1}
+
+
+def test_a_process_that_waits_gives_up_when_no_main_process_is_at_work(
+    tmp_path: Path, config: PipelineConfig
+) -> None:
+    with pytest.raises(TimeoutError, match="no main process has been at work"):
+        wait_for(tmp_path, patience=0.1)
+
+    def still_working() -> dict[str, int]:
+        waiting = threading.Thread(target=wait_for, args=(tmp_path, 0.1))
+        waiting.start()
+        waiting.join(1.5)
+        assert waiting.is_alive(), "the main process holds the lock"
+        return {"rows": 1}
+
+    run_stage(stage(tmp_path), config, still_working)
+    wait_for(tmp_path, patience=0.1)
 
 
 def test_an_output_that_cannot_be_written_is_refused(

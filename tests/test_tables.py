@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from specdata.errors import ManifestError
+from specdata.manifest import read_manifest
 from specdata.schema import ROLLOUTS, Rollout
-from specdata.tables import fill_table, load_table
+from specdata.shards import try_locked
+from specdata.tables import fill_table, load_table, stream_table
+from tests import drive_table
 
+ROOT = Path(__file__).parent.parent
 SETTINGS = {"seed": 0, "sampling": {"temperature": 1.0}}
 
 
@@ -22,9 +31,10 @@ def row(number: int) -> Rollout:
         dataset="d",
         split="train",
         sample=0,
+        turn=0,
         prompt_ids=[number],
         completion_ids=[number, number + 1],
-        finish="length",
+        finish="length" if number % 2 else "eos",
     )
 
 
@@ -42,22 +52,50 @@ def fill(folder: Path, parts: list[Callable[[], list[Rollout]]]) -> int:
     return fill_table(folder, ROLLOUTS, SETTINGS, parts, lambda rows: None)
 
 
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file, hidden ones too, but for what `load_table` keeps."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and ".cache" not in path.parts
+    }
+
+
 def test_an_interrupted_table_continues_and_has_the_bytes_of_an_uninterrupted_one(
     tmp_path: Path,
 ) -> None:
     made: list[int] = []
     with pytest.raises(KeyboardInterrupt):
-        fill(tmp_path / "a", shards(made, stop_at=2))
-    with pytest.raises(ManifestError, match="unfinished"):
+        fill(tmp_path / "a", shards(made, stop_at=1))
+    with pytest.raises(ManifestError, match=r"unfinished \(2 shards so far\)"):
         load_table(tmp_path / "a")
     assert fill(tmp_path / "a", shards(made)) == 8
-    assert made == [0, 1, 2, 3], "no shard is made twice"
+    assert made == [3, 2, 1, 0], "no shard is made twice"
     fill(tmp_path / "b", shards([]))
-    names = sorted(path.name for path in (tmp_path / "b").iterdir())
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == names
-    for name in names:
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert content(tmp_path / "a") == content(tmp_path / "b")
     assert load_table(tmp_path / "a")["example_id"][:] == [f"id{n}" for n in range(8)]
+    assert fill(tmp_path / "a", shards(made)) == 8
+    assert len(made) == 4
+
+
+def test_the_manifest_counts_what_the_shards_hold(tmp_path: Path) -> None:
+    fill(tmp_path, shards([]))
+    manifest = read_manifest(tmp_path)
+    assert manifest["counts"] == {"rows": 8, "tokens": 16, "finish": {"eos": 4, "length": 4}}
+    assert [entry["rows"] for entry in manifest["shards"]] == [2, 2, 2, 2]
+    assert set(content(tmp_path)) == {
+        "manifest.json",
+        *(f"shard-0000{index}.parquet" for index in range(4)),
+    }
+
+
+def test_a_table_streams_and_loads_the_rows_that_were_stored(tmp_path: Path) -> None:
+    fill(tmp_path, shards([]))
+    rows = [dict(row(number)) for number in range(8)]
+    assert list(stream_table(tmp_path)) == rows
+    table = load_table(tmp_path)
+    assert table.to_list() == rows
+    assert table.cache_files, "it is a memory map, not a copy in memory"
 
 
 def test_other_settings_are_refused_with_the_difference(tmp_path: Path) -> None:
@@ -72,16 +110,42 @@ def test_other_settings_are_refused_with_the_difference(tmp_path: Path) -> None:
         )
 
 
-def test_an_edited_or_missing_shard_is_named(tmp_path: Path) -> None:
+def test_an_edited_truncated_or_missing_shard_is_named(tmp_path: Path) -> None:
     fill(tmp_path, shards([]))
     shard = tmp_path / "shard-00002.parquet"
     whole = shard.read_bytes()
-    shard.write_bytes(whole[:-1] + b"x")
-    with pytest.raises(ManifestError, match=r"shard-00002\.parquet is not the file"):
-        load_table(tmp_path)
+    for damaged in (whole[:-1] + b"x", whole[:-9], b""):
+        shard.write_bytes(damaged)
+        for use in (load_table, stream_table, partial(fill, parts=shards([]))):
+            with pytest.raises(ManifestError, match=r"shard-00002\.parquet is not the file"):
+                use(tmp_path)
     shard.unlink()
     with pytest.raises(ManifestError, match=r"shard-00002\.parquet is listed"):
         fill(tmp_path, shards([]))
+
+
+def test_damage_to_an_unfinished_table_is_named_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        fill(tmp_path, shards([], stop_at=1))
+    shard = tmp_path / "shard-00003.parquet"
+    shard.write_bytes(shard.read_bytes()[:-3])
+    made: list[int] = []
+    with pytest.raises(ManifestError, match=r"shard-00003\.parquet is not the file"):
+        fill(tmp_path, shards(made))
+    assert not made
+    shard.unlink()
+    fill(tmp_path, shards(made))
+    assert made == [3, 1, 0], "a shard that was taken away is made again"
+
+
+@pytest.mark.parametrize("name", ["shard-00001.parquet", "shard-00009.parquet", "thesis.txt"])
+def test_a_foreign_file_is_named_and_kept(tmp_path: Path, name: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        fill(tmp_path, shards([], stop_at=1))
+    (tmp_path / name).write_text("years of work")
+    with pytest.raises(ManifestError, match=f"{name} is not part of the table"):
+        fill(tmp_path, shards([]))
+    assert (tmp_path / name).read_text() == "years of work"
 
 
 def test_a_manifest_of_another_program_or_version_is_refused(tmp_path: Path) -> None:
@@ -95,3 +159,164 @@ def test_a_manifest_of_another_program_or_version_is_refused(tmp_path: Path) -> 
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(ManifestError, match="not a manifest"):
         load_table(tmp_path)
+
+
+def test_a_shard_is_not_stored_in_a_table_that_was_replaced_while_it_was_made(
+    tmp_path: Path,
+) -> None:
+    def replace() -> list[Rollout]:
+        (tmp_path / "manifest.json").unlink()
+        (tmp_path / ".progress" / "shard-00003.parquet.json").unlink()
+        (tmp_path / "shard-00003.parquet").unlink()
+        fill_table(tmp_path, ROLLOUTS, {"seed": 1}, [lambda: [row(1)]], lambda rows: None)
+        return [row(0)]
+
+    parts = shards([])
+    parts[2] = replace
+    with pytest.raises(ManifestError, match="seed: 1 -> 0"):
+        fill(tmp_path, parts)
+    assert load_table(tmp_path)["example_id"][:] == ["id1"]
+
+
+def test_a_lock_is_held_by_one_and_free_when_its_holder_ends(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with try_locked(path) as first, try_locked(path) as second:
+        assert first
+        assert not second
+    with try_locked(path) as third:
+        assert third
+
+
+def driver(folder: Path, count: int, seconds: float) -> list[subprocess.Popen[bytes]]:
+    """Processes that fill a table; each writes what it made to `made-RANK` beside it."""
+    command = [sys.executable, drive_table.__file__, str(folder), str(seconds)]
+    processes = []
+    for rank in range(count):
+        place = {"RANK": str(rank), "WORLD_SIZE": str(count), "PYTHONPATH": str(ROOT)}
+        with (folder.parent / f"made-{rank}").open("w") as made:
+            processes.append(subprocess.Popen(command, stdout=made, env={**os.environ, **place}))
+    return processes
+
+
+def await_moment(folder: Path, moment: str, processes: list[subprocess.Popen[bytes]]) -> bool:
+    """Whether a file of this name appeared while the processes were at work."""
+    while all(process.poll() is None for process in processes):
+        if list(folder.glob(moment)):
+            return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("whole") / "table"
+    drive_table.fill(folder)
+    return content(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_table_whose_processes_are_killed_at_any_moment_ends_with_the_same_bytes(
+    tmp_path: Path, whole: dict[str, bytes], count: int
+) -> None:
+    folder = tmp_path / "table"
+    moments = [
+        "manifest.json",
+        ".shard-00010.parquet.tmp",
+        "shard-00008.parquet",
+        ".progress/shard-00005.parquet.json",
+        ".shard-00001.parquet.tmp",
+    ]
+    for moment in moments:
+        processes = driver(folder, count, 0.05)
+        assert await_moment(folder, moment, processes), "it ended before it could be killed"
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    assert not read_manifest(folder)["finished"]
+    # It may go on with another number of processes.
+    for process in driver(folder, 3 - count, 0.0):
+        assert process.wait() == 0
+    assert content(folder) == whole
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_makes_the_same_bytes_and_shares_the_work(
+    tmp_path: Path, whole: dict[str, bytes]
+) -> None:
+    for process in driver(tmp_path / "3", 3, 0.5):
+        assert process.wait() == 0
+    made = [(tmp_path / f"made-{rank}").read_text().split() for rank in range(3)]
+    assert all(made), "every process makes some"
+    assert sorted(int(index) for part in made for index in part) == list(range(drive_table.SHARDS))
+    assert content(tmp_path / "3") == whole
+
+
+@pytest.mark.slow
+def test_the_others_take_over_from_a_process_that_dies(
+    tmp_path: Path, whole: dict[str, bytes]
+) -> None:
+    folder = tmp_path / "table"
+    first, second = driver(folder, 2, 0.1)
+    assert await_moment(folder, "shard-00006.parquet", [first, second])
+    first.send_signal(signal.SIGKILL)  # the main process, at that
+    first.wait()
+    assert second.wait() == 0
+    assert content(folder) == whole
+
+
+@pytest.mark.slow
+def test_a_write_that_fails_leaves_what_is_finished_and_the_same_command_goes_on(
+    tmp_path: Path, whole: dict[str, bytes]
+) -> None:
+    """No file may be larger than 100 kB, as on a disk with that much left; shards have 160 kB."""
+    folder = tmp_path / "table"
+    program = (
+        "import resource, signal, sys; from pathlib import Path;"
+        "from tests.drive_table import fill;"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000));"
+        "fill(Path(sys.argv[1]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "OSError" in done.stderr.splitlines()[-1]
+    assert "File too large" in done.stderr
+    assert not list(folder.glob("*.parquet"))
+    assert not list(folder.glob(".*.tmp"))
+    drive_table.fill(folder)
+    assert content(folder) == whole
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A real file system of this size; the test is skipped where none may be mounted."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a small file system")
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"this container may not mount: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_stops_the_table_which_goes_on_when_there_is_room(
+    tmp_path: Path, whole: dict[str, bytes]
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with small_disk(disk, "1m"):
+        with pytest.raises(OSError, match="No space left on device"):
+            drive_table.fill(disk / "table")
+        assert 0 < len(list((disk / "table").glob("*.parquet"))) < drive_table.SHARDS
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+        drive_table.fill(disk / "table")
+        assert content(disk / "table") == whole

@@ -1,0 +1,342 @@
+"""Speed of rollouts and labels on the embedded pair.
+
+    python benchmarks/rollouts.py [--out runs/bench/rollouts.json] [--parts speed processes]
+
+Speed: tokens/s of batched rollouts, of one-prompt-at-a-time `generate`, and of labels (completion
+tokens only) made with both models and, with top_k 50, again from 64 kept target logits; each with
+one and with two threads, of which the better counts. Processes: one and two that fill a table
+together, a thread each. Figures are medians over repetitions with their range; goals are printed
+as met or missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from eval.environment import describe_environment
+from specdata.acceptance import LabelsConfig, make_labels
+from specdata.generation import Request, TransformersBackend
+from specdata.labelling import Labeller, kept_laws, target_laws, tokens_at_once
+from specdata.manifest import read_manifest
+from specdata.models import device, load_model, load_tokenizer
+from specdata.probability import SamplingConfig
+from specdata.prompts import PromptSet, load_prompts
+from specdata.readout import readout
+from specdata.schema import ROLLOUTS, Rollout
+from specdata.shards import write_json
+from specdata.tables import fill_table
+from specdata.top_logits import TopLaws
+
+SCHEMA_VERSION = 1
+PAIR = Path("runs/toy/pair")
+PLAIN, TOP_K, KEPT = SamplingConfig(), SamplingConfig(top_k=50), 64
+# What is decoded: so many prompts in batches, and so many of them one at a time.
+PROMPTS, ALONE, BATCH, NEW_TOKENS = 128, 6, 64, 96
+SHARD = 16  # prompts of one shard, where processes share the work
+PARTS = ("speed", "processes")
+GOALS = {"rollouts_per_generate": 5.0, "labels_per_rollouts": 20.0, "two_processes": 1.7}
+VOCABULARY = 2048
+
+
+def pair(folder: Path) -> tuple[PreTrainedModel, PreTrainedModel, str]:
+    """The embedded pair if it has been trained, else random weights of its shape."""
+    if (folder / "target").is_dir() and (folder / "draft").is_dir():
+        return load_model(str(folder / "target")), load_model(str(folder / "draft")), str(folder)
+    stand_in = "random weights of the same shape: no text ends before its longest length"
+    return llama(256, 12, 672, seed=0), llama(128, 1, 336, seed=1), stand_in
+
+
+def llama(
+    width: int,
+    layers: int,
+    inner: int,
+    *,
+    seed: int,
+    vocabulary: int = VOCABULARY,
+    positions: int = 1024,
+) -> LlamaForCausalLM:
+    """A Llama with random weights."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def requests(folder: Path, count: int) -> list[Request]:
+    """Prompts of the embedded instructions, or random ones of their lengths without a pair."""
+    if (folder / "target").is_dir():
+        wanted = [PromptSet("instruct", split="train", count=count)]
+        prompts = load_prompts(wanted, load_tokenizer(str(folder / "target")), seed=0).prompts
+        return [Request(prompt.ids, (prompt.example_id, 0)) for prompt in prompts]
+    draw = torch.Generator().manual_seed(0)
+    return [
+        Request(torch.randint(3, VOCABULARY, (18 + n % 8,), generator=draw).tolist(), (f"{n}", 0))
+        for n in range(count)
+    ]
+
+
+def rolled_out(target: PreTrainedModel, asked: list[Request]) -> list[Rollout]:
+    """Batched completions as rows of a table."""
+    backend = TransformersBackend(target, PLAIN, NEW_TOKENS, BATCH, seed=0)
+    return [
+        row(request, found.ids, found.finish)
+        for request, found in zip(asked, backend.complete(asked), strict=True)
+    ]
+
+
+def row(request: Request, completion: list[int], finish: str = "length") -> Rollout:
+    """One row of a table."""
+    return Rollout(
+        example_id=str(request.key[0]),
+        dataset="bench",
+        split="train",
+        sample=0,
+        turn=0,
+        prompt_ids=request.ids,
+        completion_ids=completion,
+        finish=finish,
+    )
+
+
+def one_at_a_time(target: PreTrainedModel, asked: list[Request]) -> int:
+    """Plain `generate`; returns the number of new tokens."""
+    count = 0
+    for request in asked:
+        ids = torch.tensor([request.ids], device=target.device)
+        found = target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=NEW_TOKENS,
+        )
+        count += found.shape[1] - ids.shape[1]
+    return count
+
+
+def tokens_of(rows: Sequence[Rollout]) -> int:
+    """Completion tokens."""
+    return sum(len(row["completion_ids"]) for row in rows)
+
+
+def measured(work: Callable[[], int], repeats: int) -> dict[str, float]:
+    """Tokens/s of work that returns its number of tokens: median and range."""
+    work()
+    rates = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        count = work()
+        rates.append(count / (time.perf_counter() - begun))
+    return {"median": statistics.median(rates), "low": min(rates), "high": max(rates)}
+
+
+def speed(folder: Path, repeats: int) -> dict[str, Any]:
+    """Tokens/s of the three ways to use a target, and their ratios."""
+    target, draft, name = pair(folder)
+    asked = requests(folder, PROMPTS)
+    rows = rolled_out(target, asked)
+    ways: dict[str, Callable[[], int]] = {
+        "generate": lambda: one_at_a_time(target, asked[:ALONE]),
+        "rollouts": lambda: tokens_of(rolled_out(target, asked)),
+        **labels(target, draft, rows),
+    }
+    found: dict[str, Any] = {"pair": name, "completion_tokens": tokens_of(rows)}
+    best = {}
+    for way, work in ways.items():
+        found[way] = {}
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found[way][f"threads_{threads}"] = rate = measured(work, repeats)
+            print(
+                f"{way:>9}, threads {threads}: {rate['median']:7.0f} tokens/s"
+                f" ({rate['low']:.0f} to {rate['high']:.0f})"
+            )
+        best[way] = max(rate["median"] for rate in found[way].values())
+    found["rollouts_per_generate"] = best["rollouts"] / best["generate"]
+    found["labels_per_rollouts"] = best["labels"] / best["rollouts"]
+    found["relabels_per_rollouts"] = best["relabels"] / best["rollouts"]
+    found["labels_per_generate"] = best["labels"] / best["generate"]
+    print(
+        f"labels are {found['labels_per_generate']:.1f} times generate; from kept logits "
+        f"{found['relabels_per_rollouts']:.1f} times rollouts"
+    )
+    # What no batching can exceed: the target's own multiplications, at the speed of a large one.
+    found["labels_ceiling"] = ceiling(target, rows)
+    print(f"labels could at most reach {found['labels_ceiling']:.0f} tokens/s on this processor")
+    return found
+
+
+def labels(
+    target: PreTrainedModel, draft: PreTrainedModel, rows: list[Rollout]
+) -> dict[str, Callable[[], int]]:
+    """Labelling with both models, and again with the draft alone from kept target logits."""
+    p, q = readout(target), readout(draft)
+    at_once = tokens_at_once(p, q)
+    label = Labeller(partial(target_laws, p, PLAIN, 0), q, p.vocabulary, PLAIN, 0, at_once)
+    keep = Labeller(partial(target_laws, p, TOP_K, KEPT), q, p.vocabulary, TOP_K, 0, at_once)
+    kept = TopLaws(KEPT, p.vocabulary, TOP_K)
+    again = Labeller(partial(kept_laws, kept), q, p.vocabulary, TOP_K, 0, at_once)
+    with_logits = keep(rows)
+    return {
+        "labels": lambda: tokens_of(label(rows)),
+        "relabels": lambda: tokens_of(again(with_logits)),
+    }
+
+
+def ceiling(target: PreTrainedModel, rows: list[Rollout]) -> float:
+    """Completion tokens/s if a label cost nothing but the target's matrix products."""
+    square = torch.randn(2048, 2048, dtype=target.dtype, device=target.device)
+    square @ square
+    begun = time.perf_counter()
+    for _ in range(5):
+        square @ square
+    if square.is_cuda:
+        torch.cuda.synchronize()
+    flops = 5 * 2 * 2048**3 / (time.perf_counter() - begun)
+    # A token costs two operations a weight; the tied embedding is used as the output embedding.
+    a_token = 2 * sum(weight.numel() for weight in target.parameters() if weight.dim() == 2)
+    through = tokens_of(rows) + sum(len(row["prompt_ids"]) for row in rows)
+    return flops / a_token * tokens_of(rows) / through
+
+
+def processes(folder: Path, repeats: int) -> dict[str, Any]:
+    """Tokens/s of rollouts and labels with one and two processes of a thread each."""
+    found: dict[str, Any] = {}
+    for kind in ("rollouts", "labels"):
+        rates = {}
+        for count in (1, 2):
+            runs = [together(folder, kind, count) for _ in range(repeats)]
+            rates[count] = statistics.median(runs)
+            found[f"{kind}_{count}"] = {"median": rates[count], "low": min(runs), "high": max(runs)}
+            print(f"{kind:>9}, processes {count}: {rates[count]:.0f} tokens/s")
+        found[kind] = rates[2] / rates[1]
+    return found
+
+
+def together(folder: Path, kind: str, count: int) -> float:
+    """Tokens/s of `count` processes that fill one table, from the moment all have their models."""
+    with tempfile.TemporaryDirectory() as out:
+        workers = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--worker", kind, "--table", out, "--pair", folder],
+                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(count)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(count)
+        ]
+        for worker in workers:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == "ready\n"
+        begun = time.perf_counter()
+        for worker in workers:
+            assert worker.stdin is not None
+            worker.stdin.write("go\n")
+            worker.stdin.flush()
+        tokens = [int(worker.stdout.readline()) for worker in workers if worker.stdout]
+        seconds = time.perf_counter() - begun
+        for worker in workers:
+            worker.communicate()
+        return tokens[0] / seconds
+
+
+def worker(folder: Path, kind: str, out: Path) -> int:
+    """One of the processes: wait for the word, then fill the table with the others."""
+    torch.set_num_threads(1)
+    target, draft, _ = pair(folder)
+    asked = requests(folder, 2 * PROMPTS)
+    draw = torch.Generator().manual_seed(1)
+    texts = torch.randint(3, VOCABULARY, (len(asked), 50), generator=draw).tolist()
+    source = datasets.Dataset.from_list(list(map(row, asked, texts)))
+    rolled_out(target, asked[:2])  # the first call of anything is slow
+    print("ready", flush=True)
+    sys.stdin.readline()
+    if kind == "rollouts":
+        starts = range(0, len(asked), SHARD)
+        shards = [partial(rolled_out, target, asked[start : start + SHARD]) for start in starts]
+        fill_table(out, ROLLOUTS, {}, shards, lambda rows: None)
+    else:
+        make_labels(
+            target,
+            draft,
+            source,
+            out,
+            LabelsConfig(shard_size=SHARD),
+            sampling=PLAIN,
+            seed=0,
+            settings={},
+            report=lambda rows: None,
+        )
+    return int(read_manifest(out)["counts"]["tokens"])
+
+
+def goals(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was asked for, what came, and whether that is met; parts that were left out are not."""
+    cases = []
+    if speeds := found.get("speed"):
+        for name in ("rollouts_per_generate", "labels_per_rollouts"):
+            cases.append((name, speeds[name], GOALS[name]))
+    for kind in ("rollouts", "labels"):
+        if scaling := found.get("processes"):
+            cases.append((f"{kind}, two processes per one", scaling[kind], GOALS["two_processes"]))
+    return [
+        {"name": name, "found": value, "goal": f"at least {goal:g}", "met": value >= goal}
+        for name, value, goal in cases
+    ]
+
+
+def main() -> None:
+    """Run the parts and write one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/rollouts.json"))
+    parser.add_argument("--pair", type=Path, default=PAIR)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--table", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    transformers.logging.disable_progress_bar()
+    if options.worker:
+        print(worker(options.pair, options.worker, options.table), flush=True)
+        return
+    found: dict[str, Any] = {}
+    if "speed" in options.parts:
+        found["speed"] = speed(options.pair, options.repeats)
+    if "processes" in options.parts:
+        found["processes"] = processes(options.pair, options.repeats)
+    found["goals"] = goals(found)
+    for entry in found["goals"]:
+        mark = "met" if entry["met"] else "MISSED"
+        print(f"goal {mark}: {entry['name']} {entry['found']:.2f}, {entry['goal']}")
+    environment = describe_environment(device=str(device()), dtype="float32", batch_size=BATCH)
+    record = {"schema_version": SCHEMA_VERSION, "environment": environment.model_dump(), **found}
+    write_json(options.out, record)
+
+
+if __name__ == "__main__":
+    main()

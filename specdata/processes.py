@@ -1,0 +1,15 @@
+"""Which of the launcher's processes this is: torchrun's and accelerate's environment, no group."""
+
+from __future__ import annotations
+
+import os
+
+
+def processes() -> int:
+    """How many processes the launcher started, on all nodes."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main() -> bool:
+    """Whether this is the process that keeps run.json and speaks."""
+    return int(os.environ.get("RANK", "0")) == 0

@@ -1,0 +1,224 @@
+"""Conversations as token ids: the model's own chat template, later turns, and loss masks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from specdata.errors import ConfigError
+
+Message = dict[str, str]  # {"role": ..., "content": ...}
+
+_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class TemplateRefusedError(ConfigError):
+    """A chat template does not take a conversation, such as one with a system message."""
+
+
+def chat_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, reply: bool = True
+) -> list[int]:
+    """Render a conversation with the tokenizer's chat template.
+
+    The template writes every special token itself, so the tokenizer adds none: a beginning-of-text
+    token comes once, or not at all.
+
+    Args:
+        tokenizer: the target's.
+        messages: roles and contents.
+        reply: end with what opens the assistant's answer (the generation prompt).
+
+    Raises:
+        ConfigError: if the tokenizer has no chat template.
+        TemplateRefusedError: if the template does not take these messages.
+    """
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"the tokenizer of {tokenizer.name_or_path or 'the target'!r} has no chat template, "
+            "which conversations need: save one with it (chat_template.jinja in its folder), take "
+            "a target that was tuned to chat, or use prompts that are plain text"
+        )
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=reply
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        raise TemplateRefusedError(
+            f"the chat template refuses a conversation of roles "
+            f"{', '.join(message['role'] for message in messages)}: {error}"
+        ) from error
+    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def user_turns(messages: Sequence[Message], which: str) -> list[tuple[Message, ...]]:
+    """The recorded conversation up to each of the user's turns: all of them, the first or the last.
+
+    Args:
+        messages: a conversation, answers included.
+        which: "all", "first" or "last".
+    """
+    ends = [index + 1 for index, message in enumerate(messages) if message["role"] == "user"]
+    chosen = {"all": slice(None), "first": slice(1), "last": slice(-1, None)}[which]
+    return [tuple(messages[:end]) for end in ends[chosen]]
+
+
+def next_turn(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answer: str, follow_up: str
+) -> tuple[tuple[Message, ...], list[int]]:
+    """Continue a conversation with the model's answer and the user's next turn.
+
+    The answer is rendered from its text, as a server would that is sent the conversation.
+
+    Args:
+        tokenizer: the target's.
+        messages: the conversation so far, ending with the user.
+        answer: the model's answer, special tokens left out.
+        follow_up: what the user says next (the first of `Prompt.follow_ups`).
+
+    Returns:
+        The messages of the next prompt, and its ids.
+
+    Raises:
+        ConfigError: as `chat_ids`.
+    """
+    longer = (
+        *messages,
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": follow_up},
+    )
+    return longer, chat_ids(tokenizer, longer)
+
+
+def assistant_mask(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
+) -> tuple[list[int], list[int]]:
+    """Which tokens of a conversation the assistant wrote, its end-of-turn tokens included.
+
+    Where the template has `{% generation %}` markers they decide. Otherwise each answer is what
+    the conversation's ids have beyond those of its prompt, which must be a prefix of them: that is
+    also what makes training and serving see the same ids. Either way the masked text is compared
+    with what the assistant said, up to outer white space.
+
+    Returns:
+        The ids of the whole conversation, and a mask of 0 and 1 of the same length.
+
+    Raises:
+        ConfigError: if the mask is all 0, all 1 or not what the assistant said (showing the text
+            and the mask), or a prompt is no prefix.
+    """
+    if tokenizer.chat_template and _MARKER.search(tokenizer.get_chat_template()):
+        ids, mask = _by_markers(tokenizer, messages)
+    else:
+        ids = chat_ids(tokenizer, messages, reply=False)
+        mask = _by_prefixes(tokenizer, messages, ids)
+    check_mask(tokenizer, messages, ids, mask)
+    return ids, mask
+
+
+def check_mask(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    ids: Sequence[int],
+    mask: Sequence[int],
+) -> None:
+    """Raise ConfigError unless a mask (0 or 1 a token) covers the assistant's turns and no more."""
+    said = [message["content"].strip() for message in messages if message["role"] == "assistant"]
+    if len(set(mask)) < 2:
+        which = "every token" if any(mask) else "no token"
+        raise ConfigError(
+            f"the loss mask trains on {which} of a conversation with {len(said)} assistant "
+            f"turns.\n{_shown(tokenizer, ids, mask)}"
+        )
+    found = [_decoded(tokenizer, ids[start:stop]) for start, stop in _runs(mask)]
+    wrong = next((pair for pair in zip(said, found, strict=False) if pair[0] not in pair[1]), None)
+    if wrong or len(said) != len(found):
+        detail = f"turn {wrong[0]!r}, trained on {wrong[1][0]!r}" if wrong else ""
+        raise ConfigError(
+            f"the loss mask does not cover what the assistant said: {len(said)} turns, "
+            f"{len(found)} masked spans{'; ' * bool(detail)}{detail}. The chat template changes "
+            "or moves the assistant's text; mark it with {% generation %} and {% endgeneration %}."
+            f"\n{_shown(tokenizer, ids, mask)}"
+        )
+
+
+def _by_markers(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
+) -> tuple[list[int], list[int]]:
+    chat_ids(tokenizer, messages, reply=False)  # for its errors
+    out = tokenizer.apply_chat_template(
+        list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return [int(token) for token in out["input_ids"]], [int(bit) for bit in out["assistant_masks"]]
+
+
+def _by_prefixes(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], ids: Sequence[int]
+) -> list[int]:
+    mask = [0] * len(ids)
+    added = set(tokenizer.get_added_vocab().values())
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = _prefix(tokenizer, messages[:index], ids, reply=True)
+            after = _prefix(tokenizer, messages[: index + 1], ids, reply=False)
+            stop = _end_of_turn(tokenizer, ids[before:after], added)
+            mask[before : before + stop] = [1] * stop
+    return mask
+
+
+def _prefix(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    whole: Sequence[int],
+    *,
+    reply: bool,
+) -> int:
+    """Length of what these messages render to, which must begin the whole."""
+    part = chat_ids(tokenizer, messages, reply=reply)
+    if list(whole[: len(part)]) == part:
+        return len(part)
+    at = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), len(whole))
+    raise ConfigError(
+        f"the chat template does not continue what it rendered before: the first {len(messages)} "
+        f"messages are no prefix of the conversation, from token {at} on "
+        f"({tokenizer.decode(part[at : at + 8])!r}, then {tokenizer.decode(whole[at : at + 8])!r})."
+        " It strips or rewrites text; mark the assistant's part of the template with "
+        "{% generation %} and {% endgeneration %}, or keep white space as it comes"
+    )
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, span: Sequence[int], added: set[int]) -> int:
+    """Length of a turn up to its end token, without the white space that templates put after it."""
+    stop = len(span)
+    while stop and span[stop - 1] not in added and not tokenizer.decode([span[stop - 1]]).strip():
+        stop -= 1
+    return stop if stop and span[stop - 1] in added else len(span)
+
+
+def _runs(mask: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Start and end of each span of ones."""
+    start = 0
+    for bit, group in groupby(mask):
+        stop = start + len(list(group))
+        if bit:
+            yield start, stop
+        start = stop
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, span: Sequence[int]) -> tuple[str, ...]:
+    """What a span says: without special tokens, and also without its end token if that is none."""
+    bare = list(span)
+    if bare[-1] in tokenizer.get_added_vocab().values():
+        bare.pop()
+    return tuple(
+        tokenizer.decode(part, skip_special_tokens=True).strip() for part in (list(span), bare)
+    )
+
+
+def _shown(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], mask: Sequence[int]) -> str:
+    runs = " ".join(f"{len(list(group))}x{bit}" for bit, group in groupby(mask))
+    return f"text: {tokenizer.decode(list(ids))!r}\nmask: {runs or 'empty'}"

@@ -1,0 +1,212 @@
+"""Labels: the right laws, in any batch, piece and shard, under the sampler that they name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from specdata import labelling
+from specdata.acceptance import LabelsConfig, load_labels, make_labels
+from specdata.errors import ConfigError, ManifestError
+from specdata.labelling import Labeller, target_laws
+from specdata.probability import SamplingConfig, probabilities
+from specdata.readout import readout
+from specdata.schema import LABELS, ROLLOUTS, Label, Rollout
+from specdata.tables import fill_table, load_table
+from tests.test_decoder import p_value
+from tests.tiny import tiny_llama
+
+WARPED = SamplingConfig(temperature=0.8, top_k=3)
+SAMPLERS = {
+    "plain": SamplingConfig(),
+    "warped": WARPED,
+    "nucleus": SamplingConfig(temperature=1.3, top_p=0.7),
+    "greedy": SamplingConfig(temperature=0.0),
+}
+
+
+def rollout(
+    number: int, completion: list[int], *, prompt: tuple[int, ...] = (2, 3), turn: int = 0
+) -> Rollout:
+    return Rollout(
+        example_id=f"id{number}",
+        dataset="d",
+        split="train",
+        sample=0,
+        turn=turn,
+        prompt_ids=list(prompt),
+        completion_ids=completion,
+        finish="length",
+    )
+
+
+def rollouts(count: int, *, vocab: int, seed: int = 0) -> list[Rollout]:
+    """Rows of random lengths, longer ones anywhere."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def text(longest: int) -> list[int]:
+        length = int(torch.randint(1, longest + 1, (), generator=draw))
+        return torch.randint(2, vocab, (length,), generator=draw).tolist()
+
+    return [rollout(n, text(14), prompt=tuple(text(6))) for n in range(count)]
+
+
+def stored(folder: Path, rows: list[Rollout]) -> Path:
+    fill_table(folder, ROLLOUTS, {}, [lambda: rows], lambda rows: None)
+    return folder
+
+
+def labeller(
+    target: PreTrainedModel, draft: PreTrainedModel, sampling: SamplingConfig, seed: int = 0
+) -> Labeller:
+    p, q = readout(target), readout(draft)
+    return Labeller(partial(target_laws, p, sampling, 0), q, p.vocabulary, sampling, seed, 64)
+
+
+def close(one: list[Label], other: list[Label]) -> None:
+    """Equal up to rounding: batches of other shapes add up in another order."""
+    for a, b in zip(one, other, strict=True):
+        assert a["example_id"] == b["example_id"]
+        assert a["draft_ids"] == b["draft_ids"]
+        for name in ("accept_prob", "log_p", "log_q", "log_q_max", "overlap"):
+            assert a[name] == pytest.approx(b[name], abs=1e-5), name  # type: ignore[literal-required]
+
+
+@pytest.mark.parametrize("sampling", SAMPLERS.values(), ids=SAMPLERS.keys())
+def test_labels_are_the_acceptance_of_a_token_drawn_from_the_draft_along_the_targets_text(
+    sampling: SamplingConfig,
+) -> None:
+    target, draft = tiny_llama(0, vocab=12), tiny_llama(1, vocab=12)
+    completion = [4, 5, 6, 7, 8]
+    work = labeller(target, draft, sampling)
+    # Rows with one text and many names: every name has its own uniforms.
+    labels = work([rollout(n, completion) for n in range(1500)])
+    row = labels[-1]
+    for index in range(len(completion)):
+        context = torch.tensor([[2, 3, *completion[:index]]])
+        with torch.inference_mode():
+            p, q = (
+                probabilities(model(input_ids=context).logits[0, -1], sampling)
+                for model in (target, draft)
+            )
+        drafted = row["draft_ids"][index]
+        expected = min(1.0, float(p[drafted] / q[drafted]))
+        assert row["accept_prob"][index] == pytest.approx(expected, abs=1e-6)
+        assert row["overlap"][index] == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-6)
+        assert row["log_p"][index] == pytest.approx(float(p[drafted].log()), abs=1e-6)
+        assert row["log_q"][index] == pytest.approx(float(q[drafted].log()), abs=1e-6)
+        assert row["log_q_max"][index] == pytest.approx(float(q.max().log()), abs=1e-6)
+        law = {(token,): float(chance) for token, chance in enumerate(q) if chance > 0}
+        counts = Counter((label["draft_ids"][index],) for label in labels)
+        assert counts.keys() <= law.keys()
+        assert len(law) == 1 or p_value(counts, law) > 1e-6
+
+
+def test_labels_align_with_their_rollouts_and_do_not_depend_on_shards(tmp_path: Path) -> None:
+    target, draft = tiny_llama(0, vocab=12), tiny_llama(1, vocab=12)
+    source = load_table(stored(tmp_path / "rollouts", rollouts(7, vocab=12)))
+    tables = []
+    for size in (2, 7):
+        make_labels(
+            target,
+            draft,
+            source,
+            tmp_path / f"labels{size}",
+            LabelsConfig(shard_size=size),
+            sampling=SamplingConfig(),
+            seed=0,
+            settings={},
+            report=lambda rows: None,
+        )
+        tables.append(load_table(tmp_path / f"labels{size}").to_list())
+    assert tables[0] == tables[1]
+    for row, rolled in zip(tables[0], source, strict=True):
+        assert {key: row[key] for key in rolled} == rolled
+        lengths = {len(row[name]) for name in LABELS.names[len(ROLLOUTS) :]}
+        assert lengths == {len(rolled["completion_ids"])}
+
+
+def test_a_row_in_a_batch_has_the_labels_it_has_alone() -> None:
+    target, draft = tiny_llama(0, vocab=40, layers=2), tiny_llama(1, vocab=40)
+    rows = rollouts(12, vocab=40)
+    work = labeller(target.float(), draft.float(), SamplingConfig())
+    close(work(rows), [work([row])[0] for row in rows])
+
+
+def test_the_size_of_a_piece_and_of_a_forward_change_no_label(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, draft = tiny_llama(0, vocab=40), tiny_llama(1, vocab=40)
+    rows, work = rollouts(12, vocab=40), labeller(target, draft, WARPED)
+    whole = work(rows)
+    monkeypatch.setattr(labelling, "VALUES_AT_ONCE", 1)
+    monkeypatch.setattr(labelling, "POSITIONS", {"cpu": 3})
+    close(whole, work(rows))
+    close(whole, Labeller(work.laws, work.draft, 40, WARPED, 0, tokens_at_once=1)(rows))
+
+
+def test_a_draft_of_another_width_is_cut_or_filled_up_to_the_targets_vocabulary() -> None:
+    target = tiny_llama(0, vocab=12)
+    for width in (9, 15):
+        draft = tiny_llama(1, vocab=width)
+        row = labeller(target, draft, SamplingConfig())(rollouts(1, vocab=9))[0]
+        assert max(row["draft_ids"]) < min(12, width)
+        assert all(value > float("-inf") for value in row["log_p"])
+
+
+def test_each_turn_of_a_conversation_has_its_own_draws_and_the_first_the_seed_of_one_turn() -> None:
+    target, draft = tiny_llama(0, vocab=40), tiny_llama(1, vocab=40)
+    completion = list(range(2, 22))
+    work = labeller(target, draft, SamplingConfig())
+    first, second = work([rollout(0, completion), rollout(0, completion, turn=1)])
+    assert first["log_q_max"] == pytest.approx(second["log_q_max"])
+    assert first["draft_ids"] != second["draft_ids"]
+    assert first["draft_ids"][:4] == FIRST_TURN
+
+
+# What seed 0 has always drawn for id0: stored labels stay what the same command makes.
+FIRST_TURN = [20, 35, 22, 2]
+
+
+def test_a_rollout_longer_than_the_drafts_context_is_refused() -> None:
+    target, draft = tiny_llama(0), tiny_llama(1)
+    draft.config.max_position_embeddings = 8
+    with pytest.raises(ConfigError, match="9 tokens"):
+        labeller(target, draft, SamplingConfig())([rollout(0, [2] * 8)])
+
+
+def labelled(tmp_path: Path, sampling: SamplingConfig) -> Path:
+    make_labels(
+        tiny_llama(0),
+        tiny_llama(1),
+        load_table(stored(tmp_path / "rollouts", [rollout(0, [2, 3])])),
+        tmp_path / "labels",
+        LabelsConfig(),
+        sampling=sampling,
+        seed=0,
+        settings={},
+        report=lambda rows: None,
+    )
+    return tmp_path / "labels"
+
+
+def test_labels_of_another_sampler_are_refused_with_the_difference(tmp_path: Path) -> None:
+    folder = labelled(tmp_path, WARPED)
+    assert load_labels(folder, WARPED).num_rows == 1
+    with pytest.raises(ManifestError, match=r"another sampler(.|\n)*top_k: 3 -> 0"):
+        load_labels(folder, SamplingConfig(temperature=0.8))
+
+
+def test_rollouts_are_no_labels_of_any_sampler(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="another sampler"):
+        load_labels(stored(tmp_path / "rollouts", [rollout(0, [2, 3])]), SamplingConfig())
+
+
+def test_negative_counts_of_logits_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"labels\.top_logits must be 0"):
+        LabelsConfig(top_logits=-1)

@@ -1,0 +1,235 @@
+"""What `python -m specdata.inspect` shows is what the table holds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+from specdata import summary as module
+from specdata.acceptance import LabelsConfig, make_labels
+from specdata.inspect import main
+from specdata.manifest import read_manifest
+from specdata.probability import SamplingConfig
+from specdata.schema import ROLLOUTS, Rollout
+from specdata.summary import quantiles, summarise
+from specdata.tables import fill_table, load_table
+from specdata.vocabulary import fingerprint
+from tests.test_acceptance import rollouts
+from tests.tiny import tiny_llama
+
+V = 12
+
+
+def table(folder: Path, **settings: object) -> list[Rollout]:
+    """Three shards of two sets."""
+    rows = rollouts(9, vocab=V)
+    for number, row in enumerate(rows):
+        row["dataset"], row["finish"] = ("a", "eos") if number < 5 else ("b", "length")
+    shards = [lambda start=start: rows[start : start + 3] for start in (0, 3, 6)]
+    fill_table(folder, ROLLOUTS, settings, shards, lambda rows: None)
+    return rows
+
+
+def labels(folder: Path) -> Path:
+    table(folder / "rollouts")
+    make_labels(
+        tiny_llama(0, vocab=V),
+        tiny_llama(1, vocab=V),
+        load_table(folder / "rollouts"),
+        folder / "labels",
+        LabelsConfig(shard_size=4, top_logits=2),
+        sampling=SamplingConfig(top_k=5),
+        seed=0,
+        settings={},
+        report=lambda rows: None,
+    )
+    return folder / "labels"
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {f"word{index}": index for index in range(V)}
+    words["word5"], words["\x1b[31m[bold]red"] = 12, 5  # as hostile as a model's text may be
+    words = dict(sorted(words.items(), key=lambda item: item[1]))
+    made = Tokenizer(WordLevel(words, unk_token="word0"))
+    made.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="word0")
+
+
+def test_groups_are_counted_as_they_are(tmp_path: Path) -> None:
+    rows = table(tmp_path)
+    found = summarise(tmp_path).groups
+    assert found.keys() == {"a/train", "b/train"}
+    for name, group in found.items():
+        mine = [row for row in rows if row["dataset"] == name[0]]
+        assert group.rows == len(mine)
+        assert group.finish == Counter(row["finish"] for row in mine)
+        assert group.prompts == Counter(len(row["prompt_ids"]) for row in mine)
+        assert group.completions == Counter(len(row["completion_ids"]) for row in mine)
+        assert group.tokens == sum(len(row["completion_ids"]) for row in mine)
+
+
+@pytest.mark.parametrize("at_once", [1, 256])
+def test_acceptance_is_summed_over_positions_and_rows(
+    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ROWS_AT_ONCE", at_once)
+    folder = labels(tmp_path)
+    rows = load_table(folder).to_list()
+    found = summarise(folder)
+    longest = max(len(row["overlap"]) for row in rows)
+    for name, spread in found.acceptance.items():
+        values = [value for row in rows for value in row[name]]
+        assert spread.mean == pytest.approx(np.mean(values))
+        assert spread.histogram.sum() == len(values)
+        assert spread.histogram[-1] == sum(value >= 0.95 for value in values)
+        assert len(spread.sums) == longest
+        for position in range(longest):
+            there = [row[name][position] for row in rows if len(row[name]) > position]
+            assert spread.counts[position] == len(there)
+            assert spread.sums[position] == pytest.approx(sum(there))
+    for name, group in found.groups.items():
+        mine = [row["overlap"] for row in rows if f"{row['dataset']}/{row['split']}" == name]
+        assert group.overlap == pytest.approx(sum(map(sum, mine)))
+
+
+def test_samples_come_from_all_over_the_table(tmp_path: Path) -> None:
+    rows = table(tmp_path)
+    assert summarise(tmp_path, 3).samples == [rows[1], rows[4], rows[7]]
+    assert summarise(tmp_path, 50).samples == rows
+    assert summarise(tmp_path, 0).samples == []
+
+
+def test_quantiles_of_counts_are_those_of_the_values() -> None:
+    counts = Counter({3: 1, 5: 8, 9: 1})
+    assert quantiles(counts, [0.05, 0.5, 0.95]) == [3, 5, 9]
+    assert quantiles(Counter(), [0.5]) == [0]
+
+
+def test_labels_are_shown_with_their_sampler_acceptance_and_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = labels(tmp_path)
+    assert main([str(folder), "--png", str(tmp_path / "out.png")]) == 0
+    shown = capsys.readouterr().out
+    mean = summarise(folder).acceptance["overlap"].mean
+    for text in ("9 rows", "temperature 1.0, top_k 5", "a/train", "eos 100%", "by position"):
+        assert text in shown
+    assert f"sum of min(p, q): mean {mean:.3f}" in shown
+    assert "token ids instead of texts: the manifest names no target" in shown
+    pixels = matplotlib.image.imread(tmp_path / "out.png")
+    assert pixels.shape[0] > 600
+    assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 20
+
+
+def test_texts_are_those_of_the_targets_tokenizer_without_control_characters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = tokenizer()
+    words.save_pretrained(tmp_path / "target")
+    table(
+        tmp_path / "rollouts",
+        target={"name": str(tmp_path / "target"), "revision": "x"},
+        tokenizer=fingerprint(words),
+    )
+    assert main([str(tmp_path / "rollouts"), "--samples", "9"]) == 0
+    shown = capsys.readouterr().out
+    assert "word3" in shown
+    assert "\\x1b[31m[bold]red" in shown
+    assert "\x1b[31m" not in shown
+
+
+def test_a_tokenizer_that_is_not_the_tables_is_not_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer().save_pretrained(tmp_path / "target")
+    table(tmp_path / "rollouts", target=str(tmp_path / "target"), tokenizer="another")
+    assert main([str(tmp_path / "rollouts")]) == 0
+    assert "is not the one these rows were made with" in capsys.readouterr().out
+
+
+def test_dropped_prompts_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = {"name": "a", "split": "train", "kept": 5, "read": 8, "dropped": {"duplicate": 3}}
+    table(tmp_path, prompts=[entry])
+    assert main([str(tmp_path)]) == 0
+    assert "prompts of a/train: 5 of 8 kept; 3 duplicate" in capsys.readouterr().out
+
+
+def test_an_unfinished_table_is_shown_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rollouts(6, vocab=V)
+
+    def stop() -> list[Rollout]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # shards are made from the last to the first
+        fill_table(tmp_path, ROLLOUTS, {}, [stop, lambda: rows[3:]], lambda rows: None)
+    assert not read_manifest(tmp_path)["finished"]
+    assert main([str(tmp_path), "--png", str(tmp_path / "out.png")]) == 0
+    shown = capsys.readouterr().out
+    assert "3 rows" in shown
+    assert "warning: unfinished" in shown
+    with pytest.raises(KeyboardInterrupt):
+        fill_table(tmp_path / "begun", ROLLOUTS, {}, [stop], lambda rows: None)
+    assert main([str(tmp_path / "begun"), "--png", str(tmp_path / "none.png")]) == 0
+    assert "no rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("empty", "holds no table"),
+        ("absent", "is not a folder"),
+        ("above", "tables are in"),
+        ("edited", "is not the file that was written"),
+        ("foreign", "neither rollouts nor labels"),
+        ("torn", "is not readable parquet"),
+    ],
+)
+def test_what_is_no_table_is_refused(
+    wrong: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "some" / "table"
+    folder.mkdir(parents=True)
+    if wrong == "absent":
+        folder = tmp_path / "nowhere"
+    elif wrong != "empty":
+        table(folder)
+    shard = folder / "shard-00001.parquet"
+    if wrong == "above":
+        folder = folder.parent
+    elif wrong == "edited":
+        shard.write_bytes(shard.read_bytes() + b"x")
+    elif wrong in ("foreign", "torn"):
+        manifest = read_manifest(folder)
+        (folder / "manifest.json").write_text(json.dumps({**manifest, "finished": False}))
+        if wrong == "torn":
+            shard.write_bytes(shard.read_bytes()[:100])
+        else:
+            pq.write_table(pa.table({"x": [1]}), shard)
+    assert main([str(folder)]) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert "Traceback" not in said.err
+
+
+def test_it_runs_as_a_module(tmp_path: Path) -> None:
+    table(tmp_path)
+    command = [sys.executable, "-m", "specdata.inspect", str(tmp_path), "--samples", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "9 rows" in done.stdout
+    assert done.stdout.count("sample of") == 1

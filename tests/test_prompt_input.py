@@ -1,0 +1,258 @@
+"""What cannot be a prompt is counted or refused, with the reason and what to do."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets.exceptions import DatasetGenerationError
+
+from specdata.errors import ConfigError
+from specdata.prompt_rows import _or_refuse
+from specdata.prompts import PromptSet, check_sets, dropped, load_prompts
+from tests.chats import chat_tokenizer
+from tests.hub import Server
+from tests.prompt_files import PLAIN, datasets_cache, jsonl, parquet, texts
+
+__all__ = ["datasets_cache"]
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def test_what_is_dropped_is_counted_with_its_reason(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.jsonl"
+    long = json.dumps({"prompt": "far too long " * 50})
+    lines = [b'{"prompt": "good"}', b'{"prompt": "good"}', b'{"prompt": "  ?! "}', long.encode()]
+    lines += [b'{"prompt": "\xff\xfe"}', b'{"prompt": "\\ud800 half"}', b'{"prompt": 7}', b""]
+    path.write_bytes(b"\n".join([*lines, b'{"prompt": "also good"}']))
+    loaded = load_prompts([PromptSet(str(path), "train", 0)], PLAIN, seed=0, max_tokens=40)
+    assert texts(loaded) == ["good", "also good"]
+    (entry,) = loaded.report
+    reasons = {"duplicate": 1, "near_empty": 1, "over_long": 1, "undecodable": 3}
+    assert {name: count for name, count in entry["dropped"].items() if count} == reasons
+    assert (entry["read"], entry["kept"]) == (8, 2)
+    assert json.loads(json.dumps(loaded.report)) == loaded.report
+    (line,) = dropped(loaded.report)
+    assert "2 of 8 kept; 1 duplicate, 1 near_empty, 1 over_long, 3 undecodable" in line
+
+
+def test_an_empty_question_is_not_made_a_prompt_by_its_template(tmp_path: Path) -> None:
+    rows = [{"question": text, "answer": ""} for text in ("Why?", "?", "", None)]
+    source = parquet(tmp_path / "copy.parquet", rows)
+    for tokenizer in (PLAIN, chat_tokenizer("gemma")):
+        loaded = load_prompts([PromptSet("gsm8k", "test", 0, source=source)], tokenizer, seed=0)
+        (entry,) = loaded.report
+        assert (entry["kept"], entry["dropped"]["near_empty"]) == (1, 3)
+        assert (entry["source"], entry["licence"]) == (source, "mit")
+
+
+def test_conversations_that_cannot_be_prompts_are_counted_too(tmp_path: Path) -> None:
+    def row(*turns: tuple[str, Any]) -> dict[str, Any]:
+        return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+    rows = [
+        row(("user", "Hello.")),
+        row(("assistant", "Hello.")),
+        row(("user", "Hello."), ("narrator", "He left.")),
+        row(("user", None)),
+        row(("system", "Be brief."), ("user", "Hello.")),
+        row(("user", " ")),
+    ]
+    wanted = [PromptSet(jsonl(tmp_path / "talks.jsonl", rows), "train", 0)]
+    (entry,) = load_prompts(wanted, chat_tokenizer("gemma"), seed=0).report
+    assert {name: count for name, count in entry["dropped"].items() if count} == {
+        "no_user_turn": 2,
+        "undecodable": 1,
+        "refused": 1,
+        "near_empty": 1,
+    }
+    assert "System role not supported" in entry["refused_because"]
+
+
+def test_text_in_parquet_that_is_not_utf8_costs_its_row_alone(tmp_path: Path) -> None:
+    bad = pa.Array.from_buffers(
+        pa.string(),
+        2,
+        [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0\6\0\0\0"), pa.py_buffer(b"\xff\xfegood")],
+    )
+    pq.write_table(pa.table({"prompt": bad}), tmp_path / "bad.parquet")
+    loaded = load_prompts([PromptSet(str(tmp_path / "bad.parquet"), "t", 0)], PLAIN, seed=0)
+    assert texts(loaded) == ["good"]
+    assert loaded.report[0]["dropped"]["undecodable"] == 1
+
+
+def test_a_set_of_which_nothing_is_left_is_refused_with_the_reasons(tmp_path: Path) -> None:
+    name = jsonl(tmp_path / "long.jsonl", [{"prompt": "word " * 99}, {"prompt": "."}])
+    with pytest.raises(
+        ConfigError,
+        match=r"none of its 2 prompts.*1 near_empty, 1 over_long \(at most 9 tokens fit",
+    ):
+        load_prompts([PromptSet(name, "train", 2)], PLAIN, seed=0, max_tokens=9)
+
+
+def bad_sets(folder: Path) -> list[tuple[PromptSet, str]]:
+    broken = folder / "broken.parquet"
+    broken.write_bytes(b"PAR1 and nothing that follows")
+    ragged = folder / "ragged"
+    ragged.mkdir()
+    jsonl(ragged / "train-1.jsonl", [{"prompt": "a"}])
+    jsonl(ragged / "train-2.jsonl", [{"messages": []}])
+    gsm = parquet(folder / "gsm.parquet", [{"qestion": "Why?", "answer": "So."}])
+    both = jsonl(folder / "both.jsonl", [{"messages": None, "prompt": "a"}])
+    good = jsonl(folder / "good.jsonl", [{"prompt": "a"}])
+    (folder / "empty").mkdir()
+    (folder / "prompts.csv").write_text("prompt\na\n")
+    return [
+        (PromptSet("gsm8k", source=str(folder / "empty")), r"cannot be read.*What to do"),
+        (
+            PromptSet(str(folder / "prompts.csv")),
+            r"unknown prompt set.*a file that ends in \.jsonl",
+        ),
+        (PromptSet(str(broken), count=1), r"cannot be read.*whole"),
+        (PromptSet(str(ragged), "train", 1), r"cannot be read.*one schema"),
+        (PromptSet(str(folder / "no.parquet"), count=1), "there is no file"),
+        (PromptSet("gsm8k", source=gsm), r"no column 'question'.*did you mean 'qestion'"),
+        (PromptSet("gsm8k", "validation"), "no split 'validation'; choose from train, dev, test"),
+        (PromptSet("gsm8"), r"unknown prompt set 'gsm8' \(did you mean 'gsm8k'"),
+        (PromptSet(both, count=1), "mixes rows"),
+        (PromptSet(good, count=1, template="{prompt!r}"), "may hold a column's name"),
+        (PromptSet(good, count=1, template="{prompt"), "unusable template"),
+        (PromptSet(good, count=1, template="prompt"), "names no {column}"),
+        (PromptSet(good, count=1, template="{q}"), r"no column 'q'; it has 'prompt'"),
+        (PromptSet(good, count=1, source="x.jsonl"), "`source` is where a catalogued set"),
+        (PromptSet(good, count=1, chat=True), "has no chat template"),
+        (PromptSet("instruct", "train", 0), "give a `count`"),
+        (PromptSet("library", "train", 10**6), "lower `count`"),
+        (PromptSet("library", "validation", 1), "choose from train, dev, test"),
+        (
+            PromptSet("owner/absent", "train", 1),
+            r"not reached: connect, unset HF_HUB_OFFLINE, or name",
+        ),
+        (PromptSet("spec-bench"), r"not on the Hub: download it \(`curl -LO https.*`source:`"),
+        (PromptSet("alpaca", "train", 1), r"not reached: connect.*`source:` a local copy"),
+    ]
+
+
+@pytest.mark.parametrize("number", range(21))
+def test_a_set_that_cannot_be_used_says_what_to_do(number: int, tmp_path: Path) -> None:
+    wanted, message = bad_sets(tmp_path)[number]
+    with pytest.raises(ConfigError, match=message):
+        load_prompts([wanted], PLAIN, seed=0)
+    if "chat template" not in message:  # all else is found before a model is loaded
+        with pytest.raises(ConfigError, match=message):
+            check_sets([wanted], 0)
+
+
+HUB_SETS = [
+    PromptSet("me/gated"),
+    PromptSet("gsm8k", source="me/absent@v1"),
+    PromptSet("wmt-en-de", "test", 0),
+    PromptSet("piqa", "test", 0),
+    PromptSet("me/data@v2", "train", 0, subset="b"),
+    PromptSet("gsm8k", "test", 0),
+]
+
+
+@dataclass
+class Said:
+    """What another process says of each set online, and then offline; what the Hub was asked."""
+
+    online: list[str]
+    offline: list[str]
+    asked: list[str]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    root = tmp_path_factory.mktemp("hub")
+    parquet(root / "openai/gsm8k/main/test.parquet", [{"question": "Why?", "answer": ""}])
+    gsm8k = "- config_name: main\n  data_files:\n  - split: test\n    path: main/test.parquet\n"
+    (root / "openai/gsm8k/README.md").write_text(f"---\nconfigs:\n{gsm8k}---\n")
+    for split in ("train", "test"):
+        day = {"translation": {"de": "Tag", "en": f"{split} day"}}
+        parquet(root / "wmt/wmt14/de-en" / f"{split}-00000-of-00001.parquet", [day])
+        goal = {"goal": f"{split} goal", "sol1": "", "sol2": "", "label": 0}
+        parquet(root / "ybisk/piqa/plain_text" / split / "0000.parquet", [goal])
+        for subset in ("a", "b"):
+            row = {"prompt": f"{subset} {split}"}
+            parquet(root / "me/data" / subset / f"{split}.parquet", [row])
+    card = "".join(
+        f"- config_name: {name}\n  data_files:\n  - split: train\n    path: {name}/train.parquet\n"
+        for name in ("a", "b")
+    )
+    (root / "me/data/README.md").write_text(f"---\nconfigs:\n{card}---\n")
+    script = (
+        "from specdata.prompts import PromptSet, load_prompts\n"
+        "from specdata.errors import ConfigError\n"
+        "from tests.prompt_files import PLAIN, texts\n"
+        f"for wanted in {HUB_SETS}:\n"
+        "    try:\n        print(texts(load_prompts([wanted], PLAIN, seed=0)))\n"
+        "    except ConfigError as error:\n        print(error)\n"
+    )
+    with Server(root) as server:
+        env = os.environ | {
+            "HF_ENDPOINT": server.url,
+            "HF_HOME": str(tmp_path_factory.mktemp("home")),
+            "PYTHONPATH": str(Path(__file__).parent.parent),
+        }
+        said = [
+            subprocess.run(
+                [sys.executable, "-c", script],
+                env=env | {"HF_HUB_OFFLINE": offline},
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout.splitlines()
+            for offline in "01"
+        ]
+    return Said(*said, server.asked)
+
+
+@pytest.mark.slow
+def test_a_gated_or_absent_repository_is_refused_with_what_to_do(hub: Said) -> None:
+    gated, absent, *_ = hub.online
+    assert "is a gated dataset on the Hub" in gated
+    assert "ask for access on its page and log in (`hf auth login`" in gated
+    assert "'me/absent' doesn't exist on the Hub or cannot be accessed" in absent
+    assert "give `source:` a local copy" in absent
+
+
+@pytest.mark.slow
+def test_what_was_read_from_the_hub_once_can_be_read_offline(hub: Said) -> None:
+    assert hub.offline[2:] == hub.online[2:]
+    for line in hub.offline[:2]:
+        assert "is not reached: connect, unset HF_HUB_OFFLINE" in line
+
+
+@pytest.mark.slow
+def test_of_a_hub_data_set_the_asked_revision_configuration_and_split_are_read(hub: Said) -> None:
+    asked = hub.asked
+    wmt, piqa, mine, gsm8k = hub.online[2:]
+    assert "Input: test day" in wmt
+    assert "Question: test goal" in piqa
+    assert mine == "['b train']"
+    assert "Why?" in gsm8k
+    fetched = [path for path in asked if path.endswith(".parquet")]
+    assert fetched
+    assert not any("de-en/train" in path or "plain_text/train" in path for path in fetched)
+    assert any("piqa/revision/refs/convert/parquet" in path for path in asked)
+    assert any("data/resolve/v2/" in path for path in asked)
+
+
+def test_a_disk_that_fills_while_a_set_is_read_stays_trouble_outside() -> None:
+    def fill() -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise DatasetGenerationError("An error occurred while generating") from error
+
+    with pytest.raises(OSError, match="No space left"):  # exit status 1, not 2
+        _or_refuse("alpaca", "tatsu-lab/alpaca", fill)

@@ -1,0 +1,279 @@
+"""Catalogued and other data sets, each read from small files in its true schema."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from specdata.errors import ConfigError
+from specdata.prompt_sets import CATALOGUE
+from specdata.prompts import PromptSet, load_prompts, prompt_inputs
+from specdata.templates import chat_ids
+from tests.prompt_files import CHAT, PLAIN, datasets_cache, jsonl, parquet, texts
+
+__all__ = ["datasets_cache"]
+pytestmark = pytest.mark.usefixtures("cache")
+
+ALPACA = {
+    "instruction": "Name the animal.",
+    "input": "It barks.",
+    "output": "A dog.",
+    "text": "Below is an instruction ...",
+}
+QUESTIONS = ["Write a poem.", "Now in one line."]
+# One row of each set, with every column that it has on its page, and what becomes of it:
+# the text for a target without chat template, the user's message for one with.
+ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "alpaca": (
+        ALPACA,
+        "Below is an instruction that describes a task, paired with an input that provides further "
+        "context. Write a response that appropriately completes the request.\n\n### Instruction:\n"
+        "Name the animal.\n\n### Input:\nIt barks.\n\n### Response:\n",
+        "Name the animal.\n\nIt barks.",
+    ),
+    "gsm8k": (
+        {"question": "What is 2 + 2?", "answer": "It is 4.\n#### 4"},
+        "Question: What is 2 + 2?\nAnswer:",
+        "What is 2 + 2?",
+    ),
+    "humaneval": (
+        {
+            "task_id": "HumanEval/0",
+            "prompt": "def f(x):\n    '''Half of x.'''\n",
+            "canonical_solution": "    return x / 2\n",
+            "test": "assert f(2) == 1",
+            "entry_point": "f",
+        },
+        "def f(x):\n    '''Half of x.'''\n",
+        "Complete the following Python function.\n\n```python\ndef f(x):\n"
+        "    '''Half of x.'''\n```",
+    ),
+    "wmt-en-de": (
+        {"translation": {"de": "Guten Tag.", "en": "Good day."}},
+        "Translate the input English sentence into German.\nInput: Good day.\nOutput:",
+        "Translate the input English sentence into German.\nInput: Good day.\nOutput:",
+    ),
+    "xsum": (
+        {"document": "It rained. It was wet.", "summary": "Rain fell.", "id": "1"},
+        "Article: It rained. It was wet.\n\nSummary in one sentence:",
+        "Summarize the following article in one sentence.\n\nIt rained. It was wet.",
+    ),
+    "dolly": (
+        {
+            "instruction": "Who was first?",
+            "context": "",
+            "response": "Ada.",
+            "category": "open_qa",
+        },
+        "Below is an instruction that describes a task. Write a response that appropriately "
+        "completes the request.\n\n### Instruction:\nWho was first?\n\n### Response:\n",
+        "Who was first?",
+    ),
+    "lm1b": ({"text": "The cat sat on the mat ."}, "The cat sat", ""),
+    "webqa": (
+        {"url": "http://x", "question": "what is it?", "answers": ["this", "that"]},
+        "Question: what is it?\nAnswer:",
+        "what is it?",
+    ),
+    "piqa": (
+        {"goal": "How to boil eggs?", "sol1": "In water.", "sol2": "In sand.", "label": 0},
+        "Question: How to boil eggs?\nAnswer:",
+        "How to boil eggs?",
+    ),
+    "mt-bench": (
+        {"prompt": QUESTIONS, "reference": [], "category": "writing", "prompt_id": 1},
+        "USER: Write a poem.\nASSISTANT:",
+        "Write a poem.",
+    ),
+    "spec-bench": (
+        {"question_id": 81, "category": "writing", "turns": QUESTIONS},
+        "USER: Write a poem.\nASSISTANT:",
+        "Write a poem.",
+    ),
+}
+
+
+def alpaca(folder: Path, count: int) -> str:
+    rows = [
+        ALPACA | {"instruction": f"Name animal {index}.", "input": ""} for index in range(count)
+    ]
+    return parquet(folder / "alpaca.parquet", rows)
+
+
+def test_every_catalogued_set_has_a_row_here() -> None:
+    assert set(CATALOGUE) == {*ROWS, "sharegpt"}
+    for entry in CATALOGUE.values():
+        assert entry.licence
+        assert entry.citation
+        assert entry.splits.keys() <= {"train", "dev", "test"}
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("write", [parquet, jsonl], ids=["parquet", "jsonl"])
+def test_a_row_in_its_true_schema_becomes_the_text_or_the_message(
+    name: str, write: Any, tmp_path: Path
+) -> None:
+    row, plain, asked = ROWS[name]
+    source = write(tmp_path / f"copy.{write.__name__}", [row])
+    split = "train" if name in ("alpaca", "dolly") else "test"
+    wanted = PromptSet(name, split, 1, source=source, turns="first")
+    (found,) = load_prompts([wanted], PLAIN, seed=0).prompts
+    assert PLAIN.decode(found.ids[1:]) == plain
+    assert (found.dataset, found.split, found.messages) == (name, split, ())
+    (found,) = load_prompts([wanted], CHAT, seed=0).prompts
+    if asked:
+        assert found.messages == ({"role": "user", "content": asked},)
+        assert found.ids == chat_ids(CHAT, found.messages)
+    else:  # text to continue is no message
+        assert CHAT.decode(found.ids[1:]) == plain
+
+
+def test_alpaca_is_cut_as_40_10_and_2_by_content_alone(tmp_path: Path) -> None:
+    source = alpaca(tmp_path, 520)
+    sets = [PromptSet("alpaca", split, 0, source=source) for split in ("train", "dev", "test")]
+    whole = load_prompts(sets, CHAT, seed=0)
+    assert [entry["kept"] for entry in whole.report] == [400, 100, 20]
+    where = {prompt.example_id: prompt.split for prompt in whole.prompts}
+    assert len(where) == 520
+    # Another order, doubled rows and another seed move no prompt to another split.
+    rows = pq.read_table(source).to_pylist()
+    again = [
+        dataclasses.replace(one, source=parquet(tmp_path / "b.parquet", [*rows[::-1], *rows[:99]]))
+        for one in sets
+    ]
+    moved = load_prompts(again, CHAT, seed=7)
+    assert {prompt.example_id: prompt.split for prompt in moved.prompts} == where
+    assert sum(entry["dropped"]["duplicate"] for entry in moved.report) == 99
+
+
+def test_the_order_follows_the_seed_and_a_larger_count_appends(tmp_path: Path) -> None:
+    wanted = PromptSet("alpaca", "train", 10, source=alpaca(tmp_path, 52))
+    first, other = (texts(load_prompts([wanted], PLAIN, seed=seed)) for seed in (0, 1))
+    assert len(first) == 10
+    assert first != other
+    assert first == texts(load_prompts([wanted], PLAIN, seed=0))
+    more = dataclasses.replace(wanted, count=20)
+    assert texts(load_prompts([more], PLAIN, seed=0))[:10] == first
+    with pytest.raises(ConfigError, match="must hold 41 prompts, it has 40: lower `count`"):
+        load_prompts([dataclasses.replace(wanted, count=41)], PLAIN, seed=0)
+
+
+def test_a_copy_of_the_repository_is_read_with_its_configurations_and_splits(
+    tmp_path: Path,
+) -> None:
+    row = ROWS["gsm8k"][0]
+    for subset in ("main", "socratic"):
+        for split in ("train", "test"):
+            parquet(
+                tmp_path / "copy" / subset / f"{split}-00000-of-00001.parquet",
+                [row | {"question": f"{subset} {split} {index}?"} for index in range(20)],
+            )
+    card = "---\nconfigs:\n" + "".join(
+        f"- config_name: {subset}\n  data_files:\n"
+        + "".join(f"  - split: {one}\n    path: {subset}/{one}-*\n" for one in ("train", "test"))
+        for subset in ("main", "socratic")
+    )
+    (tmp_path / "copy" / "README.md").write_text(card + "---\n")
+    sets = [
+        PromptSet("gsm8k", split, 0, source=str(tmp_path / "copy"))
+        for split in ("train", "dev", "test")
+    ]
+    loaded = load_prompts(sets, PLAIN, seed=0)
+    assert [entry["kept"] for entry in loaded.report] == [19, 1, 20]
+    assert all(" main " in text.replace(":", " ") for text in texts(loaded))
+    inputs = prompt_inputs(sets)
+    assert sum(name.endswith(".parquet") for name in inputs.values()) == 4
+    with pytest.raises(ConfigError, match=r"cannot be read.*source_split"):
+        load_prompts([dataclasses.replace(sets[2], source_split="tests")], PLAIN, seed=0)
+    with pytest.raises(ConfigError, match=r"cannot be read.*subset"):
+        load_prompts([dataclasses.replace(sets[2], subset="mian")], PLAIN, seed=0)
+
+
+SHAREGPT = {
+    "id": "a_0",
+    "conversations": [
+        {"from": "human", "value": "Hello there."},
+        {"from": "gpt", "value": "Hello to you."},
+        {"from": "human", "value": "How are you?"},
+        {"from": "gpt", "value": "Well."},
+    ],
+}
+
+
+@pytest.mark.parametrize(("turns", "lengths"), [("all", [1, 3]), ("first", [1]), ("last", [3])])
+def test_a_recorded_conversation_gives_a_prompt_a_turn(
+    turns: Any, lengths: list[int], tmp_path: Path
+) -> None:
+    path = tmp_path / "share.json"
+    path.write_text(json.dumps([SHAREGPT]))
+    wanted = PromptSet("sharegpt", "train", 0, source=str(path), turns=turns)
+    found = load_prompts([wanted], CHAT, seed=0).prompts
+    assert [len(prompt.messages) for prompt in found] == lengths
+    assert found[-1].messages[-1]["role"] == "user"
+    assert found[-1].ids == chat_ids(CHAT, found[-1].messages)
+    with pytest.raises(ConfigError, match="has no chat template"):
+        load_prompts([wanted], PLAIN, seed=0)
+
+
+def test_questions_that_depend_on_an_answer_wait_as_follow_ups(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "question.jsonl", [ROWS["spec-bench"][0]])
+    wanted = PromptSet("spec-bench", "test", 1, source=source)
+    (found,) = load_prompts([wanted], CHAT, seed=0).prompts
+    assert found.follow_ups == ("Now in one line.",)
+    (first,) = load_prompts([dataclasses.replace(wanted, turns="first")], CHAT, seed=0).prompts
+    assert first.follow_ups == ()
+    assert first.ids == found.ids
+    assert first.example_id != found.example_id
+    with pytest.raises(ConfigError, match=r"has no chat template.*`turns: first`"):
+        load_prompts([wanted], PLAIN, seed=0)
+    with pytest.raises(ConfigError, match="with `chat: false` give `turns: first`"):
+        load_prompts([dataclasses.replace(wanted, chat=False)], CHAT, seed=0)
+    with pytest.raises(ConfigError, match="may be all"):
+        load_prompts([dataclasses.replace(wanted, turns="last")], CHAT, seed=0)
+
+
+@pytest.mark.parametrize("write", [parquet, jsonl], ids=["parquet", "jsonl"])
+def test_any_file_with_prompts_or_messages_or_a_template_can_be_read(
+    write: Any, tmp_path: Path
+) -> None:
+    kind = write.__name__
+    prompts = write(tmp_path / f"prompts.{kind}", [{"prompt": "One."}, {"prompt": "Two."}])
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello."}]
+    talks = write(tmp_path / f"talks.{kind}", [{"messages": talk}])
+    other = write(tmp_path / f"other.{kind}", [{"q": "Why?", "n": {"en": "not"}}])
+    loaded = load_prompts(
+        [
+            PromptSet(prompts, "train", 2),
+            PromptSet(talks, "train", 0),
+            PromptSet(other, "dev", 1, template="Q: {q} {{{n.en}}}\nA:"),
+        ],
+        CHAT,
+        seed=0,
+    )
+    one, two, conversation, templated = loaded.prompts
+    # A plain prompt stays one, whatever the target; a file keeps its order.
+    assert [CHAT.decode(prompt.ids[1:]) for prompt in (one, two)] == ["One.", "Two."]
+    assert conversation.messages == tuple(talk)
+    assert CHAT.decode(templated.ids[1:]) == "Q: Why? {not}\nA:"
+    (asked,) = load_prompts([PromptSet(prompts, "train", 1, chat=True)], CHAT, seed=0).prompts
+    assert asked.messages == ({"role": "user", "content": "One."},)
+
+
+def test_the_library_set_is_real_text_that_the_toy_pair_does_not_train_on() -> None:
+    from specdata.toy import library_texts
+
+    sets = [PromptSet("library", split, 40) for split in ("train", "dev", "test")]
+    loaded = load_prompts(sets, PLAIN, seed=0)
+    assert len(loaded.prompts) == 120
+    assert texts(loaded) == texts(load_prompts(sets, PLAIN, seed=0))
+    assert texts(loaded) != texts(load_prompts(sets, PLAIN, seed=1))
+    trained = "\n".join(library_texts(100_000))
+    for text in texts(loaded):
+        assert text.startswith(("def ", "async def "))
+        assert text.rstrip().endswith(('"""', "'''", '"', "'"))
+        assert text not in trained

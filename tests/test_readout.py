@@ -1,0 +1,102 @@
+"""Logits in pieces: equal to the model's own, whatever it does between body and logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from specdata.readout import readout
+from tests.tiny import tiny_llama
+
+V, H = 97, 32
+COMMON = {
+    "vocab_size": V,
+    "hidden_size": H,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+OPT = {key: value for key, value in COMMON.items() if key != "intermediate_size"}
+FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, COMMON),
+    "opt, narrow embeddings": (
+        transformers.OPTConfig,
+        # project_out brings the states to the embeddings' width.
+        {**OPT, "ffn_dim": 64, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
+    ),
+    "gpt-neox": (transformers.GPTNeoXConfig, COMMON),
+    "qwen2": (transformers.Qwen2Config, {**COMMON, "num_key_value_heads": 2}),
+    "gemma": (transformers.GemmaConfig, {**COMMON, "num_key_value_heads": 1, "head_dim": 8}),
+    "gemma2, soft cap": (transformers.Gemma2Config, {**COMMON, "head_dim": 8}),
+    "cohere, multiplies": (transformers.CohereConfig, {**COMMON, "logit_scale": 0.25}),
+    "granite, divides": (transformers.GraniteConfig, {**COMMON, "logits_scaling": 6.0}),
+    "phi, bias": (transformers.PhiConfig, COMMON),
+}
+
+
+def family(name: str) -> PreTrainedModel:
+    kind, settings = FAMILIES[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(kind(**settings)).eval()
+    embedding = model.get_output_embeddings()
+    if embedding.bias is not None:
+        torch.nn.init.normal_(embedding.bias)
+    return model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_logits_in_pieces_are_the_models_own_for_padded_rows(name: str, dtype: torch.dtype) -> None:
+    model = family(name).to(dtype)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(30)  # a soft cap is nothing at small logits
+    reader = readout(model)
+    assert reader.embedding is not None
+    assert reader.vocabulary == V
+    ids = torch.randint(0, V, (3, 11), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        own = model(input_ids=ids).logits
+        states = reader.states(torch.nn.functional.pad(ids, (0, 5)))[:, :11].flatten(0, 1)
+        pieces = torch.cat([reader.logits(states[start : start + 4]) for start in range(0, 33, 4)])
+    accuracy = 1e-5 if dtype == torch.float32 else 2e-2
+    assert states.shape[-1] != V
+    assert float((pieces - own.flatten(0, 1)).abs().amax()) <= accuracy * float(own.abs().amax())
+
+
+class Capped(LlamaForCausalLM):
+    """Does to its logits what no configuration tells: the identity only at small ones."""
+
+    def forward(self, **inputs: Any) -> CausalLMOutputWithPast:
+        output = super().forward(**inputs)
+        output.logits = 50 * torch.tanh(output.logits / 50)
+        return output
+
+
+def test_a_model_whose_logits_cannot_be_made_in_pieces_gives_its_own() -> None:
+    plain = tiny_llama(0, vocab=40).float()
+    model = Capped(plain.config).eval()
+    model.load_state_dict(plain.state_dict())
+    ids = torch.tensor([[2, 3, 4]])
+    reader = readout(model)
+    assert readout(plain).embedding is not None
+    assert reader.embedding is None
+    with torch.inference_mode():
+        assert torch.equal(reader.logits(reader.states(ids)), model(input_ids=ids).logits)
+
+
+def test_finding_out_leaves_the_model_as_it_was() -> None:
+    model = family("llama")
+    ids = torch.tensor([[2, 3, 4]])
+    with torch.inference_mode():
+        before = model(input_ids=ids).logits
+        readout(model)
+        assert torch.equal(model(input_ids=ids).logits, before)

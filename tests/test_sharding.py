@@ -1,0 +1,205 @@
+"""Rollouts by the recipe, as users run it: several processes, kill -9, a full disk, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+from recipes.make_rollouts import main, stages
+from recipes.run import cli
+from specdata.tables import load_table
+from tests.test_tables import small_disk
+from tests.test_vllm import serving
+from tests.tiny import tiny_llama
+
+ROOT = Path(__file__).parent.parent
+PROMPTS = 60
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target, a draft of its vocabulary, prompts and a configuration."""
+    folder = tmp_path_factory.mktemp("pair")
+    words = {f"w{index}": index for index in range(40)}
+    core = Tokenizer(WordLevel(words, unk_token="w2"))
+    core.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="w1", pad_token="w0")
+    for name, seed in (("target", 4), ("draft", 5)):
+        tiny_llama(seed, vocab=40, width=32, layers=2).float().save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    with (folder / "mine.jsonl").open("w") as lines:
+        for n in range(PROMPTS):
+            text = " ".join(f"w{2 + (n * 7 + i * i) % 37}" for i in range(2 + n % 6))
+            lines.write(json.dumps({"prompt": f"{text} w{2 + n % 38} w{2 + n // 38}"}) + "\n")
+    config: dict[str, Any] = {
+        "output": "out",
+        "models": {"target": str(folder / "target"), "draft": str(folder / "draft")},
+        "toy": None,
+        "rollouts": {
+            "max_new_tokens": 100,
+            "shard_size": 4,
+            "samples": 2,
+            "sets": [
+                {"name": str(folder / "mine.jsonl"), "split": "train", "count": PROMPTS},
+            ],
+        },
+        "eval": {
+            "sets": [{"name": str(folder / "mine.jsonl"), "split": "test", "count": 2}],
+            "methods": [{"name": "plain", "engine": "plain"}],
+        },
+    }
+    (folder / "pair.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def start(pair: Path, folder: Path, count: int, *arguments: str) -> list[subprocess.Popen[str]]:
+    """The recipe in several processes, as a launcher starts them on one or several nodes."""
+    folder.mkdir(exist_ok=True)
+    script = str(ROOT / "recipes" / "make_rollouts.py")
+    command = [sys.executable, script, "--config", str(pair / "pair.yaml"), *arguments]
+    return [
+        subprocess.Popen(
+            command,
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(count)},
+        )
+        for rank in range(count)
+    ]
+
+
+def end(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    """Exit status and stderr of each."""
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    return [(one.returncode, text) for one, text in zip(processes, errors, strict=True)]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    table = folder / "out" / "rollouts"
+    return {
+        path.name: path.read_bytes()
+        for path in table.iterdir()
+        if path.is_file() and path.name != "run.json"
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("alone")
+    assert [status for status, _ in end(start(pair, folder, 1))] == [0]
+    rows = load_table(folder / "out" / "rollouts")
+    keys = set(zip(rows["example_id"], rows["sample"], strict=True))
+    assert len(keys) == len(rows) == 2 * PROMPTS
+    record = json.loads((folder / "out" / "rollouts" / "run.json").read_text())
+    assert record["results"]["rows"] == record["results"]["asked"] == 2 * PROMPTS
+    assert record["results"]["prompts"][0]["kept"] == PROMPTS
+    return content(folder)
+
+
+def test_several_processes_make_the_bytes_of_one(
+    pair: Path, tmp_path: Path, alone: dict[str, bytes]
+) -> None:
+    assert [status for status, _ in end(start(pair, tmp_path, 2))] == [0, 0]
+    assert content(tmp_path) == alone
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_rollouts_killed_at_any_moment_end_with_the_same_bytes(
+    pair: Path, tmp_path: Path, alone: dict[str, bytes], count: int
+) -> None:
+    table = tmp_path / "out" / "rollouts"
+    for moment in ("manifest.json", ".progress/shard-00006.parquet.json"):
+        processes = start(pair, tmp_path, count)
+        while not list(table.glob(moment)):
+            assert all(process.poll() is None for process in processes), "too late to kill it"
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+        assert [status for status, _ in end(processes)] == [-signal.SIGKILL] * count
+    assert not json.loads((table / "manifest.json").read_text())["finished"]
+    assert [status for status, _ in end(start(pair, tmp_path, 3 - count))] == [0] * (3 - count)
+    assert content(tmp_path) == alone
+
+
+def test_when_one_process_dies_the_main_one_does_its_work(
+    pair: Path, tmp_path: Path, alone: dict[str, bytes]
+) -> None:
+    main, other = start(pair, tmp_path, 2)
+    table = tmp_path / "out" / "rollouts"
+    while not list(table.glob("shard-00010.parquet")):
+        assert main.poll() is None
+    other.send_signal(signal.SIGKILL)
+    assert [status for status, _ in end([main, other])] == [0, -signal.SIGKILL]
+    assert content(tmp_path) == alone
+
+
+def test_a_full_disk_is_named_and_the_same_command_goes_on(
+    pair: Path, tmp_path: Path, alone: dict[str, bytes]
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with small_disk(disk, "96k"):
+        ((status, errors),) = end(start(pair, disk, 1))
+        assert status == 1
+        assert "No space left on device" in errors
+        assert "Nothing finished is lost: mend the cause and run the same command" in errors
+        assert "Traceback" not in errors
+        made = len(list((disk / "out" / "rollouts").glob("*.parquet")))
+        assert 0 < made < PROMPTS / 4
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+        assert [status for status, _ in end(start(pair, disk, 1))] == [0]
+        assert content(disk) == alone
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sampling.temperature", "0"], "every sample of a prompt is the same"),
+        (["--rollouts.max_new_tokens", "256"], "takes 256 tokens, prompt included"),
+        (["--rollouts.max_new_tokens", "253"], "over_long"),
+        (["--rollouts.backend", "sglang"], "must be one of transformers, vllm"),
+        (["--output", "/proc/nowhere"], "cannot write into /proc/nowhere/rollouts"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_to_do(
+    pair: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    whole = ["--config", str(pair / "pair.yaml"), "--output", str(tmp_path / "out"), *arguments]
+    assert cli(main, stages, "", whole) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_recipe_asks_a_vllm_server_that_the_configuration_names(
+    pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = ["--config", str(pair / "pair.yaml"), "--output", str(tmp_path / "out")]
+    whole += ["--rollouts.backend=vllm", "--rollouts.vllm.retries=1"]
+    whole += ["--rollouts.max_new_tokens", "20"]
+    with serving() as server:
+        whole += ["--rollouts.vllm.url", server.url]
+        assert cli(main, stages, "", whole) == 2
+        assert f"serves 'served', not '{pair}/target'" in capsys.readouterr().err
+        whole += ["--rollouts.vllm.model", "served"]
+        assert cli(main, stages, "", whole) == 0
+        assert len(server.bodies) == 2 * PROMPTS
+    assert len(load_table(tmp_path / "out" / "rollouts")) == 2 * PROMPTS
+    assert cli(main, stages, "", [*whole, "--output", str(tmp_path / "gone")]) == 1
+    assert "did not answer /v1/models in 1 tries" in capsys.readouterr().err

@@ -1,0 +1,175 @@
+"""Labels from kept target logits: equal to full labels where that is claimed, else refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdata.acceptance import LabelsConfig, labels_from_cache, make_labels
+from specdata.errors import ConfigError
+from specdata.probability import SamplingConfig, accept_probability, overlap, probabilities
+from specdata.schema import Label
+from specdata.tables import load_table
+from specdata.top_logits import TopLaws, top_logits
+from tests.test_acceptance import close, rollouts, stored
+from tests.tiny import tiny_llama
+
+V, N = 40, 12
+EXACT = {
+    "greedy": SamplingConfig(temperature=0.0),
+    "top-k": SamplingConfig(top_k=N),
+    "warped top-k and top-p": SamplingConfig(temperature=0.6, top_k=5, top_p=0.8),
+    "top-p": SamplingConfig(top_p=0.3),
+}
+REFUSED = {
+    "plain": SamplingConfig(),
+    "another temperature": SamplingConfig(temperature=0.9),
+    "another temperature, top-p": SamplingConfig(temperature=0.9, top_p=0.3),
+    "larger top-k": SamplingConfig(top_k=N + 1),
+}
+
+
+def quiet(rows: int) -> None:
+    """Report nothing."""
+
+
+def full(folder: Path, sampling: SamplingConfig, draft: int, top: int = 0) -> list[Label]:
+    """Labels made with the target."""
+    if not (folder / "rollouts").exists():
+        stored(folder / "rollouts", rollouts(9, vocab=V))
+    out = folder / f"full-{draft}-{top}"
+    make_labels(
+        tiny_llama(0, vocab=V, layers=2),
+        tiny_llama(draft, vocab=V),
+        load_table(folder / "rollouts"),
+        out,
+        LabelsConfig(shard_size=4, top_logits=top),
+        sampling=sampling,
+        seed=5,
+        settings={},
+        report=quiet,
+    )
+    return load_table(out).to_list()
+
+
+def kept(
+    folder: Path, sampling: SamplingConfig, draft: int, top: int, *, bound: bool = False
+) -> list[Label]:
+    """Labels made from the logits that another draft's labels keep."""
+    full(folder, SamplingConfig(), 1, top)
+    labels_from_cache(
+        folder / f"full-1-{top}",
+        tiny_llama(draft, vocab=V),
+        folder / "kept",
+        LabelsConfig(shard_size=5, bound=bound),
+        sampling=sampling,
+        seed=5,
+        settings={},
+        report=quiet,
+    )
+    return load_table(folder / "kept").to_list()
+
+
+@pytest.mark.parametrize("sampling", EXACT.values(), ids=EXACT.keys())
+def test_labels_of_another_draft_and_sampler_are_those_made_with_the_target(
+    sampling: SamplingConfig, tmp_path: Path
+) -> None:
+    again, with_target = kept(tmp_path, sampling, 2, N), full(tmp_path, sampling, 2)
+    close(again, with_target)
+    assert again[0].keys() == with_target[0].keys()
+
+
+@pytest.mark.parametrize("sampling", REFUSED.values(), ids=REFUSED.keys())
+def test_when_all_logits_are_kept_every_sampler_is_exact(
+    sampling: SamplingConfig, tmp_path: Path
+) -> None:
+    close(kept(tmp_path, sampling, 2, V + 5), full(tmp_path, sampling, 2))
+
+
+@pytest.mark.parametrize("sampling", REFUSED.values(), ids=REFUSED.keys())
+def test_a_sampler_that_the_kept_logits_do_not_decide_is_refused(
+    sampling: SamplingConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="12 kept logits of 40 do not give"):
+        kept(tmp_path, sampling, 2, N)
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_nucleus_that_reaches_outside_is_refused_with_the_number_of_positions(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match=r"at \d+ of \d+ positions.*nucleus reaches outside"):
+        kept(tmp_path, SamplingConfig(top_p=0.999), 2, N)
+
+
+def test_labels_without_logits_cannot_be_made_again(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="keeps no target logits"):
+        kept(tmp_path, EXACT["top-k"], 2, 0)
+
+
+def test_a_bound_is_exact_inside_and_an_upper_bound_of_the_overlap(tmp_path: Path) -> None:
+    again = kept(tmp_path, SamplingConfig(), 2, N, bound=True)
+    inside = outside = 0
+    cache = load_table(tmp_path / f"full-1-{N}")
+    for row, true, source in zip(again, full(tmp_path, SamplingConfig(), 2), cache, strict=True):
+        assert row["draft_ids"] == true["draft_ids"]
+        assert row["log_q"] == pytest.approx(true["log_q"], abs=1e-5)
+        for index, token in enumerate(row["draft_ids"]):
+            assert row["overlap"][index] >= true["overlap"][index] - 1e-6
+            if token in source["top_ids"][index * N : (index + 1) * N]:
+                assert row["log_p"][index] == pytest.approx(true["log_p"][index], abs=1e-5)
+                inside += 1
+            else:
+                outside += 1
+    assert inside > 10
+    assert outside > 10
+
+
+def test_the_mean_acceptance_of_tokens_outside_is_bounded_from_above() -> None:
+    draw = torch.Generator().manual_seed(0)
+    logits, q_logits = (3 * torch.randn(200, V, generator=draw) for _ in range(2))
+    p, q = logits.softmax(-1), q_logits.softmax(-1)
+    columns = {name: value.view(len(logits), -1) for name, value in top_logits(logits, N).items()}
+    bound = TopLaws(N, V, SamplingConfig(), bound=True).law(columns, q)
+    assert bound.sum(-1) == pytest.approx(torch.ones(200).numpy(), abs=1e-5)
+    outside = q.scatter(-1, columns["top_ids"], 0.0)
+    mean_true = (outside * accept_probability(p, q)).sum(-1)
+    mean_bound = (outside * accept_probability(bound, q)).sum(-1)
+    assert bool((mean_bound >= mean_true - 1e-6).all())
+    assert bool((overlap(bound, q) >= overlap(p, q) - 1e-6).all())
+
+
+def test_what_is_kept_of_the_logits_sums_up_to_all_of_them() -> None:
+    logits = torch.randn(50, V, generator=torch.Generator().manual_seed(0))
+    kept = top_logits(logits, N)
+    assert torch.equal(kept["top_logits"], logits.sort(descending=True).values[:, :N])
+    assert torch.equal(logits.gather(-1, kept["top_ids"]), kept["top_logits"])
+    assert torch.equal(kept["next_logit"], logits.sort(descending=True).values[:, N])
+    total = torch.logaddexp(kept["top_logits"].logsumexp(-1), kept["rest_logit"])
+    assert torch.allclose(total, logits.logsumexp(-1))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "count"),
+    [(SamplingConfig(top_k=3), 3), (SamplingConfig(temperature=0.0), 1)],
+    ids=["top-k", "greedy"],
+)
+def test_an_equal_logit_outside_is_refused_because_it_would_be_kept_too(
+    sampling: SamplingConfig, count: int
+) -> None:
+    logits = torch.tensor([[5.0, 4.0, 3.0, 3.0, 1.0], [5.0, 4.0, 3.0, 2.0, 1.0]])
+    logits[0, 1:3] = logits[0, 0] if count == 1 else logits[0, 1:3]
+    columns = {name: value.view(2, -1) for name, value in top_logits(logits, count).items()}
+    with pytest.raises(ConfigError, match=r"at 1 of 2 positions.*equal logit"):
+        TopLaws(count, 5, sampling).law(columns, torch.full((2, 5), 0.2))
+
+
+def test_equal_logits_inside_are_decided_as_the_whole_row_decides_them() -> None:
+    logits = torch.tensor([[1.0, 4.0, 4.0, 0.0, 3.0]])
+    columns = {name: value.view(1, -1) for name, value in top_logits(logits, 3).items()}
+    assert columns["top_ids"].tolist() == [[1, 2, 4]]
+    for sampling in (SamplingConfig(temperature=0.0), SamplingConfig(top_k=1)):
+        law = TopLaws(3, 5, sampling).law(columns, torch.full((1, 5), 0.2))
+        assert torch.equal(law, probabilities(logits, sampling))

@@ -1,0 +1,294 @@
+"""The vLLM back end against a real server on the loopback, which samples from a real model."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdata.errors import ConfigError
+from specdata.generation import Request, TransformersBackend
+from specdata.manifest import read_manifest
+from specdata.probability import SamplingConfig
+from specdata.prompts import Prompt, PromptSet
+from specdata.rollouts import RolloutConfig, make_rollouts
+from specdata.tables import load_table
+from specdata.vllm import VllmBackend, VllmConfig
+from tests.tiny import END, tiny_llama
+
+VOCABULARY = 40
+Edit = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class Server(ThreadingHTTPServer):
+    """Speaks what vLLM's server does: /v1/models and /v1/completions with token ids.
+
+    Args:
+        edit: changes a completion's answer.
+        troubles: statuses to answer first, before anything else.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, edit: Edit = dict, troubles: tuple[int, ...] = ()) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.model = tiny_llama(4, vocab=VOCABULARY)
+        self.edit = edit
+        self.troubles = list(troubles)
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[str | None] = []
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def do_GET(self) -> None:
+        entry = {"id": "served", "object": "model", "root": "/models/x", "max_model_len": 128}
+        found = self.path == "/v1/models"
+        self.answer(200 if found else 404, {"object": "list", "data": [entry]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            trouble = self.server.troubles.pop(0) if self.server.troubles else 0
+            self.server.bodies.append(body)
+            self.server.headers.append(self.headers["Authorization"])
+        if trouble or self.path != "/v1/completions":
+            self.answer(trouble or 404, {"error": {"message": "not now"}})
+            return
+        with self.server.lock:  # PyTorch's threads and ours do not like each other
+            answer = complete(self.server.model, body)
+        self.answer(200, self.server.edit(answer))
+
+    def answer(self, status: int, value: dict[str, Any]) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def complete(model: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Sample with transformers' own `generate`, from the request's own seed."""
+    torch.manual_seed(body["seed"])
+    ids = torch.tensor([body["prompt"]])
+    law: dict[str, Any] = {"do_sample": False}
+    if body["temperature"] > 0:
+        law = {"do_sample": True, **{k: body[k] for k in ("temperature", "top_k", "top_p")}}
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=body["max_tokens"],
+        eos_token_id=body["stop_token_ids"],
+        **law,
+    )[0, ids.shape[1] :].tolist()
+    choice: dict[str, Any] = {
+        "index": 0,
+        "text": "",
+        "finish_reason": "stop" if out[-1] in body["stop_token_ids"] else "length",
+        "stop_reason": None,
+    }
+    if body.get("return_token_ids"):
+        choice |= {"token_ids": out, "prompt_token_ids": body["prompt"]}
+    return {"id": "cmpl-1", "object": "text_completion", "model": "served", "choices": [choice]}
+
+
+@contextmanager
+def serving(edit: Edit = dict, troubles: tuple[int, ...] = ()) -> Iterator[Server]:
+    server = Server(edit, troubles)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextmanager
+def client(
+    server: Server,
+    *,
+    model: str = "served",
+    sampling: SamplingConfig | None = None,
+    **changes: Any,
+) -> Iterator[VllmBackend]:
+    backend = VllmBackend(
+        VllmConfig(**{"url": server.url, "concurrency": 4, "retries": 2, **changes}),
+        model,
+        sampling or SamplingConfig(),
+        max_new_tokens=20,
+        ends=frozenset([END]),
+        seed=3,
+    )
+    try:
+        yield backend
+    finally:
+        backend.close()
+
+
+def requests(count: int) -> list[Request]:
+    return [
+        Request([2 + (n * 7 + i) % 30 for i in range(1 + n % 5)], (f"id{n}", 0))
+        for n in range(count)
+    ]
+
+
+def test_greedy_completions_are_those_of_the_other_back_end() -> None:
+    greedy = SamplingConfig(temperature=0.0)
+    here = TransformersBackend(tiny_llama(4, vocab=VOCABULARY), greedy, 20, 8, 3)
+    with serving() as server, client(server, sampling=greedy) as there:
+        assert there.complete(requests(9)) == here.complete(requests(9))
+
+
+def test_every_field_that_decides_the_law_is_sent_and_each_request_has_its_own_seed() -> None:
+    law = SamplingConfig(temperature=0.7, top_k=5, top_p=0.9)
+    with serving() as server, client(server, sampling=law) as backend:
+        first = backend.complete(requests(6))
+        again = backend.complete(requests(6)[::-1])[::-1]
+    assert first == again, "a completion does not depend on the other requests"
+    sent = server.bodies[0]
+    assert (sent["temperature"], sent["top_k"], sent["top_p"]) == (0.7, 5, 0.9)
+    assert (sent["min_p"], sent["repetition_penalty"]) == (0.0, 1.0)
+    assert (sent["presence_penalty"], sent["frequency_penalty"]) == (0.0, 0.0)
+    assert (sent["model"], sent["n"], sent["max_tokens"]) == ("served", 1, 20)
+    assert sent["stop_token_ids"] == [END]
+    assert sent["return_token_ids"]
+    assert not sent["add_special_tokens"]
+    assert len({body["seed"] for body in server.bodies}) == 6
+    assert all(0 <= body["seed"] < 2**63 for body in server.bodies), "vLLM takes 64-bit seeds"
+
+
+def test_a_completion_ends_with_its_end_token_or_at_its_longest() -> None:
+    with serving() as server, client(server) as backend:
+        found = backend.complete(requests(12))
+    assert {one.finish for one in found} == {"eos", "length"}
+    for one in found:
+        assert END not in one.ids[:-1]
+        assert (one.ids[-1] == END) == (one.finish == "eos")
+        assert one.finish == "eos" or len(one.ids) == 20
+
+
+def test_another_model_a_wrong_address_and_a_dead_server_are_told_apart() -> None:
+    with serving() as server:
+        with client(server) as backend:
+            assert backend.check() == 128
+        with client(server, url=f"{server.url}/v1/") as backend:
+            assert backend.check() == 128
+        with (
+            client(server, model="my/target") as backend,
+            pytest.raises(ConfigError, match="serves 'served', not 'my/target'"),
+        ):
+            backend.check()
+        wrong = VllmConfig(url=f"{server.url}/elsewhere", retries=1)
+        backend = VllmBackend(
+            wrong, "served", SamplingConfig(), max_new_tokens=2, ends=frozenset(), seed=0
+        )
+        with pytest.raises(ConfigError, match="refuses \\(status 404\\)"):
+            backend.check()
+        backend.close()
+    with (
+        client(server, retries=1) as backend,
+        pytest.raises(ConnectionError, match="did not answer /v1/models in 1 tries"),
+    ):
+        backend.check()
+
+
+def without_ids(answer: dict[str, Any]) -> dict[str, Any]:
+    for choice in answer["choices"]:
+        del choice["token_ids"], choice["prompt_token_ids"]
+    return answer
+
+
+def truncated(answer: dict[str, Any]) -> dict[str, Any]:
+    for choice in answer["choices"]:
+        choice["prompt_token_ids"] = choice["prompt_token_ids"][1:]
+    return answer
+
+
+def cut_short(answer: dict[str, Any]) -> dict[str, Any]:
+    for choice in answer["choices"]:
+        choice["token_ids"] = [5, 6]
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (without_ids, "returned no token ids: it must know return_token_ids"),
+        (truncated, "read another prompt"),
+        (cut_short, "ended a completion after 2 tokens"),
+    ],
+)
+def test_an_answer_that_cannot_be_stored_as_ids_is_refused(edit: Edit, message: str) -> None:
+    with (
+        serving(edit) as server,
+        client(server) as backend,
+        pytest.raises(ConfigError, match=message),
+    ):
+        backend.complete(requests(3))
+
+
+def test_a_passing_trouble_is_tried_again_and_a_refusal_is_not() -> None:
+    with serving(troubles=(503,)) as server, client(server, concurrency=1) as backend:
+        assert len(backend.complete(requests(1))) == 1
+        assert len(server.bodies) == 2
+    with serving(troubles=(400,)) as server, client(server, concurrency=1) as backend:
+        with pytest.raises(ConfigError, match="status 400"):
+            backend.complete(requests(1))
+        assert len(server.bodies) == 1
+
+
+def test_a_key_is_read_from_the_environment_and_never_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with serving() as server:
+        monkeypatch.delenv("MY_KEY", raising=False)
+        with pytest.raises(ConfigError, match="MY_KEY, which is not set"):
+            client(server, key_variable="MY_KEY").__enter__()
+        monkeypatch.setenv("MY_KEY", "k-1")
+        with client(server, key_variable="MY_KEY") as backend:
+            backend.complete(requests(1))
+        assert server.headers == ["Bearer k-1"]
+    config = RolloutConfig([PromptSet("d")], backend="vllm")
+    assert "vllm" not in config.decisive()
+
+
+def test_a_table_goes_on_after_the_server_died_and_came_back(tmp_path: Path) -> None:
+    asked = [Prompt(request.key[0], "d", "train", request.ids) for request in requests(10)]  # type: ignore[arg-type]
+    config = RolloutConfig([PromptSet("d")], shard_size=3, backend="vllm")
+
+    def make(folder: Path, troubles: tuple[int, ...] = ()) -> int:
+        with (
+            serving(troubles=troubles) as server,
+            client(server, retries=1, concurrency=1) as backend,
+        ):
+            return make_rollouts(
+                backend, asked, folder, config, settings={}, report=lambda rows: None
+            )
+
+    broken = (0, 0, 0, 0, 0, 503)  # the last shard has one prompt, the one before fails
+    with pytest.raises(ConnectionError, match="503"):
+        make(tmp_path / "a", broken)
+    assert len(list((tmp_path / "a").glob("*.parquet"))) == 2
+    assert make(tmp_path / "a") == make(tmp_path / "b") == 10
+    assert load_table(tmp_path / "a").to_list() == load_table(tmp_path / "b").to_list()
+    assert read_manifest(tmp_path / "a") == read_manifest(tmp_path / "b")
