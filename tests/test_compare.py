@@ -1,0 +1,267 @@
+"""Texts that differ are told apart: a tie of rounding, or a defect."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eval.cached import CachedModel
+from eval.compare import explain, main, read_method, table
+from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.ties import NOISE_FACTOR, Choice, compare, find_difference, greedy_reference
+from specdata.errors import ConfigError
+from specdata.toy import corpus, train_tokenizer
+from tests.families import tiny
+
+ROOT = Path(__file__).parent.parent
+BUDGET = 24
+PROMPTS = [torch.tensor([2 + start, 5, start + 7]) for start in range(6)]
+CHAIN = DecodeConfig(temperature=0.0, length=4)
+TREE = DecodeConfig(temperature=0.0, verifier="traversal", drafter="tree", widths=(2, 2, 1))
+
+
+class Shifted(CachedModel):
+    """A defect: tokens that are verified together are read one position too late."""
+
+    def _one(self, row, start, ids, positions, mask, keep):  # type: ignore[no-untyped-def]
+        late = positions + 1 if start and ids.shape[1] > 1 else positions
+        return super()._one(row, start, ids, late, mask, keep)
+
+
+class Leaking(CachedModel):
+    """A defect: tokens that are verified together see those that follow."""
+
+    def _causal(self, start, count):  # type: ignore[no-untyped-def]
+        return torch.zeros_like(super()._causal(start, count))
+
+
+def decoder(kind: type[CachedModel], target: Any, draft: Any, config: DecodeConfig) -> Any:
+    drafts = [CachedModel(draft, 40)]
+    return SpeculativeDecoder(
+        kind(target, 40),
+        config.sampling,
+        config.make_drafters(drafts, None, frozenset()),
+        config.make_verifier(),
+        frozenset({1}),
+        drafts=drafts,
+    )
+
+
+def decode(made: SpeculativeDecoder) -> Callable[[Tensor], Tensor]:
+    return lambda prompt: (
+        made.generate(prompt, max_new_tokens=BUDGET, generator=torch.Generator()).tokens
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_texts_of_a_sound_decoder_are_identical(dtype: torch.dtype) -> None:
+    target, draft = tiny("llama", 2, dtype=dtype), tiny("llama", 3, dtype=dtype)
+    methods = {
+        "plain": decode(SpeculativeDecoder.from_config(target, None, CHAIN)),
+        "chain": decode(SpeculativeDecoder.from_config(target, draft, CHAIN)),
+        "tree": decode(SpeculativeDecoder.from_config(target, draft, TREE)),
+    }
+    done: list[int] = []
+    found = compare(target, PROMPTS, methods, max_new_tokens=BUDGET, report=done.append)
+    assert [one.method for one in found] == list(methods)
+    assert all(one.texts == 6 and not one.differences and one.tokens > 50 for one in found)
+    assert sum(done) == 6 * 4
+
+
+@pytest.mark.parametrize("defect", [Shifted, Leaking])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decoder_with_a_defect_is_called_a_bug(
+    defect: type[CachedModel], dtype: torch.dtype
+) -> None:
+    target = tiny("llama", 2, dtype=dtype)
+    methods = {"broken": decode(decoder(defect, target, target, CHAIN))}
+    (found,) = compare(target, PROMPTS, methods, max_new_tokens=BUDGET)
+    assert found.count("bug") >= 2
+
+
+def test_half_precision_texts_that_differ_are_ties() -> None:
+    """Flat laws in bfloat16: the same logits to a few bits, so rounding picks among them."""
+    ties = 0
+    for seed in range(6):
+        sizes = {"initializer_range": 0.1, "dtype": torch.bfloat16, "hidden_size": 32}
+        target = tiny("llama", seed, vocab=2000, **sizes)
+        draft = tiny("llama", seed + 50, vocab=2000, **sizes)
+        exact = tiny("llama", seed, vocab=2000, **sizes).float()
+        methods = {
+            "chain": decode(SpeculativeDecoder.from_config(target, target, CHAIN)),
+            "tree": decode(SpeculativeDecoder.from_config(target, draft, TREE)),
+        }
+        for one in compare(target, PROMPTS, methods, max_new_tokens=BUDGET, exact=exact):
+            assert one.count("bug") == 0
+            for difference in one.differences:
+                assert difference.expected is not None
+                assert difference.found is not None
+                assert difference.expected.token != difference.found.token
+                assert difference.found.float32_gap is not None
+                assert difference.found.gap <= NOISE_FACTOR * difference.found.noise
+            ties += one.count("tie")
+    assert ties > 0, "no text differed, so nothing was judged"
+
+
+def test_a_defect_after_a_tie_is_still_a_bug() -> None:
+    """Two rows of the output embedding are equal, so one token may stand for the other; then the
+    rest of the text must be the model's again."""
+    target = tiny("llama", 2)
+    prompt = PROMPTS[0]
+    expected = greedy_reference(target, prompt, BUDGET).tolist()
+    with torch.no_grad():
+        rows = target.lm_head.weight
+        rows[39] = rows[expected[4]]
+    twin = greedy_reference(target, prompt, BUDGET).tolist()
+    assert twin == expected, "of equal logits the first is taken"
+
+    def judged(text: list[int], budget: int = BUDGET) -> str:
+        found = find_difference(target, prompt.tolist(), expected, text, max_new_tokens=budget)
+        assert found is not None
+        assert found.position == next(
+            (i for i, pair in enumerate(zip(expected, text, strict=False)) if pair[0] != pair[1]),
+            min(len(expected), len(text)),
+        )
+        return found.verdict
+
+    head = [*expected[:4], 39]
+    rest = greedy_reference(target, torch.tensor([*prompt, *head]), BUDGET - 5).tolist()
+    assert judged(head + rest) == "tie"
+    wrong = [*rest[:3], (rest[3] + 7) % 39, *rest[4:]]
+    assert judged(head + wrong) == "bug"
+    assert judged(head) == "bug", "it ends before the budget without an end token"
+    assert judged(expected[:-1]) == "bug", "it ends before the budget without an end token"
+    assert judged([*expected, 5]) == "bug", "it goes on after the budget"
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt_neox", "gemma"])
+def test_the_noise_is_measured_by_other_forwards_and_is_small(family: str) -> None:
+    """In float64 a text with another token must lack far more than any way of running differs."""
+    target = tiny(family, 2)
+    expected = greedy_reference(target, PROMPTS[1], BUDGET).tolist()
+    text = [*expected[:10], (expected[10] + 1) % 40, *expected[11:]]
+    found = find_difference(target, PROMPTS[1].tolist(), expected, text, max_new_tokens=BUDGET)
+    assert found is not None
+    assert found.expected is not None
+    assert found.found is not None
+    assert found.position == 10
+    assert found.verdict == "bug"
+    assert found.expected.gap == 0.0
+    assert found.found.gap > 1e-3 > 1e6 * found.found.noise
+    assert len(found.found.ways) == 5
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two tiny models on disk that share a tokenizer, and a prompt file."""
+    folder = tmp_path_factory.mktemp("pair")
+    tokenizer = train_tokenizer(
+        corpus(seed=0, examples_per_family=20, library_characters=5000), vocab_size=400
+    )
+    found = {}
+    for name, seed in (("target", 2), ("draft", 3)):
+        tiny("llama", seed, vocab=400, dtype=torch.float32).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+        found[name] = str(folder / name)
+    prompts = folder / "mine.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in ("one two", "three")))
+    return found | {"prompts": str(prompts)}
+
+
+def test_the_command_line_compares_and_writes_what_it_shows(
+    pair: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "compare.json"
+    asked = ["--target", pair["target"], "--draft", pair["draft"], "--prompts", pair["prompts"]]
+    asked += ["--count", "2", "--max-new-tokens", "12", "--json", str(out)]
+    assert main([*asked, "--method", "{length: 2}", "--engine", "captured"]) == 0
+    shown = capsys.readouterr().out
+    stored = json.loads(out.read_text())
+    assert [row["method"] for row in stored["methods"]] == ["plain", "{length: 2}"]
+    assert all(row["texts"] == 2 and row["bugs"] == 0 for row in stored["methods"])
+    assert all(row["method"] in shown for row in stored["methods"])
+    assert stored["settings"]["engine"] == "captured"
+
+
+def test_bad_input_is_refused_with_status_2_and_no_traceback(pair: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "eval.compare", "--draft", pair["draft"]]
+    done = subprocess.run(
+        [*command, "--target", pair["target"], "--method", "{verifier: block, drafter: tree}"],
+        cwd=ROOT,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "error: method '{verifier: block, drafter: tree}'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--target", "/nowhere"], "cannot load the"),
+        (["--prompts", "nothing.jsonl"], "nothing.jsonl"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be 1"),
+        (["--max-new-tokens", "500"], "positions"),
+        (["--head", "/nowhere"], "/nowhere"),
+        (["--method", "{stop: head}"], "needs an acceptance head"),
+    ],
+)
+def test_what_cannot_be_used_is_named(
+    pair: dict[str, str],
+    changes: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["--target", pair["target"], "--draft", pair["draft"], "--prompts", pair["prompts"]]
+    assert main([*asked, "--count", "2", *changes]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_methods_are_greedy_and_mistakes_in_them_are_named() -> None:
+    assert read_method("{length: 7}") == DecodeConfig(length=7, temperature=0.0)
+    assert read_method("{verifier: rrs, drafter: tree, widths: [2, 1]}").widths == (2, 1)
+    for text, reason in {
+        "{length: 0}": "1 or larger",
+        "{lenght: 2}": "no setting of it is 'lenght'",
+        "{temperature: 0.5}": "no setting of it is 'temperature'",
+        "[1": "method",
+        "K=4": "must be a mapping",
+        "{length: many}": "length",
+    }.items():
+        with pytest.raises(ConfigError, match=reason):
+            read_method(text)
+
+
+def test_a_difference_is_explained_with_tokens_logits_gap_and_noise(pair: dict[str, str]) -> None:
+    tokenizer = train_tokenizer(
+        corpus(seed=0, examples_per_family=20, library_characters=5000), vocab_size=400
+    )
+    target = tiny("llama", 2, vocab=400)
+    expected = greedy_reference(target, PROMPTS[0], 8).tolist()
+    text = [expected[0], (expected[1] + 1) % 400, *expected[2:]]
+    (found,) = compare(
+        target, PROMPTS[:1], {"[odd] name": lambda prompt: torch.tensor(text)}, max_new_tokens=8
+    )
+    (difference,) = found.differences
+    shown = explain(difference, tokenizer)
+    assert "BUG" in shown
+    assert f"{expected[1]} {tokenizer.decode([expected[1]])!r}" in shown
+    assert f"noise {difference.found.noise:.3g}" in shown  # type: ignore[union-attr]
+    assert table([found]).row_count == 1
+
+
+def test_a_choice_is_tied_up_to_a_multiple_of_the_noise() -> None:
+    for gap, tied in ((0.0, True), (NOISE_FACTOR * 0.5, True), (NOISE_FACTOR * 0.5 + 1e-6, False)):
+        assert Choice(0, 3, 7.0 - gap, 4, 7.0, 0.5, {}).tied is tied
