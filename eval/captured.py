@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -64,6 +64,15 @@ def captured(model: PreTrainedModel, engine: Engine) -> Captured:
     return known[engine]
 
 
+class _Kind(NamedTuple):
+    """What a graph is for: one token or several, with a mask, all logits or the last, how run."""
+
+    single: bool
+    masked: bool
+    last: bool
+    compiled: bool
+
+
 class Captured:
     """The graphs of one model, made when they are first needed.
 
@@ -86,7 +95,7 @@ class Captured:
         self._model = weakref.ref(model)
         self._compiled = compiled
         self._packer = Packer()
-        self._graphs: dict[tuple[bool, bool, bool], Graph] = {}
+        self._graphs: dict[_Kind, Graph] = {}
         ropes = str(getattr(model.config.get_text_config(), "rope_parameters", None))
         if any(f"'{name}'" in ropes for name in LENGTH_DEPENDENT_ROPES):
             raise ConfigError(
@@ -116,29 +125,39 @@ class Captured:
         Returns:
             Logits (1, rows or more, V') and the inputs of the output embedding (1, as many, H).
         """
-        key = ids.shape[1] == 1, mask is not None, rows == 1 < ids.shape[1]
-        graph = self._graphs.get(key)
+        count = ids.shape[1]
+        # Prompts would be compiled for themselves, because nothing comes before them.
+        kind = _Kind(
+            count == 1,
+            mask is not None,
+            rows == 1 < count,
+            self._compiled and count < states[0].shape[2],
+        )
+        graph = self._graphs.get(kind)
         given = (ids, positions, *(() if mask is None else (mask,)), *states)
         if graph is None:
-            graph = self._graphs[key] = self._capture(given, masked=key[1], last=key[2])
+            graph = self._graphs[kind] = self._capture(given, kind)
         return graph(*given)
 
-    def _trace(self, model: PreTrainedModel, step: Graph, examples: Sequence[Tensor]) -> Graph:
+    def _trace(
+        self, model: PreTrainedModel, step: Graph, examples: Sequence[Tensor], *, compiled: bool
+    ) -> Graph:
         with torch.inference_mode(False), torch.no_grad():
             traced = make_fx(
                 step, tracing_mode="symbolic", _allow_non_fake_inputs=True, pre_dispatch=True
             )(*examples)
             if packable(model):
                 self._packer.pack(traced)
-            graph: Graph = torch.compile(traced, dynamic=True) if self._compiled else traced
+            graph: Graph = torch.compile(traced, dynamic=True) if compiled else traced
         return graph
 
-    def _capture(self, given: Sequence[Tensor], *, masked: bool, last: bool) -> Graph:
+    def _capture(self, given: Sequence[Tensor], kind: _Kind) -> Graph:
         model = self._model()
         assert model is not None
-        step = _step(model, masked, last)
+        step = _step(model, kind.masked, kind.last)
         try:
-            graph = self._trace(model, step, _examples(given, masked))
+            examples = _examples(given, kind.masked)
+            graph = self._trace(model, step, examples, compiled=kind.compiled)
             # Neither order changes the result: both write the same cells.
             expected, found = step(*given)[0], graph(*given)[0]
         except torch.OutOfMemoryError:
