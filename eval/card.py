@@ -25,7 +25,9 @@ class DraftFacts:
     Args:
         name: Hub id, or the folder's name.
         target: the model it drafts for.
-        length: measured best number of drafted tokens a round.
+        length: measured best number of drafted tokens a round; where nothing was timed, the
+            longest measured.
+        timed: whether speeds were measured.
         parameters: number of weights.
         positions: longest context.
         vocabulary: size of the draft's output.
@@ -36,6 +38,7 @@ class DraftFacts:
     name: str
     target: str
     length: int
+    timed: bool
     parameters: int
     positions: int
     vocabulary: int
@@ -58,6 +61,7 @@ class HeadFacts:
 def best_length(results: Results) -> int:
     """The fixed length of a lossless chain with the most tokens a second over all data sets.
 
+    Where nothing was timed, the longest: only counts of it are known, so it is not the best.
     Token verification counts, as the engines use it; another rule only if it was not measured.
     transformers' own loop counts before ours, because the setting is for that loop.
 
@@ -70,31 +74,38 @@ def best_length(results: Results) -> int:
         [run for run in fixed if run.drafter == "chain" and run.verifier == "token"],
         [run for run in fixed if run.drafter == "chain"],
     ):
-        speeds = _pooled_speeds(chosen, len(results.datasets()))
-        if len(speeds) > 0:
-            return max(speeds, key=speeds.__getitem__)
+        by_length = _on_all(chosen, len(results.datasets()))
+        if by_length:
+            return max(by_length, key=lambda length: (_speed(by_length[length]), length))
     raise ManifestError(
         "the card of a draft needs a measured draft length: evaluate a method with a fixed length"
         " (stop: fixed) on every prompt set"
     )
 
 
-def _pooled_speeds(runs: list[Run], datasets: int) -> dict[int, float]:
-    """Length -> tokens a second over all data sets, for lengths measured on each of them."""
+def _on_all(runs: list[Run], datasets: int) -> dict[int, list[Run]]:
+    """Length -> its runs, for lengths measured on each data set."""
     by_length: dict[int, list[Run]] = {}
     for run in runs:
         by_length.setdefault(run.length or 0, []).append(run)
     return {
-        length: sum(r.tokens for r in group) / sum(r.seconds["total"] for r in group)
+        length: group
         for length, group in by_length.items()
-        if len({r.dataset for r in group}) == datasets
+        if len({run.dataset for run in group}) == datasets
     }
+
+
+def _speed(runs: list[Run]) -> float:
+    """Tokens a second over all data sets; 0 if nothing was timed."""
+    seconds = sum(run.seconds["total"] for run in runs)
+    return sum(run.tokens for run in runs) / seconds if seconds else 0.0
 
 
 def best_head_run(results: Results) -> Run:
     """The run with a head that gained most over plain decoding on average.
 
-    Thresholds are compared by tokens a second over all data sets.
+    Thresholds are compared by tokens a second over all data sets; where nothing was timed, by
+    tokens a forward of the target.
 
     Raises:
         ManifestError: if no method asked a head on every data set.
@@ -108,11 +119,14 @@ def best_head_run(results: Results) -> Run:
         raise ManifestError(
             "the card of a head needs a method with stop: head measured on every prompt set"
         )
-    speed = {
-        name: sum(r.tokens for r in group) / sum(r.seconds["total"] for r in group)
-        for name, group in whole.items()
-    }
-    return whole[max(speed, key=speed.__getitem__)][0]
+
+    def merit(name: str) -> float:
+        group = whole[name]
+        if results.timed:
+            return _speed(group)
+        return sum(run.tokens for run in group) / sum(run.rounds for run in group)
+
+    return whole[max(whole, key=merit)][0]
 
 
 def draft_text(facts: DraftFacts, results: Results, measures: Mapping[str, float | None]) -> str:
@@ -174,6 +188,8 @@ def _render(template: str, results: Results, **values: Any) -> str:
         environment=environment_rows(results),
         commit=results.environment.git_commit,
         fastest=found,
+        timed=results.timed,
+        batch=results.environment.batch_size,
         **values,
     )
 

@@ -57,10 +57,23 @@ def family(run: Run) -> str:
 
 def draw_speed(axes: Axes, results: Results, dataset: str) -> None:
     """Bars of the speed-up over plain decoding (tokens/s where plain was not run)."""
-    runs = sorted(results.of(dataset), key=lambda run: run.tokens_per_second)
     relative = results.plain(dataset) is not None
-    name = "speedup" if relative else "tokens_per_second"
-    values = np.array([run.speedup if relative else run.tokens_per_second for run in runs], float)
+    _draw_bars(axes, results.of(dataset), "speedup" if relative else "tokens_per_second")
+    if relative:
+        axes.axvline(1.0, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
+    axes.set_xlabel("speed-up over the target alone" if relative else "tokens per second")
+
+
+def draw_efficiency(axes: Axes, results: Results, dataset: str) -> None:
+    """Bars of the block efficiency, for methods that were not timed."""
+    _draw_bars(axes, results.of(dataset), "block_efficiency")
+    axes.set_xlabel("tokens per forward of the target")
+
+
+def _draw_bars(axes: Axes, given: Sequence[Run], name: str) -> None:
+    """One bar a run with the interval of that figure, the largest on top."""
+    runs = sorted(given, key=lambda run: float(getattr(run, name)))
+    values = np.array([getattr(run, name) for run in runs], float)
     bounds = np.array([run.intervals[name] for run in runs])
     rows = np.arange(len(runs))
     bars = axes.barh(rows, values, color=[FAMILIES[family(r)].colour for r in runs], height=0.72)
@@ -71,7 +84,9 @@ def draw_speed(axes: Axes, results: Results, dataset: str) -> None:
     axes.errorbar(values, rows, xerr=errors, fmt="none", ecolor=INK, elinewidth=1.1, capsize=2.5)
     winner = fastest(runs)
     for row, run, value, high in zip(rows, runs, values, bounds[:, 1], strict=True):
-        text = f"{value:.2f}x" if relative else f"{value:.0f}"
+        text = {"speedup": f"{value:.2f}x", "tokens_per_second": f"{value:.0f}"}.get(
+            name, f"{value:.2f}"
+        )
         best = winner is not None and run is winner[0]
         axes.annotate(
             text + (" ★" if best else "") + ("" if run.lossless else " biased"),
@@ -83,11 +98,8 @@ def draw_speed(axes: Axes, results: Results, dataset: str) -> None:
             fontsize=8,
             fontweight="bold" if best else "normal",
         )
-    if relative:
-        axes.axvline(1.0, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
     axes.set_yticks(rows, [label(run.method) for run in runs])
     axes.set_xlim(0, float(np.max(np.maximum(values, bounds[:, 1]))) * 1.32)
-    axes.set_xlabel("speed-up over the target alone" if relative else "tokens per second")
     axes.grid(axis="y", visible=False)
 
 
@@ -196,7 +208,7 @@ _LINE_STYLES = ("-", "--", ":", "-.")
 def draw_positions(axes: Axes, results: Results, dataset: str) -> None:
     """Marginal acceptance by position: the run with the longest drafts of each series."""
     for group in series([run for run in results.of(dataset) if run.drafter is not None]):
-        run = max(group, key=lambda r: (len(r.acceptance_by_position), r.tokens_per_second))
+        run = max(group, key=lambda r: (len(r.acceptance_by_position), r.tokens_per_second or 0.0))
         drafted = [sum(c) for c in zip(*_padded(run), strict=True)]
         shown = sum(count >= MIN_ROUNDS for count in drafted)
         if shown == 0:
@@ -235,7 +247,7 @@ _PARTS = (("target", "#808080"), ("draft", "#0072B2"), ("overhead", "#E69F00"), 
 
 def draw_cost(axes: Axes, results: Results, dataset: str) -> None:
     """Milliseconds of an emitted token, split into target, draft, overhead and the rest."""
-    runs = sorted(results.of(dataset), key=lambda run: run.tokens_per_second)
+    runs = sorted(results.of(dataset), key=lambda run: run.tokens_per_second or 0.0)
     left = np.zeros(len(runs))
     for part, colour in _PARTS:
         widths = np.array([_milliseconds(run, part) for run in runs])

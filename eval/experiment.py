@@ -1,14 +1,14 @@
 """Measure every method on the same prompts, interleaved, and keep the raw counts.
 
 Methods take turns on each prompt, so a machine that slows down slows them all. Finished prompts
-are stored one by one: an interrupted evaluation continues with the next prompt.
+are stored one by one: an interrupted evaluation continues with the next prompt. Where only counts
+are wanted, prompts are decoded in batches (`EvalConfig.batch`) and stored group by group.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -23,28 +23,40 @@ from eval.methods import (
     asks_head,
     decode_config,
     deepest,
+    drafts_of,
     parameters,
 )
 from eval.metrics import PromptRecord, record_prompt
+from eval.records import RecordStore
 from eval.results import Method, Results, build_results
 from eval.verifiers import VERIFIERS
 from heads import AcceptanceHead
-from specdata.errors import ConfigError, ManifestError
-from specdata.manifest import differences
 from specdata.probability import SamplingConfig
 from specdata.prompts import Prompt
 from specdata.seeds import generator_for, seed_for
-from specdata.shards import write_json
+
+Report = Callable[[int], object]
+BATCHES = 4
+"""Batches decoded before they are stored: a finished row is replaced only within such a group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Artefacts:
-    """What is evaluated: loaded models and how the report calls them."""
+    """What is evaluated: loaded models and how the report calls them.
+
+    Args:
+        target: the target.
+        draft: the run's draft.
+        head: the acceptance head, if any.
+        names: what the report calls "target", "draft" and "head".
+        path_drafts: the further drafts that `MethodConfig.path_drafts` names.
+    """
 
     target: PreTrainedModel
     draft: PreTrainedModel
     head: AcceptanceHead | None
     names: Mapping[str, str | None]
+    path_drafts: Mapping[str, PreTrainedModel] = field(default_factory=dict)
 
 
 def run_experiment(
@@ -56,7 +68,7 @@ def run_experiment(
     sampling: SamplingConfig,
     seed: int,
     environment: Environment,
-    report: Callable[[int], object],
+    report: Report,
 ) -> Results:
     """Decode every prompt with every method.
 
@@ -73,30 +85,19 @@ def run_experiment(
     Returns:
         The results, ready to be written.
     """
-    runners = {
-        method.name: _runner(models, method, config, sampling, seed) for method in config.methods
-    }
-    store = _Store(folder / "prompts", config, sampling, seed, environment)
-    if not all(store.has(prompt) for prompt in prompts):
-        for run in runners.values():
-            run(prompts[0], config.warmup_tokens)
-    measured: dict[tuple[str, str], list[PromptRecord]] = {}
-    names = list(runners)
-    for turn, prompt in enumerate(prompts):
-        if not store.has(prompt):
-            # Another method goes first each time, so none profits from its place.
-            first = turn % len(names)
-            order = names[first:] + names[:first]
-            records = {}
-            for name in order:
-                out = runners[name](prompt, config.max_new_tokens)
-                records[name] = record_prompt(
-                    prompt.example_id, out.rounds, seconds=out.seconds, finish=out.finish
-                )
-                report(1)
-            store.put(prompt, records)
+    store = RecordStore(folder / "prompts", config, sampling, seed, environment)
+    missing = []
+    for prompt in prompts:
+        if store.has(prompt):
+            store.get(prompt)  # refuses other settings before anything is measured
+            report(len(config.methods))
         else:
-            report(len(names))
+            missing.append(prompt)
+    if missing:
+        measure = _count if config.batch > 1 else _time
+        measure(models, missing, store, config, sampling, seed, report)
+    measured: dict[tuple[str, str], list[PromptRecord]] = {}
+    for prompt in prompts:
         for name, record in store.get(prompt).items():
             measured.setdefault((prompt.dataset, name), []).append(record)
     datasets = list(dict.fromkeys(prompt.dataset for prompt in prompts))
@@ -109,6 +110,68 @@ def run_experiment(
         for method in config.methods
     ]
     return build_results(environment, rows)
+
+
+def _time(
+    models: Artefacts,
+    prompts: Sequence[Prompt],
+    store: RecordStore,
+    config: EvalConfig,
+    sampling: SamplingConfig,
+    seed: int,
+    report: Report,
+) -> None:
+    """Decode the prompts one by one, with every method in turn."""
+    runners = {
+        method.name: _runner(models, method, config, sampling, seed) for method in config.methods
+    }
+    for run in runners.values():
+        run(prompts[0], config.warmup_tokens)
+    names = list(runners)
+    for turn, prompt in enumerate(prompts):
+        # Another method goes first each time, so none profits from its place.
+        first = turn % len(names)
+        order = names[first:] + names[:first]
+        records = {}
+        for name in order:
+            out = runners[name](prompt, config.max_new_tokens)
+            records[name] = record_prompt(
+                prompt.example_id, out.rounds, seconds=out.seconds, finish=out.finish
+            )
+            report(1)
+        store.put(prompt, records)
+
+
+def _count(
+    models: Artefacts,
+    prompts: Sequence[Prompt],
+    store: RecordStore,
+    config: EvalConfig,
+    sampling: SamplingConfig,
+    seed: int,
+    report: Report,
+) -> None:
+    """Decode the prompts in batches: the same texts and counts, but no times."""
+    decoders = {
+        method.name: _decoder(models, method, config, sampling) for method in config.methods
+    }
+    size = BATCHES * config.batch
+    for group in (prompts[start : start + size] for start in range(0, len(prompts), size)):
+        records: list[dict[str, PromptRecord]] = [{} for _ in group]
+        for name, decoder in decoders.items():
+            outs = decoder.generate_batch(
+                [torch.tensor(prompt.ids) for prompt in group],
+                max_new_tokens=config.max_new_tokens,
+                generators=[generator_for(seed, "eval", prompt.example_id) for prompt in group],
+                size=config.batch,
+                report=report,
+            )
+            for prompt, out, record in zip(group, outs, records, strict=True):
+                record[name] = record_prompt(
+                    prompt.example_id, out.rounds, seconds=None, finish=out.finish
+                )
+        for prompt, record in zip(group, records, strict=True):
+            store.put(prompt, record)
 
 
 def _runner(
@@ -128,17 +191,24 @@ def _runner(
             max_new_tokens=budget,
             seed=seed_for(seed, "eval", prompt.example_id),
         )
-    draft = None if method.engine == "plain" else models.draft
-    decoder = SpeculativeDecoder.from_config(
-        models.target,
-        draft,
-        decode_config(method, sampling),
-        models.head if asks_head(method) else None,
-    )
+    decoder = _decoder(models, method, config, sampling)
     return lambda prompt, budget: decoder.generate(
         torch.tensor(prompt.ids),
         max_new_tokens=budget,
         generator=generator_for(seed, "eval", prompt.example_id),
+    )
+
+
+def _decoder(
+    models: Artefacts, method: MethodConfig, config: EvalConfig, sampling: SamplingConfig
+) -> SpeculativeDecoder:
+    drafts = [models.draft, *(models.path_drafts[name] for name in drafts_of(method)[1:])]
+    return SpeculativeDecoder.from_config(
+        models.target,
+        None if method.engine == "plain" else drafts,
+        decode_config(method, sampling),
+        models.head if asks_head(method) else None,
+        engine=config.engine,
     )
 
 
@@ -152,6 +222,8 @@ def _describe(
 ) -> Method:
     drafts, untuned = method.engine != "plain", method.stop in ("fixed", "cost")
     ours = method.engine == "draft"
+    known = config.engine == "eager" or method.engine == "transformers"
+    engine = {} if known else {"engine": config.engine}
     return Method(
         method=method.name,
         dataset=dataset,
@@ -166,60 +238,6 @@ def _describe(
         length=deepest(method) if drafts else None,
         threshold=None if untuned or not drafts else method.threshold,
         sampling={**asdict(sampling), "max_new_tokens": config.max_new_tokens, "seed": seed},
-        parameters=parameters(method),
+        parameters=parameters(method) | engine,
         lossless=not ours or VERIFIERS[method.verifier].lossless,
     )
-
-
-class _Store:
-    """Raw records of finished prompts, one JSON file a prompt, with what they were made with."""
-
-    def __init__(
-        self,
-        folder: Path,
-        config: EvalConfig,
-        sampling: SamplingConfig,
-        seed: int,
-        environment: Environment,
-    ) -> None:
-        self._folder = folder
-        settings = {
-            "methods": {method.name: asdict(method) for method in config.methods},
-            "max_new_tokens": config.max_new_tokens,
-            "sampling": asdict(sampling),
-            "seed": seed,
-            # Times of two machines must not end up in one table.
-            "hardware": environment.hardware,
-            "device": environment.device,
-            "dtype": environment.dtype,
-        }
-        self._settings = json.loads(json.dumps(settings))
-
-    def _path(self, prompt: Prompt) -> Path:
-        return self._folder / f"{prompt.dataset}-{prompt.example_id}.json"
-
-    def has(self, prompt: Prompt) -> bool:
-        return self._path(prompt).exists()
-
-    def put(self, prompt: Prompt, records: Mapping[str, PromptRecord]) -> None:
-        rows = {name: asdict(record) for name, record in records.items()}
-        write_json(self._path(prompt), {"settings": self._settings, "records": rows})
-
-    def get(self, prompt: Prompt) -> dict[str, PromptRecord]:
-        path = self._path(prompt)
-        try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-            records = {
-                name: PromptRecord(**stored["records"][name]) for name in self._settings["methods"]
-            }
-            before = stored["settings"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ManifestError(
-                f"{path} is damaged ({error!r}): remove it, and run again"
-            ) from error
-        if changed := differences(before, self._settings):
-            raise ConfigError(
-                f"{self._folder} holds measurements made with other settings; choose another "
-                "output folder or remove it. Stored -> asked:\n  " + "\n  ".join(changed)
-            )
-        return records

@@ -27,10 +27,11 @@ Interval = tuple[float, float]
 class Figures:
     """The published figures of one method on one dataset.
 
-    A rate whose denominator is zero is None (nothing drafted, no plain run to compare with) and has
-    no interval. `acceptance_by_position` is marginal: among the rounds that drafted position i + 1,
-    the share that accepted it, so it falls with i even if every position is equally easy.
-    `conditional_by_position` counts only the rounds that also accepted all positions before it.
+    A rate whose denominator is zero is None (nothing drafted, nothing timed, no plain run to
+    compare with) and has no interval. `acceptance_by_position` is marginal: among the rounds that
+    drafted position i + 1, the share that accepted it, so it falls with i even if every position is
+    equally easy. `conditional_by_position` counts only the rounds that also accepted all positions
+    before it.
     """
 
     prompts: int
@@ -46,7 +47,7 @@ class Figures:
     conditional_by_position: list[float | None]
     discard_rate: float
     verification_rate: float
-    tokens_per_second: float
+    tokens_per_second: float | None
     speedup: float | None
     intervals: dict[str, Interval]
     position_intervals: list[Interval]
@@ -104,10 +105,11 @@ def figures(
 
     Raises:
         ValueError: if there are no generations or no tokens, if counts contradict each other, or if
-            `plain` covers other prompts.
+            `plain` covers other prompts, or if only some of the generations were timed.
     """
     for record in records:
         check_identity(record)
+    timed = _timed([*records, *(plain or ())])
     prompts = _prompt_ids(records)
     table = _table(records, prompts)
     weights = _resamples(len(prompts), seed)
@@ -119,7 +121,7 @@ def figures(
         name: _interval(resampled.rate(name)) for name in _RATES if not np.isnan(rates[name])
     }
     speedup = None
-    if plain is not None:
+    if plain is not None and timed:
         base = _table(plain, prompts)
         speedup = rates["tokens_per_second"] / float(_whole(base).rate("tokens_per_second"))
         intervals["speedup"] = _ratio_interval(resampled, base.weighted(weights))
@@ -132,7 +134,7 @@ def figures(
         conditional_by_position=_or_none(_divide(total.accepted, total.reached)),
         discard_rate=rates["discard_rate"],
         verification_rate=rates["verification_rate"],
-        tokens_per_second=rates["tokens_per_second"],
+        tokens_per_second=rates["tokens_per_second"] if timed else None,
         speedup=speedup,
         intervals=intervals,
         position_intervals=[
@@ -154,6 +156,16 @@ def speed_ratio_interval(
     weights = _resamples(len(prompts), seed)
     mine, theirs = _table(records, prompts), _table(other, prompts)
     return _ratio_interval(mine.weighted(weights), theirs.weighted(weights))
+
+
+def _timed(records: Sequence[PromptRecord]) -> bool:
+    """Whether these generations were timed: all of them, or none."""
+    without = sum(record.seconds == 0 for record in records)
+    if 0 < without < len(records):
+        raise ValueError(
+            f"{without} of {len(records)} generations have no time: speeds need all, counts none"
+        )
+    return without == 0
 
 
 def _counts(records: Sequence[PromptRecord]) -> dict[str, int]:

@@ -6,6 +6,7 @@ import re
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
+from eval.captured import Engine
 from eval.cost_rule import MEAN_ACCEPTANCE
 from eval.decode_config import DecodeConfig, Shape, Siblings, Stop
 from eval.results import PLAIN
@@ -13,7 +14,7 @@ from specdata.errors import ConfigError, at_least_one
 from specdata.probability import SamplingConfig
 from specdata.prompts import PromptSet
 
-Engine = Literal["plain", "draft", "transformers"]
+Loop = Literal["plain", "draft", "transformers"]
 UNCALIBRATED = (0.0, 1.0)
 """Intercept and slope that take max q itself for the acceptance probability."""
 COSTS = ("draft_seconds", "token_seconds", "mean_acceptance")
@@ -23,6 +24,13 @@ ONLY_READ_BY = {
     **dict.fromkeys(COSTS, ("cost",)),
 }
 """Settings that few stopping rules read; elsewhere they are a mistake."""
+ONLY_SHAPED_BY = {
+    "widths": ("tree",),
+    "siblings": ("tree",),
+    "tree_attention": ("paths", "tree"),
+    **dict.fromkeys(("paths", "path_temperatures", "path_drafts"), ("paths",)),
+}
+"""Settings that few drafters read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +38,7 @@ class MethodConfig:
     """One row of the report."""
 
     name: str = field(metadata={"help": "unique name shown in the report"})
-    engine: Engine = field(
+    engine: Loop = field(
         default="draft",
         metadata={"help": "plain (target alone), draft, or transformers (its assisted generation)"},
     )
@@ -47,6 +55,14 @@ class MethodConfig:
     )
     path_temperatures: tuple[float, ...] = field(
         default=(), metadata={"help": "the draft's temperature on each path"}
+    )
+    path_drafts: tuple[str, ...] = field(
+        default=(),
+        metadata={"help": "a draft model (folder or Hub id) for each path; '' is the run's draft"},
+    )
+    tree_attention: bool = field(
+        default=True,
+        metadata={"help": "score paths and trees in one row; false: as a batch (an ablation)"},
     )
     stop: Stop = field(default="fixed", metadata={"help": "stopping rule"})
     threshold: float = field(default=0.7, metadata={"help": "of the stopping rule"})
@@ -77,6 +93,14 @@ class EvalConfig:
     sets: list[PromptSet] = field(metadata={"help": "prompt sets, each a block of the report"})
     methods: list[MethodConfig] = field(metadata={"help": "ways of decoding, plain among them"})
     max_new_tokens: int = field(default=128, metadata={"help": "longest continuation, in tokens"})
+    engine: Engine = field(
+        default="eager",
+        metadata={"help": "how our forwards run: eager, captured or compiled (eval.captured)"},
+    )
+    batch: int = field(
+        default=1,
+        metadata={"help": "prompts decoded together; above 1 only counts are measured, no times"},
+    )
     threads: int = field(
         default=0, metadata={"help": "threads of torch while measuring; 0 leaves its default"}
     )
@@ -89,7 +113,7 @@ class EvalConfig:
     )
 
     def __post_init__(self) -> None:
-        at_least_one(self, "eval", "max_new_tokens", "warmup_tokens")
+        at_least_one(self, "eval", "max_new_tokens", "warmup_tokens", "batch")
         names = [method.name for method in self.methods]
         if not self.sets:
             raise ConfigError("eval.sets must name at least one prompt set")
@@ -99,6 +123,11 @@ class EvalConfig:
             )
         if self.threads < 0:
             raise ConfigError(f"eval.threads must be 0 or larger, got {self.threads}")
+        if self.batch > 1 and self.engine != "eager":
+            raise ConfigError(
+                f"batches run eagerly: eval.engine {self.engine!r} needs eval.batch 1, got "
+                f"{self.batch}"
+            )
         plain = [method.name for method in self.methods if method.engine == "plain"]
         if len(set(names)) < len(names) or plain != [PLAIN]:
             raise ConfigError(
@@ -118,6 +147,8 @@ def decode_config(method: MethodConfig, sampling: SamplingConfig) -> DecodeConfi
         widths=method.widths,
         siblings=method.siblings,
         path_temperatures=method.path_temperatures,
+        path_drafts=tuple(map(drafts_of(method).index, method.path_drafts)),
+        tree_attention=method.tree_attention,
         stop=method.stop,
         threshold=method.threshold,
         limit=method.limit,
@@ -142,25 +173,57 @@ def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -
             raise ConfigError(f"method {method.name!r}: {error}") from error
         if method.stop == "head" and not head:
             raise ConfigError(f"method {method.name!r} stops by a head, but none was trained")
-        if unused := _unused(method):
-            reader = f"stop {method.stop}"
-            if method.engine != "draft":
-                reader = f"engine {method.engine}"
-            raise ConfigError(f"method {method.name!r}: {reader} does not use {', '.join(unused)}")
+        for reader, unused in _unused(method).items():
+            if unused:
+                raise ConfigError(
+                    f"method {method.name!r}: {reader} does not use {', '.join(unused)}"
+                )
+        if config.batch > 1:
+            _check_untimed(method)
 
 
-def _unused(method: MethodConfig) -> list[str]:
-    """Settings that were given and that nothing would read."""
+def _unused(method: MethodConfig) -> dict[str, list[str]]:
+    """Settings that were given and that nothing would read, by what does not read them."""
     given = [item.name for item in fields(method) if getattr(method, item.name) != _default(item)]
     if method.engine != "draft":
         used = ("name", "engine") if method.engine == "plain" else ("name", "engine", "length")
-        return [name for name in given if name not in used]
-    unused = [name for name in given if method.stop not in ONLY_READ_BY.get(name, (method.stop,))]
-    return [*unused, "threshold"] if method.stop == "cost" and "threshold" in given else unused
+        return {f"engine {method.engine}": [name for name in given if name not in used]}
+    shape, stop = method.drafter, method.stop
+    unread = [name for name in given if stop not in ONLY_READ_BY.get(name, (stop,))]
+    if stop == "cost" and "threshold" in given:
+        unread.append("threshold")
+    return {
+        f"drafter {shape}": [n for n in given if shape not in ONLY_SHAPED_BY.get(n, (shape,))],
+        f"stop {stop}": unread,
+    }
+
+
+def _check_untimed(method: MethodConfig) -> None:
+    """Refuse what needs times, which texts that are decoded together do not have."""
+    if method.engine == "transformers":
+        raise ConfigError(
+            f"method {method.name!r}: engine transformers decodes one prompt at a time: leave it "
+            "out, or set eval.batch to 1"
+        )
+    if method.stop == "cost" and not (method.draft_seconds and method.token_seconds):
+        raise ConfigError(
+            f"method {method.name!r}: stop cost measures its costs, and nothing is timed with "
+            "eval.batch above 1: give draft_seconds and token_seconds, or set eval.batch to 1"
+        )
 
 
 def _default(item: Field[Any]) -> Any:
     return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def drafts_of(method: MethodConfig) -> list[str]:
+    """The draft models of a method, each once; the first, "", is the run's own."""
+    return list(dict.fromkeys(["", *method.path_drafts]))
+
+
+def path_drafts(config: EvalConfig) -> list[str]:
+    """The draft models beside the run's own, each once."""
+    return list(dict.fromkeys(name for one in config.methods for name in drafts_of(one)[1:]))
 
 
 def deepest(method: MethodConfig) -> int:
@@ -198,9 +261,13 @@ def parameters(method: MethodConfig) -> dict[str, Any]:
         named["paths"] = method.paths
         if method.path_temperatures:
             named["path_temperatures"] = list(method.path_temperatures)
+        if method.path_drafts:
+            named["path_drafts"] = list(method.path_drafts)
     if method.drafter == "tree":
         named["widths"] = list(method.widths)
         named["siblings"] = decode_config(method, SamplingConfig()).how
+    if not method.tree_attention:
+        named["tree_attention"] = False
     if method.stop in ONLY_READ_BY["calibration"]:
         named["calibration"] = list(method.calibration or UNCALIBRATED)
     if method.stop == "cost":

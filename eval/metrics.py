@@ -55,7 +55,7 @@ class PromptRecord:
         reached_by_position: those among them that accepted at least the i positions before it.
         accepted_by_position: rounds that accepted at least i + 1 tokens.
         draft_forwards: forwards of the draft.
-        seconds: wall time of the whole call, prefill included.
+        seconds: wall time of the whole call, prefill included; 0 if it was not measured.
         draft_seconds: the draft's share.
         target_seconds: the target's share.
         overhead_seconds: verification and bookkeeping between them.
@@ -80,21 +80,22 @@ class PromptRecord:
 
 
 def record_prompt(
-    prompt_id: str, rounds: Sequence[Round], *, seconds: float, finish: str
+    prompt_id: str, rounds: Sequence[Round], *, seconds: float | None, finish: str
 ) -> PromptRecord:
     """Sum the rounds of one generation.
 
     Args:
         prompt_id: names the prompt within its dataset.
         rounds: the generation's rounds, in order.
-        seconds: wall time of the whole call; the caller has synchronised the device.
+        seconds: wall time of the whole call; the caller has synchronised the device. None if it
+            was not measured, as of texts that are decoded together.
         finish: "eos" or "length".
 
     Raises:
         ValueError: if there are no rounds, a round's counts contradict each other, or `seconds` is
-            not positive.
+            neither None nor positive.
     """
-    if not rounds or not seconds > 0:
+    if not rounds or not (seconds is None or seconds > 0):
         raise ValueError(
             f"prompt {prompt_id!r} needs at least one round and a positive time,"
             f" got {len(rounds)} rounds and {seconds} s"
@@ -116,7 +117,7 @@ def record_prompt(
         reached_by_position=[sum(r.depth > i <= r.accepted for r in rounds) for i in deepest],
         accepted_by_position=[sum(r.accepted > i for r in rounds) for i in deepest],
         draft_forwards=sum(r.draft_forwards for r in rounds),
-        seconds=seconds,
+        seconds=seconds or 0.0,
         draft_seconds=sum(r.draft_seconds for r in rounds),
         target_seconds=sum(r.target_seconds for r in rounds),
         overhead_seconds=sum(r.overhead_seconds for r in rounds),
@@ -185,7 +186,7 @@ def fit_latency(records: Sequence[PromptRecord]) -> LatencyFit | None:
 
     Returns:
         None if the counts do not tell the two times apart (fewer than three generations, all plain,
-        or one fixed ratio of drafted tokens to rounds), or if all times are equal.
+        or one fixed ratio of drafted tokens to rounds), or if all times are equal or unmeasured.
     """
     counts = np.array([[r.n_draft, r.rounds] for r in records], dtype=np.float64).reshape(-1, 2)
     seconds = np.array([r.seconds for r in records], dtype=np.float64)

@@ -53,6 +53,14 @@ PLOTS = {
         charts.draw_speed,
         True,
     ),
+    "efficiency": Plot(
+        "Block efficiency",
+        "Tokens per forward of the target; longer is better, but says nothing of what the draft"
+        " costs: times were not measured. Whiskers are 95 % bootstrap intervals over prompts;"
+        " hatched bars change the target's distribution.",
+        charts.draw_efficiency,
+        True,
+    ),
     "pareto": Plot(
         "Forwards of the target against discarded tokens",
         "Lower left is better. Numbers are lengths K or thresholds; dashed: another verifier than"
@@ -78,6 +86,13 @@ PLOTS = {
         True,
     ),
 }
+
+
+def kinds(results: Results) -> list[str]:
+    """The keys of PLOTS that these results can fill: without times no speeds and no costs."""
+    left_out = ("efficiency",) if results.timed else ("speedup", "cost")
+    return [kind for kind in PLOTS if kind not in left_out]
+
 
 _RC: dict[Any, Any] = {
     "font.size": 9,
@@ -120,8 +135,8 @@ def plot(kind: str, results: Results, datasets: Sequence[str]) -> Figure:
             axes = figure.add_subplot(rows, columns, index + 1)
             axes.set_title(label(dataset, 28), loc="left", fontweight="bold")
             what.draw(axes, results, dataset)
-        if kind in ("speedup", "pareto"):
-            _add_legend(figure, results, datasets, with_plain=kind == "speedup")
+        if kind in ("speedup", "efficiency", "pareto"):
+            _add_legend(figure, results, datasets, with_plain=kind != "pareto")
         if kind == "pareto":
             figure.draw_without_rendering()  # settles the layout that labels are placed in
             figure.set_layout_engine("none")

@@ -57,8 +57,9 @@ def release_draft(
 ) -> Path:
     """Assemble a draft for the Hub: weights, target's tokenizer, generation settings, card.
 
-    The settings make transformers draft as many tokens a round as were measured to be best. The
-    folder appears when all of it, the upload included, is done.
+    The settings make transformers draft as many tokens a round as were measured to be best; results
+    without times leave that to transformers. The folder appears when all of it, the upload
+    included, is done.
 
     Args:
         source: folder of the draft, as the results name it.
@@ -86,8 +87,9 @@ def release_draft(
     tokenizer = load_tokenizer(target)
     check_shared_vocabulary(tokenizer, load_tokenizer(str(source)))
     model = _load_whole(source)
-    model.generation_config.update(**_generation_settings(length))
-    facts = _draft_facts(model, push_to or out.name, target, length)
+    if measured.timed:
+        model.generation_config.update(**_generation_settings(length))
+    facts = _draft_facts(model, push_to or out.name, target, length, measured.timed)
     data = _metadata(about, "transformers", "draft-model", "finetune")
     text = draft_text(facts, _shortened(measured), about.measures)
 
@@ -172,8 +174,10 @@ def _publish(
 
 
 def _measured(results: Results, source: Path, role: str) -> Results:
-    """The results of one artefact, beside plain decoding and its rivals on the same draft."""
+    """The results of one artefact, beside plain decoding and its rivals on that draft alone."""
     check_figures(results)
+    alone = [run for run in results.runs if not any(run.parameters.get("path_drafts", ()))]
+    results = results.model_copy(update={"runs": alone})
     named = {"draft": {r.draft for r in results.runs}, "head": {r.head for r in results.runs}}[role]
     name = next((name for name in named if name and Path(name) == source), None)
     if name is None:
@@ -233,12 +237,13 @@ def _generation_settings(length: int) -> dict[str, Any]:
     }
 
 
-def _draft_facts(model: Any, name: str, target: str, length: int) -> DraftFacts:
+def _draft_facts(model: Any, name: str, target: str, length: int, timed: bool) -> DraftFacts:
     config = model.config.get_text_config()
     return DraftFacts(
         name=name,
         target=short_name(target),
         length=length,
+        timed=timed,
         parameters=model.num_parameters(),
         positions=config.max_position_embeddings,
         vocabulary=config.vocab_size,

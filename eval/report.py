@@ -14,12 +14,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from eval.plots import PLOTS, plot, to_svg, write_png
+from eval.plots import PLOTS, kinds, plot, to_svg, write_png
 from eval.results import Results, Run, fastest
 from specdata.shards import write_text
 
 PAGE = "report.html"
 NOT_MEASURED = "\N{EN DASH}"
+UNTIMED = "not measured"
+"""A speed in results that have none."""
 
 # Column, how it is written, how to read it in one sentence.
 COLUMNS = (
@@ -98,10 +100,11 @@ def _block(results: Results, dataset: str) -> Block:
         if winner is not None:
             mark = "★" if run is winner[0] else "≈" if run in winner[1] else ""
         rows.append(Row(run.method, _cells(run), mark, _note(run)))
-    footnote = (
-        f"{runs[0].prompts} prompts, {_settings(runs[0])}."
-        " ★ fastest lossless method; ≈ not told apart from it by a paired 95 % interval."
-    )
+    settings = ", ".join(f"{name} {value}" for name, value in runs[0].sampling.items())
+    footnote = f"{runs[0].prompts} prompts, {settings}."
+    if winner is not None:
+        footnote += " ★ fastest lossless method;"
+        footnote += " ≈ not told apart from it by a paired 95 % interval."
     if any(not run.lossless for run in runs):
         footnote += " † biased: changes the target's distribution, never counted as fastest."
     fit = results.latency.get(dataset)
@@ -115,6 +118,8 @@ def _block(results: Results, dataset: str) -> Block:
 
 def _summary(results: Results, dataset: str) -> str:
     """The finding in one sentence."""
+    if not results.timed:
+        return _summary_of_counts(results, dataset)
     winner, plain = fastest(results.of(dataset)), results.plain(dataset)
     if winner is None:
         return "No lossless method was measured."
@@ -133,9 +138,19 @@ def _summary(results: Results, dataset: str) -> str:
     return text + "."
 
 
-def _settings(run: Run) -> str:
-    """The sampling of a run in words."""
-    return ", ".join(f"{name} {value}" for name, value in run.sampling.items())
+def _summary_of_counts(results: Results, dataset: str) -> str:
+    """The finding where nothing was timed."""
+    batch = results.environment.batch_size
+    text = f"Speeds were not measured: {batch} prompts were decoded together."
+    drafting = [run for run in results.of(dataset) if run.lossless and run.drafter is not None]
+    if not drafting:
+        return text
+    best = max(drafting, key=lambda run: run.block_efficiency)
+    low, high = best.intervals["block_efficiency"]
+    return (
+        f"{text} Most tokens a forward of the target among lossless methods: {best.method},"
+        f" {best.block_efficiency:.2f} (95 % interval {low:.2f} to {high:.2f})."
+    )
 
 
 def _note(run: Run) -> str:
@@ -148,13 +163,15 @@ def _note(run: Run) -> str:
 
 def _cells(run: Run) -> tuple[str, ...]:
     """Figures as text, in the order of COLUMNS."""
-    speedup = NOT_MEASURED
+    speedup, speed = UNTIMED, UNTIMED
+    if run.tokens_per_second is not None:
+        speedup, speed = NOT_MEASURED, f"{run.tokens_per_second:.1f}"
     if run.speedup is not None:
         low, high = run.intervals["speedup"]
         speedup = f"{run.speedup:.2f}x [{low:.2f}, {high:.2f}]"
     return (
         speedup,
-        f"{run.tokens_per_second:.1f}",
+        speed,
         f"{run.block_efficiency:.2f}",
         NOT_MEASURED if run.acceptance_rate is None else f"{run.acceptance_rate:.3f}",
         f"{run.discard_rate:.3f}",
@@ -194,7 +211,7 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
         folder: created if missing; older files of the same names are replaced.
         context: title and the figures of earlier stages.
     """
-    for kind in PLOTS:
+    for kind in kinds(results):
         write_png(folder / f"{kind}.png", plot(kind, results, results.datasets()))
     path = folder / PAGE
     write_text(path, render_page(results, context or Context()))
@@ -211,8 +228,8 @@ def render_page(results: Results, context: Context) -> str:
         lstrip_blocks=True,
     )
     sections = []
-    for kind, what in PLOTS.items():
-        drawings = []
+    for kind in kinds(results):
+        what, drawings = PLOTS[kind], []
         for index, dataset in enumerate(results.datasets()):
             svg = to_svg(
                 plot(kind, results, [dataset]),
@@ -257,16 +274,22 @@ def _described(results: Results, dataset: str, kind: str) -> str:
         elif kind == "acceptance" and run.acceptance_by_position:
             shares = " ".join(f"{share:.2f}" for share in run.acceptance_by_position)
             parts.append(f"{run.method} {shares}")
+        elif kind == "efficiency":
+            parts.append(f"{run.method} {run.block_efficiency:.2f}")
         elif kind == "cost":
-            parts.append(f"{run.method} {1000 / run.tokens_per_second:.2f} ms")
+            parts.append(f"{run.method} {1000 * run.seconds['total'] / run.tokens:.2f} ms")
     return "Values: " + "; ".join(parts) + "."
 
 
 def environment_rows(results: Results) -> list[tuple[str, str]]:
     """Where it was measured, as name and value."""
     where = results.environment
+    rows: list[tuple[str, object]]
     rows = [(name.replace("_", " "), value) for name, value in where.hardware.items()]
     rows += [("device", where.device), ("data type", where.dtype), ("batch", where.batch_size)]
+    ours = [run.parameters for run in results.runs if run.drafter != "transformers"]
+    engines = dict.fromkeys(parameters.get("engine", "eager") for parameters in ours)
+    rows.append(("engine", ", ".join(engines) or None))
     rows += list(where.software.items())
     commit = where.git_commit
     if commit is not None and where.git_dirty:

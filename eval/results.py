@@ -42,7 +42,8 @@ class Method:
         length: deepest drafted position allowed (the K of a fixed length).
         threshold: of the stop rule; None for "fixed".
         sampling: temperature, top_k, top_p, and what else fixes the text (max_new_tokens, seed).
-        parameters: the rest of the decoding settings: paths, widths, verifier arguments.
+        parameters: the rest of the decoding settings: paths, widths, verifier arguments, the engine
+            of forwards unless it is "eager"; of path_drafts, "" is `draft`.
         lossless: whether the output law is proved to be the target's; a biased rule never counts as
             the best method.
         total_variation: measured distance to the target's law, for a biased rule.
@@ -94,7 +95,7 @@ class Run(Strict):
     conditional_by_position: list[float | None]
     discard_rate: float
     verification_rate: float
-    tokens_per_second: float
+    tokens_per_second: float | None
     speedup: float | None
     intervals: dict[str, Interval]
     position_intervals: list[Interval]
@@ -113,6 +114,11 @@ class Results(Strict):
     def datasets(self) -> list[str]:
         """Names in the order they were run."""
         return list(dict.fromkeys(run.dataset for run in self.runs))
+
+    @property
+    def timed(self) -> bool:
+        """Whether speeds were measured; in batches only counts are."""
+        return any(run.tokens_per_second is not None for run in self.runs)
 
     def of(self, dataset: str) -> list[Run]:
         """Runs of one dataset, in the order they were run."""
@@ -182,12 +188,12 @@ def fastest(runs: Sequence[Run]) -> tuple[Run, list[Run]] | None:
     """The lossless run with the most tokens a second, and those it cannot be told apart from.
 
     A run ties if the interval of its speed over the fastest one's, paired by prompt, contains 1.
-    Returns None if no run is lossless. All runs must cover the same prompts.
+    Returns None if no lossless run was timed. All runs must cover the same prompts.
     """
-    lossless = [run for run in runs if run.lossless]
+    lossless = [run for run in runs if run.lossless and run.tokens_per_second is not None]
     if not lossless:
         return None
-    best = max(lossless, key=lambda run: run.tokens_per_second)
+    best = max(lossless, key=lambda run: run.tokens_per_second or 0.0)
     ties = []
     for run in lossless:
         if run is not best:

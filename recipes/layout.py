@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from eval.methods import calibrates
+from eval.methods import calibrates, path_drafts
 from recipes.config import PipelineConfig
 from recipes.run import Stage
 from specdata.errors import ConfigError
@@ -129,6 +129,7 @@ def eval_stage(config: PipelineConfig) -> Stage:
         "dtype": config.models.dtype,
     }
     inputs = {"target": config.models.target, "draft": draft_in_use(config)}
+    inputs |= {f"path draft {name}": name for name in path_drafts(config.eval)}
     inputs |= prompt_inputs(config.eval.sets)
     if head := head_in_use(config):
         inputs["head"] = head

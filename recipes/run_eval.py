@@ -21,7 +21,13 @@ from tqdm import tqdm
 from eval.calibration import Calibration, calibrate
 from eval.environment import describe_environment
 from eval.experiment import Artefacts, run_experiment
-from eval.methods import UNCALIBRATED, calibrates, check_methods, with_calibration
+from eval.methods import (
+    UNCALIBRATED,
+    calibrates,
+    check_methods,
+    path_drafts,
+    with_calibration,
+)
 from eval.report import Context, terminal, write_report
 from eval.results import read_results, write_results
 from heads import AcceptanceHead
@@ -77,10 +83,14 @@ def main(config: PipelineConfig) -> dict[str, Any]:
 def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     models, head_name, draft_name = config.models, head_in_use(config), draft_in_use(config)
     tokenizer = load_tokenizer(models.target)
-    check_shared_vocabulary(tokenizer, load_tokenizer(draft_name))
+    names = [draft_name, *path_drafts(config.eval)]
+    for name in names:
+        check_shared_vocabulary(tokenizer, load_tokenizer(name))
     target = load_model(models.target, dtype=models.dtype)
-    draft = load_model(draft_name, dtype=models.dtype)
-    room = min(longest_prompt(model, config.eval.max_new_tokens) for model in (target, draft))
+    draft, *others = (load_model(name, dtype=models.dtype) for name in names)
+    room = min(
+        longest_prompt(model, config.eval.max_new_tokens) for model in (target, draft, *others)
+    )
     loaded = load_prompts(config.eval.sets, tokenizer, seed=config.seed, max_tokens=room)
     prompts = loaded.prompts
     for line in dropped(loaded.report):
@@ -95,6 +105,7 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         draft,
         head,
         {"target": models.target, "draft": draft_name, "head": head_name},
+        dict(zip(names[1:], others, strict=True)),
     )
     before = torch.get_num_threads()
     torch.set_num_threads(config.eval.threads or before)
@@ -109,7 +120,9 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
                 sampling=config.sampling,
                 seed=config.seed,
                 environment=describe_environment(
-                    device=str(target.device), dtype=config.models.dtype
+                    device=str(target.device),
+                    dtype=config.models.dtype,
+                    batch_size=config.eval.batch,
                 ),
                 report=bar.update,
             )
