@@ -148,7 +148,7 @@ def _load(options: argparse.Namespace) -> Pair:
         PromptSet(name=name, split="test", count=options.prompts)
         for name in ("instruct", "maths", "code")
     ]
-    prompts = load_prompts(sets, load_tokenizer(options.target), seed=options.seed)
+    prompts = load_prompts(sets, load_tokenizer(options.target), seed=options.seed).prompts
     return Pair(
         f"{options.target} with {options.draft}",
         target,

@@ -15,6 +15,8 @@ from torch import Tensor
 # A residual with less mass than this can only be reached through rounding; p itself is used then.
 NEGLIGIBLE_MASS = 1e-15
 BELOW_ONE = 1 - 1e-15
+# Vocabularies of at least this many tokens are summed in blocks to draw one token.
+LARGE, BLOCK = 8192, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +134,28 @@ def draw_one(probs: Tensor, generator: torch.Generator) -> int:
 def draw_several(probs: Tensor, count: int, generator: torch.Generator) -> list[int]:
     """Draw independent tokens from one law (V,): what `draw` returns for as many equal rows.
 
-    It has lines of its own because a small draft's forward takes no longer than `draw` does.
+    (Up to rounding: over a large vocabulary, sums of blocks are rounded as the law itself is.) It
+    has lines of its own because a small draft's forward takes no longer than `draw` does.
     """
     if probs.device.type != "cpu":
         return [int(token) for token in draw(probs.expand(count, -1), generator).tolist()]
     uniforms = torch.rand(
         count, generator=generator, dtype=torch.float64, device=generator.device
     ).tolist()
-    cdf = probs.cumsum(dim=-1, dtype=torch.float64)
-    total = float(cdf[-1])
-    # Rounding may lift u * total to total itself; stay below it.
-    points = [min(uniform * total, total * BELOW_ONE) for uniform in uniforms]
-    return [int(torch.searchsorted(cdf, point, right=True)) for point in points]
+    # Over a large vocabulary, sums of blocks come first: a running sum over all is twice as slow.
+    size = BLOCK if len(probs) % BLOCK == 0 and len(probs) >= LARGE else len(probs)
+    blocks = probs.reshape(-1, size)
+    heads = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    total, found = float(heads[-1]), []
+    for uniform in uniforms:
+        # Rounding may lift u * total to total itself; stay below it.
+        point = min(uniform * total, total * BELOW_ONE)
+        block = int(torch.searchsorted(heads, point, right=True))
+        cdf = blocks[block].cumsum(dim=-1, dtype=torch.float64)
+        before, inside = float(heads[block - 1]) if block else 0.0, float(cdf[-1])
+        rest = min((point - before) / (float(heads[block]) - before), BELOW_ONE) * inside
+        found.append(block * size + int(torch.searchsorted(cdf, rest, right=True)))
+    return found
 
 
 def accept_probability(p: Tensor, q: Tensor) -> Tensor:
