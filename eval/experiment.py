@@ -37,7 +37,7 @@ from specdata.seeds import generator_for, seed_for
 
 Report = Callable[[int], object]
 BATCHES = 4
-"""Batches decoded before they are stored: a finished row is replaced only within such a group."""
+"""Batches in a group, which is decoded and stored as a whole; rows are refilled within a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +86,14 @@ def run_experiment(
         The results, ready to be written.
     """
     store = RecordStore(folder / "prompts", config, sampling, seed, environment)
-    missing = []
-    for prompt in prompts:
-        if store.has(prompt):
-            store.get(prompt)  # refuses other settings before anything is measured
-            report(len(config.methods))
-        else:
-            missing.append(prompt)
-    if missing:
+    stored = [prompt for prompt in prompts if store.has(prompt)]
+    for prompt in stored:
+        store.get(prompt)  # refuses other settings before anything is measured
+    if len(stored) < len(prompts):
         measure = _count if config.batch > 1 else _time
-        measure(models, missing, store, config, sampling, seed, report)
+        measure(models, prompts, store, config, sampling, seed, report)
+    else:
+        report(len(prompts) * len(config.methods))
     measured: dict[tuple[str, str], list[PromptRecord]] = {}
     for prompt in prompts:
         for name, record in store.get(prompt).items():
@@ -121,7 +119,7 @@ def _time(
     seed: int,
     report: Report,
 ) -> None:
-    """Decode the prompts one by one, with every method in turn."""
+    """Decode the prompts that are not stored one by one, with every method in turn."""
     runners = {
         method.name: _runner(models, method, config, sampling, seed) for method in config.methods
     }
@@ -129,6 +127,9 @@ def _time(
         run(prompts[0], config.warmup_tokens)
     names = list(runners)
     for turn, prompt in enumerate(prompts):
+        if store.has(prompt):
+            report(len(names))
+            continue
         # Another method goes first each time, so none profits from its place.
         first = turn % len(names)
         order = names[first:] + names[:first]
@@ -151,12 +152,19 @@ def _count(
     seed: int,
     report: Report,
 ) -> None:
-    """Decode the prompts in batches: the same texts and counts, but no times."""
+    """Decode the prompts in batches: the same texts and counts, but no times.
+
+    Groups do not depend on what is stored: a batch rounds differently with other neighbours, and an
+    interrupted evaluation shall end as it would have.
+    """
     decoders = {
         method.name: _decoder(models, method, config, sampling) for method in config.methods
     }
     size = BATCHES * config.batch
     for group in (prompts[start : start + size] for start in range(0, len(prompts), size)):
+        if all(store.has(prompt) for prompt in group):
+            report(len(group) * len(decoders))
+            continue
         records: list[dict[str, PromptRecord]] = [{} for _ in group]
         for name, decoder in decoders.items():
             outs = decoder.generate_batch(

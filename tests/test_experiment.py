@@ -1,0 +1,164 @@
+"""Evaluations of tiny models: engines, batches, several drafts, interruptions."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from eval.experiment import Artefacts, run_experiment
+from eval.methods import EvalConfig, MethodConfig
+from eval.report import blocks, environment_rows
+from eval.results import Results, Run, check_figures, read_results, write_results
+from specdata.errors import ConfigError
+from specdata.probability import SamplingConfig
+from specdata.prompts import Prompt, PromptSet
+from tests.synthetic_results import ENVIRONMENT
+from tests.test_decoder import head
+from tests.tiny import tiny_llama
+
+PROMPTS = [
+    Prompt(f"p{number}", dataset, "test", [2 + number, 5, 7][: 1 + number % 3])
+    for dataset in ("maths", "code")
+    for number in range(5)
+]
+PLAIN = MethodConfig("plain", engine="plain")
+TREE = MethodConfig("tree", verifier="traversal", drafter="tree", widths=(2, 2))
+PATHS = MethodConfig("paths", verifier="rrs", drafter="paths", paths=2, length=2)
+METHODS = [
+    PLAIN,
+    MethodConfig("K=3", length=3),
+    MethodConfig("head", stop="head", threshold=0.5),
+    MethodConfig("cost", stop="cost", draft_seconds=0.1, token_seconds=1.0),
+    TREE,
+    replace(TREE, name="tree, as a batch", tree_attention=False),
+    replace(PATHS, path_drafts=("", "other")),
+]
+COUNTS = ("tokens", "finish", "rounds", "n_draft", "accepted", "depth", "draft_forwards")
+
+
+def evaluate(folder: Path, methods: list[MethodConfig], **settings: object) -> Results:
+    sets = [PromptSet("maths", "test", 5), PromptSet("code", "test", 5)]
+    config = EvalConfig(sets, methods, max_new_tokens=12, warmup_tokens=1, **settings)  # type: ignore[arg-type]
+    models = Artefacts(
+        tiny_llama(2, vocab=40, layers=2),
+        tiny_llama(1, vocab=40),
+        head().double(),
+        {"target": "target", "draft": "draft", "head": "head"},
+        {"other": tiny_llama(3, vocab=40)},
+    )
+    done: list[int] = []
+    results = run_experiment(
+        models,
+        PROMPTS,
+        folder,
+        config,
+        sampling=SamplingConfig(),
+        seed=5,
+        environment=ENVIRONMENT.model_copy(update={"batch_size": config.batch}),
+        report=done.append,
+    )
+    assert sum(done) == len(PROMPTS) * len(methods)
+    return results
+
+
+def counts(run: Run) -> list[tuple[object, ...]]:
+    return [tuple(getattr(one, name) for name in COUNTS) for one in run.generations]
+
+
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return evaluate(tmp_path_factory.mktemp("timed"), METHODS)
+
+
+@pytest.fixture(scope="module")
+def untimed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("untimed")
+    # The first group holds 8 prompts of both sets, the second the last two.
+    write_results(folder / "results.json", evaluate(folder, METHODS, batch=2))
+    return folder
+
+
+def test_a_batched_evaluation_counts_what_decoding_one_by_one_counts(
+    timed: Results, untimed: Path
+) -> None:
+    found = read_results(untimed / "results.json")
+    assert [run.method for run in found.runs] == [run.method for run in timed.runs]
+    for batched, alone in zip(found.runs, timed.runs, strict=True):
+        assert counts(batched) == counts(alone), batched.method
+        assert batched.block_efficiency == alone.block_efficiency
+
+
+def test_a_batched_evaluation_states_no_speed(timed: Results, untimed: Path) -> None:
+    found = read_results(untimed / "results.json")
+    check_figures(found)
+    assert timed.timed
+    assert not found.timed
+    assert found.environment.batch_size == 2
+    assert found.latency == {"maths": None, "code": None}
+    for run in found.runs:
+        assert (run.tokens_per_second, run.speedup) == (None, None)
+        assert set(run.intervals).isdisjoint({"tokens_per_second", "speedup"})
+        assert set(run.seconds.values()) == {0.0}
+    assert "Speeds were not measured: 2 prompts" in blocks(found)[0].summary
+
+
+def test_an_interrupted_batched_evaluation_ends_as_it_would_have(untimed: Path) -> None:
+    files = {path: path.read_bytes() for path in (untimed / "prompts").glob("*.json")}
+    times = {path: path.stat().st_mtime_ns for path in files}
+    assert len(files) == len(PROMPTS)
+    lost = untimed / "prompts" / "code-p4.json"
+    lost.unlink()
+    evaluate(untimed, METHODS, batch=2)
+    assert {path: path.read_bytes() for path in files} == files
+    # The first group was whole, so it was not decoded again.
+    assert sum(path.stat().st_mtime_ns != before for path, before in times.items()) == 2
+
+
+def test_measurements_of_another_engine_or_batch_are_not_mixed(untimed: Path) -> None:
+    for settings, said in (
+        ({"batch": 3}, "batch: 2 -> 3"),
+        ({"engine": "captured"}, "engine: 'eager' -> 'captured'"),
+    ):
+        with pytest.raises(ConfigError, match="other settings") as error:
+            evaluate(untimed, METHODS, **settings)
+        assert said in str(error.value)
+
+
+def test_each_path_is_drafted_by_the_model_named_for_it(timed: Results, tmp_path: Path) -> None:
+    (several,) = (run for run in timed.of("maths") if run.method == "paths")
+    assert several.parameters == {"paths": 2, "path_drafts": ["", "other"]}
+    found = evaluate(
+        tmp_path, [PLAIN, PATHS, replace(PATHS, name="other", path_drafts=("other", "other"))]
+    )
+    one, other = found.of("maths")[1:]
+    assert len({str(counts(run)) for run in (several, one, other)}) == 3
+
+
+def test_the_ablation_of_tree_attention_decodes_the_same_and_is_named(timed: Results) -> None:
+    for dataset in timed.datasets():
+        runs = {run.method: run for run in timed.of(dataset)}
+        tree, ablation = runs["tree"], runs["tree, as a batch"]
+        assert counts(tree) == counts(ablation)
+        assert ablation.parameters == {**tree.parameters, "tree_attention": False}
+
+
+def test_the_engine_reaches_every_method_of_ours_and_is_shown(
+    timed: Results, tmp_path: Path
+) -> None:
+    methods = [PLAIN, METHODS[1], MethodConfig("theirs", engine="transformers", length=3)]
+    found = evaluate(tmp_path, methods, engine="captured")
+    assert {run.method: run.parameters.get("engine") for run in found.runs} == {
+        "plain": "captured",
+        "K=3": "captured",
+        "theirs": None,
+    }
+    for run, eager in zip(found.of("maths"), timed.of("maths")[:2], strict=False):
+        assert counts(run) == counts(eager)
+    assert ("engine", "captured") in environment_rows(found)
+    assert ("engine", "eager") in environment_rows(timed)
+    stored = json.loads((tmp_path / "prompts" / "maths-p0.json").read_text())
+    assert stored["settings"]["engine"] == "captured"
+    assert stored["settings"]["methods"]["K=3"] == json.loads(json.dumps(asdict(METHODS[1])))
