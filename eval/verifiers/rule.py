@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eval.drafts import DraftTree
 from eval.verifiers.frames import Frame, Frames, framed_target, frames_after, needs_tail
-from specdata.probability import draw
+from specdata.probability import draw_one
 
 T = TypeVar("T")
 
@@ -215,7 +215,7 @@ class Verifier:
         self.check(tree, target)
         seen = framed_target(self.frames, tree, target) if self.frames else target
         end = self.rule(tree, seen, RealDice(generator))
-        token = int(draw(end.law, generator))
+        token = draw_one(end.law, generator)
         nodes, node = [], end.node
         while node:
             nodes.append(node)
