@@ -13,7 +13,9 @@ from eval.methods import (
     calibrates,
     check_methods,
     decode_config,
+    drafts_of,
     parameters,
+    path_drafts,
     with_calibration,
 )
 from recipes import run_eval
@@ -87,6 +89,16 @@ def test_two_methods_of_one_name_are_refused() -> None:
         ("{name: odd, stop: logit, calibration: [.nan, 1]}", "two numbers"),
         ("{name: odd, stop: cost, draft_seconds: -1}", "0 .measured. or larger"),
         ("{name: odd, engine: transformers, stop: logit}", "transformers does not use stop"),
+        ("{name: odd, tree_attention: false}", "drafter chain does not use tree_attention"),
+        ("{name: odd, path_drafts: [other]}", "drafter chain does not use path_drafts"),
+        (
+            "{name: odd, drafter: paths, paths: 2, verifier: rrs, path_drafts: [other]}",
+            "path_drafts must name one draft .* each of 2 paths",
+        ),
+        (
+            "{name: odd, drafter: paths, paths: 2, verifier: kseq, path_drafts: ['', other]}",
+            "drafter gives paths, independent",
+        ),
     ],
 )
 def test_an_impossible_method_is_refused_by_name_before_any_model_is_loaded(
@@ -99,6 +111,50 @@ def test_an_impossible_method_is_refused_by_name_before_any_model_is_loaded(
     said = capsys.readouterr()
     assert said.out == ""
     assert re.search(f"^error: method 'odd': .*{message}", said.err), said.err
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("{name: odd, engine: transformers}", "one prompt at a time"),
+        ("{name: odd, stop: cost}", "give draft_seconds and token_seconds"),
+        ("{name: odd, stop: cost, token_seconds: 1}", "give draft_seconds and token_seconds"),
+    ],
+)
+def test_what_needs_times_is_refused_in_batches(method: str, message: str) -> None:
+    config = parse(["--method", method], "").config
+    check_methods(config.eval, config.sampling, head=True)
+    config = parse(["--method", method, "--eval.batch", "2"], "").config
+    with pytest.raises(ConfigError, match=f"method 'odd': .*{message}"):
+        check_methods(config.eval, config.sampling, head=True)
+
+
+def test_batches_run_eagerly_and_hold_a_prompt() -> None:
+    with pytest.raises(ConfigError, match=r"'compiled' needs eval\.batch 1, got 4"):
+        parse(["--eval.batch", "4", "--eval.engine", "compiled"], "")
+    with pytest.raises(ConfigError, match=r"eval\.batch"):
+        parse(["--eval.batch", "0"], "")
+    with pytest.raises(ConfigError, match=r"eval\.engine"):
+        parse(["--eval.engine", "fast"], "")
+
+
+def test_path_drafts_are_numbered_from_the_draft_of_the_run() -> None:
+    shape = {"verifier": "rrs", "drafter": "paths"}
+    first = MethodConfig("a", paths=3, path_drafts=("x", "", "x"), **shape)
+    second = MethodConfig("b", paths=2, path_drafts=("y", "x"), **shape)
+    assert decode_config(first, SamplingConfig()).path_drafts == (1, 0, 1)
+    assert decode_config(second, SamplingConfig()).path_drafts == (1, 2)
+    assert drafts_of(second) == ["", "y", "x"]
+    config = evaluation(first, second)
+    check_methods(config, SamplingConfig(), head=False)
+    assert path_drafts(config) == ["x", "y"]
+    assert parameters(first) == {"paths": 3, "path_drafts": ["x", "", "x"]}
+
+
+def test_path_drafts_are_inputs_of_the_evaluation() -> None:
+    method = "{name: a, verifier: rrs, drafter: paths, paths: 2, path_drafts: ['', mine/x]}"
+    inputs = eval_stage(parse(["--method", method], "").config).inputs
+    assert inputs["path draft mine/x"] == "mine/x"
 
 
 def evaluation(*methods: MethodConfig) -> EvalConfig:

@@ -107,6 +107,25 @@ def test_without_plain_decoding_there_is_no_speedup() -> None:
     assert "speedup" not in found.intervals
 
 
+def test_counts_without_times_have_no_speed_and_no_fitted_latency() -> None:
+    untimed = [
+        record_prompt("a", [one_round(3, 3), one_round(3, 1)], seconds=None, finish="length"),
+        record_prompt("b", [one_round(1, 1, emitted=1)], seconds=None, finish="eos"),
+    ]
+    plain = [record_prompt(n, [one_round(0, 0)], seconds=None, finish="eos") for n in "ab"]
+    found = figures(untimed, plain)
+    assert found.block_efficiency == 7 / 3
+    assert (found.tokens_per_second, found.speedup) == (None, None)
+    assert set(found.intervals).isdisjoint({"tokens_per_second", "speedup"})
+    assert fit_latency([*untimed, *plain]) is None
+
+
+def test_times_of_some_generations_only_are_refused() -> None:
+    plain = [record_prompt(n, [one_round(0, 0)], seconds=None, finish="eos") for n in "ab"]
+    with pytest.raises(ValueError, match="2 of 4 generations have no time"):
+        figures(by_hand(), plain)
+
+
 def test_tree_acceptance_counts_depth_not_nodes() -> None:
     rounds = [one_round(28, 2, depth=3), one_round(28, 1, depth=3)]
     found = figures([record_prompt("a", rounds, seconds=1.0, finish="length")])

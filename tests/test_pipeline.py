@@ -150,6 +150,34 @@ def test_the_python_example_of_the_readme_runs(
     assert "tokens a target forward" in capsys.readouterr().out
 
 
+def test_an_evaluation_in_batches_measures_counts_and_is_published(
+    finished: Path, tmp_path: Path
+) -> None:
+    subprocess.run(["cp", "-r", f"{finished}/out", str(tmp_path)], check=True)
+    subprocess.run(["rm", "-r", str(tmp_path / "out" / "release")], check=True)
+    paths = "{name: two drafts, verifier: rrs, drafter: paths, paths: 2, length: 2, path_drafts: "
+    flags = ["--eval.folder", "eval-counts", "--eval.batch", "4", "--method", "K=3"]
+    flags += ["--method", "head", "--method"]
+    refused = run(tmp_path, "pipeline.py", *flags, paths + "['', out/nowhere]}")
+    assert refused.returncode == 2
+    assert "out/nowhere" in refused.stderr
+    done = run(tmp_path, "pipeline.py", *flags, paths + "['', out/pair/draft]}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("already done") == 5
+    assert "20/20" in done.stderr
+    assert "not measured" in done.stdout
+    results = read_results(tmp_path / "out" / "eval-counts" / "results.json")
+    check_figures(results)
+    assert {one.method for one in results.runs} == {"plain", "K=3", "head", "two drafts"}
+    assert all(one.tokens_per_second is None and one.n_target > 0 for one in results.runs)
+    inputs = json.loads((tmp_path / "out" / "eval-counts" / "run.json").read_text())["inputs"]
+    assert inputs["path draft out/pair/draft"]
+    for name in ("draft", "head"):
+        card = (tmp_path / "out" / "release" / name / "README.md").read_text()
+        assert "speeds were\nnot measured" in card
+        assert "two drafts" not in card
+
+
 def test_a_warm_run_does_nothing_again(finished: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (finished / "out").rglob("*")}
     done = run(finished, "pipeline.py")

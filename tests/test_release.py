@@ -278,6 +278,44 @@ def test_a_failed_release_leaves_nothing_behind(pair: Pair, tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
+def test_cards_from_results_without_times_state_what_was_measured_and_no_speed(
+    pair: Pair, tmp_path: Path
+) -> None:
+    untimed = pair.renamed(synthetic_results(datasets=("alpaca", "gsm8k"), timed=False))
+    draft = release_draft(pair.draft, tmp_path / "draft", untimed)
+    settings = json.loads((draft / "generation_config.json").read_text())
+    assert settings.get("num_assistant_tokens") != 12
+    card = (draft / "README.md").read_text()
+    assert "Speeds were **not measured**" in card
+    assert "best measured" not in card
+    assert best_length(untimed) == 12
+    assert '"num_speculative_tokens": 12' in card
+    head = release_head(pair.head, tmp_path / "head", untimed)
+    assert best_head_run(untimed).threshold == 0.9
+    assert "threshold=0.9,  # most tokens a target forward" in (head / "README.md").read_text()
+    for folder in (draft, head):
+        text = (folder / "README.md").read_text()
+        assert "4 of them decoded together" in text
+        for run in untimed.runs:
+            assert f"not measured | not measured | {run.block_efficiency:.2f}" in text
+        check_figures(read_results(folder / "results.json"))
+
+
+def test_a_card_leaves_out_methods_that_drafted_with_other_models_too(
+    pair: Pair, tmp_path: Path
+) -> None:
+    mixed = [
+        run.model_copy(update={"method": "two drafts", "parameters": {"path_drafts": ["", "x"]}})
+        for run in pair.results.runs
+        if run.method == "fixed-2"
+    ]
+    assert len(mixed) == 2
+    results = pair.results.model_copy(update={"runs": [*pair.results.runs, *mixed]})
+    out = release_draft(pair.draft, tmp_path / "out", results)
+    assert "two drafts" not in (out / "README.md").read_text()
+    assert len(read_results(out / "results.json").runs) == len(pair.results.runs)
+
+
 def test_results_of_another_draft_are_refused(pair: Pair, tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="they measure"):
         release_draft(pair.target, tmp_path / "out", pair.results)

@@ -16,7 +16,7 @@ from eval.annotations import POINT, extent
 from eval.charts import FAMILIES, family, series
 from eval.plots import PLOTS, kinds, plot, to_svg
 from eval.report import COLUMNS, Context, blocks, render_page, terminal, write_report
-from eval.results import PLAIN, Results, build_results, fastest
+from eval.results import PLAIN, Results, build_results, check_figures, fastest
 from tests.synthetic_results import ENVIRONMENT, method, synthetic_results
 
 EVIL = "<script>alert('x')</script> $\\frac{1}{2}$ [bold]&amp;"
@@ -171,7 +171,7 @@ def test_labels_of_the_pareto_plot_hide_no_other_label(results: Results) -> None
 
 
 def test_text_of_a_plot_stays_inside_the_picture(results: Results) -> None:
-    for kind in PLOTS:
+    for kind in kinds(results):
         figure = plot(kind, results, ["alpaca"])
         figure.draw_without_rendering()
         bounds = figure.get_tightbbox()
@@ -262,3 +262,28 @@ def test_plain_decoding_alone_makes_a_report(results: Results, tmp_path: Path) -
     only = [results.runs[0]]
     alone = results.model_copy(update={"runs": only, "latency": {"alpaca": None}})
     assert write_report(alone, tmp_path).exists()
+
+
+def test_without_times_tables_say_so_and_drawings_need_none(tmp_path: Path) -> None:
+    untimed = synthetic_results(datasets=("alpaca",), timed=False)
+    check_figures(untimed)
+    assert kinds(untimed) == ["efficiency", "pareto", "acceptance"]
+    assert fastest(untimed.runs) is None
+    (block,) = blocks(untimed)
+    assert all(row.cells[:2] == ("not measured", "not measured") for row in block.rows)
+    assert not any(row.mark for row in block.rows)
+    assert block.summary.startswith("Speeds were not measured: 4 prompts were decoded together.")
+    lossless = [run for run in untimed.runs if run.lossless]
+    best = max(lossless, key=lambda run: run.block_efficiency)
+    assert f"{best.method}, {best.block_efficiency:.2f}" in block.summary
+    assert "★" not in block.footnote
+    page = Page(write_report(untimed, tmp_path).read_text(encoding="utf-8"))
+    assert sum(tag == "svg" for tag, _ in page.tags) == 3
+    assert {path.stem for path in tmp_path.glob("*.png")} == set(kinds(untimed))
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(terminal(untimed))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.count("not measured") == 2 * len(block.rows) + 1
+    for run in untimed.runs:
+        assert f"{run.block_efficiency:.2f}" in text
