@@ -1,4 +1,4 @@
-"""Speculative decoding of one sequence: any draft, any stopping rule, any verifier.
+"""Speculative decoding, of one text or of many: any draft, any stopping rule, any verifier.
 
 Each round drafts after the committed text, scores the draft in one forward of the target, lets the
 verifier choose how much of it stays and what follows, and rewinds both caches to the result. The
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,8 +19,10 @@ from transformers import PreTrainedModel
 from eval.cached import CachedModel
 from eval.captured import Engine
 from eval.decode_config import DecodeConfig
-from eval.drafters import Drafter, chain
+from eval.drafters import Drafter
 from eval.drafts import DraftTree
+from eval.growing import chain
+from eval.lanes import Generation, Lane, decode_together
 from eval.metrics import Round
 from eval.texts import CachedText, Forward, Steps, drive
 from eval.verifiers import Verifier
@@ -33,23 +34,6 @@ from specdata.probability import SamplingConfig, draw_one
 __all__ = ["DecodeConfig", "Generation", "SpeculativeDecoder"]
 
 NOTHING = chain([], [], 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One decoded text.
-
-    Args:
-        tokens: (n,) new tokens; n <= max_new_tokens; the last is an end token if finish == "eos".
-        rounds: one record a forward of the target.
-        finish: why it ended.
-        seconds: wall time of the call.
-    """
-
-    tokens: Tensor
-    rounds: tuple[Round, ...]
-    finish: Literal["eos", "length"]
-    seconds: float
 
 
 class SpeculativeDecoder:
@@ -85,7 +69,7 @@ class SpeculativeDecoder:
         self._verifier = verifier
         self._ends = ends
         self._tree_attention = tree_attention
-        self._lanes: list[_Lane] = []
+        self._lanes: list[Lane] = []
 
     @classmethod
     def from_config(
@@ -212,12 +196,12 @@ class SpeculativeDecoder:
         seconds = time.perf_counter() - begun
         return [replace(out, seconds=seconds) for out in outs]
 
-    def _lane(self, row: int) -> _Lane:
+    def _lane(self, row: int) -> Lane:
         """The caches of one text; a drafter keeps what its rule has learnt."""
         while len(self._lanes) <= row:
             number = len(self._lanes)
             drafter = self._drafters(number) if self._drafters else None
-            self._lanes.append(_Lane(self._target.text(number, self._sampling), drafter))
+            self._lanes.append(Lane(self._target.text(number, self._sampling), drafter))
         return self._lanes[row]
 
     def _forget(self) -> None:
@@ -227,7 +211,7 @@ class SpeculativeDecoder:
 
     def _decode(
         self,
-        lane: _Lane,
+        lane: Lane,
         prompt_ids: Tensor,
         max_new_tokens: int,
         generator: torch.Generator,
@@ -265,7 +249,7 @@ class SpeculativeDecoder:
 
     def _round(
         self,
-        lane: _Lane,
+        lane: Lane,
         text: list[int],
         goal: int,
         verifier: Verifier,
@@ -320,66 +304,6 @@ class SpeculativeDecoder:
         parents = [int(parent) for parent in tree.parents.tolist()]
         unrolled = not self._tree_attention
         return target.grow(tree.token_list, parents, unseen, unrolled=unrolled)
-
-
-@dataclass(slots=True)
-class _Lane:
-    """The caches of one text: the target's, and the drafter's."""
-
-    target: CachedText
-    drafter: Drafter | None
-
-    def begin(self) -> None:
-        """Forget the text before."""
-        self.target.reset()
-        if self.drafter is not None:
-            self.drafter.reset()
-
-
-def decode_together(
-    jobs: Sequence[Callable[[_Lane], Steps[Generation]]],
-    lanes: Sequence[_Lane],
-    *,
-    last: CachedModel,
-    report: Callable[[int], object],
-) -> list[Generation]:
-    """Run procedures side by side, with the forwards that are wanted of one model run as one.
-
-    Args:
-        jobs: one procedure for each text, which is given a lane.
-        lanes: as many run at a time; a lane whose procedure ends takes up the next.
-        last: the model that waits until no other has anything to do: the target, so that texts
-            whose drafts have different lengths are verified together.
-        report: called with 1 when a procedure ends.
-    """
-    found: dict[int, Generation] = {}
-    waiting: dict[int, tuple[_Lane, Steps[Generation], Forward]] = {}
-    queue = iter(enumerate(jobs))
-
-    def advance(number: int, lane: _Lane, steps: Steps[Generation], answer: Any) -> None:
-        try:
-            waiting[number] = lane, steps, steps.send(answer)
-        except StopIteration as done:
-            found[number] = done.value
-            report(1)
-            take(lane)
-
-    def take(lane: _Lane) -> None:
-        if entry := next(queue, None):
-            number, job = entry
-            advance(number, lane, job(lane), None)
-
-    for lane in lanes:
-        take(lane)
-    while waiting:
-        models = {id(forward.model): forward.model for _, _, forward in waiting.values()}
-        model = next((one for one in models.values() if one is not last), last)
-        ready = [number for number, entry in waiting.items() if entry[2].model is model]
-        answers = model.run_all([waiting[number][2] for number in ready])
-        entries = [waiting.pop(number) for number in ready]
-        for number, (lane, steps, _), answer in zip(ready, entries, answers, strict=True):
-            advance(number, lane, steps, answer)
-    return [found[number] for number in range(len(jobs))]
 
 
 def depth_of(tree: DraftTree) -> int:

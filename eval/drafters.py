@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from eval.drafts import DraftTree, How, Shape
+from eval.growing import GrowingTree, chain
 from eval.metrics import Round
 from eval.stopping import Step, StoppingRule
 from eval.texts import CachedText, Steps
@@ -147,7 +148,7 @@ class BranchingDrafter:
     def propose(self, text: list[int], room: int, generator: torch.Generator) -> Steps[DraftTree]:
         """Draft as many levels as fit."""
         widths = self._widths[:room]
-        grown = _Grown(self._how, self._shape)
+        grown = GrowingTree(self._how, self._shape)
         # Only nodes that get children are fed; numbering in a cache is that of feeding.
         self._fed: list[dict[int, int]] = [{0: 0} for _ in self._texts]
         level = [0]
@@ -161,7 +162,7 @@ class BranchingDrafter:
         return grown.tree()
 
     def _score(
-        self, grown: _Grown, level: list[int], text: list[int]
+        self, grown: GrowingTree, level: list[int], text: list[int]
     ) -> Steps[dict[tuple[int, int], Tensor]]:
         """Laws (logits, if paths warp them) by the draft that scores a node and the node."""
         found = {}
@@ -182,14 +183,14 @@ class BranchingDrafter:
             found |= {(index, node): row for node, row in zip(own, rows, strict=True)}
         return found
 
-    def _drafted_by(self, grown: _Grown, node: int) -> CachedText:
+    def _drafted_by(self, grown: GrowingTree, node: int) -> CachedText:
         if len(self._texts) == 1:
             return self._texts[0]
         return self._paths[grown.path[node - 1]].text
 
     def _expand(
         self,
-        grown: _Grown,
+        grown: GrowingTree,
         level: list[int],
         scores: dict[tuple[int, int], Tensor],
         width: int,
@@ -239,62 +240,6 @@ class BranchingDrafter:
         return sum(text.forwards for text in self._texts)
 
 
-class _Grown:
-    """A draft tree under construction."""
-
-    def __init__(self, how: How, shape: Shape) -> None:
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.path: list[int] = []
-        self._how, self._shape = how, shape
-        self.laws: list[Tensor] = []
-        self._law: list[int] = []
-        self._known: dict[tuple[tuple[int, ...], object], int] = {}
-
-    def law(self, parent: int, law: Tensor, source: object = None) -> int:
-        """Index of the law that children of a node are to be drawn from.
-
-        Rollouts that agree so far continue from one law: rows that rounding made different would
-        leave a token recorded with another law than its own.
-        """
-        key = (self._text(parent) if self._shape == "paths" else (parent,), source)
-        if key not in self._known:
-            self._known[key] = len(self.laws)
-            self.laws.append(law)
-        return self._known[key]
-
-    def add(self, parent: int, law: int, tokens: list[int]) -> list[int]:
-        """Add children drawn from the law of that index; return their numbers."""
-        first = len(self.tokens) + 1
-        for token in tokens:
-            self.path.append(self.path[parent - 1] if parent else len(self.path))
-            self.tokens.append(token)
-            self.parents.append(parent)
-            self._law.append(law)
-        return list(range(first, first + len(tokens)))
-
-    def _text(self, node: int) -> tuple[int, ...]:
-        text: list[int] = []
-        while node:
-            text.append(self.tokens[node - 1])
-            node = self.parents[node - 1]
-        return tuple(reversed(text))
-
-    def tree(self) -> DraftTree:
-        """The finished draft."""
-        laws = torch.stack(self.laws) if self.laws else torch.empty(0, 0)
-        if not self.tokens:
-            return chain([], [], 0)
-        return DraftTree(
-            torch.tensor(self.tokens),
-            torch.tensor(self.parents),
-            laws,
-            torch.tensor(self._law),
-            self._shape,
-            self._how,
-        )
-
-
 def _candidates(law: Tensor, count: int, how: How, generator: torch.Generator) -> list[int]:
     """Draw siblings from one law; fewer than `count` if its support is smaller (not for iid)."""
     if how == "iid":
@@ -309,20 +254,3 @@ def _candidates(law: Tensor, count: int, how: How, generator: torch.Generator) -
         tokens.append(draw_one(rest, generator))
         rest[tokens[-1]] = 0.0
     return tokens
-
-
-def chain(
-    tokens: list[int], laws: list[Tensor], planned: int, tail: Tensor | None = None
-) -> DraftTree:
-    """A chain whose tokens were just drawn from `laws`, so nothing needs a check."""
-    steps = torch.arange(len(tokens))
-    stacked = torch.stack(laws) if laws else torch.empty(0, 0)
-    return DraftTree(
-        torch.tensor(tokens, dtype=torch.long),
-        steps,
-        stacked,
-        steps,
-        "chain",
-        tail=tail,
-        planned=planned,
-    )
