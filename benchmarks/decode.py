@@ -205,6 +205,7 @@ def _ours(
     seed: int,
 ) -> Decode:
     decoder = SpeculativeDecoder.from_config(target, draft, config, engine=engine)
+    decoder.warm_up()
     return lambda prompt, budget, name: decoder.generate(
         prompt, max_new_tokens=budget, generator=generator_for(seed, name)
     )

@@ -117,6 +117,30 @@ class CachedModel:
                 "prompt or max_new_tokens, or decode without a draft, one text at a time"
             )
 
+    def warm_up(self, feeds: Sequence[tuple[int, int]], nodes: Sequence[int] = ()) -> None:
+        """Make the graphs that decoding will need, so that none is made while something is timed.
+
+        Args:
+            feeds: numbers of tokens and of rows that a text will be fed with after its prompt.
+            nodes: numbers of nodes that a draft tree will grow by.
+        """
+        if self._captured is None:
+            return
+        self._fed_prompt(1)  # shows the sizes of the cache
+        self._fed_prompt(max(rows for _, rows in feeds))
+        text = self._fed_prompt(1)
+        for count, rows in feeds:
+            self.run(text.feed([1] * count, rows))
+        for count in nodes if self._masks else ():
+            self.run(text.grow([1] * count, [0] * count))
+            text.keep([])
+        self.reset()
+
+    def _fed_prompt(self, rows: int) -> CachedText:
+        text = CachedText(self, 0, SamplingConfig())
+        self.run(text.feed([1] * 3, rows))
+        return text
+
     def run(self, forward: Forward) -> Tensor:
         """Run one forward: logits (rows, V)."""
         if forward.unrolled:

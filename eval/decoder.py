@@ -196,6 +196,13 @@ class SpeculativeDecoder:
         seconds = time.perf_counter() - begun
         return [replace(out, seconds=seconds) for out in outs]
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Make every graph now that decoding may need (engines other than eager)."""
+        self._target.warm_up([(1, 1), (2, 2)])
+        for model in self._drafts:
+            model.warm_up([(1, 1), (2, 1)], nodes=(1, 2))
+
     def _lane(self, row: int) -> Lane:
         """The caches of one text; a drafter keeps what its rule has learnt."""
         while len(self._lanes) <= row:

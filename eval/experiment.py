@@ -200,6 +200,7 @@ def _runner(
             seed=seed_for(seed, "eval", prompt.example_id),
         )
     decoder = _decoder(models, method, config, sampling)
+    decoder.warm_up()
     return lambda prompt, budget: decoder.generate(
         torch.tensor(prompt.ids),
         max_new_tokens=budget,

@@ -104,6 +104,21 @@ def test_graphs_are_shared_by_decoders_until_the_weights_change() -> None:
     assert captured(model, "captured") is not first
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_after_the_warm_up_no_graph_is_made(name: str) -> None:
+    target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(1, vocab=40)
+    drafts = None if name == "plain" else draft
+    decoder = SpeculativeDecoder.from_config(
+        target, drafts, CASES[name], head().double(), engine="captured"
+    )
+    decoder.warm_up()
+    graphs = [captured(model, "captured")._graphs for model in (target, draft)]
+    before = [set(one) for one in graphs]
+    for seed in range(12):
+        tokens(decoder, seed)
+    assert [set(one) for one in graphs] == before
+
+
 def test_graphs_do_not_keep_a_model_alive() -> None:
     model = medium_llama(0)
     tokens(SpeculativeDecoder.from_config(model, None, DecodeConfig(), engine="captured"), 0)
