@@ -68,7 +68,7 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     }
     make: Callable[..., int]
     if cache := config.labels.cache:
-        _check_cache(Path(cache), source)
+        _check_cache(Path(cache), {**source, "dtype": models.dtype})
         make = partial(labels_from_cache, Path(cache), draft)
     else:
         make = partial(make_labels, load_model(models.target, dtype=models.dtype), draft, rollouts)

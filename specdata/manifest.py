@@ -39,6 +39,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
                 f"{path} has schema version {version}, this program reads {SCHEMA_VERSION}: make "
                 "the table again in an empty folder"
             )
+        for entry in manifest["shards"]:
+            entry["file"], entry["rows"], entry["sha256"]
         return {key: manifest[key] for key in new_manifest({})}
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, ManifestError):

@@ -143,7 +143,7 @@ def _conversation(row: Mapping[str, Any], form: Form, turns: str) -> Iterator[Fo
     if not _are_texts([one.get(content) for one in recorded]):
         yield "undecodable"
         return
-    roles = [form.roles.get(one.get(role) or "") for one in recorded]
+    roles = [form.roles.get(str(one.get(role))) for one in recorded]
     messages = [
         {"role": name, "content": one[content]}
         for name, one in zip(roles, recorded, strict=True)

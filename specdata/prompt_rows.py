@@ -88,7 +88,7 @@ def json_lines(path: Path) -> Iterator[Row]:
 def _object(text: str, path: Path, number: int) -> Row:
     try:
         row = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}, line {number}: must be a JSON object ({error})") from error
     if not isinstance(row, dict):
         raise ConfigError(

@@ -146,6 +146,8 @@ def _check_names(sets: Sequence[PromptSet]) -> None:
             f"prompt sets must have different names, which the report shows; got {sorted(names)}"
         )
     for wanted in sets:
+        if not wanted.name or "\0" in wanted.name:
+            raise ConfigError(f"a prompt set must have a name, got {wanted.name!r}")
         if wanted.count < 0:
             raise ConfigError(
                 f"prompt set {wanted.name!r}: count must be positive, or 0 for all, got "
@@ -173,9 +175,11 @@ def _account(wanted: PromptSet) -> dict[str, Any]:
 
 def _check_account(entry: Mapping[str, Any], max_tokens: int | None) -> None:
     what = f"prompt set {entry['name']!r} (split {entry['split']!r})"
-    if entry["read"] < max(entry["asked"], 1):
+    if not entry["read"]:
+        raise ConfigError(f"{what} is empty: it must hold prompts")
+    if entry["read"] < entry["asked"]:
         raise ConfigError(
-            f"{what} must hold {entry['asked'] or 'some'} prompts, it has {entry['read']}: lower "
+            f"{what} must hold {entry['asked']} prompts, it has {entry['read']}: lower "
             "`count` (0 takes all)"
         )
     if entry["kept"] or entry["dropped"]["duplicate"]:

@@ -47,7 +47,7 @@ def chat_ids(
         text = tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=reply
         )
-    except (TemplateError, TypeError, ValueError) as error:
+    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise TemplateRefusedError(
             f"the chat template refuses a conversation of roles "
             f"{', '.join(message['role'] for message in messages)}: {error}"

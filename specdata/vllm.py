@@ -126,7 +126,14 @@ class VllmBackend:
             ConfigError: if it serves another model.
             ConnectionError: if it cannot be reached.
         """
-        served = {entry.get("id"): entry for entry in self._ask("GET", "/v1/models")["data"]}
+        answer = self._ask("GET", "/v1/models")
+        try:
+            served = {entry["id"]: entry for entry in answer["data"]}
+        except (LookupError, TypeError) as error:
+            raise ConfigError(
+                f"the server at {self.config.url} does not speak the OpenAI API: its list of "
+                f"models reads {str(answer)[:80]!r}"
+            ) from error
         if self.model not in served:
             raise ConfigError(
                 f"the server at {self.config.url} serves {', '.join(map(repr, served))}, not "
@@ -157,12 +164,23 @@ class VllmBackend:
             "seed": seed_for(self.seed, "rollout", *request.key),
         }
         answer = self._ask("POST", "/v1/completions", body)
-        choice = answer["choices"][0]
+        try:
+            choice = dict(answer["choices"][0])
+        except (LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the server at {self.config.url} does not speak the OpenAI API: its completion "
+                f"reads {str(answer)[:80]!r}"
+            ) from error
         ids = choice.get("token_ids")
         if not ids:
             raise ConfigError(
                 f"the server at {self.config.url} returned no token ids: it must know "
                 "return_token_ids (vLLM 0.10.2 or newer)"
+            )
+        if not isinstance(ids, list) or any(type(token) is not int or token < 0 for token in ids):
+            raise ConfigError(
+                f"the server at {self.config.url} returned token ids that are not whole numbers of "
+                f"0 or more: {str(ids)[:80]}"
             )
         read = choice.get("prompt_token_ids")
         if read is not None and read != request.ids:

@@ -65,11 +65,12 @@ def test_conversations_that_cannot_be_prompts_are_counted_too(tmp_path: Path) ->
         row(("user", None)),
         row(("system", "Be brief."), ("user", "Hello.")),
         row(("user", " ")),
+        row((["user"], "Hello.")),  # type: ignore[arg-type]
     ]
     wanted = [PromptSet(jsonl(tmp_path / "talks.jsonl", rows), "train", 0)]
     (entry,) = load_prompts(wanted, chat_tokenizer("gemma"), seed=0).report
     assert {name: count for name, count in entry["dropped"].items() if count} == {
-        "no_user_turn": 2,
+        "no_user_turn": 3,
         "undecodable": 1,
         "refused": 1,
         "near_empty": 1,
@@ -109,6 +110,8 @@ def bad_sets(folder: Path) -> list[tuple[PromptSet, str]]:
     both = jsonl(folder / "both.jsonl", [{"messages": None, "prompt": "a"}])
     good = jsonl(folder / "good.jsonl", [{"prompt": "a"}])
     (folder / "empty").mkdir()
+    deep = folder / "deep.jsonl"
+    deep.write_text('{"prompt": ' + "[" * 100_000 + "\n")
     (folder / "prompts.csv").write_text("prompt\na\n")
     return [
         (PromptSet("gsm8k", source=str(folder / "empty")), r"cannot be read.*What to do"),
@@ -136,12 +139,14 @@ def bad_sets(folder: Path) -> list[tuple[PromptSet, str]]:
             PromptSet("owner/absent", "train", 1),
             r"not reached: connect, unset HF_HUB_OFFLINE, or name",
         ),
+        (PromptSet(str(deep)), "line 1: must be a JSON object"),
+        (PromptSet("a\0.jsonl"), "must have a name"),
         (PromptSet("spec-bench"), r"not on the Hub: download it \(`curl -LO https.*`source:`"),
         (PromptSet("alpaca", "train", 1), r"not reached: connect.*`source:` a local copy"),
     ]
 
 
-@pytest.mark.parametrize("number", range(21))
+@pytest.mark.parametrize("number", range(23))
 def test_a_set_that_cannot_be_used_says_what_to_do(number: int, tmp_path: Path) -> None:
     wanted, message = bad_sets(tmp_path)[number]
     with pytest.raises(ConfigError, match=message):

@@ -74,7 +74,7 @@ def test_splits_of_an_embedded_family_share_no_prompt(tokenizer) -> None:  # typ
         (['{"prompt": "a"}', '{"messages": []}'], 2, "row 2, has no column 'prompt'"),
         (['{"messages": []}', '{"prompt": "a"}'], 2, "row 2, has no column 'messages'"),
         (['{"prompt": "a"}'], -1, "count must be positive, or 0 for all"),
-        ([], 0, "must hold some prompts, it has 0"),
+        ([], 0, "is empty: it must hold prompts"),
     ],
 )
 def test_an_unusable_file_is_named(

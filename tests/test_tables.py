@@ -156,9 +156,14 @@ def test_a_manifest_of_another_program_or_version_is_refused(tmp_path: Path) -> 
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "schema_version": 99}))
     with pytest.raises(ManifestError, match="schema version 99"):
         load_table(tmp_path)
-    (tmp_path / "manifest.json").write_text("{")
-    with pytest.raises(ManifestError, match="not a manifest"):
-        load_table(tmp_path)
+    for text in (
+        "{",
+        json.dumps({**manifest, "shards": 5}),
+        json.dumps({**manifest, "shards": [{}]}),
+    ):
+        (tmp_path / "manifest.json").write_text(text)
+        with pytest.raises(ManifestError, match="not a manifest"):
+            load_table(tmp_path)
 
 
 def test_a_shard_is_not_stored_in_a_table_that_was_replaced_while_it_was_made(

@@ -109,6 +109,17 @@ def test_a_role_that_the_template_does_not_take_is_refused_with_its_reason() -> 
         chat_ids(chat_tokenizer("mistral"), [TALK[0], TALK[2]])
 
 
+def test_a_template_that_fails_is_refused_with_its_error() -> None:
+    tokenizer = chat_tokenizer("chatml")
+    try:
+        for template, reason in (("{{ 1 // 0 }}", "zero"), ("{% if %}", "Expected")):
+            tokenizer.chat_template = template
+            with pytest.raises(TemplateRefusedError, match=reason):
+                chat_ids(tokenizer, TALK[:1])
+    finally:
+        tokenizer.chat_template = FAMILIES["chatml"]
+
+
 def test_a_tokenizer_without_a_chat_template_says_what_to_do() -> None:
     for ask in (lambda t: chat_ids(t, TALK), lambda t: assistant_mask(t, TALK)):
         with pytest.raises(ConfigError, match=r"has no chat template.*save one with it"):

@@ -230,9 +230,19 @@ def cut_short(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
+def with_ids(ids: Any) -> Edit:
+    return lambda answer: {
+        "choices": [{**choice, "token_ids": ids} for choice in answer["choices"]]
+    }
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
+        (lambda answer: {}, "does not speak the OpenAI API"),
+        (lambda answer: {"choices": []}, "does not speak the OpenAI API"),
+        (with_ids([-1] * 20), "not whole numbers"),
+        (with_ids([1.5] * 20), "not whole numbers"),
         (without_ids, "returned no token ids: it must know return_token_ids"),
         (truncated, "read another prompt"),
         (cut_short, "ended a completion after 2 tokens"),

@@ -1,0 +1,138 @@
+"""Labels by the recipe, as users make them: by two processes, and from kept logits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from recipes import make_rollouts, train_head
+from recipes.run import cli
+from specdata.acceptance import load_labels
+from specdata.probability import SamplingConfig
+from tests.test_sharding import ROOT, pair
+
+__all__ = ["pair"]
+pytestmark = pytest.mark.slow
+SAMPLING = SamplingConfig(top_k=8)
+
+
+@pytest.fixture(scope="module")
+def labelled(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with rollouts and labels, made by one process, that keep ten logits a position."""
+    folder = tmp_path_factory.mktemp("labelled")
+    tree = yaml.safe_load((pair / "pair.yaml").read_text())
+    (one,) = tree["rollouts"]["sets"]
+    lines = Path(one["name"]).read_text().splitlines(keepends=True)
+    (folder / "dev.jsonl").write_text("".join(lines[:4]))
+    (folder / "train.jsonl").write_text("".join(lines[4:20]))
+    tree["rollouts"] |= {
+        "max_new_tokens": 12,
+        "sets": [
+            {"name": str(folder / f"{split}.jsonl"), "split": split, "count": 0}
+            for split in ("train", "dev")
+        ],
+    }
+    tree |= {"output": str(folder / "out"), "sampling": {"top_k": 8}}
+    tree |= {"labels": {"shard_size": 4, "top_logits": 10}, "head": {"depth": 1, "epochs": 1}}
+    (folder / "pair.yaml").write_text(yaml.safe_dump(tree))
+    asked = ["--config", str(folder / "pair.yaml")]
+    assert cli(make_rollouts.main, make_rollouts.stages, "", asked) == 0
+    assert cli(train_head.main, train_head.stages, "", asked) == 0
+    return folder
+
+
+def unlabelled(labelled: Path, out: Path) -> list[str]:
+    """Arguments for a run in a folder of its own, which has the rollouts alone."""
+    shutil.copytree(labelled / "out" / "rollouts", out / "rollouts")
+    return ["--config", str(labelled / "pair.yaml"), "--output", str(out)]
+
+
+def content(table: Path) -> dict[str, bytes]:
+    files = [*table.glob("*.parquet"), table / "manifest.json"]
+    return {path.name: path.read_bytes() for path in files}
+
+
+def test_labels_by_two_processes_have_the_bytes_of_those_by_one(
+    labelled: Path, tmp_path: Path
+) -> None:
+    asked = unlabelled(labelled, tmp_path / "out")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "recipes" / "train_head.py"), *asked],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                **group,
+                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
+                "ACCELERATE_USE_CPU": "true",
+            },
+        )
+        for rank in range(2)
+    ]
+    ends = [(process.communicate(timeout=240)[1], process.returncode) for process in processes]
+    assert [status for _, status in ends] == [0, 0], ends
+    assert content(tmp_path / "out" / "labels") == content(labelled / "out" / "labels")
+    assert len(content(tmp_path / "out" / "labels")) == 11  # 40 rows, 4 a shard
+
+
+def test_labels_from_kept_logits_are_those_of_the_target_and_keep_none(
+    labelled: Path, tmp_path: Path
+) -> None:
+    asked = unlabelled(labelled, tmp_path / "out")
+    asked += ["--labels.cache", str(labelled / "out" / "labels"), "--labels.top_logits", "0"]
+    assert cli(train_head.main, train_head.stages, "", asked) == 0
+    again = load_labels(tmp_path / "out" / "labels", SAMPLING)
+    first = load_labels(labelled / "out" / "labels", SAMPLING)
+    assert "top_ids" not in again.column_names
+    for mine, theirs in zip(again, first, strict=True):
+        assert mine["draft_ids"] == theirs["draft_ids"]
+        assert mine["overlap"] == pytest.approx(theirs["overlap"], abs=1e-5)
+        assert mine["accept_prob"] == pytest.approx(theirs["accept_prob"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--models.target", "draft"], "target.name"),
+        (["--models.dtype", "bfloat16"], "dtype: 'float32' -> 'bfloat16'"),
+        (["--sampling.top_k", "20"], "10 kept logits of 40 do not give the target's laws"),
+        (["--labels.cache", "rollouts"], "was made of other rollouts or by another target"),
+    ],
+)
+def test_kept_logits_that_do_not_fit_the_run_are_refused_before_anything_is_made(
+    labelled: Path,
+    pair: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    asked = unlabelled(labelled, tmp_path / "out")
+    asked += ["--labels.cache", str(labelled / "out" / "labels"), "--labels.top_logits", "0"]
+    places = {"draft": str(pair / "draft"), "rollouts": str(tmp_path / "out" / "rollouts")}
+    asked += [places.get(one, one) for one in arguments]
+    assert cli(train_head.main, train_head.stages, "", asked) == 2
+    assert message in capsys.readouterr().err
+    assert not list((tmp_path / "out" / "labels").glob("[!.]*"))
+
+
+def test_other_rollouts_than_those_of_the_kept_logits_are_refused(
+    labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--config", str(labelled / "pair.yaml"), "--output", str(tmp_path / "out")]
+    assert cli(make_rollouts.main, make_rollouts.stages, "", [*asked, "--seed", "1"]) == 0
+    asked += ["--labels.cache", str(labelled / "out" / "labels"), "--labels.top_logits", "0"]
+    assert cli(train_head.main, train_head.stages, "", asked) == 2
+    assert "rollouts: '" in capsys.readouterr().err
