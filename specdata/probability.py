@@ -142,20 +142,26 @@ def draw_several(probs: Tensor, count: int, generator: torch.Generator) -> list[
     uniforms = torch.rand(
         count, generator=generator, dtype=torch.float64, device=generator.device
     ).tolist()
-    # Over a large vocabulary, sums of blocks come first: a running sum over all is twice as slow.
-    size = BLOCK if len(probs) % BLOCK == 0 and len(probs) >= LARGE else len(probs)
-    blocks = probs.reshape(-1, size)
-    heads = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    total, found = float(heads[-1]), []
+    if len(probs) < LARGE or len(probs) % BLOCK:
+        return [_invert(probs.cumsum(dim=-1, dtype=torch.float64), one) for one in uniforms]
+    # Sums of blocks first: a running sum over a large vocabulary takes twice as long.
+    blocks = probs.reshape(-1, BLOCK)
+    ends = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    total, found = float(ends[-1]), []
     for uniform in uniforms:
-        # Rounding may lift u * total to total itself; stay below it.
-        point = min(uniform * total, total * BELOW_ONE)
-        block = int(torch.searchsorted(heads, point, right=True))
-        cdf = blocks[block].cumsum(dim=-1, dtype=torch.float64)
-        before, inside = float(heads[block - 1]) if block else 0.0, float(cdf[-1])
-        rest = min((point - before) / (float(heads[block]) - before), BELOW_ONE) * inside
-        found.append(block * size + int(torch.searchsorted(cdf, rest, right=True)))
+        block = _invert(ends, uniform)
+        before = float(ends[block - 1]) if block else 0.0
+        share = (uniform * total - before) / (float(ends[block]) - before)
+        inside = blocks[block].cumsum(dim=-1, dtype=torch.float64)
+        found.append(block * BLOCK + _invert(inside, max(0.0, share)))
     return found
+
+
+def _invert(cdf: Tensor, uniform: float) -> int:
+    """The first index at which running sums (n,) exceed a share of the last, which is never 0."""
+    total = float(cdf[-1])
+    # Rounding may lift u * total to total itself; stay below it.
+    return int(torch.searchsorted(cdf, min(uniform * total, total * BELOW_ONE), right=True))
 
 
 def accept_probability(p: Tensor, q: Tensor) -> Tensor:
