@@ -26,16 +26,16 @@ from typing import Any
 import datasets
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from embedded import BATCH, NEW_TOKENS, PLAIN, VOCABULARY, pair, requests, rolled_out, row
+from transformers import PreTrainedModel
 
 from eval.environment import describe_environment
 from specdata.acceptance import LabelsConfig, make_labels
-from specdata.generation import Request, TransformersBackend
+from specdata.generation import Request
 from specdata.labelling import Labeller, kept_laws, target_laws, tokens_at_once
 from specdata.manifest import read_manifest
-from specdata.models import device, load_model, load_tokenizer
+from specdata.models import device
 from specdata.probability import SamplingConfig
-from specdata.prompts import PromptSet, load_prompts
 from specdata.readout import readout
 from specdata.schema import ROLLOUTS, Rollout
 from specdata.shards import write_json
@@ -44,82 +44,12 @@ from specdata.top_logits import TopLaws
 
 SCHEMA_VERSION = 1
 PAIR = Path("runs/toy/pair")
-PLAIN, TOP_K, KEPT = SamplingConfig(), SamplingConfig(top_k=50), 64
+TOP_K, KEPT = SamplingConfig(top_k=50), 64
 # What is decoded: so many prompts in batches, and so many of them one at a time.
-PROMPTS, ALONE, BATCH, NEW_TOKENS = 128, 6, 64, 96
+PROMPTS, ALONE = 128, 6
 SHARD = 16  # prompts of one shard, where processes share the work
 PARTS = ("speed", "processes")
 GOALS = {"rollouts_per_generate": 5.0, "labels_per_rollouts": 20.0, "two_processes": 1.7}
-VOCABULARY = 2048
-
-
-def pair(folder: Path) -> tuple[PreTrainedModel, PreTrainedModel, str]:
-    """The embedded pair if it has been trained, else random weights of its shape."""
-    if (folder / "target").is_dir() and (folder / "draft").is_dir():
-        return load_model(str(folder / "target")), load_model(str(folder / "draft")), str(folder)
-    stand_in = "random weights of the same shape: no text ends before its longest length"
-    return llama(256, 12, 672, seed=0), llama(128, 1, 336, seed=1), stand_in
-
-
-def llama(
-    width: int,
-    layers: int,
-    inner: int,
-    *,
-    seed: int,
-    vocabulary: int = VOCABULARY,
-    positions: int = 1024,
-) -> LlamaForCausalLM:
-    """A Llama with random weights."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def requests(folder: Path, count: int) -> list[Request]:
-    """Prompts of the embedded instructions, or random ones of their lengths without a pair."""
-    if (folder / "target").is_dir():
-        wanted = [PromptSet("instruct", split="train", count=count)]
-        prompts = load_prompts(wanted, load_tokenizer(str(folder / "target")), seed=0).prompts
-        return [Request(prompt.ids, (prompt.example_id, 0)) for prompt in prompts]
-    draw = torch.Generator().manual_seed(0)
-    return [
-        Request(torch.randint(3, VOCABULARY, (18 + n % 8,), generator=draw).tolist(), (f"{n}", 0))
-        for n in range(count)
-    ]
-
-
-def rolled_out(target: PreTrainedModel, asked: list[Request]) -> list[Rollout]:
-    """Batched completions as rows of a table."""
-    backend = TransformersBackend(target, PLAIN, NEW_TOKENS, BATCH, seed=0)
-    return [
-        row(request, found.ids, found.finish)
-        for request, found in zip(asked, backend.complete(asked), strict=True)
-    ]
-
-
-def row(request: Request, completion: list[int], finish: str = "length") -> Rollout:
-    """One row of a table."""
-    return Rollout(
-        example_id=str(request.key[0]),
-        dataset="bench",
-        split="train",
-        sample=0,
-        turn=0,
-        prompt_ids=request.ids,
-        completion_ids=completion,
-        finish=finish,
-    )
 
 
 def one_at_a_time(target: PreTrainedModel, asked: list[Request]) -> int:

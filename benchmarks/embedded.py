@@ -1,0 +1,78 @@
+"""The embedded pair and its prompts, or a stand-in for them, for benchmarks/rollouts.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from specdata.generation import Request, TransformersBackend
+from specdata.models import load_model, load_tokenizer
+from specdata.probability import SamplingConfig
+from specdata.prompts import PromptSet, load_prompts
+from specdata.schema import Rollout
+
+PLAIN = SamplingConfig()
+BATCH, NEW_TOKENS, VOCABULARY = 64, 96, 2048
+
+
+def pair(folder: Path) -> tuple[PreTrainedModel, PreTrainedModel, str]:
+    """The embedded pair if it has been trained, else random weights of its shape."""
+    if (folder / "target").is_dir() and (folder / "draft").is_dir():
+        return load_model(str(folder / "target")), load_model(str(folder / "draft")), str(folder)
+    stand_in = "random weights of the same shape: no text ends before its longest length"
+    return llama(256, 12, 672, seed=0), llama(128, 1, 336, seed=1), stand_in
+
+
+def llama(width: int, layers: int, inner: int, *, seed: int) -> LlamaForCausalLM:
+    """A Llama with random weights."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def requests(folder: Path, count: int) -> list[Request]:
+    """Prompts of the embedded instructions, or random ones of their lengths without a pair."""
+    if (folder / "target").is_dir():
+        wanted = [PromptSet("instruct", split="train", count=count)]
+        prompts = load_prompts(wanted, load_tokenizer(str(folder / "target")), seed=0).prompts
+        return [Request(prompt.ids, (prompt.example_id, 0)) for prompt in prompts]
+    draw = torch.Generator().manual_seed(0)
+    return [
+        Request(torch.randint(3, VOCABULARY, (18 + n % 8,), generator=draw).tolist(), (f"{n}", 0))
+        for n in range(count)
+    ]
+
+
+def rolled_out(target: PreTrainedModel, asked: list[Request]) -> list[Rollout]:
+    """Batched completions as rows of a table."""
+    backend = TransformersBackend(target, PLAIN, NEW_TOKENS, BATCH, seed=0)
+    return [
+        row(request, found.ids, found.finish)
+        for request, found in zip(asked, backend.complete(asked), strict=True)
+    ]
+
+
+def row(request: Request, completion: list[int], finish: str = "length") -> Rollout:
+    """One row of a table."""
+    return Rollout(
+        example_id=str(request.key[0]),
+        dataset="bench",
+        split="train",
+        sample=0,
+        turn=0,
+        prompt_ids=request.ids,
+        completion_ids=completion,
+        finish=finish,
+    )
