@@ -50,7 +50,9 @@ class CachedModel:
         self._vocabulary = vocabulary
         self._padded = model.config.get_text_config().vocab_size < vocabulary
         self._watched = watched
-        self._captured: Captured | None = None if engine == "eager" else captured(model, engine)
+        self._engine = engine
+        self._captured: Captured | None = None
+        self.renew()
         # Flash attention takes no mask of its own; it aligns causal attention as we do.
         attention = str(model.config._attn_implementation)
         self._masks = "flash" not in attention
@@ -73,6 +75,11 @@ class CachedModel:
         self.cells.free()
         for text in self._texts.values():
             text.reset()
+
+    def renew(self) -> None:
+        """Take the graphs of the weights as they are now; they may have changed."""
+        if self._engine != "eager":
+            self._captured = captured(self.model, self._engine)
 
     def check_trees(self) -> None:
         """Raise ConfigError if the model's attention takes no tree mask, or adds one of its own."""

@@ -88,6 +88,7 @@ class DecodeConfig:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
+        self._check_laws()
         _one_of("verifier", self.verifier, VERIFIERS)
         _one_of("drafter", self.drafter, ("chain", "paths", "tree"))
         _one_of("stop", self.stop, RULES)
@@ -115,6 +116,13 @@ class DecodeConfig:
                 f"{self.path_drafts}"
             )
         self._check_combination()
+
+    def _check_laws(self) -> None:
+        try:
+            for temperature in (self.temperature, *self.path_temperatures):
+                SamplingConfig(temperature, self.top_k, self.top_p)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
     def _check_costs(self) -> None:
         if len(self.calibration) != 2 or not all(map(math.isfinite, self.calibration)):

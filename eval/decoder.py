@@ -136,6 +136,7 @@ class SpeculativeDecoder:
             ValueError: for an empty prompt or a budget below 1.
             ConfigError: if drafting would change the target's law (`CachedModel.check_ropes`).
         """
+        self._renew()
         clock = Stopwatch(self._target.device)
         steps = self._decode(self._lane(0), prompt_ids, max_new_tokens, generator, clock)
         try:
@@ -177,6 +178,7 @@ class SpeculativeDecoder:
             )
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
+        self._renew()
         begun = time.perf_counter()
         jobs = [
             partial(
@@ -199,6 +201,7 @@ class SpeculativeDecoder:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Make every graph now that decoding may need (engines other than eager)."""
+        self._renew()
         self._target.warm_up([(1, 1), (2, 2)])
         for model in self._drafts:
             model.warm_up([(1, 1), (2, 1)], nodes=(1, 2))
@@ -210,6 +213,11 @@ class SpeculativeDecoder:
             drafter = self._drafters(number) if self._drafters else None
             self._lanes.append(Lane(self._target.text(number, self._sampling), drafter))
         return self._lanes[row]
+
+    def _renew(self) -> None:
+        """Weights may have changed since the last call, in training for example."""
+        for model in (self._target, *self._drafts):
+            model.renew()
 
     def _forget(self) -> None:
         """Free the caches: several decoders may share one GPU."""

@@ -217,6 +217,10 @@ def test_impossible_configurations_are_refused_before_any_model_is_needed() -> N
         DecodeConfig(stop="never")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="1 or larger"):
         DecodeConfig(length=0)
+    with pytest.raises(ConfigError, match=r"top_p must lie in \(0, 1\], got 2"):
+        DecodeConfig(top_p=2.0)
+    with pytest.raises(ConfigError, match="temperature must be 0 or larger, got -1"):
+        DecodeConfig("rrs", drafter="paths", paths=2, path_temperatures=(1.0, -1.0))
     with pytest.raises(ConfigError, match="needs an acceptance head"):
         SpeculativeDecoder.from_config(tiny_llama(0), tiny_llama(1), DecodeConfig(stop="head"))
 

@@ -104,6 +104,18 @@ def test_graphs_are_shared_by_decoders_until_the_weights_change() -> None:
     assert captured(model, "captured") is not first
 
 
+def test_one_decoder_follows_weights_that_change_between_its_generations() -> None:
+    """Packed matrices are copies, which an operation on the weights does not reach."""
+    target = medium_llama(0)
+    config = DecodeConfig(temperature=0.0)
+    decoder = SpeculativeDecoder.from_config(target, medium_llama(1), config, engine="captured")
+    before = tokens(decoder, 0)
+    target.load_state_dict(medium_llama(2).state_dict())
+    plain = tokens(SpeculativeDecoder.from_config(target, None, config), 0)
+    assert before != plain
+    assert tokens(decoder, 0) == plain
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_after_the_warm_up_no_graph_is_made(name: str) -> None:
     target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(1, vocab=40)
