@@ -19,18 +19,22 @@ UNCALIBRATED = (0.0, 1.0)
 """Intercept and slope that take max q itself for the acceptance probability."""
 COSTS = ("draft_seconds", "token_seconds", "mean_acceptance")
 ONLY_READ_BY = {
+    "length": ("fixed",),
+    "limit": ("confidence", "entropy", "cumulative", "logit", "head", "cost"),
+    "threshold": ("confidence", "entropy", "cumulative", "logit", "head"),
     "calibration": ("logit", "cost"),
     "head": ("cost",),
     **dict.fromkeys(COSTS, ("cost",)),
 }
-"""Settings that few stopping rules read; elsewhere they are a mistake."""
+"""Settings that only some stopping rules read; elsewhere they are a mistake."""
 ONLY_SHAPED_BY = {
+    "length": ("chain", "paths"),
     "widths": ("tree",),
     "siblings": ("tree",),
     "tree_attention": ("paths", "tree"),
     **dict.fromkeys(("paths", "path_temperatures", "path_drafts"), ("paths",)),
 }
-"""Settings that few drafters read."""
+"""Settings that only some drafters read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +194,6 @@ def _unused(method: MethodConfig) -> dict[str, list[str]]:
         return {f"engine {method.engine}": [name for name in given if name not in used]}
     shape, stop = method.drafter, method.stop
     unread = [name for name in given if stop not in ONLY_READ_BY.get(name, (stop,))]
-    if stop == "cost" and "threshold" in given:
-        unread.append("threshold")
     return {
         f"drafter {shape}": [n for n in given if shape not in ONLY_SHAPED_BY.get(n, (shape,))],
         f"stop {stop}": unread,

@@ -83,6 +83,12 @@ def test_two_methods_of_one_name_are_refused() -> None:
         ("{name: odd, verifier: block, drafter: tree, widths: [2, 2]}", "has a proof for chain"),
         ("{name: odd, verifier: greedy_block, stop: cost}", "is biased"),
         ("{name: odd, stop: cost, threshold: .5}", "stop cost does not use threshold"),
+        ("{name: odd, threshold: .5, limit: 8}", "stop fixed does not use threshold, limit"),
+        ("{name: odd, stop: head, length: 8}", "stop head does not use length"),
+        (
+            "{name: odd, verifier: rrs, drafter: tree, widths: [2], length: 8}",
+            "drafter tree does not use length",
+        ),
         ("{name: odd, stop: head, token_seconds: 1}", "stop head does not use token_seconds"),
         ("{name: odd, calibration: [1, 2]}", "stop fixed does not use calibration"),
         ("{name: odd, stop: logit, head: false}", "stop logit does not use head"),
@@ -124,7 +130,8 @@ def test_an_impossible_method_is_refused_by_name_before_any_model_is_loaded(
 def test_what_needs_times_is_refused_in_batches(method: str, message: str) -> None:
     config = parse(["--method", method], "").config
     check_methods(config.eval, config.sampling, head=True)
-    config = parse(["--method", method, "--eval.batch", "2"], "").config
+    batches = ["--eval.engine", "eager", "--eval.batch", "2"]
+    config = parse(["--method", method, *batches], "").config
     with pytest.raises(ConfigError, match=f"method 'odd': .*{message}"):
         check_methods(config.eval, config.sampling, head=True)
 
