@@ -28,6 +28,7 @@ from eval.texts import CachedText, Forward, Steps, drive
 from eval.verifiers import Verifier
 from eval.verifiers.rule import Drawn
 from heads import AcceptanceHead
+from specdata.errors import ConfigError
 from specdata.models import end_ids
 from specdata.probability import SamplingConfig, draw_one
 
@@ -91,8 +92,9 @@ class SpeculativeDecoder:
             engine: how forwards run: see `eval.captured`.
 
         Raises:
-            ConfigError: if the configuration needs a head or more drafts than are given, or the
-                engine or the models' attention cannot do what is asked.
+            ConfigError: if the configuration needs a head or more drafts than are given, if the
+                head is of another draft, or the engine or the models' attention cannot do what is
+                asked.
             CacheNotRewindableError: if a model's cache cannot be cropped.
         """
         vocabulary, ends = target.config.get_text_config().vocab_size, end_ids(target)
@@ -104,6 +106,8 @@ class SpeculativeDecoder:
             if head is not None:
                 head = head.to(given[0].device)
             watched = config.reads_states(head)
+            if watched and head is not None:
+                check_head(head, given[0])
             made = tuple(
                 CachedModel(one, vocabulary, engine=engine, watched=watched) for one in given
             )
@@ -319,6 +323,16 @@ class SpeculativeDecoder:
         parents = [int(parent) for parent in tree.parents.tolist()]
         unrolled = not self._tree_attention
         return target.grow(tree.token_list, parents, unseen, unrolled=unrolled)
+
+
+def check_head(head: AcceptanceHead, draft: PreTrainedModel) -> None:
+    """Raise ConfigError unless the head reads states as wide as the draft's output embedding."""
+    width = int(draft.get_output_embeddings().weight.shape[-1])
+    if head.hidden_size != width:
+        raise ConfigError(
+            f"the head reads states of width {head.hidden_size}, and this draft has {width}: give "
+            "the head that was trained for this draft"
+        )
 
 
 def depth_of(tree: DraftTree) -> int:

@@ -225,6 +225,13 @@ def test_impossible_configurations_are_refused_before_any_model_is_needed() -> N
         SpeculativeDecoder.from_config(tiny_llama(0), tiny_llama(1), DecodeConfig(stop="head"))
 
 
+def test_a_head_of_another_draft_is_refused_before_decoding() -> None:
+    with pytest.raises(ConfigError, match="width 32, and this draft has 16"):
+        SpeculativeDecoder.from_config(
+            tiny_llama(0), tiny_llama(1), DecodeConfig(stop="head"), head(32)
+        )
+
+
 def test_an_empty_prompt_or_budget_is_refused() -> None:
     decoder = SpeculativeDecoder.from_config(tiny_llama(0), None, DecodeConfig())
     for prompt, budget in ((torch.tensor([], dtype=torch.long), 4), (torch.tensor([2]), 0)):
