@@ -393,7 +393,7 @@ def _replayed(pair: Pair, engine: Engine, recorded: Results, seed: int) -> dict[
         (run for run in recorded.runs if run.drafter == "chain" and run.verifier == "token"),
         key=lambda run: len(run.acceptance_by_position),
     )
-    profile = [one.value for one in longest.acceptance_by_position]
+    profile = [one or 0.0 for one in longest.conditional_by_position]
     methods: dict[str, Decode] = {"generate": lambda *given: _generate(pair.target, *given)}
     methods["plain"] = _ours(pair.target, None, DecodeConfig(), engine, seed)
     for name, config in CHAINS.items():
