@@ -19,6 +19,8 @@ recorded at its position (`--profile results.json`), since random models do not 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -40,8 +42,9 @@ from eval.captured import ENGINES, Engine
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
 from eval.environment import describe_environment
 from eval.results import Results, read_results
+from eval.verifiers.rule import Dice, Stop
 from specdata.models import device, load_model, load_tokenizer
-from specdata.probability import SamplingConfig
+from specdata.probability import SamplingConfig, leftover
 from specdata.prompts import PromptSet, load_prompts
 from specdata.seeds import generator_for, seed_for
 from specdata.shards import write_json
@@ -126,7 +129,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--target", default=str(TOY / "pair" / "target"))
     parser.add_argument("--draft", default=str(TOY / "draft" / "model"))
-    parser.add_argument("--engine", choices=ENGINES, default="compiled")
+    parser.add_argument("--engine", choices=ENGINES, default=_fastest())
     parser.add_argument("--shapes", choices=("pair", *SHAPES), default="pair")
     parser.add_argument("--profile", type=Path, default=TOY / "eval" / "results.json")
     parser.add_argument("--prompts", type=int, default=4, help="prompts of each embedded set")
@@ -136,6 +139,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/bench/decode.json"))
     return parser.parse_args()
+
+
+def _fastest() -> Engine:
+    """Compiled, where there is the C++ compiler that Inductor looks for."""
+    return "compiled" if shutil.which(os.environ.get("CXX", "g++")) else "captured"
 
 
 def _load(options: argparse.Namespace) -> Pair:
@@ -159,7 +167,7 @@ def _load(options: argparse.Namespace) -> Pair:
 
 def _methods(pair: Pair, engine: Engine, seed: int) -> dict[str, Decode]:
     """Everything that is timed; the first is what speed-ups are over."""
-    methods: dict[str, Decode] = {"generate": lambda *given: _generate(pair.target, *given)}
+    methods: dict[str, Decode] = {"generate": _plain(pair.target, seed)}
     methods["plain"] = _ours(pair.target, None, DecodeConfig(), engine, seed)
     for length in LENGTHS:
         methods[f"K={length}"] = _ours(pair.target, pair.draft, CHAINS[f"K={length}"], engine, seed)
@@ -169,20 +177,25 @@ def _methods(pair: Pair, engine: Engine, seed: int) -> dict[str, Decode]:
     return methods
 
 
-def _generate(target: PreTrainedModel, prompt: Tensor, budget: int, name: str) -> Generation:
-    config = GenerationConfig(
-        max_new_tokens=budget,
-        do_sample=True,
-        top_k=0,
-        eos_token_id=target.generation_config.eos_token_id,
-        pad_token_id=target.generation_config.pad_token_id,
-    )
-    ids = prompt.unsqueeze(0).to(target.device)
-    torch.manual_seed(seed_for(0, name))
-    begun = time.perf_counter()
-    text = target.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-    tokens = text[0, len(prompt) :].cpu()
-    return Generation(tokens, (), "length", time.perf_counter() - begun)
+def _plain(target: PreTrainedModel, seed: int) -> Decode:
+    """Transformers' `generate` without a draft."""
+
+    def decode(prompt: Tensor, budget: int, name: str) -> Generation:
+        config = GenerationConfig(
+            max_new_tokens=budget,
+            do_sample=True,
+            top_k=0,
+            eos_token_id=target.generation_config.eos_token_id,
+            pad_token_id=target.generation_config.pad_token_id,
+        )
+        ids = prompt.unsqueeze(0).to(target.device)
+        torch.manual_seed(seed_for(seed, name))
+        begun = time.perf_counter()
+        text = target.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        tokens = text[0, len(prompt) :].cpu()
+        return Generation(tokens, (), "length", time.perf_counter() - begun)
+
+    return decode
 
 
 def _assisted(pair: Pair, length: int, seed: int) -> Decode:
@@ -394,7 +407,7 @@ def _replayed(pair: Pair, engine: Engine, recorded: Results, seed: int) -> dict[
         key=lambda run: len(run.acceptance_by_position),
     )
     profile = [one or 0.0 for one in longest.conditional_by_position]
-    methods: dict[str, Decode] = {"generate": lambda *given: _generate(pair.target, *given)}
+    methods: dict[str, Decode] = {"generate": _plain(pair.target, seed)}
     methods["plain"] = _ours(pair.target, None, DecodeConfig(), engine, seed)
     for name, config in CHAINS.items():
         models = [CachedModel(one, 32000, engine=engine) for one in (pair.target, pair.draft)]
@@ -414,8 +427,6 @@ def _replayed(pair: Pair, engine: Engine, recorded: Results, seed: int) -> dict[
 
 def _as_recorded(profile: Sequence[float]) -> Any:
     """A rule that looks at nothing but the position. Its output has no law: for timing only."""
-    from eval.verifiers.rule import Dice, Stop
-    from specdata.probability import leftover
 
     def rule(tree: Any, target: Tensor, dice: Dice) -> Stop:
         for node in range(len(tree)):

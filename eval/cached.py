@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.captured import LENGTH_DEPENDENT_ROPES, Captured, Engine, captured, watching
+from eval.captured import Captured, Engine, captured, watching
 from eval.cells import Cells
+from eval.model_checks import check_cache, check_forward, takes_masks
 from eval.texts import CachedText, Forward, lay_out, path_to, places
-from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.models import known_ids
 from specdata.probability import SamplingConfig, to_vocabulary
 
@@ -46,6 +45,7 @@ class CachedModel:
         watched: bool = False,
     ) -> None:
         check_forward(model)
+        layers = check_cache(model.config)
         self.model: Any = model
         self._vocabulary = vocabulary
         self._padded = model.config.get_text_config().vocab_size < vocabulary
@@ -53,17 +53,16 @@ class CachedModel:
         self._engine = engine
         self._captured: Captured | None = None
         self.renew()
-        # Flash attention takes no mask of its own; it aligns causal attention as we do.
-        attention = str(model.config._attn_implementation)
-        self._masks = "flash" not in attention
+        # Flash attention aligns causal attention as we do.
+        self._masks = takes_masks(model)
         # Only this one does without a mask for one token. A graph would keep the length of any
         # other that the model makes for itself.
-        self._bare = attention == "sdpa"
+        self._bare = model.config._attn_implementation == "sdpa"
         # A model looks through its parameters for these each time it is asked.
         self.device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
         self._texts: dict[int, CachedText] = {}
-        self.cells = Cells(model.config)
+        self.cells = Cells(layers)
 
     def text(self, row: int, sampling: SamplingConfig) -> CachedText:
         """An empty text in a row of the cache; it takes the place of an earlier one there."""
@@ -80,49 +79,6 @@ class CachedModel:
         """Take the graphs of the weights as they are now; they may have changed."""
         if self._engine != "eager":
             self._captured = captured(self.model, self._engine)
-
-    def check_trees(self) -> None:
-        """Raise ConfigError if the model's attention takes no tree mask, or adds one of its own."""
-        if not self._masks:
-            raise ConfigError(
-                f"{self.model.config._attn_implementation} takes no tree mask: load the model "
-                "with attn_implementation='sdpa' (or 'eager'), or draft chains"
-            )
-        if "local" in getattr(self.model.config, "attention_layers", ()):
-            raise ConfigError(
-                f"{self.model.config.model_type} has layers that count cells, not positions, to "
-                "see how far back they look, so they cannot read a tree: draft chains"
-            )
-
-    def check_ropes(self, prompt: int, goal: int, *, alone: bool) -> None:
-        """Find texts whose laws would depend on how many of their tokens are fed at once.
-
-        Some ropes take the frequencies of a whole forward from its last position, and the keys in
-        the cache keep those that they were written with.
-
-        Args:
-            prompt: tokens of the prompt.
-            goal: most tokens of the text.
-            alone: whether forwards serve this text only.
-
-        Raises:
-            ConfigError: if the frequencies would change while the text is decoded.
-        """
-        config = self.model.config.get_text_config()
-        rope = getattr(config, "rope_parameters", None) or {}
-        kind, reach = rope.get("rope_type"), config.max_position_embeddings
-        if kind not in LENGTH_DEPENDENT_ROPES:
-            return
-        if kind == "longrope":
-            reach = rope["original_max_position_embeddings"]
-            if alone and prompt > reach:  # one set of frequencies from the first forward on
-                return
-        if goal > reach:
-            raise ConfigError(
-                f"{config.model_type} has a rope ({kind}) whose frequencies change after {reach} "
-                f"tokens, so a draft would change the law of a text of up to {goal}: shorten the "
-                "prompt or max_new_tokens, or decode without a draft, one text at a time"
-            )
 
     def warm_up(self, feeds: Sequence[tuple[int, int]], nodes: Sequence[int] = ()) -> None:
         """Make the graphs that decoding will need, so that none is made while something is timed.
@@ -301,26 +257,3 @@ class CachedModel:
             text.state = hidden[rows[-1], columns[-1]]
         picked = logits[rows[-forward.rows :], columns[-forward.rows :]]
         return to_vocabulary(picked, self._vocabulary)
-
-
-def check_forward(model: PreTrainedModel) -> None:
-    """Find models that cannot be told where a token stands or to forget one.
-
-    Raises:
-        CacheNotRewindableError: if the model keeps a recurrent state.
-        ConfigError: if its forward takes no positions (ALiBi, for example), which trees need.
-    """
-    # A wrapper (PEFT) hides the names of what it hands on.
-    if not isinstance(model, PreTrainedModel):
-        return
-    takes, kind = signature(model.forward).parameters, model.config.model_type
-    if model._is_stateful or "past_key_values" not in takes:
-        raise CacheNotRewindableError(
-            f"{kind} keeps a state from which rejected tokens cannot be removed; speculative "
-            "decoding needs a cache of keys and values that can be cropped"
-        )
-    if "position_ids" not in takes or getattr(model.config, "alibi", False):
-        raise ConfigError(
-            f"{kind} takes no position_ids (it derives positions from its cache), so drafts "
-            "cannot be scored; use a model with learned or rotary positions"
-        )

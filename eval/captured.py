@@ -1,7 +1,7 @@
 """Forwards of a few tokens as one graph of tensor operations, without the model's Python.
 
-A draft is so small that modules, masks and cache objects cost more than its arithmetic, and on a
-CPU the matrix library is slow for the handful of rows that a verification has. So there are three
+A draft is so small that what lies between its matrices costs more than its arithmetic, and on a CPU
+the matrix library is slow for the handful of rows that a verification has. So there are three
 engines behind `CachedModel`, with the same results but for rounding:
 
 * "eager": the model's own forward;
@@ -10,7 +10,7 @@ engines behind `CachedModel`, with the same results but for rounding:
 * "compiled": the captured graph through `torch.compile` (Inductor), which fuses what lies between
   the matrices. It needs a C++ compiler and takes seconds to a minute a model.
 
-Prompts and batches always run eagerly.
+Batches and long prompts always run eagerly; a short prompt is never compiled for.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
+from eval.cells import Layer
+from eval.model_checks import changing_rope
 from eval.packed import Packer, packable
 from specdata.errors import ConfigError
 
@@ -34,8 +35,6 @@ ENGINES: tuple[str, ...] = get_args(Engine)
 
 # Lengths to trace with: unlike each other, and chosen unlike every other size.
 LENGTHS = (11, 13, 17, 19, 23, 131, 137, 139, 149, 151)
-# Ropes whose frequencies depend on the length of the text: a graph would keep those of one length.
-LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 # A graph must reproduce the eager logits to this share of their largest; ropes are in float32.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 
@@ -96,11 +95,11 @@ class Captured:
         self._compiled = compiled
         self._packer = Packer()
         self._graphs: dict[_Kind, Graph] = {}
-        ropes = str(getattr(model.config.get_text_config(), "rope_parameters", None))
-        if any(f"'{name}'" in ropes for name in LENGTH_DEPENDENT_ROPES):
+        if rope := changing_rope(model):
+            # A graph would keep the frequencies of one length.
             raise ConfigError(
                 f"{model.config.model_type} has a rope that depends on the length of the text "
-                f"({ropes}), so it cannot be captured: use engine 'eager'"
+                f"({rope}), so it cannot be captured: use engine 'eager'"
             )
         if len({one.device for one in model.parameters()}) > 1:
             raise ConfigError("a model spread over devices cannot be captured: use engine 'eager'")
@@ -236,31 +235,17 @@ class _Views(Cache):  # type: ignore[misc]
         super().__init__(layers=[_View(keys, values) for keys, values in pairs])
 
 
-class _View(CacheLayerMixin):  # type: ignore[misc]
-    is_croppable = True
-    is_sliding = False
-
+class _View(Layer):
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self.keys, self.values = keys, values
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """There is nothing to make."""
+        self.start = self.end = keys.shape[2]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        """Store the new tokens at the end."""
         count = key_states.shape[2]
         self.keys[:, :, -count:].copy_(key_states)
         self.values[:, :, -count:].copy_(value_states)
         return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        return int(self.keys.shape[2])
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return int(self.keys.shape[2]), 0
-
-    def get_max_length(self) -> int:
-        return -1

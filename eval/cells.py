@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PretrainedConfig
+from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
-
-from specdata.errors import CacheNotRewindableError
 
 # Cells are added in steps of at least this many.
 STEP = 256
@@ -26,24 +24,11 @@ class Cells(Cache):  # type: ignore[misc]
     keys and values there and returns the cells that may be attended to.
 
     Args:
-        config: the model's.
-
-    Raises:
-        CacheNotRewindableError: if the model keeps anything else than keys and values of every
-            token (sliding windows, recurrent states).
+        layers: of the model.
     """
 
-    def __init__(self, config: PretrainedConfig) -> None:
-        layers = DynamicCache(config=config).layers
-        for layer in layers:
-            # Layers of recurrent states have no `is_sliding`.
-            if getattr(layer, "is_sliding", False) or not layer.is_croppable:
-                raise CacheNotRewindableError(
-                    f"{config.model_type} keeps a cache from which rejected tokens cannot be "
-                    "removed (a sliding window or a recurrent state); speculative decoding needs "
-                    "one that can be cropped"
-                )
-        super().__init__(layers=[_Layer() for _ in layers])
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers=[Layer() for _ in range(layers)])
 
     def free(self) -> None:
         """Drop the buffers; new ones are made when they are needed."""
@@ -52,7 +37,7 @@ class Cells(Cache):  # type: ignore[misc]
 
     def make_room(self, rows: int, cells: int) -> bool:
         """Make buffers before a forward; False if no forward has shown their sizes yet."""
-        layers: list[_Layer] = self.layers
+        layers: list[Layer] = self.layers
         if layers[0].like is None:
             return False
         for layer in layers:
@@ -94,8 +79,7 @@ class Cells(Cache):  # type: ignore[misc]
 
     def spread(self, row: int, length: int, copies: int) -> Cells:
         """A cache of its own whose rows are `copies` of the first `length` cells of one row."""
-        other: Cells = Cells.__new__(Cells)
-        Cache.__init__(other, layers=[_Layer() for _ in self.layers])
+        other = Cells(len(self.layers))
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             if length:
                 theirs.keys = mine.keys[row, :, :length].repeat(copies, 1, 1, 1)
@@ -106,17 +90,17 @@ class Cells(Cache):  # type: ignore[misc]
         self, row: int, target: int, other: Cells, rows: list[int], cells: list[int]
     ) -> None:
         """Store cells of another cache, given by row and cell, from `target` on."""
+        self.place(slice(row, row + 1), target, target + len(rows))
         for mine, theirs in zip(self.layers, other.layers, strict=True):
-            here = slice(row, row + 1)
             picked = [states[rows, :, cells] for states in (theirs.keys, theirs.values)]
             # (tokens, heads, size) -> (1, heads, tokens, size)
             keys, values = (states.transpose(0, 1).unsqueeze(0) for states in picked)
-            mine.rows, mine.start, mine.end = here, target, target + len(rows)
-            mine.cells = None
             mine.update(keys, values)
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]
+class Layer(CacheLayerMixin):  # type: ignore[misc]
+    """The buffers of one layer and where the next forward writes in them."""
+
     is_croppable = True
     is_sliding = False
 

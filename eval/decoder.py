@@ -24,6 +24,7 @@ from eval.drafts import DraftTree
 from eval.growing import chain
 from eval.lanes import Generation, Lane, decode_together
 from eval.metrics import Round
+from eval.model_checks import check_ropes, check_trees
 from eval.texts import CachedText, Forward, Steps, drive
 from eval.verifiers import Verifier
 from eval.verifiers.rule import Drawn
@@ -102,7 +103,7 @@ class SpeculativeDecoder:
         made: tuple[CachedModel, ...] = ()
         drafters = None
         if draft is not None:
-            given = (draft,) if isinstance(draft, PreTrainedModel) else tuple(draft)
+            given = tuple(draft) if isinstance(draft, Sequence) else (draft,)
             if head is not None:
                 head = head.to(given[0].device)
             watched = config.reads_states(head)
@@ -112,8 +113,8 @@ class SpeculativeDecoder:
                 CachedModel(one, vocabulary, engine=engine, watched=watched) for one in given
             )
             if config.drafter != "chain":
-                for one in (model, *made) if config.tree_attention else made:
-                    one.check_trees()
+                for one in (target, *given) if config.tree_attention else given:
+                    check_trees(one)
             drafters = config.make_drafters(made, head, ends)
         return cls(
             model,
@@ -138,7 +139,7 @@ class SpeculativeDecoder:
 
         Raises:
             ValueError: for an empty prompt or a budget below 1.
-            ConfigError: if drafting would change the target's law (`CachedModel.check_ropes`).
+            ConfigError: if drafting would change the target's law (`check_ropes`).
         """
         self._renew()
         clock = Stopwatch(self._target.device)
@@ -247,7 +248,7 @@ class SpeculativeDecoder:
         text: list[int] = prompt_ids.tolist()
         goal, verifier = len(text) + max_new_tokens, self._verifier
         if lane.drafter is not None or clock is None:
-            self._target.check_ropes(len(text), goal, alone=clock is not None)
+            check_ropes(self._target.model, len(text), goal, alone=clock is not None)
         rounds: list[Round] = []
         ended = False
         while len(text) < goal and not ended:

@@ -171,7 +171,7 @@ class BranchingDrafter:
                 logits = yield mine.feed(text[mine.length :], 1)
                 found[index, 0] = (logits if self._warped else mine.law(logits))[0]
                 continue
-            own = [node for node in level if self._drafted_by(grown, node) is mine]
+            own = [node for node in level if self._paths[grown.path[node - 1]].text is mine]
             if not own:
                 continue
             fed = self._fed[index]
@@ -182,11 +182,6 @@ class BranchingDrafter:
             rows = logits if self._warped else mine.law(logits)
             found |= {(index, node): row for node, row in zip(own, rows, strict=True)}
         return found
-
-    def _drafted_by(self, grown: GrowingTree, node: int) -> CachedText:
-        if len(self._texts) == 1:
-            return self._texts[0]
-        return self._paths[grown.path[node - 1]].text
 
     def _expand(
         self,

@@ -127,12 +127,13 @@ class _Kept:
 
     def linear(self, x: Tensor, handle: int, _size: int) -> Tensor:
         weight, bias = self._layers[handle]
-        out: Tensor = _LINEAR(x, weight, bias, "none", [], "")
+        # Looked up here, because builds of torch without oneDNN do not have it.
+        linear = torch.ops.mkldnn._linear_pointwise.default
+        out: Tensor = linear(x, weight, bias, "none", [], "")
         return out
 
 
 _KEPT = _Kept()
-_LINEAR = torch.ops.mkldnn._linear_pointwise.default
 _LIBRARY: Any = torch.library.Library("draftsmith", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("packed_linear(Tensor x, int handle, int size) -> Tensor")
 _LIBRARY.impl("packed_linear", _KEPT.linear, "CPU")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from scipy.stats import chi2, ncx2
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
@@ -194,6 +196,27 @@ def test_other_architectures_decode_as_generate_does() -> None:
     )
     out = decoder.generate(prompt, max_new_tokens=20, generator=torch.Generator())
     assert out.tokens.tolist() == plain[0, 3:].tolist()
+
+
+# PEFT asks transformers by a name that it will drop.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("engine", ["eager", "captured"])
+def test_a_draft_with_adapters_drafts_from_the_law_of_its_merged_weights(engine: str) -> None:
+    target, base = tiny_llama(0, vocab=40), tiny_llama(1, vocab=40)
+    torch.manual_seed(3)
+    draft = get_peft_model(base, LoraConfig(r=4, init_lora_weights=False)).double().eval()
+    merged = copy.deepcopy(draft).merge_and_unload()
+    prompt = torch.tensor([2, 5, 7])
+
+    def decode(model: object) -> list[tuple[int, int]]:
+        decoder = SpeculativeDecoder.from_config(
+            target, model, DecodeConfig(length=4), engine=engine
+        )  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(2)
+        out = decoder.generate(prompt, max_new_tokens=40, generator=generator)
+        return [(one.drafted, one.accepted) for one in out.rounds]
+
+    assert decode(draft) == decode(merged) != decode(tiny_llama(1, vocab=40))
 
 
 def test_a_sliding_window_cache_is_refused() -> None:
