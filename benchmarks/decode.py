@@ -9,7 +9,7 @@ it, its first two stages are run).
 
 Efficiency is the share of decoding's time that is spent in forwards: what is left is drawing,
 verification, masks and bookkeeping. It is measured at V = 32768 on models of the pair's shapes
-with random weights, whose laws nearly agree.
+with random weights, whose distributions nearly agree.
 
 With a GPU, `--shapes 7b` or `--shapes 1.1b` measures models of those shapes (random weights, with a
 68M draft, bfloat16): each drafted token is then accepted with the probability that evaluation
@@ -36,18 +36,18 @@ from rich.table import Table
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from eval.assisted import assisted_generate
-from eval.cached import CachedModel
-from eval.captured import ENGINES, Engine
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
-from eval.environment import describe_environment
-from eval.results import Results, read_results
-from eval.verifiers.rule import Dice, Stop
+from eval.measuring.assisted import assisted_generate
+from eval.measuring.environment import describe_environment
+from eval.measuring.results import Results, read_results
+from eval.runtime.graphs import ENGINES, Engine
+from eval.runtime.model import CachedModel
+from eval.verifiers.rule import Outcome, Rng
 from specdata.models import device, load_model, load_tokenizer
-from specdata.probability import SamplingConfig, leftover
-from specdata.prompts import PromptSet, load_prompts
+from specdata.probability import SamplingConfig, residual
+from specdata.prompts.loading import PromptSet, load_prompts
 from specdata.seeds import generator_for, seed_for
-from specdata.shards import write_json
+from specdata.storage.files import write_json
 
 SCHEMA_VERSION = 1
 TOY = Path("runs/toy")
@@ -426,13 +426,13 @@ def _replayed(pair: Pair, engine: Engine, recorded: Results, seed: int) -> dict[
 
 
 def _as_recorded(profile: Sequence[float]) -> Any:
-    """A rule that looks at nothing but the position. Its output has no law: for timing only."""
+    """A rule that looks at nothing but the position. Its output has no distribution: for timing only."""
 
-    def rule(tree: Any, target: Tensor, dice: Dice) -> Stop:
+    def rule(tree: Any, target: Tensor, rng: Rng) -> Outcome:
         for node in range(len(tree)):
-            if not dice.flip(profile[min(node, len(profile) - 1)]):
-                return Stop(node, leftover(target[node], tree.law_of(node + 1)))
-        return Stop(len(tree), target[len(tree)])
+            if not rng.bernoulli(profile[min(node, len(profile) - 1)]):
+                return Outcome(node, residual(target[node], tree.distribution_of(node + 1)))
+        return Outcome(len(tree), target[len(tree)])
 
     return rule
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from specdata.generation import Request, TransformersBackend
 from specdata.models import load_model, load_tokenizer
 from specdata.probability import SamplingConfig
-from specdata.prompts import PromptSet, load_prompts
-from specdata.schema import Rollout
+from specdata.prompts.loading import PromptSet, load_prompts
+from specdata.rollouts.sampling import Request, TransformersBackend
+from specdata.storage.schema import Rollout
 
 PLAIN = SamplingConfig()
 BATCH, NEW_TOKENS, VOCABULARY = 64, 96, 2048

@@ -20,19 +20,19 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.environment import describe_environment
-from specdata.labelling import Labeller, target_laws, tokens_at_once
+from eval.measuring.environment import describe_environment
+from specdata.labels.labeller import Labeller, target_distributions, tokens_at_once
+from specdata.lm_head import find_lm_head
 from specdata.probability import SamplingConfig
-from specdata.readout import readout
-from specdata.schema import Rollout
-from specdata.shards import write_json
+from specdata.storage.files import write_json
+from specdata.storage.schema import Rollout
 
 SCHEMA_VERSION = 1
 VOCABULARY, LONGEST = 131072, 4096
 BUDGET_MIB = 512
 CASES: list[dict[str, Any]] = [
     {"length": LONGEST, "top_p": 1.0, "top": 0},
-    # Sorting takes long, and the laws of so many positions are never there together.
+    # Sorting takes long, and the distributions of so many positions are never there together.
     {"length": 128, "top_p": 0.9, "top": 0},
     {"length": 512, "top_p": 1.0, "top": 64},
 ]
@@ -70,10 +70,10 @@ def row(length: int) -> Rollout:
 def case(length: int, top_p: float, top: int) -> dict[str, float]:
     """Label one row of `length` tokens, keeping `top` logits."""
     torch.set_num_threads(1)
-    p, q = readout(llama(0)), readout(llama(1))
+    p, q = find_lm_head(llama(0)), find_lm_head(llama(1))
     sampling = SamplingConfig(top_p=top_p)
-    laws = partial(target_laws, p, sampling, top)
-    work = Labeller(laws, q, VOCABULARY, sampling, 0, tokens_at_once(p, q))
+    distributions = partial(target_distributions, p, sampling, top)
+    work = Labeller(distributions, q, VOCABULARY, sampling, 0, tokens_at_once(p, q))
     work([row(3)])
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     base, begun = resident("VmRSS"), time.perf_counter()

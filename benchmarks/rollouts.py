@@ -5,7 +5,7 @@
 Speed: tokens/s of batched rollouts, of one-prompt-at-a-time `generate`, and of labels (completion
 tokens only) made with both models and, with top_k 50, again from 64 kept target logits; each with
 one and with two threads, of which the better counts. Processes: one and two that fill a table
-together, a thread each. Figures are medians over repetitions with their range; goals are printed
+together, a thread each. Metrics are medians over repetitions with their range; goals are printed
 as met or missed.
 """
 
@@ -29,18 +29,23 @@ import transformers
 from embedded import BATCH, NEW_TOKENS, PLAIN, VOCABULARY, pair, requests, rolled_out, row
 from transformers import PreTrainedModel
 
-from eval.environment import describe_environment
-from specdata.acceptance import LabelsConfig, make_labels
-from specdata.generation import Request
-from specdata.labelling import Labeller, kept_laws, target_laws, tokens_at_once
-from specdata.manifest import read_manifest
+from eval.measuring.environment import describe_environment
+from specdata.labels.labeller import (
+    Labeller,
+    kept_distributions,
+    target_distributions,
+    tokens_at_once,
+)
+from specdata.labels.make import LabelsConfig, make_labels
+from specdata.labels.top_logits import TopLogitDistributions
+from specdata.lm_head import find_lm_head
 from specdata.models import device
 from specdata.probability import SamplingConfig
-from specdata.readout import readout
-from specdata.schema import ROLLOUTS, Rollout
-from specdata.shards import write_json
-from specdata.tables import fill_table
-from specdata.top_logits import TopLaws
+from specdata.rollouts.sampling import Request
+from specdata.storage.dataset import fill_dataset
+from specdata.storage.files import write_json
+from specdata.storage.manifest import read_manifest
+from specdata.storage.schema import ROLLOUTS, Rollout
 
 SCHEMA_VERSION = 1
 PAIR = Path("runs/toy/pair")
@@ -124,12 +129,14 @@ def labels(
     target: PreTrainedModel, draft: PreTrainedModel, rows: list[Rollout]
 ) -> dict[str, Callable[[], int]]:
     """Labelling with both models, and again with the draft alone from kept target logits."""
-    p, q = readout(target), readout(draft)
+    p, q = find_lm_head(target), find_lm_head(draft)
     at_once = tokens_at_once(p, q)
-    label = Labeller(partial(target_laws, p, PLAIN, 0), q, p.vocabulary, PLAIN, 0, at_once)
-    keep = Labeller(partial(target_laws, p, TOP_K, KEPT), q, p.vocabulary, TOP_K, 0, at_once)
-    kept = TopLaws(KEPT, p.vocabulary, TOP_K)
-    again = Labeller(partial(kept_laws, kept), q, p.vocabulary, TOP_K, 0, at_once)
+    label = Labeller(partial(target_distributions, p, PLAIN, 0), q, p.vocabulary, PLAIN, 0, at_once)
+    keep = Labeller(
+        partial(target_distributions, p, TOP_K, KEPT), q, p.vocabulary, TOP_K, 0, at_once
+    )
+    kept = TopLogitDistributions(KEPT, p.vocabulary, TOP_K)
+    again = Labeller(partial(kept_distributions, kept), q, p.vocabulary, TOP_K, 0, at_once)
     with_logits = keep(rows)
     return {
         "labels": lambda: tokens_of(label(rows)),
@@ -209,7 +216,7 @@ def worker(folder: Path, kind: str, out: Path) -> int:
     if kind == "rollouts":
         starts = range(0, len(asked), SHARD)
         shards = [partial(rolled_out, target, asked[start : start + SHARD]) for start in starts]
-        fill_table(out, ROLLOUTS, {}, shards, lambda rows: None)
+        fill_dataset(out, ROLLOUTS, {}, shards, lambda rows: None)
     else:
         make_labels(
             target,

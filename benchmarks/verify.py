@@ -2,7 +2,7 @@
 
     python benchmarks/verify.py [--out runs/bench/verify.json] [--vocabularies 2048 32768 131072]
 
-A walk is `Verifier.draw` on a draft it has not seen before, laws already computed, float32 on the
+A walk is `Verifier.draw` on a draft it has not seen before, distributions already computed, float32 on the
 CPU. Each figure is the median over fresh drafts and the range of that median over repeats. Where a
 goal at V = 32768 is missed, the lines of the profile that cost most are kept beside it.
 """
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from eval.drafts import DraftTree, How
-from eval.environment import describe_environment
+from eval.measuring.environment import describe_environment
 from eval.verifiers import VERIFIERS, Verifier
-from specdata.shards import write_json
+from specdata.storage.files import write_json
 
 SCHEMA_VERSION = 1
 GOAL_V = 32768
@@ -44,48 +44,48 @@ SETTINGS: Mapping[str, list[dict[str, Any]]] = {
 Maker = Callable[[Tensor, torch.Generator], DraftTree]
 
 
-def chain_of_8(laws: Tensor, generator: torch.Generator) -> DraftTree:
-    """Laws (depths, V) -> a chain of 8 tokens."""
-    return DraftTree.chain(drawn(laws[:8], 1, generator).flatten(), laws[:8])
+def chain_of_8(distributions: Tensor, generator: torch.Generator) -> DraftTree:
+    """Distributions (depths, V) -> a chain of 8 tokens."""
+    return DraftTree.chain(drawn(distributions[:8], 1, generator).flatten(), distributions[:8])
 
 
-def paths_8_of_4(laws: Tensor, generator: torch.Generator) -> DraftTree:
-    """8 rollouts of 4 tokens; the law depends on the depth only, as rows that are held once."""
-    tokens = drawn(laws[:4], 8, generator).T.contiguous()
+def paths_8_of_4(distributions: Tensor, generator: torch.Generator) -> DraftTree:
+    """8 rollouts of 4 tokens; the distribution depends on the depth only, as rows that are held once."""
+    tokens = drawn(distributions[:4], 8, generator).T.contiguous()
     depth = torch.arange(4).repeat(8)
     index = torch.arange(32)
     parents = torch.where(depth == 0, 0, index)
-    return DraftTree(tokens.flatten(), parents, laws[:4], depth, "paths").checked()
+    return DraftTree(tokens.flatten(), parents, distributions[:4], depth, "paths").checked()
 
 
 def tree_of(how: How) -> Maker:
     """A 4x2x2 tree whose siblings are drawn as told."""
     widths = (4, 2, 2)
 
-    def make(laws: Tensor, generator: torch.Generator) -> DraftTree:
+    def make(distributions: Tensor, generator: torch.Generator) -> DraftTree:
         tokens, rows, level = [], [], 1
         for depth, width in enumerate(widths):
-            rows += [laws[depth]] * level
+            rows += [distributions[depth]] * level
             for _ in range(level):
-                tokens.append(siblings(laws[depth], width, how, generator))
+                tokens.append(siblings(distributions[depth], width, how, generator))
             level *= width
         return DraftTree.tree(widths, torch.cat(tokens), torch.stack(rows), how)
 
     return make
 
 
-def siblings(law: Tensor, count: int, how: How, generator: torch.Generator) -> Tensor:
+def siblings(distribution: Tensor, count: int, how: How, generator: torch.Generator) -> Tensor:
     """(count,) candidates of one place."""
     if how != "greedy":
-        return torch.multinomial(law, count, replacement=how == "iid", generator=generator)
-    best = law.topk(count - 1).indices
-    rest = law.index_fill(0, best, 0.0)
+        return torch.multinomial(distribution, count, replacement=how == "iid", generator=generator)
+    best = distribution.topk(count - 1).indices
+    rest = distribution.index_fill(0, best, 0.0)
     return torch.cat([best, torch.multinomial(rest, 1, generator=generator)])
 
 
-def drawn(laws: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """(rows, count) independent tokens of every law."""
-    return torch.multinomial(laws, count, replacement=True, generator=generator)
+def drawn(distributions: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """(rows, count) independent tokens of every distribution."""
+    return torch.multinomial(distributions, count, replacement=True, generator=generator)
 
 
 FORMS: Mapping[str, Maker] = {
@@ -98,7 +98,7 @@ FORMS: Mapping[str, Maker] = {
 
 
 def models(vocabulary: int, depths: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Target and draft laws (depths, V) that overlap by about 0.7."""
+    """Target and draft distributions (depths, V) that overlap by about 0.7."""
     logits = 2.5 * torch.randn(depths, vocabulary, generator=generator)
     noise = torch.randn(depths, vocabulary, generator=generator)
     return logits.softmax(-1), (logits + 0.75 * noise).softmax(-1)
@@ -125,15 +125,17 @@ class Timing:
 
 
 def fresh(draft: tuple[DraftTree, Tensor], generator: torch.Generator) -> tuple[DraftTree, Tensor]:
-    """An equally hard draft with laws never seen before: all token ids moved by one amount.
+    """An equally hard draft with distributions never seen before: all token ids moved by one amount.
 
-    In decoding no two rounds have the same laws, so nothing that a verifier remembers may help.
+    In decoding no two rounds have the same distributions, so nothing that a verifier remembers may help.
     """
     tree, target = draft
     vocabulary = tree.vocabulary
     shift = int(torch.randint(vocabulary, (), generator=generator))
     tokens = (tree.tokens + shift) % vocabulary
-    moved = dataclasses.replace(tree, tokens=tokens, laws=tree.laws.roll(shift, -1))
+    moved = dataclasses.replace(
+        tree, tokens=tokens, distributions=tree.distributions.roll(shift, -1)
+    )
     return moved, target.roll(shift, -1)
 
 
@@ -171,7 +173,7 @@ def profile(
     verifier: Verifier, drafts: list[tuple[DraftTree, Tensor]], generator: torch.Generator
 ) -> list[str]:
     """The ten functions with most time of their own, over all drafts once."""
-    profiler = cProfile.Profile()
+    profiler = cProfile.AcceptanceTrace()
     for draft in drafts:
         tree, target = fresh(draft, generator)
         profiler.enable()

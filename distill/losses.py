@@ -1,8 +1,8 @@
-"""What a draft is distilled with: six divergences between the target's law p and the draft's q.
+"""What a draft is distilled with: six divergences between the target's distribution p and the draft's q.
 
 All share one signature, `(draft_logits, target_logits, mask) -> scalar`: the mean over the
 positions where `mask` is true of a divergence between p = softmax(target_logits) and
-q = softmax(draft_logits). Gradients reach the draft only. Both laws must already be warped as in
+q = softmax(draft_logits). Gradients reach the draft only. Both distributions must already be warped as in
 serving (temperature; for p also truncation, a logit of -inf is a probability of 0).
 
 Everything is computed from log probabilities in float32 (float64 stays float64), so that saturated
@@ -22,7 +22,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 # Smaller log probabilities count as this: a single -inf, as of a padding id that only one model
 # has, would make a divergence infinite. No trained logit comes near it.
 _LOG_FLOOR = -1e4
-# Reverse KL charges q log(1/p) for mass where p is 0; float32 laws end at about exp(-100) anyway.
+# Reverse KL charges q log(1/p) for mass where p is 0; float32 distributions end at about exp(-100) anyway.
 _REVERSE_FLOOR = -100.0
 
 JS_BETA = 0.5
@@ -43,7 +43,7 @@ def forward_kl(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Ten
     Returns:
         The masked mean in nats, 0 if no position counts.
     """
-    log_p, log_q = _log_laws(draft_logits, target_logits)
+    log_p, log_q = _log_distributions(draft_logits, target_logits)
     return _masked_mean(_kl(log_p, log_q), mask)
 
 
@@ -53,7 +53,7 @@ def reverse_kl(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Ten
     Gradient q_j (log(q_j/p_j) - KL(q || p)). On-policy distillation often uses it (GKD, Agarwal et
     al. 2023, arXiv:2306.13649). Arguments and result as in `forward_kl`.
     """
-    log_p, log_q = _log_laws(draft_logits, target_logits)
+    log_p, log_q = _log_distributions(draft_logits, target_logits)
     return _masked_mean(_kl(log_q, log_p.clamp(min=_REVERSE_FLOOR)), mask)
 
 
@@ -63,7 +63,7 @@ def js(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tensor:
     The generalised Jensen-Shannon divergence of GKD (arXiv:2306.13649); at most log 2. Arguments
     and result as in `forward_kl`.
     """
-    log_p, log_q = _log_laws(draft_logits, target_logits)
+    log_p, log_q = _log_distributions(draft_logits, target_logits)
     weight_p, weight_q = (log_p.new_tensor(w).log() for w in (JS_BETA, 1 - JS_BETA))
     log_m = torch.logaddexp(log_p + weight_p, log_q + weight_q)
     divergence = JS_BETA * _kl(log_p, log_m) + (1 - JS_BETA) * _kl(log_q, log_m)
@@ -77,7 +77,7 @@ def tv(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tensor:
     draft that is not random, or use `lk_hybrid`. DistillSpec (arXiv:2310.08461), appendix on TVD.
     Arguments and result as in `forward_kl`.
     """
-    return _masked_mean(_tv(*_log_laws(draft_logits, target_logits)), mask)
+    return _masked_mean(_tv(*_log_distributions(draft_logits, target_logits)), mask)
 
 
 def neg_log_overlap(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def neg_log_overlap(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -
     Gradient that of `tv` divided by alpha, so it does not vanish; equals cross entropy when p is
     one-hot. Samarin et al. 2026 (arXiv:2602.23881). Arguments and result as in `forward_kl`.
     """
-    log_p, log_q = _log_laws(draft_logits, target_logits)
+    log_p, log_q = _log_distributions(draft_logits, target_logits)
     return _masked_mean(-_log_overlap(log_p, log_q), mask)
 
 
@@ -97,7 +97,7 @@ def lk_hybrid(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tens
     rejection probability itself; w is taken position by position. Samarin et al. 2026
     (arXiv:2602.23881). Arguments and result as in `forward_kl`.
     """
-    log_p, log_q = _log_laws(draft_logits, target_logits)
+    log_p, log_q = _log_distributions(draft_logits, target_logits)
     weight = torch.exp(-HYBRID_ETA * _log_overlap(log_p, log_q).exp()).detach()
     divergence = weight * _kl(log_p, log_q) + (1 - weight) * _tv(log_p, log_q)
     return _masked_mean(divergence, mask)
@@ -113,7 +113,7 @@ LOSSES: Mapping[str, Loss] = {
 }
 
 
-def _log_laws(draft_logits: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor]:
+def _log_distributions(draft_logits: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor]:
     """Log p and log q, (..., V), float32 or wider, no gradient for p."""
     wide = torch.promote_types(draft_logits.dtype, torch.float32)
     log_q = draft_logits.to(wide).log_softmax(dim=-1).clamp(min=_LOG_FLOOR)
@@ -126,7 +126,7 @@ def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
 
 
 def _tv(log_p: Tensor, log_q: Tensor) -> Tensor:
-    # |p - q| rather than 1 - overlap: no cancellation when the laws are close.
+    # |p - q| rather than 1 - overlap: no cancellation when the distributions are close.
     return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(dim=-1)
 
 

@@ -1,7 +1,7 @@
 """Stage 2: distil a draft on completions that its target wrote earlier.
 
 The target runs beside the draft as a frozen teacher; the loss is taken at completion positions
-only, between the very laws that serving will compare.
+only, between the very distributions that serving will compare.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from distill.losses import LOSSES
 from distill.training import (
     Schedule,
     check_settings,
-    processes,
+    join_processes,
     run,
     save_model,
     training_arguments,
@@ -33,7 +33,7 @@ from distill.training import (
 from specdata.errors import ConfigError
 from specdata.models import known_ids, load_model, load_tokenizer
 from specdata.probability import SamplingConfig, overlap, probabilities, to_vocabulary
-from specdata.shards import atomic_folder, write_json
+from specdata.storage.files import atomic_folder, write_json
 from specdata.vocabulary import check_shared_vocabulary
 
 SETTINGS_FILE = "training.json"
@@ -124,7 +124,7 @@ def distil(
         shutil.rmtree(_work(out), ignore_errors=True)  # of a run killed right before its end
         check_settings(out / SETTINGS_FILE, settings)
         return DistilResult(**json.loads((out / RESULT_FILE).read_text("utf-8")))
-    state = processes()
+    state = join_processes()
     tokenizer = load_tokenizer(str(target))
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
     # Before any training arguments exist, or ZeRO-3 would split the frozen teacher too.
@@ -154,7 +154,7 @@ def distil(
 def mean_acceptance(
     target: PreTrainedModel, draft: PreTrainedModel, rollouts: Dataset, sampling: SamplingConfig
 ) -> float:
-    """Mean of sum_x min(p, q) over all completion positions, both laws as in serving."""
+    """Mean of sum_x min(p, q) over all completion positions, both distributions as in serving."""
     total = 0.0
     for row in rollouts:
         length = len(row["completion_ids"])
@@ -243,7 +243,7 @@ def _trainer(
     sampling: SamplingConfig,
     seed: int,
 ) -> _DistilTrainer:
-    rows_a_step = config.batch_size * config.accumulation * processes().num_processes
+    rows_a_step = config.batch_size * config.accumulation * join_processes().num_processes
     schedule = Schedule(
         steps=math.ceil(config.epochs * len(train) / rows_a_step),
         batch_size=config.batch_size,

@@ -26,8 +26,8 @@ from transformers import (
 )
 
 from distill.training import Schedule, check_settings, run, save_model, training_arguments
-from specdata.shards import atomic_folder, write_json
-from specdata.toy import corpus, train_tokenizer
+from specdata.storage.files import atomic_folder, write_json
+from specdata.toy.corpus import corpus, train_tokenizer
 
 SETTINGS_FILE = "training.json"
 
@@ -118,7 +118,7 @@ def language_model(
             for output in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 output.weight /= math.sqrt(2 * layers)
     model.generation_config = GenerationConfig(
-        do_sample=True,  # from the full law: generate() would cut at top_k = 50 by itself
+        do_sample=True,  # from the full distribution: generate() would cut at top_k = 50 by itself
         temperature=1.0,
         top_k=0,
         top_p=1.0,

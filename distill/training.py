@@ -31,8 +31,8 @@ from transformers import (
 from transformers.utils import logging
 
 from specdata.errors import ManifestError
-from specdata.manifest import differences
-from specdata.shards import write_json
+from specdata.storage.files import write_json
+from specdata.storage.manifest import differences
 
 # Written last, so its existence means that every rank has written its part of the checkpoint.
 _COMPLETE = "complete.json"
@@ -50,7 +50,7 @@ class Schedule:
     accumulation: int = 1
 
 
-def processes() -> PartialState:
+def join_processes() -> PartialState:
     """Join the processes of this run; call it before models are loaded, to have the right device.
 
     On the CPU accelerate needs the backend named, or DeepSpeed's ranks start as worlds of their
@@ -67,7 +67,7 @@ def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> Training
 
     `batch_size` is that of one process; everything else can be scaled by the launcher.
     """
-    processes()
+    join_processes()
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         # Trainer imports DeepSpeed wherever it is installed, which warns unless told of the CPU.
@@ -113,7 +113,7 @@ def run(trainer: Trainer, work: Path, settings: dict[str, Any], *, label: str) -
     Raises:
         ManifestError: if `work` was started with other settings.
     """
-    with processes().main_process_first():
+    with join_processes().main_process_first():
         check_settings(work / "settings.json", settings)
         if trainer.is_world_process_zero():
             work.mkdir(parents=True, exist_ok=True)
@@ -177,7 +177,7 @@ class _MarkComplete(TrainerCallback):  # type: ignore[misc]
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        processes().wait_for_everyone()
+        join_processes().wait_for_everyone()
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             write_json(folder / _COMPLETE, {"step": state.global_step})

@@ -7,12 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from eval.cached import CachedModel
-from eval.calibration import Calibration
-from eval.cost_rule import MEAN_ACCEPTANCE, CostRule
-from eval.drafters import BranchingDrafter, ChainDrafter, Drafter, Path
-from eval.drafts import How
-from eval.stopping import (
+from eval.drafting.calibration import Calibration
+from eval.drafting.cost_rule import MEAN_ACCEPTANCE, CostRule
+from eval.drafting.drafters import BranchingDrafter, ChainDrafter, Drafter, Path
+from eval.drafting.stopping import (
     StoppingRule,
     calibrated,
     confidence,
@@ -21,14 +19,16 @@ from eval.stopping import (
     fixed,
     predicted_rejection,
 )
+from eval.drafts import How
+from eval.runtime.model import CachedModel
 from eval.verifiers import VERIFIERS, Verifier
 from heads import AcceptanceHead
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
 
-Stop = Literal["fixed", "confidence", "entropy", "cumulative", "logit", "head", "cost"]
-Shape = Literal["chain", "paths", "tree"]
-Siblings = Literal["auto", "iid", "distinct", "greedy"]
+StopName = Literal["fixed", "confidence", "entropy", "cumulative", "logit", "head", "cost"]
+DrafterName = Literal["chain", "paths", "tree"]
+SiblingOption = Literal["auto", "iid", "distinct", "greedy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class DecodeConfig:
         threshold: of the stopping rule, in its own unit.
         limit: most tokens drafted a round with a stopping rule other than "fixed".
         calibration: (intercept, slope) of the acceptance probability on logit(max q), for
-            stop="logit" and "cost" (`eval.calibration` fits them); by default max q is trusted.
+            stop="logit" and "cost" (`eval.drafting.calibration` fits them); by default max q is trusted.
         draft_seconds: cost of one more drafted token, for stop="cost"; 0 measures it.
         token_seconds: time of an emitted token, for stop="cost"; 0 measures it. With both given,
             decoding depends on its seed alone; otherwise on times and on earlier generations too.
@@ -68,15 +68,15 @@ class DecodeConfig:
 
     verifier: str = "token"
     verifier_args: Mapping[str, Any] = field(default_factory=dict)
-    drafter: Shape = "chain"
+    drafter: DrafterName = "chain"
     length: int = 4
     paths: int = 1
     widths: tuple[int, ...] = ()
-    siblings: Siblings = "auto"
+    siblings: SiblingOption = "auto"
     path_temperatures: tuple[float, ...] = ()
     path_drafts: tuple[int, ...] = ()
     tree_attention: bool = True
-    stop: Stop = "fixed"
+    stop: StopName = "fixed"
     threshold: float = 0.7
     limit: int = 20
     calibration: tuple[float, float] = (0.0, 1.0)
@@ -88,7 +88,7 @@ class DecodeConfig:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        self._check_laws()
+        self._check_distributions()
         _one_of("verifier", self.verifier, VERIFIERS)
         _one_of("drafter", self.drafter, ("chain", "paths", "tree"))
         _one_of("stop", self.stop, RULES)
@@ -117,7 +117,7 @@ class DecodeConfig:
             )
         self._check_combination()
 
-    def _check_laws(self) -> None:
+    def _check_distributions(self) -> None:
         try:
             for temperature in (self.temperature, *self.path_temperatures):
                 SamplingConfig(temperature, self.top_k, self.top_p)
@@ -146,7 +146,7 @@ class DecodeConfig:
             )
         if self.stop != "fixed" and self.drafter != "chain":
             raise ConfigError(f"stop={self.stop!r} ends chains; {self.drafter} need stop='fixed'")
-        if self.stop != "fixed" and verifier.carries:
+        if self.stop != "fixed" and verifier.carries_residual:
             raise ConfigError(
                 f"verifier {self.verifier!r} owes a residual for the planned length of its draft, "
                 f"so the length must not depend on drafted tokens: stop={self.stop!r} is biased"
@@ -154,7 +154,7 @@ class DecodeConfig:
 
     @property
     def sampling(self) -> SamplingConfig:
-        """The law of both models."""
+        """The distribution of both models."""
         return SamplingConfig(self.temperature, self.top_k, self.top_p)
 
     @property
@@ -172,8 +172,8 @@ class DecodeConfig:
         if self.drafter == "chain":
             return "chain"
         if self.drafter == "paths":
-            laws = max(len(set(self.path_temperatures)), len(set(self.path_drafts)))
-            return f"paths, {'independent' if laws > 1 else 'iid'}"
+            distributions = max(len(set(self.path_temperatures)), len(set(self.path_drafts)))
+            return f"paths, {'independent' if distributions > 1 else 'iid'}"
         return f"tree, {self.how}"
 
     def reads_states(self, head: AcceptanceHead | None) -> bool:

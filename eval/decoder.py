@@ -2,30 +2,30 @@
 
 Each round drafts after the committed text, scores the draft in one forward of the target, lets the
 verifier choose how much of it stays and what follows, and rewinds both caches to the result. The
-emitted text has the law of plain sampling from the target (unless the verifier is a biased one).
+emitted text has the distribution of plain sampling from the target (unless the verifier is a biased one).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.cached import CachedModel
-from eval.captured import Engine
 from eval.decode_config import DecodeConfig
-from eval.drafters import Drafter
+from eval.drafting.drafters import Drafter
+from eval.drafting.tree_builder import chain
 from eval.drafts import DraftTree
-from eval.growing import chain
-from eval.lanes import Generation, Lane, decode_together
-from eval.metrics import Round
-from eval.model_checks import check_ropes, check_trees
-from eval.texts import CachedText, Forward, Steps, drive
+from eval.rounds import Generation, Round
+from eval.runtime.batching import run_together
+from eval.runtime.graphs import Engine
+from eval.runtime.model import CachedModel
+from eval.runtime.model_checks import check_ropes, check_trees
+from eval.runtime.sequence import CachedSequence, Forward, ForwardCoroutine, drive
 from eval.verifiers import Verifier
 from eval.verifiers.rule import Drawn
 from heads import AcceptanceHead
@@ -38,19 +38,33 @@ __all__ = ["DecodeConfig", "Generation", "SpeculativeDecoder"]
 NOTHING = chain([], [], 0)
 
 
+@dataclass(slots=True)
+class Slot:
+    """The caches of one text: the target's, and the drafter's."""
+
+    target: CachedSequence
+    drafter: Drafter | None
+
+    def begin(self) -> None:
+        """Forget the text before."""
+        self.target.reset()
+        if self.drafter is not None:
+            self.drafter.reset()
+
+
 class SpeculativeDecoder:
     """Decodes with a target, an optional drafter and a verifier. Not for concurrent use.
 
     Args:
         target: the target.
-        sampling: the law that texts are drawn from.
+        sampling: the distribution that texts are drawn from.
         drafters: makes what proposes tokens for the text in a row of a batch (0 for a single
             text); None is plain decoding.
         drafts: the models behind the drafters.
         verifier: the acceptance rule.
         ends: token ids that end a text.
         tree_attention: score branching drafts in one forward of one row; if not, as a batch of
-            paths, which gives the same laws (an ablation).
+            paths, which gives the same distributions (an ablation).
     """
 
     def __init__(
@@ -71,7 +85,7 @@ class SpeculativeDecoder:
         self._verifier = verifier
         self._ends = ends
         self._tree_attention = tree_attention
-        self._lanes: list[Lane] = []
+        self._slots: list[Slot] = []
 
     @classmethod
     def from_config(
@@ -90,7 +104,7 @@ class SpeculativeDecoder:
             draft: the draft; several, if `config.path_drafts` names one for each path.
             config: how to decode.
             head: the acceptance head, for stop="head" (and "cost", if there is one).
-            engine: how forwards run: see `eval.captured`.
+            engine: how forwards run: see `eval.runtime.graphs`.
 
         Raises:
             ConfigError: if the configuration needs a head or more drafts than are given, if the
@@ -106,11 +120,12 @@ class SpeculativeDecoder:
             given = tuple(draft) if isinstance(draft, Sequence) else (draft,)
             if head is not None:
                 head = head.to(given[0].device)
-            watched = config.reads_states(head)
-            if watched and head is not None:
+            capture_hidden = config.reads_states(head)
+            if capture_hidden and head is not None:
                 check_head(head, given[0])
             made = tuple(
-                CachedModel(one, vocabulary, engine=engine, watched=watched) for one in given
+                CachedModel(one, vocabulary, engine=engine, capture_hidden=capture_hidden)
+                for one in given
             )
             if config.drafter != "chain":
                 for one in (target, *given) if config.tree_attention else given:
@@ -139,11 +154,11 @@ class SpeculativeDecoder:
 
         Raises:
             ValueError: for an empty prompt or a budget below 1.
-            ConfigError: if drafting would change the target's law (`check_ropes`).
+            ConfigError: if drafting would change the target's distribution (`check_ropes`).
         """
         self._renew()
         clock = Stopwatch(self._target.device)
-        steps = self._decode(self._lane(0), prompt_ids, max_new_tokens, generator, clock)
+        steps = self._decode(self._slot(0), prompt_ids, max_new_tokens, generator, clock)
         try:
             return drive(steps)
         finally:
@@ -196,8 +211,8 @@ class SpeculativeDecoder:
             for prompt, generator in zip(prompts, generators, strict=True)
         ]
         try:
-            lanes = [self._lane(row) for row in range(min(size, len(prompts)))]
-            outs = decode_together(jobs, lanes, last=self._target, report=report)
+            slots = [self._slot(row) for row in range(min(size, len(prompts)))]
+            outs = run_together(jobs, slots, last=self._target, report=report)
         finally:
             self._forget()
         seconds = time.perf_counter() - begun
@@ -211,13 +226,13 @@ class SpeculativeDecoder:
         for model in self._drafts:
             model.warm_up([(1, 1), (2, 1)], nodes=(1, 2))
 
-    def _lane(self, row: int) -> Lane:
+    def _slot(self, row: int) -> Slot:
         """The caches of one text; a drafter keeps what its rule has learnt."""
-        while len(self._lanes) <= row:
-            number = len(self._lanes)
+        while len(self._slots) <= row:
+            number = len(self._slots)
             drafter = self._drafters(number) if self._drafters else None
-            self._lanes.append(Lane(self._target.text(number, self._sampling), drafter))
-        return self._lanes[row]
+            self._slots.append(Slot(self._target.text(number, self._sampling), drafter))
+        return self._slots[row]
 
     def _renew(self) -> None:
         """Weights may have changed since the last call, in training for example."""
@@ -231,12 +246,12 @@ class SpeculativeDecoder:
 
     def _decode(
         self,
-        lane: Lane,
+        slot: Slot,
         prompt_ids: Tensor,
         max_new_tokens: int,
         generator: torch.Generator,
         clock: Stopwatch | None,
-    ) -> Steps[Generation]:
+    ) -> ForwardCoroutine[Generation]:
         """Decode one text, yielding the forwards that it needs."""
         if prompt_ids.ndim != 1 or len(prompt_ids) == 0 or max_new_tokens < 1:
             raise ValueError(
@@ -244,21 +259,21 @@ class SpeculativeDecoder:
                 f"{tuple(prompt_ids.shape)} and {max_new_tokens}"
             )
         begun = time.perf_counter()
-        lane.begin()
+        slot.begin()
         text: list[int] = prompt_ids.tolist()
         goal, verifier = len(text) + max_new_tokens, self._verifier
-        if lane.drafter is not None or clock is None:
+        if slot.drafter is not None or clock is None:
             check_ropes(self._target.model, len(text), goal, alone=clock is not None)
         rounds: list[Round] = []
         ended = False
         while len(text) < goal and not ended:
             emitted, verifier, record = yield from self._round(
-                lane, text, goal, verifier, generator, clock
+                slot, text, goal, verifier, generator, clock
             )
             text += emitted
             rounds.append(record)
-            if lane.drafter is not None:
-                lane.drafter.observe(record)
+            if slot.drafter is not None:
+                slot.drafter.observe(record)
             ended = text[-1] in self._ends
         return Generation(
             torch.tensor(text[len(prompt_ids) :]),
@@ -269,16 +284,16 @@ class SpeculativeDecoder:
 
     def _round(
         self,
-        lane: Lane,
+        slot: Slot,
         text: list[int],
         goal: int,
         verifier: Verifier,
         generator: torch.Generator,
         clock: Stopwatch | None,
-    ) -> Steps[tuple[list[int], Verifier, Round]]:
+    ) -> ForwardCoroutine[tuple[list[int], Verifier, Round]]:
         lap = clock.lap if clock else lambda: 0.0
         lap()
-        drafter, forwards, tree = lane.drafter, 0, NOTHING
+        drafter, forwards, tree = slot.drafter, 0, NOTHING
         if drafter is not None:
             forwards = -drafter.forwards
             # One place of the budget belongs to the token that the verifier adds.
@@ -287,24 +302,24 @@ class SpeculativeDecoder:
                 tree = yield from drafter.with_tail(tree, text)
             forwards += drafter.forwards
         draft_seconds = lap()
-        logits = yield self._scoring(lane.target, text[lane.target.length :], tree)
-        laws = lane.target.law(logits)
+        logits = yield self._scoring(slot.target, text[slot.target.length :], tree)
+        distributions = slot.target.distribution(logits)
         target_seconds = lap()
-        if len(tree) or verifier.carries:
-            drawn = verifier.draw(tree, laws, generator)
+        if len(tree) or verifier.carries_residual:
+            drawn = verifier.draw(tree, distributions, generator)
         else:
-            drawn = Drawn([], draw_one(laws[0], generator), verifier)
+            drawn = Drawn([], draw_one(distributions[0], generator), verifier)
         accepted = [tree.token_list[node - 1] for node in drawn.nodes]
         # After an accepted end token nothing follows.
         over = bool(accepted) and accepted[-1] in self._ends
         emitted = accepted if over else [*accepted, drawn.token]
         committed = len(text) + len(accepted)
         if tree.shape == "chain":
-            lane.target.rewind(committed)
+            slot.target.crop(committed)
         else:
-            lane.target.keep(drawn.nodes)
+            slot.target.accept(drawn.nodes)
         if drafter is not None:
-            drafter.settle(drawn.nodes, committed)
+            drafter.accept(drawn.nodes, committed)
         record = Round(
             drafted=len(tree),
             depth=depth_of(tree),
@@ -317,13 +332,13 @@ class SpeculativeDecoder:
         )
         return emitted, drawn.verifier, record
 
-    def _scoring(self, target: CachedText, unseen: list[int], tree: DraftTree) -> Forward:
+    def _scoring(self, target: CachedSequence, unseen: list[int], tree: DraftTree) -> Forward:
         """The forward that gives the target's logits after the text and every node: (N+1, V)."""
         if tree.shape == "chain":
-            return target.feed(unseen + tree.token_list, len(tree) + 1)
+            return target.append(unseen + tree.token_list, len(tree) + 1)
         parents = [int(parent) for parent in tree.parents.tolist()]
         unrolled = not self._tree_attention
-        return target.grow(tree.token_list, parents, unseen, unrolled=unrolled)
+        return target.append_tree(tree.token_list, parents, unseen, unrolled=unrolled)
 
 
 def check_head(head: AcceptanceHead, draft: PreTrainedModel) -> None:

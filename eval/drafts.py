@@ -1,4 +1,4 @@
-"""What a draft is: tokens, who follows whom, and the law each token was drawn from.
+"""What a draft is: tokens, who follows whom, and the distribution each token was drawn from.
 
 Nodes are numbered from 1 in draft order; node 0 is the last committed token. Siblings keep their
 draw order and may repeat a token: multiplicity is part of the verifiers' proofs.
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 How = Literal["iid", "distinct", "greedy"]
-Shape = Literal["chain", "siblings", "paths", "tree"]
+TreeShape = Literal["chain", "siblings", "paths", "tree"]
 
-# Rows that should be one law (same context, same draft) may differ by a forward's rounding.
-SAME_LAW_EPSILONS = 64
-# A law that sums to 1 + d biases the output by about d.
+# Rows that should be one distribution (same context, same draft) may differ by a forward's rounding.
+SAME_DISTRIBUTION_EPSILONS = 64
+# A distribution that sums to 1 + d biases the output by about d.
 SUM_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 FLOATS = (torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -36,21 +36,21 @@ class DraftTree:
     Args:
         tokens: (N,) int64, the token of node i+1.
         parents: (N,) int64, the node that node i+1 follows; parents[i] <= i.
-        laws: (M, V) the distinct laws tokens were drawn from (q), rows sum to 1.
-        law: (N,) int64, row of `laws` that node i+1's token was drawn from. For "distinct" and
-            "greedy" siblings this is the law before earlier picks were removed.
+        distributions: (M, V) the distinct distributions tokens were drawn from (q), rows sum to 1.
+        distribution_index: (N,) int64, row of `distributions` that node i+1's token was drawn from. For "distinct" and
+            "greedy" siblings this is the distribution before earlier picks were removed.
         shape: the form of the tree.
-        how: how siblings were drawn: "iid" (independently; with several laws: independent),
+        how: how siblings were drawn: "iid" (independently; with several distributions: independent),
             "distinct" (without replacement, in draw order) or "greedy" (top K-1, then one draw).
-        tail: (V,) the draft's law after the last node of a chain, where a verifier asked for it.
+        tail: (V,) the draft's distribution after the last node of a chain, where a verifier asked for it.
         planned: tokens that a chain was to have, if an end token cut it short; None: all are there.
     """
 
     tokens: Tensor
     parents: Tensor
-    laws: Tensor
-    law: Tensor
-    shape: Shape
+    distributions: Tensor
+    distribution_index: Tensor
+    shape: TreeShape
     how: How = "iid"
     tail: Tensor | None = None
     planned: int | None = None
@@ -62,7 +62,7 @@ class DraftTree:
     @property
     def vocabulary(self) -> int:
         """V."""
-        return self.laws.shape[-1]
+        return self.distributions.shape[-1]
 
     @cached_property
     def token_list(self) -> list[int]:
@@ -70,21 +70,21 @@ class DraftTree:
         return list(self.tokens.tolist())
 
     @cached_property
-    def law_list(self) -> list[int]:
-        """Rows of `laws` as Python ints."""
-        return list(self.law.tolist())
+    def distribution_indices(self) -> list[int]:
+        """Rows of `distributions` as Python ints."""
+        return list(self.distribution_index.tolist())
 
     @cached_property
-    def kids(self) -> list[list[int]]:
+    def children_of(self) -> list[list[int]]:
         """Children of every node, in draw order: N+1 lists."""
-        kids: list[list[int]] = [[] for _ in range(len(self) + 1)]
+        children_of: list[list[int]] = [[] for _ in range(len(self) + 1)]
         for index, parent in enumerate(self.parents.tolist()):
-            kids[int(parent)].append(index + 1)
-        return kids
+            children_of[int(parent)].append(index + 1)
+        return children_of
 
     def children(self, group: Sequence[int]) -> list[int]:
         """Nodes that follow any node of a group, in draw order."""
-        return [child for node in group for child in self.kids[node]]
+        return [child for node in group for child in self.children_of[node]]
 
     def follow(self, children: Sequence[int], chosen: int) -> list[int]:
         """The group that an accepted child leads to.
@@ -97,17 +97,17 @@ class DraftTree:
         token = self.token_list[children[chosen] - 1]
         return [child for child in children if self.token_list[child - 1] == token]
 
-    def law_of(self, node: int) -> Tensor:
-        """(V,) the law that a drafted node's token was drawn from."""
-        return self.laws[self.law_list[node - 1]]
+    def distribution_of(self, node: int) -> Tensor:
+        """(V,) the distribution that a drafted node's token was drawn from."""
+        return self.distributions[self.distribution_indices[node - 1]]
 
     @cached_property
     def identical(self) -> bool:
-        """True if tokens that compete for one place were all drawn from one law."""
+        """True if tokens that compete for one place were all drawn from one distribution."""
         groups: list[Sequence[int]] = [(0,)]
         while groups:
             children = self.children(groups.pop())
-            if len({self.law_list[child - 1] for child in children}) > 1:
+            if len({self.distribution_indices[child - 1] for child in children}) > 1:
                 return False
             groups += {tuple(self.follow(children, index)) for index in range(len(children))}
         return True
@@ -121,10 +121,10 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens: Tensor, q: Tensor, tail: Tensor | None = None) -> DraftTree:
-        """One path: tokens (L,), q (L, V); tail (V,) is the law after the last token, if known.
+        """One path: tokens (L,), q (L, V); tail (V,) is the distribution after the last token, if known.
 
         Raises:
-            ValueError: if shapes, ids or laws are not as described.
+            ValueError: if shapes, ids or distributions are not as described.
         """
         _require(tokens.ndim == 1 and q.ndim == 2, "a chain needs tokens (L,) and q (L, V)", q)
         length = tokens.shape[0]
@@ -134,10 +134,10 @@ class DraftTree:
 
     @classmethod
     def paths(cls, tokens: Tensor, q: Tensor) -> DraftTree:
-        """K independent rollouts: tokens (K, L), q (K, L, V); laws may differ by path.
+        """K independent rollouts: tokens (K, L), q (K, L, V); distributions may differ by path.
 
         Raises:
-            ValueError: if shapes, ids or laws are not as described.
+            ValueError: if shapes, ids or distributions are not as described.
         """
         _require(tokens.ndim == 2 and q.ndim == 3, "paths need tokens (K, L) and q (K, L, V)", q)
         count, length = tokens.shape
@@ -146,17 +146,17 @@ class DraftTree:
         index = torch.arange(count * length)
         parents = torch.where(index % length == 0, 0, index)
         flat = tokens.reshape(-1)
-        laws = q.reshape(count * length, -1)
+        distributions = q.reshape(count * length, -1)
         prefixes = [tuple(row[:depth]) for row in tokens.tolist() for depth in range(length)]
-        law = _share_laws(prefixes, laws)
-        return cls(flat, parents, laws, law, "paths").checked()
+        distribution = _share_distributions(prefixes, distributions)
+        return cls(flat, parents, distributions, distribution, "paths").checked()
 
     @classmethod
     def siblings(cls, tokens: Tensor, q: Tensor, how: How = "iid") -> DraftTree:
         """K candidates for one place: tokens (K,), q (V,), or (K, V) with "iid".
 
         Raises:
-            ValueError: if shapes, ids or laws are not as described.
+            ValueError: if shapes, ids or distributions are not as described.
         """
         _require(tokens.ndim == 1 and q.ndim in (1, 2), "siblings need tokens (K,), q (V,)", q)
         count = tokens.shape[0]
@@ -164,11 +164,11 @@ class DraftTree:
         if q.ndim == 2:
             _require(how == "iid", f"q (K, V) needs how='iid', not {how!r}; give q (V,)", q)
             _require(q.shape[0] == count, f"q needs one row a token, {count}", q)
-            law = _share_laws([()] * count, q)
+            distribution = _share_distributions([()] * count, q)
         else:
-            q, law = q.unsqueeze(0), torch.zeros(count, dtype=torch.long)
+            q, distribution = q.unsqueeze(0), torch.zeros(count, dtype=torch.long)
         parents = torch.zeros(count, dtype=torch.long)
-        return cls(tokens, parents, q, law, "siblings", how).checked()
+        return cls(tokens, parents, q, distribution, "siblings", how).checked()
 
     @classmethod
     def tree(cls, widths: Sequence[int], tokens: Tensor, q: Tensor, how: How = "iid") -> DraftTree:
@@ -177,11 +177,11 @@ class DraftTree:
         Args:
             widths: children of every node at depth 0, 1, ...
             tokens: (N,), N the sum of the cumulative products of `widths`.
-            q: (nodes with children, V), row i the draft's law after node i.
+            q: (nodes with children, V), row i the draft's distribution after node i.
             how: how siblings were drawn.
 
         Raises:
-            ValueError: if shapes, ids or laws are not as described.
+            ValueError: if shapes, ids or distributions are not as described.
         """
         _require(len(widths) > 0 and min(widths) > 0, f"widths must be positive: {widths}", q)
         level, parents, next_node = [0], [], 1
@@ -204,26 +204,30 @@ class DraftTree:
             ValueError: that says what must hold and what came.
         """
         self._check_form()
-        self._check_laws()
+        self._check_distributions()
         self._check_siblings()
         return self
 
     def _check_form(self) -> None:
         """Shapes, types, ids; parents come before their children."""
         count = len(self)
-        if self.how not in get_args(How) or self.shape not in get_args(Shape):
+        if self.how not in get_args(How) or self.shape not in get_args(TreeShape):
             raise ValueError(
-                f"how must be one of {get_args(How)} and shape one of {get_args(Shape)};"
+                f"how must be one of {get_args(How)} and shape one of {get_args(TreeShape)};"
                 f" got {self.how!r}, {self.shape!r}"
             )
-        for name, index in (("tokens", self.tokens), ("parents", self.parents), ("law", self.law)):
+        for name, index in (
+            ("tokens", self.tokens),
+            ("parents", self.parents),
+            ("distribution_index", self.distribution_index),
+        ):
             _require(index.shape == (count,), f"{name} must have shape ({count},)", index)
             _require(index.dtype in INTEGERS, f"{name} must be integers", index)
-        _require(self.laws.ndim == 2, "laws must be (M, V)", self.laws)
+        _require(self.distributions.ndim == 2, "distributions must be (M, V)", self.distributions)
         if count == 0:
             return
         _in_range("token ids", self.tokens, self.vocabulary)
-        _in_range("rows of laws", self.law, self.laws.shape[0])
+        _in_range("rows of distributions", self.distribution_index, self.distributions.shape[0])
         late = (self.parents < 0) | (self.parents > torch.arange(count))
         if bool(late.any()):
             node = int(late.nonzero()[0]) + 1
@@ -235,7 +239,7 @@ class DraftTree:
 
     def _check_shape(self) -> None:
         """The parents make the form that `shape` names."""
-        widths = [len(siblings) for siblings in self.kids]
+        widths = [len(siblings) for siblings in self.children_of]
         branching = {
             "chain": max(widths) > 1,
             "paths": max(widths[1:]) > 1,
@@ -251,32 +255,40 @@ class DraftTree:
         if self.planned is not None and self.planned < len(self):
             raise ValueError(f"planned must be the length {len(self)} or more, got {self.planned}")
 
-    def _check_laws(self) -> None:
-        """Every law is a probability law of float32 or wider."""
-        laws = self.laws if self.tail is None else torch.cat([self.laws, self.tail.unsqueeze(0)])
-        _require(laws.dtype in FLOATS, "laws q must be float32 or float64", laws)
-        if not bool(torch.isfinite(laws).all()) or bool((laws < 0).any()):
-            raise ValueError("laws q must be finite and non-negative")
-        error = (laws.sum(dim=-1) - 1).abs()
-        if laws.shape[0] and float(error.max()) > SUM_TOLERANCE[laws.dtype]:
+    def _check_distributions(self) -> None:
+        """Every distribution is a probability distribution of float32 or wider."""
+        distributions = (
+            self.distributions
+            if self.tail is None
+            else torch.cat([self.distributions, self.tail.unsqueeze(0)])
+        )
+        _require(
+            distributions.dtype in FLOATS,
+            "distributions q must be float32 or float64",
+            distributions,
+        )
+        if not bool(torch.isfinite(distributions).all()) or bool((distributions < 0).any()):
+            raise ValueError("distributions q must be finite and non-negative")
+        error = (distributions.sum(dim=-1) - 1).abs()
+        if distributions.shape[0] and float(error.max()) > SUM_TOLERANCE[distributions.dtype]:
             raise ValueError(
-                f"every law q must sum to 1; row {int(error.argmax())} is off by"
+                f"every distribution q must sum to 1; row {int(error.argmax())} is off by"
                 f" {float(error.max()):.3g}: pass probabilities, not logits"
             )
 
     def _check_siblings(self) -> None:
         """Drafted tokens have q > 0; picks without replacement are distinct."""
-        for siblings in self.kids:
+        for siblings in self.children_of:
             tokens = [self.token_list[child - 1] for child in siblings]
             if self.how != "iid" and len(set(tokens)) < len(tokens):
                 raise ValueError(f"{self.how} siblings must differ, got tokens {tokens}")
             # Greedy siblings but the last were chosen, not drawn; any set may be chosen.
             for child in siblings[-1:] if self.how == "greedy" else siblings:
                 token = self.token_list[child - 1]
-                if not float(self.law_of(child)[token]) > 0:
+                if not float(self.distribution_of(child)[token]) > 0:
                     raise ValueError(
-                        f"node {child} holds token {token}, to which its law q gives probability 0:"
-                        " pass the law the token was really drawn from"
+                        f"node {child} holds token {token}, to which its distribution q gives probability 0:"
+                        " pass the distribution the token was really drawn from"
                     )
 
 
@@ -291,21 +303,23 @@ def _in_range(name: str, index: Tensor, size: int) -> None:
         raise ValueError(f"{name} must lie in [0, {size}), got {low} to {high}")
 
 
-def _same_law(one: Tensor, other: Tensor) -> bool:
+def _same_distribution(one: Tensor, other: Tensor) -> bool:
     """Equal but for the last bits, each probability relative to itself, so zeros coincide.
 
-    An absolute tolerance would merge laws of many small probabilities that differ as a whole.
+    An absolute tolerance would merge distributions of many small probabilities that differ as a whole.
     """
-    tolerance = SAME_LAW_EPSILONS * torch.finfo(one.dtype).eps
+    tolerance = SAME_DISTRIBUTION_EPSILONS * torch.finfo(one.dtype).eps
     return bool(((one - other).abs() <= tolerance * torch.minimum(one, other)).all())
 
 
-def _share_laws(contexts: Sequence[tuple[int, ...]], laws: Tensor) -> Tensor:
-    """Index of the first equal law of the same context, for every row of `laws`: (rows,)."""
+def _share_distributions(contexts: Sequence[tuple[int, ...]], distributions: Tensor) -> Tensor:
+    """Index of the first equal distribution of the same context, for every row of `distributions`: (rows,)."""
     index = list(range(len(contexts)))
     order = sorted(index, key=lambda row: (contexts[row], row))
     for previous, row in pairwise(order):
         first = index[previous]
-        if contexts[previous] == contexts[row] and _same_law(laws[first], laws[row]):
+        if contexts[previous] == contexts[row] and _same_distribution(
+            distributions[first], distributions[row]
+        ):
             index[row] = first
     return torch.tensor(index, dtype=torch.long)

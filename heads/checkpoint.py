@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specdata.errors import ManifestError
-from specdata.shards import atomic_write
+from specdata.storage.files import atomic_write
 
 CHECKPOINTS_KEPT = 2
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from specdata.shards import atomic_write, write_json
+from specdata.storage.files import atomic_write, write_json
 
 
 class ResidualBlock(nn.Module):

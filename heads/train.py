@@ -30,7 +30,7 @@ from heads.loss import HeadMetrics
 from heads.model import AcceptanceHead
 from specdata.errors import ManifestError
 from specdata.probability import SamplingConfig
-from specdata.shards import write_json
+from specdata.storage.files import write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,7 +90,7 @@ def train_head(
         out: folder for the head, `metrics.json` (written last) and checkpoints.
         config: settings.
         seed: of initial weights, order and mixing. The mixing of dev rows never changes.
-        sampling: the law under which the labels were made; recorded with the head.
+        sampling: the distribution under which the labels were made; recorded with the head.
 
     Returns:
         What was measured.

@@ -19,14 +19,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from distill.offline import DistilConfig
 from distill.toy import ToyPairConfig
-from eval.methods import EvalConfig
+from eval.measuring.methods import EvalConfig
 from heads.config import HeadConfig
-from specdata.acceptance import LabelsConfig
 from specdata.errors import ConfigError
+from specdata.labels.make import LabelsConfig
 from specdata.models import check_dtype
 from specdata.probability import SamplingConfig
-from specdata.prompts import PromptSet
-from specdata.rollouts import RolloutConfig
+from specdata.prompts.loading import PromptSet
+from specdata.rollouts.make import RolloutConfig
 
 TOY = Path(__file__).parent / "configs" / "toy.yaml"
 
@@ -62,7 +62,7 @@ class PipelineConfig:
     eval: EvalConfig = field(metadata={"help": "stage 4"})
     seed: int = field(default=0, metadata={"help": "decides every draw of the run"})
     sampling: SamplingConfig = field(
-        default_factory=SamplingConfig, metadata={"help": "the law tokens are served from"}
+        default_factory=SamplingConfig, metadata={"help": "the distribution tokens are served from"}
     )
     toy: ToyPairConfig | None = field(
         default=None, metadata={"help": "train the embedded pair first (models must point to it)"}

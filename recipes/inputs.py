@@ -6,7 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from specdata.shards import sha256
+from specdata.storage.files import sha256
 
 # Larger files are recognised by their size and their two ends.
 WHOLE_FILE = 64 << 20

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from eval.methods import calibrates, path_drafts
+from eval.measuring.methods import calibrates, path_drafts
 from recipes.config import PipelineConfig
 from recipes.run import Stage
 from specdata.errors import ConfigError
-from specdata.prompts import prompt_inputs
+from specdata.prompts.loading import prompt_inputs
 
 
 def folder(config: PipelineConfig, stage: str) -> Path:

@@ -17,14 +17,14 @@ from distill.toy import train_toy_pair
 from recipes.config import PipelineConfig
 from recipes.inputs import fingerprint
 from recipes.layout import folder, pair_stage, rollouts_stage
-from recipes.run import Stage, cli, finished, is_main, processes, run_stage, say
+from recipes.run import Stage, cli, finished, is_main, process_count, run_stage, say
 from specdata.errors import ConfigError
-from specdata.generation import Backend, TransformersBackend
-from specdata.manifest import read_manifest
 from specdata.models import hub_commit, load_generation, load_model, load_tokenizer, positions
-from specdata.prompts import dropped, load_prompts
-from specdata.rollouts import Dialogue, check_samples, make_rollouts, turns_asked
-from specdata.vllm import VllmBackend
+from specdata.prompts.loading import dropped, load_prompts
+from specdata.rollouts.make import Dialogue, check_samples, make_rollouts, turns_asked
+from specdata.rollouts.sampling import Backend, TransformersBackend
+from specdata.rollouts.vllm import VllmBackend
+from specdata.storage.manifest import read_manifest
 from specdata.vocabulary import check_shared_vocabulary
 from specdata.vocabulary import fingerprint as vocabulary
 
@@ -37,11 +37,11 @@ def stages(config: PipelineConfig) -> list[Stage]:
 def main(config: PipelineConfig) -> dict[str, Any]:
     """Train the toy pair if asked, then make the rollouts with every process there is."""
     check_samples(config.rollouts, config.sampling)
-    if config.toy and processes() > 1 and not finished(folder(config, "pair")):
+    if config.toy and process_count() > 1 and not finished(folder(config, "pair")):
         # Its Trainer would wait for the others, which have nothing to train.
         raise ConfigError(
             "the embedded pair is trained by one process: run python recipes/make_rollouts.py once "
-            f"before starting {processes()} processes"
+            f"before starting {process_count()} processes"
         )
     if toy := config.toy:
 
@@ -55,7 +55,7 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     if found["rows"] < found["asked"]:
         say(
             f"  {found['asked'] - found['rows']} later turns left out: their conversations had "
-            "grown longer than the context"
+            "builder longer than the context"
         )
     return found
 

@@ -13,7 +13,7 @@ from recipes.config import PipelineConfig
 from recipes.layout import all_stages, eval_folder
 from recipes.run import Stage, cli, say
 from specdata.errors import ConfigError
-from specdata.prompts import check_sets
+from specdata.prompts.loading import check_sets
 
 
 def stages(config: PipelineConfig) -> list[Stage]:

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from eval.release import About, check_repository, release_draft, release_head
-from eval.results import read_results
+from eval.measuring.results import read_results
+from eval.reporting.release import About, check_repository, release_draft, release_head
 from recipes.config import PipelineConfig
 from recipes.layout import draft_in_use, eval_folder, folder, head_in_use, release_stage
 from recipes.run import Stage, cli, finished, is_main, need, read_record, run_stage, say

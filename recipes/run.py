@@ -19,7 +19,7 @@ import yaml
 from rich.console import Console
 from safetensors import SafetensorError
 
-from eval.environment import describe_environment
+from eval.measuring.environment import describe_environment
 from recipes.config import PipelineConfig, parse
 from recipes.inputs import fingerprint as fingerprint
 from specdata.errors import (
@@ -28,12 +28,12 @@ from specdata.errors import (
     ManifestError,
     VocabularyMismatchError,
 )
-from specdata.manifest import MANIFEST, differences
 from specdata.models import device
 from specdata.processes import is_main as is_main
-from specdata.processes import processes as processes
-from specdata.shards import try_locked, write_json
-from specdata.tables import PROGRESS
+from specdata.processes import process_count as process_count
+from specdata.storage.dataset import PROGRESS
+from specdata.storage.files import try_locked, write_json
+from specdata.storage.manifest import MANIFEST, differences
 
 RUN = "run.json"
 LOCK = ".lock"
@@ -103,7 +103,7 @@ def run_stage(
         "environment": describe_environment(
             device=str(device()), dtype=config.models.dtype
         ).model_dump(mode="json"),
-        "processes": processes(),
+        "processes": process_count(),
         "wall_seconds": None,
         "results": None,
     }

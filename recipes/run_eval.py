@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from eval.calibration import Calibration, calibrate
-from eval.environment import describe_environment
-from eval.experiment import Artefacts, run_experiment
-from eval.methods import (
+from eval.drafting.calibration import Calibration, calibrate
+from eval.measuring.environment import describe_environment
+from eval.measuring.experiment import Artefacts, run_experiment
+from eval.measuring.methods import (
     UNCALIBRATED,
     calibrates,
     check_methods,
     path_drafts,
     with_calibration,
 )
-from eval.report import Context, terminal, write_report
-from eval.results import read_results, write_results
+from eval.measuring.results import read_results, write_results
+from eval.reporting.report import Context, terminal, write_report
 from heads import AcceptanceHead
 from recipes.config import PipelineConfig
 from recipes.layout import all_stages, draft_in_use, eval_stage, folder, head_in_use
@@ -45,11 +45,11 @@ from recipes.run import (
     say,
 )
 from recipes.train_draft import of_split
-from specdata.acceptance import load_labels
 from specdata.errors import ConfigError
+from specdata.labels.make import load_labels
 from specdata.models import load_model, load_tokenizer, longest_prompt
-from specdata.prompts import check_sets, dropped, load_prompts
-from specdata.shards import write_json
+from specdata.prompts.loading import check_sets, dropped, load_prompts
+from specdata.storage.files import write_json
 from specdata.vocabulary import check_shared_vocabulary
 
 

@@ -17,7 +17,7 @@ from recipes.config import PipelineConfig
 from recipes.layout import draft_stage, folder
 from recipes.run import Stage, cli, need, run_stage, say
 from specdata.errors import ConfigError
-from specdata.tables import load_table
+from specdata.storage.dataset import load_stored
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
@@ -41,7 +41,7 @@ def main(config: PipelineConfig) -> dict[str, Any]:
 
 def _distil(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     assert config.draft is not None
-    rollouts = load_table(folder(config, "rollouts"))
+    rollouts = load_stored(folder(config, "rollouts"))
     found = distil(
         target=config.models.target,
         draft=config.models.draft,

@@ -19,11 +19,11 @@ from recipes.config import PipelineConfig
 from recipes.layout import draft_in_use, folder, head_stage, labels_stage
 from recipes.run import Stage, cli, fingerprint, is_main, need, run_stage, say
 from recipes.train_draft import of_split
-from specdata.acceptance import labels_from_cache, load_labels, make_labels, mean_overlap
 from specdata.errors import ConfigError
-from specdata.manifest import differences, read_manifest
+from specdata.labels.make import labels_from_cache, load_labels, make_labels, mean_overlap
 from specdata.models import hub_commit, load_model, load_tokenizer
-from specdata.tables import load_table
+from specdata.storage.dataset import load_stored
+from specdata.storage.manifest import differences, read_manifest
 from specdata.vocabulary import check_shared_vocabulary
 from specdata.vocabulary import fingerprint as vocabulary
 
@@ -60,7 +60,7 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     tokenizer = load_tokenizer(models.target)
     check_shared_vocabulary(tokenizer, load_tokenizer(draft_name))
     draft = load_model(draft_name, dtype=models.dtype)
-    rollouts = load_table(folder(config, "rollouts"))
+    rollouts = load_stored(folder(config, "rollouts"))
     source = {
         "target": _identity(models.target),
         "tokenizer": vocabulary(tokenizer),

@@ -133,7 +133,7 @@ def known_ids(ids: Tensor, model: PreTrainedModel) -> Tensor:
     """Token ids that a model can read, same shape.
 
     Embedding matrices of one family are padded to different sizes. An id that only the other
-    model has gets a stand-in: a worse guess follows, never another law of the target.
+    model has gets a stand-in: a worse guess follows, never another distribution of the target.
     """
     return torch.where(ids < model.config.get_text_config().vocab_size, ids, 0)
 

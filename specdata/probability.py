@@ -1,8 +1,8 @@
 """The one place where logits become probabilities and where p and q are compared.
 
-p is always the target's law, q always the draft's. Everything is float32 or wider: half precision
-loses the small probabilities on which acceptance depends. Both laws go through the same
-`probabilities`, because a token is verified against the law it was really drawn from.
+p is always the target's distribution, q always the draft's. Everything is float32 or wider: half precision
+loses the small probabilities on which acceptance depends. Both distributions go through the same
+`probabilities`, because a token is verified against the distribution it was really drawn from.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ LARGE, BLOCK = 8192, 256
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """How both models turn logits into a law.
+    """How both models turn logits into a distribution.
 
     Args:
-        temperature: softmax temperature; 0 makes the law one-hot at the largest logit.
+        temperature: softmax temperature; 0 makes the distribution one-hot at the largest logit.
         top_k: keep the k largest logits; 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose mass reaches top_p; 1 keeps all.
 
@@ -46,7 +46,7 @@ class SamplingConfig:
 
 
 def probabilities(logits: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Return the law that tokens are drawn from: temperature, then top-k, then top-p.
+    """Return the distribution that tokens are drawn from: temperature, then top-k, then top-p.
 
     Args:
         logits: (..., V), any float type.
@@ -127,14 +127,14 @@ def draw(probs: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def draw_one(probs: Tensor, generator: torch.Generator) -> int:
-    """Draw one token from one law (V,): what `draw` returns."""
+    """Draw one token from one distribution (V,): what `draw` returns."""
     return draw_several(probs, 1, generator)[0]
 
 
 def draw_several(probs: Tensor, count: int, generator: torch.Generator) -> list[int]:
-    """Draw independent tokens from one law (V,): what `draw` returns for as many equal rows.
+    """Draw independent tokens from one distribution (V,): what `draw` returns for as many equal rows.
 
-    (Up to rounding: over a large vocabulary, sums of blocks are rounded as the law itself is.) It
+    (Up to rounding: over a large vocabulary, sums of blocks are rounded as the distribution itself is.) It
     has lines of its own because a small draft's forward takes no longer than `draw` does.
     """
     if probs.device.type != "cpu":
@@ -174,16 +174,16 @@ def overlap(p: Tensor, q: Tensor) -> Tensor:
     return torch.minimum(p, q).sum(dim=-1)
 
 
-def leftover(p: Tensor, q: Tensor) -> Tensor:
-    """norm((p - q)+): the law after a rejection, (..., V); p itself where no mass is left.
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """norm((p - q)+): the distribution after a rejection, (..., V); p itself where no mass is left.
 
     The masses need not be equal: verifiers pass `r * p` and `q` to get a scaled residual.
     """
-    residual = (p - q).clamp(min=0.0)
-    mass = residual.sum(dim=-1, keepdim=True)
+    excess = (p - q).clamp(min=0.0)
+    mass = excess.sum(dim=-1, keepdim=True)
     if bool((mass > NEGLIGIBLE_MASS).all()):
-        return residual / mass
-    normalised = residual / mass.clamp(min=torch.finfo(mass.dtype).tiny)
+        return excess / mass
+    normalised = excess / mass.clamp(min=torch.finfo(mass.dtype).tiny)
     return torch.where(mass > NEGLIGIBLE_MASS, normalised, p / p.sum(dim=-1, keepdim=True))
 
 

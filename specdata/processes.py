@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 
-def processes() -> int:
+def process_count() -> int:
     """How many processes the launcher started, on all nodes."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 

@@ -11,8 +11,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from specdata.schema import ROLLOUTS, Rollout
-from specdata.tables import fill_table
+from specdata.storage.dataset import fill_dataset
+from specdata.storage.schema import ROLLOUTS, Rollout
 
 SHARDS = 12
 
@@ -21,7 +21,7 @@ def rows(index: int, seconds: float) -> list[Rollout]:
     """Rows whose shard takes some milliseconds to write."""
     sys.stdout.write(f"{index}\n")
     time.sleep(seconds)
-    dice = random.Random(index)
+    rng = random.Random(index)
     return [
         Rollout(
             example_id=f"id{index}-{number}",
@@ -30,7 +30,7 @@ def rows(index: int, seconds: float) -> list[Rollout]:
             sample=0,
             turn=0,
             prompt_ids=[index],
-            completion_ids=[dice.randrange(1 << 30) for _ in range(2000)],
+            completion_ids=[rng.randrange(1 << 30) for _ in range(2000)],
             finish="length",
         )
         for number in range(20)
@@ -40,7 +40,7 @@ def rows(index: int, seconds: float) -> list[Rollout]:
 def fill(folder: Path, seconds: float = 0.0) -> int:
     """The table, in this process."""
     shards = [partial(rows, index, seconds) for index in range(SHARDS)]
-    return fill_table(folder, ROLLOUTS, {"seed": 0}, shards, lambda rows: None)
+    return fill_dataset(folder, ROLLOUTS, {"seed": 0}, shards, lambda rows: None)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Exact laws of small cases, by enumeration: what every verifier is held against.
+"""Exact distributions of small cases, by enumeration: what every verifier is held against.
 
-Models are lookup tables: a law for every prefix, drawn at random, with zeros. Nothing here uses the
+Models are lookup tables: a distribution for every prefix, drawn at random, with zeros. Nothing here uses the
 formulas of a verifier: drafts are enumerated with their probability, a verdict is completed with
-the target's own law to a fixed length, and the result is compared with the target's joint law.
+the target's own distribution to a fixed length, and the result is compared with the target's joint distribution.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from eval.verifiers import Verifier
 
 Prefix = tuple[int, ...]
 Table = Mapping[Prefix, Tensor]
-"""The law (V,) of the next token after every prefix."""
+"""The distribution (V,) of the next token after every prefix."""
 Drafts = Iterator[tuple[float, DraftTree]]
 """Every draft with its probability."""
 Weighted = Sequence[tuple[float, DraftTree]]
 
 
-def random_law(vocabulary: int, generator: torch.Generator, zeros: float = 0.0) -> Tensor:
-    """A law (V,) in float64; each entry is zero with probability `zeros`, never all of them."""
+def random_distribution(vocabulary: int, generator: torch.Generator, zeros: float = 0.0) -> Tensor:
+    """A distribution (V,) in float64; each entry is zero with probability `zeros`, never all of them."""
     skew = 0.5 + 2.5 * torch.rand((), generator=generator, dtype=torch.float64)
     uniform = torch.rand(vocabulary, generator=generator, dtype=torch.float64)
     weights = (-torch.log(uniform.clamp(min=1e-12))) ** skew + 1e-9
@@ -39,22 +39,22 @@ def random_law(vocabulary: int, generator: torch.Generator, zeros: float = 0.0) 
 
 
 def random_table(vocabulary: int, depth: int, seed: int, zeros: float = 0.0) -> Table:
-    """Context-dependent laws for every prefix of at most `depth` tokens."""
+    """Context-dependent distributions for every prefix of at most `depth` tokens."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        prefix: random_law(vocabulary, generator, zeros)
+        prefix: random_distribution(vocabulary, generator, zeros)
         for length in range(depth + 1)
         for prefix in itertools.product(range(vocabulary), repeat=length)
     }
 
 
-def constant_table(law: Sequence[float], depth: int) -> Table:
-    """The same law after every prefix."""
-    row = torch.tensor(law, dtype=torch.float64)
+def constant_table(distribution: Sequence[float], depth: int) -> Table:
+    """The same distribution after every prefix."""
+    row = torch.tensor(distribution, dtype=torch.float64)
     return {
         prefix: row
         for length in range(depth + 1)
-        for prefix in itertools.product(range(len(law)), repeat=length)
+        for prefix in itertools.product(range(len(distribution)), repeat=length)
     }
 
 
@@ -81,33 +81,33 @@ def shifted(table: Table, prefix: Prefix, depth: int) -> Table:
 # --- drafts -------------------------------------------------------------------------------------
 
 
-def support(law: Tensor) -> list[tuple[float, int]]:
+def support(distribution: Tensor) -> list[tuple[float, int]]:
     """Tokens of positive probability: (probability, token)."""
-    return [(float(mass), token) for token, mass in enumerate(law.tolist()) if mass > 0]
+    return [(float(mass), token) for token, mass in enumerate(distribution.tolist()) if mass > 0]
 
 
-def sibling_groups(law: Tensor, count: int, how: How) -> list[tuple[float, Prefix]]:
-    """Every draw of `count` siblings from one law, fewer where the support runs out."""
+def sibling_groups(distribution: Tensor, count: int, how: How) -> list[tuple[float, Prefix]]:
+    """Every draw of `count` siblings from one distribution, fewer where the support runs out."""
     if how == "iid":
         return [
             (math.prod(mass for mass, _ in draws), tuple(token for _, token in draws))
-            for draws in itertools.product(support(law), repeat=count)
+            for draws in itertools.product(support(distribution), repeat=count)
         ]
     if how == "distinct":
-        return _distinct(law, min(count, len(support(law))))
-    ranked = sorted(support(law), key=lambda pair: (-pair[0], pair[1]))
+        return _distinct(distribution, min(count, len(support(distribution))))
+    ranked = sorted(support(distribution), key=lambda pair: (-pair[0], pair[1]))
     top = tuple(token for _, token in ranked[: count - 1])
     rest = ranked[count - 1 :]
     mass = sum(weight for weight, _ in rest)
     return [(weight / mass, (*top, token)) for weight, token in rest] or [(1.0, top)]
 
 
-def _distinct(law: Tensor, count: int) -> list[tuple[float, Prefix]]:
+def _distinct(distribution: Tensor, count: int) -> list[tuple[float, Prefix]]:
     if count == 0:
         return [(1.0, ())]
     groups = []
-    for mass, token in support(law / law.sum()):
-        rest = law.clone()
+    for mass, token in support(distribution / distribution.sum()):
+        rest = distribution.clone()
         rest[token] = 0.0
         groups += [(mass * weight, (token, *later)) for weight, later in _distinct(rest, count - 1)]
     return groups
@@ -145,42 +145,42 @@ def chain_draft(tokens: Prefix, q: Table, tail: bool = False) -> DraftTree:
     """The chain with these tokens."""
     vocabulary = q[()].shape[0]
     rows = [q[tokens[:depth]] for depth in range(len(tokens))]
-    laws = torch.stack(rows) if rows else torch.zeros(0, vocabulary, dtype=torch.float64)
+    distributions = torch.stack(rows) if rows else torch.zeros(0, vocabulary, dtype=torch.float64)
     ids = torch.tensor(tokens, dtype=torch.long)
-    return DraftTree.chain(ids, laws, q[tokens] if tail else None)
+    return DraftTree.chain(ids, distributions, q[tokens] if tail else None)
 
 
 def sibling_drafts(q: Table, count: int, how: How) -> Drafts:
-    """Every group of siblings drawn from one law."""
+    """Every group of siblings drawn from one distribution."""
     for weight, tokens in sibling_groups(q[()], count, how):
         yield weight, DraftTree.siblings(torch.tensor(tokens), q[()], how)
 
 
 def independent_siblings(tables: Sequence[Table]) -> Drafts:
-    """One sibling from each law."""
-    laws = torch.stack([table[()] for table in tables])
-    for draws in itertools.product(*(support(law) for law in laws)):
+    """One sibling from each distribution."""
+    distributions = torch.stack([table[()] for table in tables])
+    for draws in itertools.product(*(support(distribution) for distribution in distributions)):
         weight = math.prod(mass for mass, _ in draws)
-        yield weight, DraftTree.siblings(torch.tensor([token for _, token in draws]), laws)
+        yield weight, DraftTree.siblings(torch.tensor([token for _, token in draws]), distributions)
 
 
 def path_drafts(tables: Sequence[Table], length: int) -> Drafts:
     """One rollout from each table (the same table several times for iid paths)."""
     for rollouts in itertools.product(*(continuations(table, length) for table in tables)):
         weight = math.prod(mass for mass, _ in rollouts)
-        laws = [
+        distributions = [
             torch.stack([table[tokens[:depth]] for depth in range(length)])
             for table, (_, tokens) in zip(tables, rollouts, strict=True)
         ]
         tokens = torch.tensor([tokens for _, tokens in rollouts])
-        yield weight, DraftTree.paths(tokens, torch.stack(laws))
+        yield weight, DraftTree.paths(tokens, torch.stack(distributions))
 
 
 def tree_drafts(q: Table, widths: Sequence[int], how: How) -> Drafts:
     """Every k-configuration; nodes have fewer children where the support runs out."""
     partial: list[tuple[float, list[Prefix], list[int], list[int]]] = [(1.0, [()], [], [0])]
     for width in widths:
-        grown = []
+        builder = []
         for weight, prefixes, parents, level in partial:
             choices = [sibling_groups(q[prefixes[node]], width, how) for node in level]
             for groups in itertools.product(*choices):
@@ -190,8 +190,8 @@ def tree_drafts(q: Table, widths: Sequence[int], how: How) -> Drafts:
                     new_parents += [node] * len(tokens)
                 total = weight * math.prod(mass for mass, _ in groups)
                 new_level = list(range(len(prefixes), len(new_prefixes)))
-                grown.append((total, new_prefixes, new_parents, new_level))
-        partial = grown
+                builder.append((total, new_prefixes, new_parents, new_level))
+        partial = builder
     for weight, prefixes, parents, _ in partial:
         yield weight, _tree_draft(q, widths, how, prefixes, parents)
 
@@ -201,12 +201,14 @@ def _tree_draft(
 ) -> DraftTree:
     tokens = torch.tensor([prefix[-1] for prefix in prefixes[1:]])
     inner = sorted(set(parents))
-    laws = torch.stack([q[prefixes[node]] for node in inner])
+    distributions = torch.stack([q[prefixes[node]] for node in inner])
     full = sum(math.prod(widths[: depth + 1]) for depth in range(len(widths)))
     if len(parents) == full:
-        return DraftTree.tree(widths, tokens, laws, how)
-    law = torch.tensor([inner.index(parent) for parent in parents])
-    return DraftTree(tokens, torch.tensor(parents), laws, law, "tree", how).checked()
+        return DraftTree.tree(widths, tokens, distributions, how)
+    distribution = torch.tensor([inner.index(parent) for parent in parents])
+    return DraftTree(
+        tokens, torch.tensor(parents), distributions, distribution, "tree", how
+    ).checked()
 
 
 @dataclass(frozen=True)
@@ -287,7 +289,7 @@ CASES: Mapping[str, Case] = {
 """Small forms that are enumerated in full, every kind of `DraftTree` among them."""
 
 
-# --- laws of outputs ----------------------------------------------------------------------------
+# --- distributions of outputs ----------------------------------------------------------------------------
 
 
 def node_prefixes(tree: DraftTree) -> list[Prefix]:
@@ -299,46 +301,53 @@ def node_prefixes(tree: DraftTree) -> list[Prefix]:
 
 
 def target_rows(tree: DraftTree, p: Table) -> Tensor:
-    """(N+1, V) the target's laws after every node."""
+    """(N+1, V) the target's distributions after every node."""
     return torch.stack([p[prefix] for prefix in node_prefixes(tree)])
 
 
-def joint_law(p: Table, prefix: Prefix, length: int) -> Tensor:
-    """(V,) * length: the joint law of the tokens that follow a prefix."""
+def joint_distribution(p: Table, prefix: Prefix, length: int) -> Tensor:
+    """(V,) * length: the joint distribution of the tokens that follow a prefix."""
     if length == 0:
         return torch.ones((), dtype=torch.float64)
-    law = p[prefix]
-    rest = [joint_law(p, (*prefix, token), length - 1) for token in range(law.shape[0])]
-    return torch.stack([law[token] * rest[token] for token in range(law.shape[0])])
+    distribution = p[prefix]
+    rest = [
+        joint_distribution(p, (*prefix, token), length - 1)
+        for token in range(distribution.shape[0])
+    ]
+    return torch.stack(
+        [distribution[token] * rest[token] for token in range(distribution.shape[0])]
+    )
 
 
-def completed(p: Table, prefix: Prefix, law: Tensor, length: int) -> Tensor:
-    """Joint law of `length` tokens: a fixed prefix, one token from `law`, the rest from p."""
-    vocabulary = law.shape[0]
+def completed(p: Table, prefix: Prefix, distribution: Tensor, length: int) -> Tensor:
+    """Joint distribution of `length` tokens: a fixed prefix, one token from `distribution`, the rest from p."""
+    vocabulary = distribution.shape[0]
     joint = torch.zeros((vocabulary,) * length, dtype=torch.float64)
     rest = length - len(prefix) - 1
-    for token in law.nonzero().flatten().tolist():
-        following = joint_law(p, (*prefix, token), rest)
-        joint[(*prefix, token)] = float(law[token]) * following
+    for token in distribution.nonzero().flatten().tolist():
+        following = joint_distribution(p, (*prefix, token), rest)
+        joint[(*prefix, token)] = float(distribution[token]) * following
     return joint
 
 
-def output_law(verifier: Verifier, drafts: Drafts, p: Table, length: int, q: Table) -> Tensor:
-    """(V,) * length: the joint law of what one round emits and plain decoding then adds.
+def output_distribution(
+    verifier: Verifier, drafts: Drafts, p: Table, length: int, q: Table
+) -> Tensor:
+    """(V,) * length: the joint distribution of what one round emits and plain decoding then adds.
 
-    Plain decoding draws from p, and through the frames of a verifier that carries some; q is the
-    draft's table, which frames refer to.
+    Plain decoding draws from p, and through the carried of a verifier that carries some; q is the
+    draft's table, which carried refer to.
     """
     joint = torch.zeros((p[()].shape[0],) * length, dtype=torch.float64)
     for weight, tree in drafts:
         target = target_rows(tree, p)
         prefixes = node_prefixes(tree)
-        if verifier.carries:
+        if verifier.carries_residual:
             for chance, end in verifier.outcomes(tree, target):
-                for mass, token in support(end.law):
+                for mass, token in support(end.distribution):
                     text = (*prefixes[end.node], token)
                     after = verifier.after(tree, target, end, token)
-                    joint += weight * chance * mass * plain_law(after, text, p, q, length)
+                    joint += weight * chance * mass * plain_distribution(after, text, p, q, length)
             continue
         verdict = verifier(tree, target)
         for node, stop in enumerate(verdict.stop.tolist()):
@@ -347,7 +356,7 @@ def output_law(verifier: Verifier, drafts: Drafts, p: Table, length: int, q: Tab
     return joint
 
 
-def plain_law(verifier: Verifier, text: Prefix, p: Table, q: Table, length: int) -> Tensor:
+def plain_distribution(verifier: Verifier, text: Prefix, p: Table, q: Table, length: int) -> Tensor:
     """(V,) * length: a fixed text, and what rounds of empty drafts add to it."""
     joint = torch.zeros((p[()].shape[0],) * length, dtype=torch.float64)
     if len(text) >= length:
@@ -355,9 +364,9 @@ def plain_law(verifier: Verifier, text: Prefix, p: Table, q: Table, length: int)
         return joint
     tree, target = chain_draft((), shifted(q, text, 0), tail=True), p[text].unsqueeze(0)
     for chance, end in verifier.outcomes(tree, target):
-        for mass, token in support(end.law):
+        for mass, token in support(end.distribution):
             after = verifier.after(tree, target, end, token)
-            joint += chance * mass * plain_law(after, (*text, token), p, q, length)
+            joint += chance * mass * plain_distribution(after, (*text, token), p, q, length)
     return joint
 
 
@@ -372,11 +381,11 @@ def expected_accepted(verifier: Verifier, drafts: Drafts, p: Table) -> float:
 
 
 def total_variation(first: Tensor, second: Tensor) -> float:
-    """Half the L1 distance of two laws of the same shape."""
+    """Half the L1 distance of two distributions of the same shape."""
     return 0.5 * float((first.double() - second.double()).abs().sum())
 
 
-def rounds_law(
+def rounds_distribution(
     verifier: Verifier,
     p: Table,
     length: int,
@@ -391,7 +400,7 @@ def rounds_law(
         draft: all drafts after a committed prefix.
 
     Returns:
-        Their joint law, (V,) * length, and the expected number of rounds.
+        Their joint distribution, (V,) * length, and the expected number of rounds.
     """
     joint = torch.zeros((p[()].shape[0],) * length, dtype=torch.float64)
     waiting: dict[tuple[Prefix, Verifier], float] = {((), verifier): 1.0}
@@ -416,6 +425,6 @@ def _one_round(
         prefixes = node_prefixes(tree)
         target = torch.stack([p[text + prefix] for prefix in prefixes])
         for chance, end in verifier.outcomes(tree, target):
-            for mass, token in support(end.law):
+            for mass, token in support(end.distribution):
                 after = verifier.after(tree, target, end, token)
                 yield (*text, *prefixes[end.node], token), after, weight * chance * mass

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specdata.prompts import Loaded
+from specdata.prompts.loading import LoadedPrompts
 from tests.chats import chat_tokenizer
 
 PLAIN, CHAT = chat_tokenizer("none"), chat_tokenizer("llama3")
@@ -34,5 +34,5 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def texts(loaded: Loaded) -> list[str]:
+def texts(loaded: LoadedPrompts) -> list[str]:
     return [PLAIN.decode(prompt.ids[1:]) for prompt in loaded.prompts]  # less the BOS

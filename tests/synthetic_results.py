@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from eval.environment import Environment
-from eval.metrics import PromptRecord, Round, record_prompt
-from eval.results import PLAIN, Method, Results, build_results
+from eval.measuring.environment import Environment
+from eval.measuring.records import PromptRecord, record_prompt
+from eval.measuring.results import PLAIN, Method, Results, build_results
+from eval.rounds import Round
 
 T_DRAFT, T_TARGET = 0.002, 0.011
 PROMPTS = 12

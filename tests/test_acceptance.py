@@ -1,4 +1,4 @@
-"""Labels: the right laws, in any batch, piece and shard, under the sampler that they name."""
+"""Labels: the right distributions, in any batch, piece and shard, under the sampler that they name."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from specdata import labelling
-from specdata.acceptance import LabelsConfig, load_labels, make_labels
 from specdata.errors import ConfigError, ManifestError
-from specdata.labelling import Labeller, target_laws
+from specdata.labels import labeller as labelling
+from specdata.labels.labeller import Labeller, target_distributions
+from specdata.labels.make import LabelsConfig, load_labels, make_labels
+from specdata.lm_head import find_lm_head
 from specdata.probability import SamplingConfig, probabilities
-from specdata.readout import readout
-from specdata.schema import LABELS, ROLLOUTS, Label, Rollout
-from specdata.tables import fill_table, load_table
+from specdata.storage.dataset import fill_dataset, load_stored
+from specdata.storage.schema import LABELS, ROLLOUTS, Label, Rollout
 from tests.test_decoder import p_value
 from tests.tiny import tiny_llama
 
@@ -57,15 +57,17 @@ def rollouts(count: int, *, vocab: int, seed: int = 0) -> list[Rollout]:
 
 
 def stored(folder: Path, rows: list[Rollout]) -> Path:
-    fill_table(folder, ROLLOUTS, {}, [lambda: rows], lambda rows: None)
+    fill_dataset(folder, ROLLOUTS, {}, [lambda: rows], lambda rows: None)
     return folder
 
 
 def labeller(
     target: PreTrainedModel, draft: PreTrainedModel, sampling: SamplingConfig, seed: int = 0
 ) -> Labeller:
-    p, q = readout(target), readout(draft)
-    return Labeller(partial(target_laws, p, sampling, 0), q, p.vocabulary, sampling, seed, 64)
+    p, q = find_lm_head(target), find_lm_head(draft)
+    return Labeller(
+        partial(target_distributions, p, sampling, 0), q, p.vocabulary, sampling, seed, 64
+    )
 
 
 def close(one: list[Label], other: list[Label]) -> None:
@@ -101,15 +103,15 @@ def test_labels_are_the_acceptance_of_a_token_drawn_from_the_draft_along_the_tar
         assert row["log_p"][index] == pytest.approx(float(p[drafted].log()), abs=1e-6)
         assert row["log_q"][index] == pytest.approx(float(q[drafted].log()), abs=1e-6)
         assert row["log_q_max"][index] == pytest.approx(float(q.max().log()), abs=1e-6)
-        law = {(token,): float(chance) for token, chance in enumerate(q) if chance > 0}
+        distribution = {(token,): float(chance) for token, chance in enumerate(q) if chance > 0}
         counts = Counter((label["draft_ids"][index],) for label in labels)
-        assert counts.keys() <= law.keys()
-        assert len(law) == 1 or p_value(counts, law) > 1e-6
+        assert counts.keys() <= distribution.keys()
+        assert len(distribution) == 1 or p_value(counts, distribution) > 1e-6
 
 
 def test_labels_align_with_their_rollouts_and_do_not_depend_on_shards(tmp_path: Path) -> None:
     target, draft = tiny_llama(0, vocab=12), tiny_llama(1, vocab=12)
-    source = load_table(stored(tmp_path / "rollouts", rollouts(7, vocab=12)))
+    source = load_stored(stored(tmp_path / "rollouts", rollouts(7, vocab=12)))
     tables = []
     for size in (2, 7):
         make_labels(
@@ -123,7 +125,7 @@ def test_labels_align_with_their_rollouts_and_do_not_depend_on_shards(tmp_path: 
             settings={},
             report=lambda rows: None,
         )
-        tables.append(load_table(tmp_path / f"labels{size}").to_list())
+        tables.append(load_stored(tmp_path / f"labels{size}").to_list())
     assert tables[0] == tables[1]
     for row, rolled in zip(tables[0], source, strict=True):
         assert {key: row[key] for key in rolled} == rolled
@@ -147,7 +149,7 @@ def test_the_size_of_a_piece_and_of_a_forward_change_no_label(
     monkeypatch.setattr(labelling, "VALUES_AT_ONCE", 1)
     monkeypatch.setattr(labelling, "POSITIONS", {"cpu": 3})
     close(whole, work(rows))
-    close(whole, Labeller(work.laws, work.draft, 40, WARPED, 0, tokens_at_once=1)(rows))
+    close(whole, Labeller(work.distributions, work.draft, 40, WARPED, 0, tokens_at_once=1)(rows))
 
 
 def test_a_draft_of_another_width_is_cut_or_filled_up_to_the_targets_vocabulary() -> None:
@@ -184,7 +186,7 @@ def labelled(tmp_path: Path, sampling: SamplingConfig) -> Path:
     make_labels(
         tiny_llama(0),
         tiny_llama(1),
-        load_table(stored(tmp_path / "rollouts", [rollout(0, [2, 3])])),
+        load_stored(stored(tmp_path / "rollouts", [rollout(0, [2, 3])])),
         tmp_path / "labels",
         LabelsConfig(),
         sampling=sampling,

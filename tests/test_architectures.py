@@ -11,15 +11,15 @@ import torch
 import transformers
 from torch import Tensor
 
-from eval.cached import CachedModel
 from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.runtime.model import CachedModel
 from specdata.errors import CacheNotRewindableError, ConfigError, VocabularyMismatchError
 from specdata.probability import SamplingConfig
-from specdata.toy import train_tokenizer
+from specdata.toy.corpus import train_tokenizer
 from specdata.vocabulary import check_shared_vocabulary
 from tests.families import FAMILIES, SPECIAL, tiny
 from tests.test_decoder import p_value
-from tests.tiny import joint_law, tiny_llama
+from tests.tiny import joint_distribution, tiny_llama
 
 PROMPTS = [torch.tensor(ids) for ids in ([2, 5, 9], [7], [4, 5, 11, 3, 8])]
 BUDGET = 24
@@ -139,12 +139,12 @@ def test_tree_attention_gives_each_node_the_logits_of_its_own_path(
     paths = [[1], [2], [1, 3], [1, 4], [2, 5], [1, 4, 6]]
     whole = cached.text(0, SamplingConfig())
     with torch.inference_mode():
-        cached.run(whole.feed(text[:2], 1))
-        found = cached.run(whole.grow(tokens, parents, text[2:]))
+        cached.run(whole.append(text[:2], 1))
+        found = cached.run(whole.append_tree(tokens, parents, text[2:]))
         levels = cached.text(0, SamplingConfig())
-        cached.run(levels.feed(text, 1))
-        grown = [
-            cached.run(levels.grow(tokens[first:last], parents[first:last]))
+        cached.run(levels.append(text, 1))
+        builder = [
+            cached.run(levels.append_tree(tokens[first:last], parents[first:last]))
             for first, last in ((0, 2), (2, 5), (5, 6))
         ]
         for node, path in enumerate([[], *paths]):
@@ -152,23 +152,25 @@ def test_tree_attention_gives_each_node_the_logits_of_its_own_path(
             alone = model(input_ids=torch.tensor([ids])).logits[0, -1]
             torch.testing.assert_close(found[node], alone, rtol=0, atol=1e-9)
             if node:
-                torch.testing.assert_close(torch.cat(grown)[node - 1], alone, rtol=0, atol=1e-9)
+                torch.testing.assert_close(torch.cat(builder)[node - 1], alone, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt_neox", "gemma"])
 @pytest.mark.parametrize("form", ["chain", "tree"])
-def test_the_joint_law_of_three_tokens_is_that_of_plain_sampling(family: str, form: str) -> None:
+def test_the_joint_distribution_of_three_tokens_is_that_of_plain_sampling(
+    family: str, form: str
+) -> None:
     """Fails by chance once in 1e6."""
     config = DecodeConfig(length=2)
     if form == "tree":
         config = DecodeConfig(verifier="rrs_wor", drafter="tree", widths=(2, 1))
     target, draft = tiny(family, 4, vocab=4), tiny(family, 5, vocab=4)
-    law = joint_law(target, [2, 3], 3, config.sampling)
+    distribution = joint_distribution(target, [2, 3], 3, config.sampling)
     decoder = SpeculativeDecoder.from_config(target, draft, config)
     generator, prompt = torch.Generator().manual_seed(7), torch.tensor([2, 3])
     outs = [decoder.generate(prompt, max_new_tokens=3, generator=generator) for _ in range(500)]
-    assert sum(len(out.rounds) > 1 for out in outs) > 50, "the law must span rounds"
-    assert p_value(Counter(tuple(out.tokens.tolist()) for out in outs), law) > 1e-6
+    assert sum(len(out.rounds) > 1 for out in outs) > 50, "the distribution must span rounds"
+    assert p_value(Counter(tuple(out.tokens.tolist()) for out in outs), distribution) > 1e-6
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt_neox", "qwen2", "gemma"])
@@ -317,7 +319,7 @@ def test_scaled_ropes_decode_as_generate_does_beyond_their_first_length(rope: st
 
 @pytest.mark.parametrize("rope", LENGTH_DEPENDENT)
 def test_ropes_of_the_length_decode_within_it_and_are_refused_beyond(rope: str) -> None:
-    """Beyond it a key depends on the forward it was made in, so drafting would change the law."""
+    """Beyond it a key depends on the forward it was made in, so drafting would change the distribution."""
     target, draft = roped(rope)
     with pytest.raises(ConfigError, match="use engine 'eager'"):
         SpeculativeDecoder.from_config(target, draft, CASES["chain"], engine="captured")

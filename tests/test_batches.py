@@ -1,4 +1,4 @@
-"""A batch decodes each text as if it were alone, and keeps its lanes busy."""
+"""A batch decodes each text as if it were alone, and keeps its slots busy."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval.cached import CachedModel
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
-from eval.texts import Forward
+from eval.runtime.model import CachedModel
+from eval.runtime.sequence import Forward
 from specdata.probability import SamplingConfig
 from tests.test_decoder import head
 from tests.tiny import tiny_llama

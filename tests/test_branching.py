@@ -1,4 +1,4 @@
-"""Paths and trees in the decoder: tree attention is exact, and every verifier keeps the law."""
+"""Paths and trees in the decoder: tree attention is exact, and every verifier keeps the distribution."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections import Counter
 import pytest
 import torch
 
-from eval.cached import CachedModel
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.drafters import BranchingDrafter, Path
-from eval.texts import drive
+from eval.drafting.drafters import BranchingDrafter, Path
+from eval.runtime.model import CachedModel
+from eval.runtime.sequence import drive
 from eval.verifiers import VERIFIERS
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
 from tests.test_decoder import PROMPT, p_value
-from tests.tiny import END, joint_law, tiny_llama
+from tests.tiny import END, joint_distribution, tiny_llama
 
 DRAWS = 500
 CASES = {
@@ -47,16 +47,16 @@ def test_every_lossless_verifier_is_decoded_with() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_the_joint_law_over_rounds_is_plain_samplings(name: str) -> None:
-    """Fails by chance once in a million; wrong KV caches or laws shift far more than noise."""
+def test_the_joint_distribution_over_rounds_is_plain_samplings(name: str) -> None:
+    """Fails by chance once in a million; wrong KV caches or distributions shift far more than noise."""
     config = CASES[name]
     target, draft = tiny_llama(0), tiny_llama(1)
-    law = joint_law(target, PROMPT, 4, SamplingConfig())
+    distribution = joint_distribution(target, PROMPT, 4, SamplingConfig())
     decoder = SpeculativeDecoder.from_config(target, draft, config)
     generator = torch.Generator().manual_seed(17)
     prompt = torch.tensor(PROMPT)
     outs = [decoder.generate(prompt, max_new_tokens=4, generator=generator) for _ in range(DRAWS)]
-    assert p_value(Counter(tuple(out.tokens.tolist()) for out in outs), law) > 1e-6
+    assert p_value(Counter(tuple(out.tokens.tolist()) for out in outs), distribution) > 1e-6
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -84,10 +84,10 @@ def test_tree_attention_scores_each_node_as_its_path_alone() -> None:
     text = [2, 9, 4]
     tokens, parents = [5, 6, 7, 8, 9, 7], [0, 0, 1, 1, 2, 4]
     with torch.inference_mode():
-        runner.run(cached.feed(text[:2], 1))
+        runner.run(cached.append(text[:2], 1))
         # In two parts, as a draft grows, after text that is not in the cache yet.
-        first = runner.run(cached.grow(tokens[:2], parents[:2], text[2:]))
-        rest = runner.run(cached.grow(tokens[2:], parents[2:]))
+        first = runner.run(cached.append_tree(tokens[:2], parents[:2], text[2:]))
+        rest = runner.run(cached.append_tree(tokens[2:], parents[2:]))
         logits = torch.cat([first, rest])
         for node in range(len(tokens) + 1):
             path, at = [], node
@@ -97,9 +97,9 @@ def test_tree_attention_scores_each_node_as_its_path_alone() -> None:
             alone = model(input_ids=torch.tensor([text + path[::-1]])).logits[0, -1]
             torch.testing.assert_close(logits[node], alone, atol=1e-10, rtol=0)
         # The accepted path stays, in its place; what follows is scored as after plain text.
-        cached.keep([1, 4, 6])
+        cached.accept([1, 4, 6])
         assert cached.length == 6
-        after = cached.law(runner.run(cached.feed([11], 1))[0])
+        after = cached.distribution(runner.run(cached.append([11], 1))[0])
         alone = model(input_ids=torch.tensor([[*text, 5, 8, 7, 11]])).logits[0, -1].softmax(-1)
         torch.testing.assert_close(after, alone.to(after), atol=1e-6, rtol=0)
 
@@ -132,12 +132,17 @@ def test_a_branching_draft_keeps_its_promises_within_its_room(
                     parent = int(tree.parents[parent - 1])
                 context = torch.tensor([text + path[:0:-1]])
                 with torch.inference_mode():
-                    law = draft(input_ids=context).logits[0, -1].float().softmax(-1)
-                torch.testing.assert_close(tree.law_of(node), law.to(tree.laws), atol=1e-6, rtol=0)
+                    distribution = draft(input_ids=context).logits[0, -1].float().softmax(-1)
+                torch.testing.assert_close(
+                    tree.distribution_of(node),
+                    distribution.to(tree.distributions),
+                    atol=1e-6,
+                    rtol=0,
+                )
             assert max(depth.values()) <= min(room, len(widths))
 
 
-def test_candidates_are_fewer_where_the_law_has_fewer_tokens() -> None:
+def test_candidates_are_fewer_where_the_distribution_has_fewer_tokens() -> None:
     """Top-k 2 leaves two tokens: distinct and greedy siblings never include a third."""
     draft = tiny_llama(1, vocab=6)
     sampling = SamplingConfig(top_k=2)

@@ -11,12 +11,12 @@ import pytest
 from scipy.optimize import check_grad
 from scipy.special import expit, logit
 
-from eval.calibration import Calibration, calibrate, fit_calibration
+from eval.drafting.calibration import Calibration, calibrate, fit_calibration
 from recipes import run_eval
 from recipes.config import parse
 from specdata.probability import SamplingConfig
-from specdata.schema import LABELS
-from specdata.tables import fill_table
+from specdata.storage.dataset import fill_dataset
+from specdata.storage.schema import LABELS
 
 
 def test_the_fit_finds_the_coefficients_that_made_the_labels() -> None:
@@ -49,7 +49,7 @@ def test_the_fit_is_where_the_penalised_likelihood_is_flat() -> None:
 
 @pytest.mark.parametrize("accept", [0.0, 1.0])
 @pytest.mark.parametrize("q_max", [1.0, 0.3])
-def test_labels_or_laws_that_are_all_alike_give_finite_coefficients(
+def test_labels_or_distributions_that_are_all_alike_give_finite_coefficients(
     accept: float, q_max: float
 ) -> None:
     found = fit_calibration(np.full(500, accept), np.full(500, q_max))
@@ -64,7 +64,7 @@ def test_nothing_to_fit_gives_the_prior() -> None:
     assert (found.intercept, found.slope) == pytest.approx((0.7, 0.3))
 
 
-def test_a_probability_stays_one_for_any_coefficients_and_any_law() -> None:
+def test_a_probability_stays_one_for_any_coefficients_and_any_distribution() -> None:
     for calibration in (Calibration(), Calibration(-900.0, 3.0), Calibration(900.0, 50.0)):
         for q_max in (0.0, 1e-9, 0.5, 1.0 - 1e-12, 1.0):
             assert 0.0 <= calibration.accept(q_max) <= 1.0
@@ -117,7 +117,7 @@ def test_an_evaluation_fits_on_held_out_labels_once_and_says_so_without_labels(
 ) -> None:
     rows = [rows_of(split, n) for n, split in enumerate(("train", "dev", "dev"))]
     settings = {"sampling": asdict(SamplingConfig())}
-    fill_table(tmp_path / "labels", LABELS, settings, [lambda: rows], lambda done: None)
+    fill_dataset(tmp_path / "labels", LABELS, settings, [lambda: rows], lambda done: None)
     config = parse([f"--output={tmp_path}"], "").config
     path = tmp_path / "calibration.json"
     found = run_eval._calibration(config, path)

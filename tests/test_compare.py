@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.cached import CachedModel
-from eval.compare import explain, main, read_method, table
+from eval.analysis.compare import explain, main, read_method, table
+from eval.analysis.ties import NOISE_FACTOR, Choice, compare, find_difference, greedy_reference
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.ties import NOISE_FACTOR, Choice, compare, find_difference, greedy_reference
+from eval.runtime.model import CachedModel
 from specdata.errors import ConfigError
-from specdata.toy import corpus, train_tokenizer
+from specdata.toy.corpus import corpus, train_tokenizer
 from tests.families import tiny
 
 ROOT = Path(__file__).parent.parent
@@ -89,7 +89,7 @@ def test_a_decoder_with_a_defect_is_called_a_bug(
 
 
 def test_half_precision_texts_that_differ_are_ties() -> None:
-    """Flat laws in bfloat16: the same logits to a few bits, so rounding picks among them."""
+    """Flat distributions in bfloat16: the same logits to a few bits, so rounding picks among them."""
     ties = 0
     for seed in range(6):
         sizes = {"initializer_range": 0.1, "dtype": torch.bfloat16, "hidden_size": 32}
@@ -193,7 +193,7 @@ def test_the_command_line_compares_and_writes_what_it_shows(
 
 
 def test_bad_input_is_refused_with_status_2_and_no_traceback(pair: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "eval.compare", "--draft", pair["draft"]]
+    command = [sys.executable, "-m", "eval.analysis.compare", "--draft", pair["draft"]]
     done = subprocess.run(
         [*command, "--target", pair["target"], "--method", "{verifier: block, drafter: tree}"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""The decoder's law is the target's: over several rounds, with every stopping rule."""
+"""The decoder's distribution is the target's: over several rounds, with every stopping rule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eval.decoder import DecodeConfig, SpeculativeDecoder
 from heads import AcceptanceHead
 from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.probability import SamplingConfig
-from tests.tiny import END, joint_law, tiny_llama
+from tests.tiny import END, joint_distribution, tiny_llama
 
 DRAWS = 1500
 PROMPT = [2, 3]
@@ -29,12 +29,12 @@ def head(width: int = 16) -> AcceptanceHead:
     return made
 
 
-def p_value(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+def p_value(counts: Counter[tuple[int, ...]], distribution: dict[tuple[int, ...], float]) -> float:
     """Chi-square over texts; those expected fewer than five times share a cell."""
     total = sum(counts.values())
-    assert set(counts) <= set(law), "a text that the target cannot produce"
-    common = [text for text, chance in law.items() if chance * total >= 5]
-    cells = [(counts[text], law[text] * total) for text in common]
+    assert set(counts) <= set(distribution), "a text that the target cannot produce"
+    common = [text for text, chance in distribution.items() if chance * total >= 5]
+    cells = [(counts[text], distribution[text] * total) for text in common]
     rest = total - sum(seen for seen, _ in cells), total - sum(mean for _, mean in cells)
     if rest[1] > 0:
         cells.append(rest)
@@ -54,26 +54,29 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_joint_law_of_four_tokens_equals_plain_samplings(name: str) -> None:
-    """Fails by chance once in 1e6; a quarter of the draft's law mixed in is seen, power > .99."""
+def test_joint_distribution_of_four_tokens_equals_plain_samplings(name: str) -> None:
+    """Fails by chance once in 1e6; a quarter of the draft's distribution mixed in is seen, power > .99."""
     config = CASES[name]
     target, draft = tiny_llama(0), tiny_llama(1)
-    law = joint_law(target, PROMPT, 4, config.sampling)
+    distribution = joint_distribution(target, PROMPT, 4, config.sampling)
     decoder = SpeculativeDecoder.from_config(target, draft, config, head())
     generator = torch.Generator().manual_seed(7)
     prompt = torch.tensor(PROMPT)
     outs = [decoder.generate(prompt, max_new_tokens=4, generator=generator) for _ in range(DRAWS)]
     counts = Counter(tuple(out.tokens.tolist()) for out in outs)
-    assert sum(len(out.rounds) > 1 for out in outs) > DRAWS / 4, "the law must span rounds"
-    assert p_value(counts, law) > 1e-6
+    assert sum(len(out.rounds) > 1 for out in outs) > DRAWS / 4, "the distribution must span rounds"
+    assert p_value(counts, distribution) > 1e-6
 
 
-def test_the_joint_law_test_has_the_power_it_states() -> None:
+def test_the_joint_distribution_test_has_the_power_it_states() -> None:
     sampling = SamplingConfig()
-    law = joint_law(tiny_llama(0), PROMPT, 4, sampling)
-    other = joint_law(tiny_llama(1), PROMPT, 4, sampling)
-    cells = [text for text, chance in law.items() if chance * DRAWS >= 5]
-    shift = sum((0.25 * (other.get(t, 0.0) - law[t])) ** 2 / law[t] for t in cells) * DRAWS
+    distribution = joint_distribution(tiny_llama(0), PROMPT, 4, sampling)
+    other = joint_distribution(tiny_llama(1), PROMPT, 4, sampling)
+    cells = [text for text, chance in distribution.items() if chance * DRAWS >= 5]
+    shift = (
+        sum((0.25 * (other.get(t, 0.0) - distribution[t])) ** 2 / distribution[t] for t in cells)
+        * DRAWS
+    )
     assert ncx2.sf(chi2.isf(1e-6, len(cells)), len(cells), shift) > 0.99
 
 
@@ -133,9 +136,9 @@ def test_nothing_is_drafted_or_emitted_past_the_budget_or_an_end_token(budget: i
     assert 0 < ended < 60
 
 
-def test_plain_decoding_draws_the_law_of_the_target() -> None:
+def test_plain_decoding_draws_the_distribution_of_the_target() -> None:
     target = tiny_llama(0)
-    law = joint_law(target, PROMPT, 4, SamplingConfig())
+    distribution = joint_distribution(target, PROMPT, 4, SamplingConfig())
     decoder = SpeculativeDecoder.from_config(target, None, DecodeConfig())
     generator = torch.Generator().manual_seed(3)
     counts = Counter(
@@ -146,7 +149,7 @@ def test_plain_decoding_draws_the_law_of_the_target() -> None:
         )
         for _ in range(DRAWS)
     )
-    assert p_value(counts, law) > 1e-6
+    assert p_value(counts, distribution) > 1e-6
 
 
 def test_the_same_seed_gives_the_same_tokens() -> None:
@@ -161,10 +164,10 @@ def test_the_same_seed_gives_the_same_tokens() -> None:
     assert decode(1) == decode(1) != decode(2)
 
 
-def test_padded_vocabularies_work_and_keep_the_targets_law() -> None:
+def test_padded_vocabularies_work_and_keep_the_targets_distribution() -> None:
     """A draft with more ids never proposes them; one with fewer gives the others 0."""
     target = tiny_llama(0, vocab=5)
-    law = joint_law(target, PROMPT, 3, SamplingConfig())
+    distribution = joint_distribution(target, PROMPT, 3, SamplingConfig())
     for size in (4, 8):
         draft = tiny_llama(1, vocab=size)
         decoder = SpeculativeDecoder.from_config(target, draft, DecodeConfig(length=2))
@@ -177,7 +180,7 @@ def test_padded_vocabularies_work_and_keep_the_targets_law() -> None:
             )
             for _ in range(800)
         )
-        assert p_value(counts, law) > 1e-6
+        assert p_value(counts, distribution) > 1e-6
 
 
 def test_other_architectures_decode_as_generate_does() -> None:
@@ -201,7 +204,9 @@ def test_other_architectures_decode_as_generate_does() -> None:
 # PEFT asks transformers by a name that it will drop.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("engine", ["eager", "captured"])
-def test_a_draft_with_adapters_drafts_from_the_law_of_its_merged_weights(engine: str) -> None:
+def test_a_draft_with_adapters_drafts_from_the_distribution_of_its_merged_weights(
+    engine: str,
+) -> None:
     target, base = tiny_llama(0, vocab=40), tiny_llama(1, vocab=40)
     torch.manual_seed(3)
     draft = get_peft_model(base, LoraConfig(r=4, init_lora_weights=False)).double().eval()

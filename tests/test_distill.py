@@ -22,7 +22,7 @@ from distill.toy import ToyPairConfig, train_toy_pair
 from specdata.errors import ManifestError, VocabularyMismatchError
 from specdata.models import load_model, load_tokenizer
 from specdata.probability import SamplingConfig
-from specdata.toy import examples
+from specdata.toy.corpus import examples
 
 REPOSITORY = Path(__file__).parents[1]
 SMALL = ToyPairConfig(
@@ -140,7 +140,7 @@ def test_distillation_raises_acceptance_on_rollouts_it_did_not_see(
     "sampling",
     [SamplingConfig(temperature=0.0), SamplingConfig(temperature=0.7, top_k=5, top_p=0.9)],
 )
-def test_distillation_learns_the_law_that_serving_uses(
+def test_distillation_learns_the_distribution_that_serving_uses(
     pair: Path, tmp_path: Path, sampling: SamplingConfig
 ) -> None:
     result = distilled(pair, tmp_path / "draft", replace(QUICK, epochs=3), sampling)
@@ -157,7 +157,7 @@ def test_mean_acceptance_counts_completion_positions_only(pair: Path) -> None:
             p, q = target(ids).logits.softmax(-1)[0], draft(ids).logits.softmax(-1)[0]
         begin = len(row["prompt_ids"])
         for position in range(begin, ids.shape[1]):
-            # The token at `position` was drawn from the law one row earlier.
+            # The token at `position` was drawn from the distribution one row earlier.
             values.append(sum(map(min, p[position - 1].tolist(), q[position - 1].tolist())))
     expected = sum(values) / len(values)
     found = mean_acceptance(target, draft, rows, SamplingConfig())

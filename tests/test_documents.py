@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from eval.methods import check_methods
+from eval.measuring.methods import check_methods
 from eval.verifiers import VERIFIERS
 from recipes.config import build
 
@@ -59,7 +59,7 @@ def test_every_file_in_the_tree_of_the_readme_exists() -> None:
                 (ROOT / base / name).exists() for base in ("", folder, f"{folder}configs")
             ), name
             seen += 1
-    assert seen > 15
+    assert seen > 12
 
 
 def test_every_verifier_has_its_row_in_papers() -> None:

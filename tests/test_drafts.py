@@ -23,24 +23,24 @@ def ids(*tokens: int) -> Tensor:
 def test_a_chain_follows_itself() -> None:
     tree = DraftTree.chain(ids(0, 2), Q2)
     assert tree.kind == "chain"
-    assert tree.kids == [[1], [2], []]
-    assert torch.equal(tree.law_of(2), Q2[1])
+    assert tree.children_of == [[1], [2], []]
+    assert torch.equal(tree.distribution_of(2), Q2[1])
 
 
 def test_an_empty_chain_is_a_draft() -> None:
     tree = DraftTree.chain(torch.zeros(0, dtype=torch.long), torch.zeros(0, 3), tail=Q2[0])
-    assert (len(tree), tree.kind, tree.kids) == (0, "chain", [[]])
+    assert (len(tree), tree.kind, tree.children_of) == (0, "chain", [[]])
 
 
 def test_paths_branch_at_the_root_only_and_are_never_merged() -> None:
     q = Q2.expand(3, 2, 3)
     tree = DraftTree.paths(torch.tensor([[0, 2], [0, 1], [1, 2]]), q)
-    assert tree.kids == [[1, 3, 5], [2], [], [4], [], [6], []]
+    assert tree.children_of == [[1, 3, 5], [2], [], [4], [], [6], []]
     assert tree.kind == "paths, iid"
     assert tree.follow([1, 3, 5], 1) == [1, 3]
 
 
-def test_laws_that_differ_where_paths_compete_make_them_independent() -> None:
+def test_distributions_that_differ_where_paths_compete_make_them_independent() -> None:
     other = torch.tensor([[0.4, 0.6, 0.0], [0.2, 0.3, 0.5]])
     tokens = torch.tensor([[0, 2], [0, 1]])
     assert DraftTree.paths(tokens, torch.stack([Q2, other])).kind == "paths, independent"
@@ -51,7 +51,7 @@ def test_laws_that_differ_where_paths_compete_make_them_independent() -> None:
     assert DraftTree.paths(apart, deep).kind == "paths, iid"
 
 
-def test_the_same_law_up_to_rounding_is_one_law() -> None:
+def test_the_same_distribution_up_to_rounding_is_one_distribution() -> None:
     tokens = torch.tensor([[0, 2], [0, 1]])
     q = torch.stack([Q2, Q2 * (1 + 4e-16)])
     assert DraftTree.paths(tokens, q).kind == "paths, iid"
@@ -60,7 +60,7 @@ def test_the_same_law_up_to_rounding_is_one_law() -> None:
     assert DraftTree.paths(tokens, torch.stack([Q2, Q2 + 1e-8])).kind == "paths, independent"
 
 
-def test_laws_of_many_small_probabilities_that_differ_as_a_whole_are_not_merged() -> None:
+def test_distributions_of_many_small_probabilities_that_differ_as_a_whole_are_not_merged() -> None:
     half = torch.full((131072,), 1 / 131072)
     tilted = half.clone()
     tilted[::2] += 9e-7
@@ -69,33 +69,33 @@ def test_laws_of_many_small_probabilities_that_differ_as_a_whole_are_not_merged(
     assert draft.kind == "siblings, independent"
 
 
-def test_a_token_with_a_tiny_probability_under_its_own_law_is_accepted_as_drawn() -> None:
-    laws = torch.tensor([[1.0, 0.0], [1 - 5e-7, 5e-7]], dtype=torch.float64)
-    assert DraftTree.siblings(torch.tensor([0, 1]), laws).law_list == [0, 1]
+def test_a_token_with_a_tiny_probability_under_its_own_distribution_is_accepted_as_drawn() -> None:
+    distributions = torch.tensor([[1.0, 0.0], [1 - 5e-7, 5e-7]], dtype=torch.float64)
+    assert DraftTree.siblings(torch.tensor([0, 1]), distributions).distribution_indices == [0, 1]
 
 
 def test_siblings_may_repeat_unless_drawn_without_replacement() -> None:
     assert DraftTree.siblings(ids(1, 1), Q2[1]).kind == "siblings, iid"
     assert DraftTree.siblings(ids(1, 2), Q2[1], "distinct").kind == "siblings, distinct"
     assert DraftTree.siblings(ids(2, 0), Q2[1], "greedy").kind == "siblings, greedy"
-    laws = torch.stack([Q2[1], Q2[0]])
-    assert DraftTree.siblings(ids(1, 1), laws).kind == "siblings, independent"
+    distributions = torch.stack([Q2[1], Q2[0]])
+    assert DraftTree.siblings(ids(1, 1), distributions).kind == "siblings, independent"
 
 
 def test_a_k_configuration_is_numbered_breadth_first() -> None:
-    laws = Q2[1].expand(3, 3)
-    tree = DraftTree.tree((2, 2), ids(0, 1, 2, 2, 1, 0), laws)
-    assert tree.kids == [[1, 2], [3, 4], [5, 6], [], [], [], []]
-    assert tree.law.tolist() == [0, 0, 1, 1, 2, 2]
+    distributions = Q2[1].expand(3, 3)
+    tree = DraftTree.tree((2, 2), ids(0, 1, 2, 2, 1, 0), distributions)
+    assert tree.children_of == [[1, 2], [3, 4], [5, 6], [], [], [], []]
+    assert tree.distribution_index.tolist() == [0, 0, 1, 1, 2, 2]
     assert tree.follow([1, 2], 1) == [2]
 
 
 def test_a_ragged_tree_is_checked_too() -> None:
     """Where the support runs out before K, a node has fewer children."""
-    laws = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.5, 0.0]])
-    tree = DraftTree(ids(1, 0, 1), ids(0, 1, 1), laws, ids(0, 1, 1), "tree", "distinct")
+    distributions = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.5, 0.0]])
+    tree = DraftTree(ids(1, 0, 1), ids(0, 1, 1), distributions, ids(0, 1, 1), "tree", "distinct")
     assert tree.checked() is tree
-    assert tree.kids == [[1], [2, 3], [], []]
+    assert tree.children_of == [[1], [2, 3], [], []]
 
 
 # --- bad ones ---
@@ -126,7 +126,7 @@ BAD: dict[str, tuple[Callable[[], DraftTree], str]] = {
     ),
     "never drawn": (
         lambda: DraftTree.chain(ids(2, 0), Q2),
-        "node 1 holds token 2, to which its law q gives probability 0: pass the law",
+        "node 1 holds token 2, to which its distribution q gives probability 0: pass the distribution",
     ),
     "repeated": (
         lambda: DraftTree.siblings(ids(1, 1), Q2[1], "distinct"),
@@ -134,9 +134,9 @@ BAD: dict[str, tuple[Callable[[], DraftTree], str]] = {
     ),
     "greedy last": (
         lambda: DraftTree.siblings(ids(0, 2), Q2[0], "greedy"),
-        "node 2 holds token 2, to which its law q gives probability 0",
+        "node 2 holds token 2, to which its distribution q gives probability 0",
     ),
-    "laws of distinct": (
+    "distributions of distinct": (
         lambda: DraftTree.siblings(ids(0, 1), Q2, "distinct"),
         r"q \(K, V\) needs how='iid', not 'distinct'; give q \(V,\)",
     ),
@@ -149,7 +149,7 @@ BAD: dict[str, tuple[Callable[[], DraftTree], str]] = {
         lambda: DraftTree.tree((2, 1), ids(0, 1), Q2),
         r"widths \(2, 1\) need 4 tokens",
     ),
-    "tree laws": (
+    "tree distributions": (
         lambda: DraftTree.tree((2, 1), ids(0, 1, 0, 1), Q2),
         r"q needs 3 rows; got shape \(2, 3\)",
     ),
@@ -157,9 +157,9 @@ BAD: dict[str, tuple[Callable[[], DraftTree], str]] = {
         lambda: DraftTree(ids(0, 1), ids(2, 0), Q2, ids(0, 1), "tree").checked(),
         "a parent must come before its child: node 1 follows node 2",
     ),
-    "law rows": (
+    "distribution rows": (
         lambda: DraftTree(ids(0, 1), ids(0, 1), Q2, ids(0, 2), "tree").checked(),
-        r"rows of laws must lie in \[0, 2\), got 0 to 2",
+        r"rows of distributions must lie in \[0, 2\), got 0 to 2",
     ),
     "not a chain": (
         lambda: DraftTree(ids(0, 1), ids(0, 0), Q2, ids(0, 0), "chain").checked(),

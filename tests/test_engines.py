@@ -1,4 +1,4 @@
-"""Captured and compiled forwards give what the eager model gives."""
+"""CapturedModel and compiled forwards give what the eager model gives."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eval.captured import captured
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.packed import SMALLEST_PACKED
+from eval.runtime.graphs import captured
+from eval.runtime.prepack import SMALLEST_PACKED
 from specdata.errors import ConfigError
 from tests.test_decoder import head
 from tests.tiny import tiny_llama

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from eval.experiment import Artefacts, run_experiment
-from eval.methods import EvalConfig, MethodConfig
-from eval.report import blocks, environment_rows
-from eval.results import Results, Run, check_figures, read_results, write_results
+from eval.measuring.experiment import Artefacts, run_experiment
+from eval.measuring.methods import EvalConfig, MethodConfig
+from eval.measuring.results import Results, Run, check_metrics, read_results, write_results
+from eval.reporting.report import environment_rows, sections_of
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
-from specdata.prompts import Prompt, PromptSet
+from specdata.prompts.loading import Prompt, PromptSet
 from tests.synthetic_results import ENVIRONMENT
 from tests.test_decoder import head
 from tests.tiny import tiny_llama
@@ -93,7 +93,7 @@ def test_a_batched_evaluation_counts_what_decoding_one_by_one_counts(
 
 def test_a_batched_evaluation_states_no_speed(timed: Results, untimed: Path) -> None:
     found = read_results(untimed / "results.json")
-    check_figures(found)
+    check_metrics(found)
     assert timed.timed
     assert not found.timed
     assert found.environment.batch_size == 2
@@ -102,7 +102,7 @@ def test_a_batched_evaluation_states_no_speed(timed: Results, untimed: Path) -> 
         assert (run.tokens_per_second, run.speedup) == (None, None)
         assert set(run.intervals).isdisjoint({"tokens_per_second", "speedup"})
         assert set(run.seconds.values()) == {0.0}
-    assert "Speeds were not measured: 2 prompts" in blocks(found)[0].summary
+    assert "Speeds were not measured: 2 prompts" in sections_of(found)[0].summary
 
 
 def test_an_interrupted_batched_evaluation_ends_as_it_would_have(untimed: Path) -> None:

@@ -1,4 +1,4 @@
-"""Models in bfloat16 and float16: laws are float32, and only rounding moves them."""
+"""Models in bfloat16 and float16: distributions are float32, and only rounding moves them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from eval.cached import CachedModel
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafts import DraftTree
+from eval.runtime.model import CachedModel
 from eval.verifiers import Verifier
 from eval.verifiers.rule import Drawn
 from specdata.probability import SamplingConfig, probabilities
@@ -36,9 +36,11 @@ class Noted:
     def __init__(self, inner: Verifier, seen: list[tuple[DraftTree, torch.Tensor]]) -> None:
         self.inner, self.seen = inner, seen
 
-    def draw(self, draft: DraftTree, laws: torch.Tensor, generator: torch.Generator) -> Drawn:
-        self.seen.append((draft, laws))
-        return replace(self.inner.draw(draft, laws, generator), verifier=self)  # type: ignore[arg-type]
+    def draw(
+        self, draft: DraftTree, distributions: torch.Tensor, generator: torch.Generator
+    ) -> Drawn:
+        self.seen.append((draft, distributions))
+        return replace(self.inner.draw(draft, distributions, generator), verifier=self)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -64,7 +66,9 @@ def noted(
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("family", ["llama", "opt", "gemma"])
-def test_verifiers_get_float32_laws_without_nan(family: str, name: str, dtype: torch.dtype) -> None:
+def test_verifiers_get_float32_distributions_without_nan(
+    family: str, name: str, dtype: torch.dtype
+) -> None:
     target, draft = tiny(family, 2, dtype=dtype), tiny(family, 3, dtype=dtype)
     made, seen = noted(target, draft, CASES[name])
     for seed, prompt in enumerate(PROMPTS):
@@ -78,15 +82,19 @@ def test_verifiers_get_float32_laws_without_nan(family: str, name: str, dtype: t
     )
     assert all(1 <= len(out.tokens) <= 16 for out in batch)
     assert any(len(draft) for draft, _ in seen)
-    for drafted, laws in seen:
-        for law in (laws, drafted.laws) if len(drafted) else (laws,):
-            assert law.dtype == torch.float32
-            torch.testing.assert_close(law.sum(-1), torch.ones(law.shape[:-1]), rtol=0, atol=1e-5)
+    for drafted, distributions in seen:
+        for distribution in (
+            (distributions, drafted.distributions) if len(drafted) else (distributions,)
+        ):
+            assert distribution.dtype == torch.float32
+            torch.testing.assert_close(
+                distribution.sum(-1), torch.ones(distribution.shape[:-1]), rtol=0, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("engine", ["eager", "captured"])
-def test_laws_are_the_softmax_in_float32_of_the_logits_as_run(
+def test_distributions_are_the_softmax_in_float32_of_the_logits_as_run(
     dtype: torch.dtype, engine: Any
 ) -> None:
     """A softmax in half precision keeps eight bits; these agree to float32's."""
@@ -94,31 +102,31 @@ def test_laws_are_the_softmax_in_float32_of_the_logits_as_run(
     cached = CachedModel(model, 40, engine=engine)
     text = cached.text(0, SamplingConfig(temperature=0.7))
     with torch.inference_mode():
-        cached.run(text.feed([2, 3], 1))
-        logits = cached.run(text.feed([4, 5, 6], 3))
+        cached.run(text.append([2, 3], 1))
+        logits = cached.run(text.append([4, 5, 6], 3))
     assert logits.dtype == dtype
-    law = text.law(logits)
+    distribution = text.distribution(logits)
     exact = (logits.double() / 0.7).softmax(-1)
-    torch.testing.assert_close(law.double(), exact, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(distribution.double(), exact, rtol=1e-5, atol=1e-9)
     assert float(((logits / 0.7).softmax(-1).double() - exact).abs().max()) > 1e-5
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen3"])
-def test_laws_move_by_no_more_than_the_logits_do(family: str, dtype: torch.dtype) -> None:
+def test_distributions_move_by_no_more_than_the_logits_do(family: str, dtype: torch.dtype) -> None:
     """Softmax: if no logit moves by more than d, the total variation is at most tanh(d / 2).
 
-    Laws of verification against those of plain, one-token decoding of the same text.
+    Distributions of verification against those of plain, one-token decoding of the same text.
     """
     model = tiny(family, 2, dtype=dtype)
     cached = CachedModel(model, 40)
     tokens = [9, 4, 22, 31, 6, 17]
     alone, together = (cached.text(row, SamplingConfig()) for row in range(2))
     with torch.inference_mode():
-        cached.run(alone.feed([2, 3], 1))
-        cached.run(together.feed([2, 3], 1))
-        single = torch.cat([cached.run(alone.feed([token], 1)) for token in tokens]).float()
-        block = cached.run(together.feed(tokens, len(tokens))).float()
+        cached.run(alone.append([2, 3], 1))
+        cached.run(together.append([2, 3], 1))
+        single = torch.cat([cached.run(alone.append([token], 1)) for token in tokens]).float()
+        block = cached.run(together.append(tokens, len(tokens))).float()
     moved = (single - block).abs().amax(-1).double()
     one, other = (probabilities(rows, SamplingConfig()).double() for rows in (single, block))
     apart = (one - other).abs().sum(-1) / 2
@@ -139,8 +147,8 @@ def test_masks_hide_with_the_smallest_number_of_the_models_type(dtype: torch.dty
     cached = CachedModel(model, 40)
     text = cached.text(0, SamplingConfig())
     with torch.inference_mode():
-        cached.run(text.feed([2, 3], 1))
-        rows = cached.run(text.grow([4, 5, 6], [0, 0, 1], [7]))
+        cached.run(text.append([2, 3], 1))
+        rows = cached.run(text.append_tree([4, 5, 6], [0, 0, 1], [7]))
     hook.remove()
     assert seen[-1].dtype == dtype
     assert set(seen[-1].unique().tolist()) == {0.0, torch.finfo(dtype).min}
@@ -149,10 +157,10 @@ def test_masks_hide_with_the_smallest_number_of_the_models_type(dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("name", ["chain", "tree"])
-def test_a_text_in_half_precision_is_drawn_as_its_own_laws_say(
+def test_a_text_in_half_precision_is_drawn_as_its_own_distributions_say(
     name: str, dtype: torch.dtype
 ) -> None:
-    """Every emitted token has a chance in the law that the verifier was shown for its place."""
+    """Every emitted token has a chance in the distribution that the verifier was shown for its place."""
     target, draft = tiny("llama", 2, dtype=dtype), tiny("llama", 3, dtype=dtype)
     config = replace(CASES[name], top_k=3)
     made, seen = noted(target, draft, config)
@@ -162,10 +170,10 @@ def test_a_text_in_half_precision_is_drawn_as_its_own_laws_say(
             PROMPTS[0], max_new_tokens=12, generator=torch.Generator().manual_seed(seed)
         )
         tokens = out.tokens.tolist()
-        for (drafted, laws), record in zip(seen, out.rounds, strict=False):
+        for (drafted, distributions), record in zip(seen, out.rounds, strict=False):
             node = 0
             for token in tokens[: record.emitted]:
-                assert float(laws[node, token]) > 0
+                assert float(distributions[node, token]) > 0
                 children = [
                     child + 1
                     for child, parent in enumerate(drafted.parents.tolist())

@@ -1,4 +1,4 @@
-"""Selection then speculative sampling: exact laws, the truncation's bound, near-optimal rules."""
+"""Selection then speculative sampling: exact distributions, the truncation's bound, near-optimal rules."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from eval.drafts import DraftTree
 from eval.verifiers import VERIFIERS, Verifier
-from eval.verifiers import luce as luce_module
-from eval.verifiers import selection as selection_module
-from eval.verifiers.linear_program import solve_flow, solve_program
-from eval.verifiers.luce import fit_pair, fit_race, race_law
 from eval.verifiers.optimum import optimal_acceptance, optimal_acceptance_independent
-from eval.verifiers.pairs import PairRule, pair_masses
-from eval.verifiers.selection import (
+from eval.verifiers.selection import luce as luce_module
+from eval.verifiers.selection import solvers as selection_module
+from eval.verifiers.selection.linear_program import solve_flow, solve_program
+from eval.verifiers.selection.luce import fit_pair, fit_race, race_distribution
+from eval.verifiers.selection.pairs import PairRule, pair_masses
+from eval.verifiers.selection.solvers import (
     Selection,
     best_form,
     selector,
@@ -32,11 +32,11 @@ from tests.oracles import (
     constant_table,
     expected_accepted,
     independent_siblings,
-    joint_law,
+    joint_distribution,
     markov_table,
-    output_law,
+    output_distribution,
     path_drafts,
-    random_law,
+    random_distribution,
     random_table,
     total_variation,
 )
@@ -46,31 +46,31 @@ SOLVERS = ("lp", "truncated", "truncated_nosort", "luce")
 P3, Q3, R3 = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5], [0.6, 0.2, 0.2]], dtype=torch.float64)
 
 
-def random_laws(seed: int, count: int, size: int = 4, alike: bool = False) -> list[Tensor]:
-    """p and the drafts' laws; every third seed has zeros; `alike` drafts share one law."""
+def random_distributions(seed: int, count: int, size: int = 4, alike: bool = False) -> list[Tensor]:
+    """p and the drafts' distributions; every third seed has zeros; `alike` drafts share one distribution."""
     generator = torch.Generator().manual_seed(seed)
     zeros = 0.35 if seed % 3 == 1 else 0.0
-    p, *qs = (random_law(size, generator, zeros) for _ in range(count + 1))
+    p, *qs = (random_distribution(size, generator, zeros) for _ in range(count + 1))
     return [p, *([qs[0]] * count if alike else qs)]
 
 
 def acceptance(verifier: Verifier, p: Tensor, qs: Sequence[Tensor]) -> float:
-    """Exact acceptance at one place, after checking that the output law is p."""
+    """Exact acceptance at one place, after checking that the output distribution is p."""
     drafts = list(independent_siblings([constant_table(q.tolist(), 1) for q in qs]))
     table = constant_table(p.tolist(), 1)
-    emitted = output_law(verifier, iter(drafts), table, 2, table)
-    assert total_variation(emitted, joint_law(table, (), 2)) <= 1e-12
+    emitted = output_distribution(verifier, iter(drafts), table, 2, table)
+    assert total_variation(emitted, joint_distribution(table, (), 2)) <= 1e-12
     return expected_accepted(verifier, iter(drafts), table)
 
 
-def enumerated_law(selection: Selection, qs: Sequence[Array]) -> Array:
-    """Law of the selected token, draft by draft."""
-    law = np.zeros_like(qs[0])
+def enumerated_distribution(selection: Selection, qs: Sequence[Array]) -> Array:
+    """Distribution of the selected token, draft by draft."""
+    distribution = np.zeros_like(qs[0])
     for tokens in product(*(np.flatnonzero(q).tolist() for q in qs)):
         mass = math.prod(float(q[x]) for q, x in zip(qs, tokens, strict=True))
         weights = np.array(selection.weights(list(tokens)))
-        np.add.at(law, list(tokens), mass * weights / weights.sum())
-    return law
+        np.add.at(distribution, list(tokens), mass * weights / weights.sum())
+    return distribution
 
 
 def tournament_of(rule: PairRule) -> Selection:
@@ -81,21 +81,25 @@ def tournament_of(rule: PairRule) -> Selection:
     return Selection(np.zeros(0), weights)
 
 
-# --- the law of the selected token ---
+# --- the distribution of the selected token ---
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize(("k", "alike"), [(1, True), (2, True), (2, False), (3, True), (3, False)])
-def test_the_law_of_the_selected_token_is_exact(solver: Any, k: int, alike: bool) -> None:
+def test_the_distribution_of_the_selected_token_is_exact(solver: Any, k: int, alike: bool) -> None:
     for seed in range(6):
-        p, *qs = (law.numpy() for law in random_laws(seed, k, alike=alike))
+        p, *qs = (
+            distribution.numpy() for distribution in random_distributions(seed, k, alike=alike)
+        )
         selection = selector(solver, 2)(p, qs)
-        np.testing.assert_allclose(selection.law, enumerated_law(selection, qs), atol=1e-13)
-        np.testing.assert_allclose(selection.law.sum(), 1.0, atol=1e-13)
+        np.testing.assert_allclose(
+            selection.distribution, enumerated_distribution(selection, qs), atol=1e-13
+        )
+        np.testing.assert_allclose(selection.distribution.sum(), 1.0, atol=1e-13)
 
 
-def test_every_form_has_its_exact_law_at_a_vocabulary_of_groups_and_ranks() -> None:
-    p, q1, q2 = (law.numpy() for law in random_laws(0, 2, size=90))
+def test_every_form_has_its_exact_distribution_at_a_vocabulary_of_groups_and_ranks() -> None:
+    p, q1, q2 = (distribution.numpy() for distribution in random_distributions(0, 2, size=90))
     for second in (q1, q2):
         forms = [
             *truncated(p, q1, second, 5),
@@ -103,8 +107,8 @@ def test_every_form_has_its_exact_law_at_a_vocabulary_of_groups_and_ranks() -> N
             fit_pair(p, q1, second),
         ]
         for form in forms:
-            enumerated = enumerated_law(tournament_of(form), [q1, second])
-            np.testing.assert_allclose(form.law(q1, second), enumerated, atol=1e-14)
+            enumerated = enumerated_distribution(tournament_of(form), [q1, second])
+            np.testing.assert_allclose(form.distribution(q1, second), enumerated, atol=1e-14)
 
 
 def test_luce_selection_of_many_drafts_is_exact_with_groups(
@@ -112,11 +116,11 @@ def test_luce_selection_of_many_drafts_is_exact_with_groups(
 ) -> None:
     monkeypatch.setattr(luce_module, "HEAD", 2)
     for seed in range(3):
-        p, q, *_ = (law.numpy() for law in random_laws(seed, 1, size=7))
+        p, q, *_ = (distribution.numpy() for distribution in random_distributions(seed, 1, size=7))
         race = fit_race(p, q, 3)
         assert race.theta.shape[0] > len(p)  # grouped indeed
-        enumerated = enumerated_law(Selection(race.law, race.weights), [q] * 3)
-        np.testing.assert_allclose(race.law, enumerated, atol=1e-13)
+        enumerated = enumerated_distribution(Selection(race.distribution, race.weights), [q] * 3)
+        np.testing.assert_allclose(race.distribution, enumerated, atol=1e-13)
 
 
 @pytest.mark.parametrize("solver", ["truncated", "truncated_nosort"])
@@ -126,33 +130,37 @@ def test_selection_by_letters_is_exact(
 ) -> None:
     monkeypatch.setattr(selection_module, "LETTERS", 3)
     for seed in range(3):
-        p, q, *_ = (law.numpy() for law in random_laws(3 * seed, 1, size=90))
+        p, q, *_ = (
+            distribution.numpy() for distribution in random_distributions(3 * seed, 1, size=90)
+        )
         kept = np.arange(90) % 9 == 0
         q = np.where(kept, q, 0.0) / q[kept].sum()
         p = 0.5 * p + 0.5 * np.where(kept, q * (1 + 0.2 * np.arange(90) % 3), 0.0)
         selection = selector(solver, 2)(p / p.sum(), [q] * k)
-        np.testing.assert_allclose(selection.law, enumerated_law(selection, [q] * k), atol=1e-13)
+        np.testing.assert_allclose(
+            selection.distribution, enumerated_distribution(selection, [q] * k), atol=1e-13
+        )
 
 
 def test_letters_of_a_large_vocabulary_cost_next_to_nothing() -> None:
     """Against a tournament over all 5000 tokens, which knows nothing of letters."""
-    p, q = (law.numpy() for law in random_laws(0, 1, size=5000))
+    p, q = (distribution.numpy() for distribution in random_distributions(0, 1, size=5000))
     for k in (2, 3):
-        by_letters = selector("truncated", 5)(p, [q] * k).law
-        in_full = selector("truncated", 5)(p, [q.copy() for _ in range(k)]).law
+        by_letters = selector("truncated", 5)(p, [q] * k).distribution
+        in_full = selector("truncated", 5)(p, [q.copy() for _ in range(k)]).distribution
         gain = np.minimum(p, by_letters).sum() - np.minimum(p, in_full).sum()
         assert gain >= -0.005
 
 
-def test_law_of_luce_selection_of_worked_examples() -> None:
+def test_distribution_of_luce_selection_of_worked_examples() -> None:
     theta = np.log(P3.numpy() / Q3.numpy())
     expected = {
         2: ([0.29812808, 0.33857143, 0.36330049], 0.79812808),
         3: ([0.35257653, 0.34065385, 0.30676962], 0.85257653),
     }
-    for k, (law, accepted) in expected.items():
-        b = race_law(theta - theta.max(), Q3.numpy(), k, 0.2)
-        np.testing.assert_allclose(b, law, atol=1e-8)
+    for k, (distribution, accepted) in expected.items():
+        b = race_distribution(theta - theta.max(), Q3.numpy(), k, 0.2)
+        np.testing.assert_allclose(b, distribution, atol=1e-8)
         assert np.minimum(P3.numpy(), b).sum() == pytest.approx(accepted, abs=1e-8)
 
 
@@ -162,12 +170,12 @@ def test_law_of_luce_selection_of_worked_examples() -> None:
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("alphabet", [None, 2])
 @pytest.mark.parametrize(("k", "alike"), [(1, True), (2, True), (2, False), (3, True), (3, False)])
-def test_output_law_is_the_target_law(
+def test_output_distribution_is_the_target_distribution(
     solver: str, alphabet: int | None, k: int, alike: bool
 ) -> None:
     verifier = VERIFIERS["importance"].make(solver=solver, s=2, alphabet=alphabet)
     for seed in range(4):
-        p, *qs = random_laws(seed, k, size=3, alike=alike)
+        p, *qs = random_distributions(seed, k, size=3, alike=alike)
         accepted = acceptance(verifier, p, qs)
         assert accepted <= optimal_acceptance_independent(p, qs) + 1e-12
         single = max(float(torch.minimum(p, q).sum()) for q in qs)
@@ -184,11 +192,11 @@ def test_acceptance_is_the_overlap_with_b_and_the_residual_on_drafted_tokens(
 ) -> None:
     verifier = VERIFIERS["importance"].make(solver=solver, s=1)
     for seed in range(8):
-        p, *qs = random_laws(seed, 2, size=4, alike=alike)
+        p, *qs = random_distributions(seed, 2, size=4, alike=alike)
         arrays = [q.numpy() for q in qs]
-        laws = [arrays[0]] * 2 if alike else arrays
-        selection = selector(solver, 1)(p.numpy(), laws)
-        b = torch.from_numpy(selection.law)
+        distributions = [arrays[0]] * 2 if alike else arrays
+        selection = selector(solver, 1)(p.numpy(), distributions)
+        b = torch.from_numpy(selection.distribution)
         residual = (p - b).clamp(min=0)
         residual = residual / residual.sum() if residual.sum() > 1e-12 else p
         hit = 0.0
@@ -207,11 +215,11 @@ def test_acceptance_is_the_overlap_with_b_and_the_residual_on_drafted_tokens(
 def test_the_linear_program_reaches_the_optimum_of_two_drafts(alike: bool) -> None:
     verifier = VERIFIERS["importance"].make(solver="lp")
     for seed in range(15):
-        p, *qs = random_laws(seed, 2, size=3 + seed % 3, alike=alike)
+        p, *qs = random_distributions(seed, 2, size=3 + seed % 3, alike=alike)
         best = optimal_acceptance_independent(p, qs)
         assert acceptance(verifier, p, qs) == pytest.approx(best, abs=1e-11)
-        law = selector("lp", 5)(p.numpy(), [q.numpy() for q in qs]).law
-        assert np.minimum(p.numpy(), law).sum() == pytest.approx(best, abs=1e-11)
+        distribution = selector("lp", 5)(p.numpy(), [q.numpy() for q in qs]).distribution
+        assert np.minimum(p.numpy(), distribution).sum() == pytest.approx(best, abs=1e-11)
 
 
 def test_worked_examples() -> None:
@@ -237,10 +245,12 @@ def test_fills_of_the_paper_reach_its_worked_examples() -> None:
         (p, q, r, 2, 0.90, None),
     ):
         form = next(truncated(target, first, second, s))
-        assert np.minimum(target, form.law(first, second)).sum() == pytest.approx(hard, abs=1e-8)
+        assert np.minimum(target, form.distribution(first, second)).sum() == pytest.approx(
+            hard, abs=1e-8
+        )
         if even is not None:
             form = next(truncated_nosort(target, first, second, s))
-            accepted = np.minimum(target, form.law(first, second)).sum()
+            accepted = np.minimum(target, form.distribution(first, second)).sum()
             assert accepted == pytest.approx(even, abs=1e-8)
 
 
@@ -249,33 +259,33 @@ def test_fills_of_the_paper_reach_its_worked_examples() -> None:
 def test_truncation_loses_at_most_the_bound_of_the_paper(form: Any, alike: bool) -> None:
     """Equations 12 and 202: the loss is at most sum over the rest of (p - q1 q2)+."""
     for seed in range(20):
-        p, *qs = random_laws(seed, 2, size=4 + seed % 9, alike=alike)
+        p, *qs = random_distributions(seed, 2, size=4 + seed % 9, alike=alike)
         best = optimal_acceptance_independent(p, qs)
         target, first, second = p.numpy(), qs[0].numpy(), qs[-1].numpy()
         gains = np.sort(target - first * second)[::-1]
         for s in (1, 3, 6):
             hard = next(form(target, first, second, s))
-            accepted = np.minimum(target, hard.law(first, second)).sum()
+            accepted = np.minimum(target, hard.distribution(first, second)).sum()
             assert accepted <= best + 1e-12
             assert accepted >= best - np.maximum(gains[s:], 0).sum() - 1e-12
 
 
 def test_a_hard_fill_that_would_be_worse_is_not_taken() -> None:
     generator = torch.Generator().manual_seed(0)
-    q = random_law(30, generator).numpy()
+    q = random_distribution(30, generator).numpy()
     hard = next(truncated(q, q, q, 5))
-    assert np.minimum(q, hard.law(q, q)).sum() < 0.9
+    assert np.minimum(q, hard.distribution(q, q)).sum() < 0.9
     for solver in SOLVERS:
-        law = selector(solver, 5)(q, [q] * 3).law  # type: ignore[arg-type]
-        assert np.minimum(q, law).sum() == pytest.approx(1.0, abs=1e-9)
+        distribution = selector(solver, 5)(q, [q] * 3).distribution  # type: ignore[arg-type]
+        assert np.minimum(q, distribution).sum() == pytest.approx(1.0, abs=1e-9)
 
 
 def test_more_drafts_never_hurt_the_tournament() -> None:
     for seed in range(8):
-        p, *qs = (law.numpy() for law in random_laws(seed, 3, size=6))
+        p, *qs = (distribution.numpy() for distribution in random_distributions(seed, 3, size=6))
         for solver in ("lp", "truncated", "truncated_nosort"):
             accepted = [
-                np.minimum(p, selector(solver, 2)(p, qs[:k]).law).sum()  # type: ignore[arg-type]
+                np.minimum(p, selector(solver, 2)(p, qs[:k]).distribution).sum()  # type: ignore[arg-type]
                 for k in (1, 2, 3)
             ]
             assert accepted[0] <= accepted[1] + 1e-12
@@ -285,9 +295,9 @@ def test_more_drafts_never_hurt_the_tournament() -> None:
 @pytest.mark.parametrize(("size", "k", "gap"), [(5, 2, 0.01), (40, 2, 0.01), (40, 4, 0.02)])
 def test_luce_selection_is_near_the_optimum(size: int, k: int, gap: float) -> None:
     for seed in range(6):
-        p, q = random_laws(3 * seed, 1, size=size)
-        law = selector("luce", 5)(p.numpy(), [q.numpy()] * k).law
-        accepted = np.minimum(p.numpy(), law).sum()
+        p, q = random_distributions(3 * seed, 1, size=size)
+        distribution = selector("luce", 5)(p.numpy(), [q.numpy()] * k).distribution
+        accepted = np.minimum(p.numpy(), distribution).sum()
         best = optimal_acceptance(p, q, k)
         assert best - gap <= accepted <= best + 1e-12
 
@@ -298,14 +308,17 @@ def test_luce_selection_is_near_the_optimum_at_large_vocabularies(k: int) -> Non
     logits = 2 * torch.randn(32_000, generator=generator, dtype=torch.float64)
     noise = torch.randn(32_000, generator=generator, dtype=torch.float64)
     p, q = logits.softmax(0), (logits + noise).softmax(0)
-    law = selector("luce", 5)(p.numpy(), [q.numpy()] * k).law
-    assert abs(law.sum() - 1) < 1e-12
-    assert np.minimum(p.numpy(), law).sum() >= optimal_acceptance(p, q, k) - 0.01
+    distribution = selector("luce", 5)(p.numpy(), [q.numpy()] * k).distribution
+    assert abs(distribution.sum() - 1) < 1e-12
+    assert np.minimum(p.numpy(), distribution).sum() >= optimal_acceptance(p, q, k) - 0.01
 
 
 def test_augmenting_paths_solve_the_linear_program() -> None:
     for seed in range(25):
-        p, q1, q2 = (law.numpy() for law in random_laws(seed, 2, size=3 + seed % 6))
+        p, q1, q2 = (
+            distribution.numpy()
+            for distribution in random_distributions(seed, 2, size=3 + seed % 6)
+        )
         sure, masses = q1 * q2, pair_masses(q1, q2)
         values = []
         for shares in (solve_flow(p, sure, masses), solve_program(p, sure, masses)):
@@ -325,9 +338,9 @@ def test_the_alphabet_beats_the_papers_second_coin() -> None:
 
 def test_blind_forms_keep_the_better_of_two_drafts() -> None:
     p = P3.numpy()
-    rule, law = best_form(p, R3.numpy(), np.array([0.0, 0.0, 1.0]), iter(()))
+    rule, distribution = best_form(p, R3.numpy(), np.array([0.0, 0.0, 1.0]), iter(()))
     assert rule.first == 1.0
-    np.testing.assert_array_equal(law, R3.numpy())
+    np.testing.assert_array_equal(distribution, R3.numpy())
 
 
 # --- several places ---
@@ -343,8 +356,8 @@ def test_paths_are_lossless_and_block_verification_gains(solver: str, independen
         accepted = {}
         for name in ("importance", "multipath_block"):
             verifier = VERIFIERS[name].make(solver=solver, s=1)
-            emitted = output_law(verifier, iter(drafts), p, 3, q)
-            assert total_variation(emitted, joint_law(p, (), 3)) <= 1e-12
+            emitted = output_distribution(verifier, iter(drafts), p, 3, q)
+            assert total_variation(emitted, joint_distribution(p, (), 3)) <= 1e-12
             accepted[name] = expected_accepted(verifier, iter(drafts), p)
         assert accepted["importance"] <= accepted["multipath_block"] + 1e-12
 
@@ -352,7 +365,7 @@ def test_paths_are_lossless_and_block_verification_gains(solver: str, independen
 def test_multipath_block_of_one_path_is_block_verification() -> None:
     p, q = random_table(3, 3, 1), random_table(3, 3, 2)
     for _, paths in path_drafts([q], 3):
-        chain = DraftTree.chain(paths.tokens, paths.laws[paths.law])
+        chain = DraftTree.chain(paths.tokens, paths.distributions[paths.distribution_index])
         target = torch.stack([p[tuple(paths.token_list[:depth])] for depth in range(4)])
         expected = VERIFIERS["block"].make()(chain, target)
         verdict = VERIFIERS["multipath_block"].make()(paths, target)
@@ -403,7 +416,7 @@ def test_single_precision_agrees_with_double(solver: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_one_hot_and_disjoint_laws(solver: str) -> None:
+def test_one_hot_and_disjoint_distributions(solver: str) -> None:
     verifier = VERIFIERS["importance"].make(solver=solver)
     hot = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
     cold = torch.tensor([0.4, 0.0, 0.6], dtype=torch.float64)

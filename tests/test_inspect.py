@@ -18,14 +18,14 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from specdata import summary as module
-from specdata.acceptance import LabelsConfig, make_labels
-from specdata.inspect import main
-from specdata.manifest import read_manifest
+from specdata.inspect import summary as module
+from specdata.inspect.__main__ import main
+from specdata.inspect.summary import quantiles, summarise
+from specdata.labels.make import LabelsConfig, make_labels
 from specdata.probability import SamplingConfig
-from specdata.schema import ROLLOUTS, Rollout
-from specdata.summary import quantiles, summarise
-from specdata.tables import fill_table, load_table
+from specdata.storage.dataset import fill_dataset, load_stored
+from specdata.storage.manifest import read_manifest
+from specdata.storage.schema import ROLLOUTS, Rollout
 from specdata.vocabulary import fingerprint
 from tests.test_acceptance import rollouts
 from tests.tiny import tiny_llama
@@ -39,7 +39,7 @@ def table(folder: Path, **settings: object) -> list[Rollout]:
     for number, row in enumerate(rows):
         row["dataset"], row["finish"] = ("a", "eos") if number < 5 else ("b", "length")
     shards = [lambda start=start: rows[start : start + 3] for start in (0, 3, 6)]
-    fill_table(folder, ROLLOUTS, settings, shards, lambda rows: None)
+    fill_dataset(folder, ROLLOUTS, settings, shards, lambda rows: None)
     return rows
 
 
@@ -48,7 +48,7 @@ def labels(folder: Path) -> Path:
     make_labels(
         tiny_llama(0, vocab=V),
         tiny_llama(1, vocab=V),
-        load_table(folder / "rollouts"),
+        load_stored(folder / "rollouts"),
         folder / "labels",
         LabelsConfig(shard_size=4, top_logits=2),
         sampling=SamplingConfig(top_k=5),
@@ -87,7 +87,7 @@ def test_acceptance_is_summed_over_positions_and_rows(
 ) -> None:
     monkeypatch.setattr(module, "ROWS_AT_ONCE", at_once)
     folder = labels(tmp_path)
-    rows = load_table(folder).to_list()
+    rows = load_stored(folder).to_list()
     found = summarise(folder)
     longest = max(len(row["overlap"]) for row in rows)
     for name, spread in found.acceptance.items():
@@ -176,14 +176,14 @@ def test_an_unfinished_table_is_shown_with_a_warning(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):  # shards are made from the last to the first
-        fill_table(tmp_path, ROLLOUTS, {}, [stop, lambda: rows[3:]], lambda rows: None)
+        fill_dataset(tmp_path, ROLLOUTS, {}, [stop, lambda: rows[3:]], lambda rows: None)
     assert not read_manifest(tmp_path)["finished"]
     assert main([str(tmp_path), "--png", str(tmp_path / "out.png")]) == 0
     shown = capsys.readouterr().out
     assert "3 rows" in shown
     assert "warning: unfinished" in shown
     with pytest.raises(KeyboardInterrupt):
-        fill_table(tmp_path / "begun", ROLLOUTS, {}, [stop], lambda rows: None)
+        fill_dataset(tmp_path / "begun", ROLLOUTS, {}, [stop], lambda rows: None)
     assert main([str(tmp_path / "begun"), "--png", str(tmp_path / "none.png")]) == 0
     assert "no rows" in capsys.readouterr().out
 

@@ -14,7 +14,7 @@ import yaml
 
 from recipes import make_rollouts, train_head
 from recipes.run import cli
-from specdata.acceptance import load_labels
+from specdata.labels.make import load_labels
 from specdata.probability import SamplingConfig
 from tests.test_sharding import ROOT, pair
 
@@ -107,7 +107,7 @@ def test_labels_from_kept_logits_are_those_of_the_target_and_keep_none(
     [
         (["--models.target", "draft"], "target.name"),
         (["--models.dtype", "bfloat16"], "dtype: 'float32' -> 'bfloat16'"),
-        (["--sampling.top_k", "20"], "10 kept logits of 40 do not give the target's laws"),
+        (["--sampling.top_k", "20"], "10 kept logits of 40 do not give the target's distributions"),
         (["--labels.cache", "rollouts"], "was made of other rollouts or by another target"),
     ],
 )

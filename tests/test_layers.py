@@ -43,7 +43,7 @@ def test_imports_go_down_the_layers_only(path: Path) -> None:
     [ROOT / "specdata/probability.py", *sorted((ROOT / "eval/verifiers").glob("*.py"))],
     ids=lambda path: path.name,
 )
-def test_laws_and_verifiers_need_nothing_but_torch_and_each_other(path: Path) -> None:
+def test_distributions_and_verifiers_need_nothing_but_torch_and_each_other(path: Path) -> None:
     ours = ("eval.verifiers", "eval.drafts", "specdata.probability")
     for line, module in imported(path):
         if module.split(".")[0] in OURS:

@@ -89,10 +89,10 @@ def test_neg_log_overlap_is_cross_entropy_for_a_one_hot_target() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_equal_laws_give_zero_and_other_laws_more(name: str) -> None:
+def test_equal_distributions_give_zero_and_other_distributions_more(name: str) -> None:
     draft, target = random_logits(20, 9, seed=4), random_logits(20, 9, seed=5)
     mask = torch.ones(20)
-    shifted = target + 3.0  # the same law
+    shifted = target + 3.0  # the same distribution
     assert LOSSES[name](shifted, target, mask).item() == pytest.approx(0.0, abs=1e-12)
     assert LOSSES[name](draft, target, mask).item() > 0.01
     # Exactly the same logits: a total variation has a kink there, and 0 is its middle slope.

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from eval.methods import (
+from eval.measuring.methods import (
     EvalConfig,
     MethodConfig,
     asks_head,
@@ -24,7 +24,7 @@ from recipes.layout import eval_stage, release_stage
 from recipes.run import cli
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
-from specdata.prompts import PromptSet
+from specdata.prompts.loading import PromptSet
 
 
 def chosen(*arguments: str) -> list[str]:

@@ -7,19 +7,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eval.environment import describe_environment
-from eval.figures import figures, speed_ratio_interval
-from eval.metrics import LatencyFit, PromptRecord, Round, check_identity, fit_latency, record_prompt
-from eval.results import (
+from eval.measuring.environment import describe_environment
+from eval.measuring.metrics import compute_metrics, speed_ratio_interval
+from eval.measuring.records import (
+    LatencyFit,
+    PromptRecord,
+    check_identity,
+    fit_latency,
+    record_prompt,
+)
+from eval.measuring.results import (
     PLAIN,
     Results,
     build_results,
-    check_figures,
+    check_metrics,
     fit_latencies,
     read_results,
     recompute,
     write_results,
 )
+from eval.rounds import Round
 from specdata.errors import ManifestError
 from tests.synthetic_results import (
     ENVIRONMENT,
@@ -75,7 +82,7 @@ def test_figures_equal_the_hand_computed_ratios_of_sums() -> None:
         record_prompt(name, [one_round(0, 0)] * n, seconds=n * 1.0, finish="length")
         for name, n in (("a", 7), ("b", 1))
     ]
-    found = figures(by_hand(), plain)
+    found = compute_metrics(by_hand(), plain)
     assert (found.prompts, found.tokens, found.rounds, found.n_target) == (2, 8, 4, 4)
     assert (found.n_draft, found.n_discarded) == (9, 4)
     assert found.block_efficiency == 8 / 4
@@ -91,7 +98,7 @@ def test_figures_equal_the_hand_computed_ratios_of_sums() -> None:
 
 def test_plain_decoding_has_no_acceptance_and_a_speedup_of_one() -> None:
     plain = [record_prompt("a", [one_round(0, 0)] * 5, seconds=2.5, finish="length")]
-    found = figures(plain, plain)
+    found = compute_metrics(plain, plain)
     assert found.acceptance_rate is None
     assert "acceptance_rate" not in found.intervals
     assert found.acceptance_by_position == []
@@ -102,7 +109,7 @@ def test_plain_decoding_has_no_acceptance_and_a_speedup_of_one() -> None:
 
 
 def test_without_plain_decoding_there_is_no_speedup() -> None:
-    found = figures(by_hand())
+    found = compute_metrics(by_hand())
     assert found.speedup is None
     assert "speedup" not in found.intervals
 
@@ -113,7 +120,7 @@ def test_counts_without_times_have_no_speed_and_no_fitted_latency() -> None:
         record_prompt("b", [one_round(1, 1, emitted=1)], seconds=None, finish="eos"),
     ]
     plain = [record_prompt(n, [one_round(0, 0)], seconds=None, finish="eos") for n in "ab"]
-    found = figures(untimed, plain)
+    found = compute_metrics(untimed, plain)
     assert found.block_efficiency == 7 / 3
     assert (found.tokens_per_second, found.speedup) == (None, None)
     assert set(found.intervals).isdisjoint({"tokens_per_second", "speedup"})
@@ -123,12 +130,12 @@ def test_counts_without_times_have_no_speed_and_no_fitted_latency() -> None:
 def test_times_of_some_generations_only_are_refused() -> None:
     plain = [record_prompt(n, [one_round(0, 0)], seconds=None, finish="eos") for n in "ab"]
     with pytest.raises(ValueError, match="2 of 4 generations have no time"):
-        figures(by_hand(), plain)
+        compute_metrics(by_hand(), plain)
 
 
 def test_tree_acceptance_counts_depth_not_nodes() -> None:
     rounds = [one_round(28, 2, depth=3), one_round(28, 1, depth=3)]
-    found = figures([record_prompt("a", rounds, seconds=1.0, finish="length")])
+    found = compute_metrics([record_prompt("a", rounds, seconds=1.0, finish="length")])
     assert found.acceptance_rate == 3 / 6
     assert found.n_discarded == 56 - 3
     assert found.acceptance_by_position == [1.0, 0.5, 0.0]
@@ -136,7 +143,7 @@ def test_tree_acceptance_counts_depth_not_nodes() -> None:
 
 def test_several_generations_of_a_prompt_are_resampled_together() -> None:
     records = by_hand()[:1] * 4
-    found = figures(records)
+    found = compute_metrics(records)
     assert found.prompts == 1
     assert found.tokens == 28
     low, high = found.intervals["block_efficiency"]
@@ -146,7 +153,7 @@ def test_several_generations_of_a_prompt_are_resampled_together() -> None:
 def test_a_speedup_needs_the_same_prompts() -> None:
     other = [record_prompt("z", [one_round(0, 0)], seconds=1.0, finish="eos")]
     with pytest.raises(ValueError, match="same prompts"):
-        figures(by_hand(), other)
+        compute_metrics(by_hand(), other)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +209,7 @@ def test_nominal_95_percent_intervals_cover_the_true_rate() -> None:
             accepted = rng.random(40) < ease
             rounds = [one_round(1, int(a)) for a in accepted]
             records.append(record_prompt(str(i), rounds, seconds=1.0, finish="length"))
-        low, high = figures(records).intervals["acceptance_rate"]
+        low, high = compute_metrics(records).intervals["acceptance_rate"]
         covered += low <= truth <= high
     assert 0.88 <= covered / trials <= 0.99
 
@@ -217,7 +224,9 @@ def test_pairing_by_prompt_narrows_the_speedup_interval() -> None:
     low, high = speed_ratio_interval(fast, slow)
     assert low == pytest.approx(2.0)
     assert high == pytest.approx(2.0)
-    assert figures(fast, list(reversed(slow))).intervals["speedup"] == pytest.approx((2.0, 2.0))
+    assert compute_metrics(fast, list(reversed(slow))).intervals["speedup"] == pytest.approx(
+        (2.0, 2.0)
+    )
 
 
 def test_latency_fit_recovers_the_times_of_the_machine(results: Results) -> None:
@@ -233,7 +242,7 @@ def test_fitted_latency_predicts_the_seconds_of_a_token_by_equation_5_1() -> Non
     records = [simulate(rng, str(i), lengths=(k, k), ease=0.7) for k in (1, 3, 6) for i in range(5)]
     fit = fit_latency(records)
     assert fit is not None
-    found = figures(records)
+    found = compute_metrics(records)
     predicted = fit.seconds_per_token(
         discard_rate=found.discard_rate, verification_rate=found.verification_rate
     )
@@ -289,7 +298,7 @@ def test_every_published_figure_equals_its_recomputation(results: Results, tmp_p
     path = tmp_path / "results.json"
     write_results(path, results)
     again = read_results(path)
-    check_figures(again)
+    check_metrics(again)
     assert fit_latencies(again) == again.latency
 
 
@@ -298,7 +307,7 @@ def test_a_figure_typed_by_hand_is_found(results: Results, name: str) -> None:
     better = results.runs[1].model_copy(update={name: getattr(results.runs[1], name) * 2})
     forged = results.model_copy(update={"runs": [results.runs[0], better, *results.runs[2:]]})
     with pytest.raises(ManifestError, match=name):
-        check_figures(forged)
+        check_metrics(forged)
 
 
 def test_unusable_results_are_refused_with_the_place(results: Results, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Laws of the verifiers of several candidates: exact output, exact acceptance, edge cases."""
+"""Distributions of the verifiers of several candidates: exact output, exact acceptance, edge cases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ P4, Q4 = torch.tensor([[0.45, 0.25, 0.2, 0.1], [0.35, 0.1, 0.15, 0.4]], dtype=to
 
 
 def siblings(q: Tensor, k: int, how: How) -> Iterator[tuple[float, DraftTree]]:
-    """Every draft of k siblings with its probability; q is (V,), or (k, V) for several laws."""
+    """Every draft of k siblings with its probability; q is (V,), or (k, V) for several distributions."""
     chosen = q.argsort(descending=True, stable=True)[: k - 1].tolist() if how == "greedy" else []
     for tokens in product(range(q.shape[-1]), repeat=k):
         weight, rest = 1.0, q.clone()
@@ -26,8 +26,8 @@ def siblings(q: Tensor, k: int, how: How) -> Iterator[tuple[float, DraftTree]]:
             if index < len(chosen):
                 weight *= float(x == chosen[index])
             else:
-                law = rest[index] if q.ndim == 2 else rest / rest.sum()
-                weight *= float(law[x]) if law[x] > 0 else 0.0
+                distribution = rest[index] if q.ndim == 2 else rest / rest.sum()
+                weight *= float(distribution[x]) if distribution[x] > 0 else 0.0
             if how != "iid":
                 rest[x] = 0.0
             if weight == 0.0:
@@ -37,34 +37,34 @@ def siblings(q: Tensor, k: int, how: How) -> Iterator[tuple[float, DraftTree]]:
 
 
 def judge(name: str, p: Tensor, q: Tensor, k: int, how: How = "iid") -> tuple[Tensor, float]:
-    """Exact output law and acceptance of a verifier at one place, by enumerating every draft."""
+    """Exact output distribution and acceptance of a verifier at one place, by enumerating every draft."""
     verifier = VERIFIERS[name].make()
-    law, acceptance, total = torch.zeros_like(p), 0.0, 0.0
+    distribution, acceptance, total = torch.zeros_like(p), 0.0, 0.0
     for weight, tree in siblings(q, k, how):
         verdict = verifier(tree, p.expand(k + 1, -1))
         assert float(verdict.stop.sum()) == pytest.approx(1.0, abs=1e-12)
         assert bool(torch.isfinite(verdict.bonus).all())
-        law += weight * verdict.stop[0] * verdict.bonus[0]
-        law.index_add_(0, tree.tokens, weight * verdict.stop[1:])
+        distribution += weight * verdict.stop[0] * verdict.bonus[0]
+        distribution.index_add_(0, tree.tokens, weight * verdict.stop[1:])
         acceptance += weight * float(verdict.stop[1:].sum())
         total += weight
     assert total == pytest.approx(1.0, abs=1e-12)
-    return law, acceptance
+    return distribution, acceptance
 
 
-def random_laws(seed: int, size: int, rows: int = 2, zeros: bool = False) -> list[Tensor]:
+def random_distributions(seed: int, size: int, rows: int = 2, zeros: bool = False) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    laws = torch.rand(rows, size, generator=generator, dtype=torch.float64) ** 3
+    distributions = torch.rand(rows, size, generator=generator, dtype=torch.float64) ** 3
     if zeros:
         kept = torch.rand(rows, size, generator=generator) > 0.35
-        laws = laws * (kept | (torch.arange(size) == seed % size))
-    return list(laws / laws.sum(dim=-1, keepdim=True))
+        distributions = distributions * (kept | (torch.arange(size) == seed % size))
+    return list(distributions / distributions.sum(dim=-1, keepdim=True))
 
 
-def recursive_acceptance(p: Tensor, laws: list[Tensor]) -> float:
+def recursive_acceptance(p: Tensor, distributions: list[Tensor]) -> float:
     """1 - prod_k TV(p^k, q_k), written without the library."""
     survival = 1.0
-    for q in laws:
+    for q in distributions:
         rest = (p - q).clamp(min=0)
         survival *= float(rest.sum())
         p = rest / rest.sum() if rest.sum() > 1e-14 else p
@@ -84,23 +84,25 @@ RULES: list[tuple[str, How]] = [
 
 @pytest.mark.parametrize(("name", "how"), RULES)
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_output_law_is_the_target_law(name: str, how: How, k: int) -> None:
+def test_output_distribution_is_the_target_distribution(name: str, how: How, k: int) -> None:
     for seed in range(12):
-        p, q = random_laws(seed, 2 + seed % 3, zeros=seed % 2 == 1)
+        p, q = random_distributions(seed, 2 + seed % 3, zeros=seed % 2 == 1)
         if how != "iid" and k > int((q > 0).sum()):
             continue
-        law, _ = judge(name, p, q, k, how)
-        torch.testing.assert_close(law, p, atol=1e-12, rtol=0)
+        distribution, _ = judge(name, p, q, k, how)
+        torch.testing.assert_close(distribution, p, atol=1e-12, rtol=0)
 
 
-def test_recursive_rejection_is_lossless_for_drafts_of_different_laws() -> None:
+def test_recursive_rejection_is_lossless_for_drafts_of_different_distributions() -> None:
     for seed in range(10):
-        p, *laws = random_laws(seed, 3, rows=4, zeros=seed % 2 == 1)
+        p, *distributions = random_distributions(seed, 3, rows=4, zeros=seed % 2 == 1)
         for name in ("naive", "rrs"):
-            law, acceptance = judge(name, p, torch.stack(laws), 3)
-            torch.testing.assert_close(law, p, atol=1e-12, rtol=0)
+            distribution, acceptance = judge(name, p, torch.stack(distributions), 3)
+            torch.testing.assert_close(distribution, p, atol=1e-12, rtol=0)
             if name == "rrs":
-                assert acceptance == pytest.approx(recursive_acceptance(p, laws), abs=1e-12)
+                assert acceptance == pytest.approx(
+                    recursive_acceptance(p, distributions), abs=1e-12
+                )
 
 
 FORMULAS: dict[str, Callable[[Tensor, Tensor, int], float]] = {
@@ -114,7 +116,7 @@ FORMULAS: dict[str, Callable[[Tensor, Tensor, int], float]] = {
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_acceptance_is_the_formula_of_the_paper(name: str, k: int) -> None:
     for seed in range(10):
-        p, q = random_laws(seed, 3, zeros=seed % 2 == 1)
+        p, q = random_distributions(seed, 3, zeros=seed % 2 == 1)
         _, acceptance = judge(name, p, q, k)
         assert acceptance == pytest.approx(FORMULAS[name](p, q, k), abs=1e-12)
 
@@ -122,7 +124,7 @@ def test_acceptance_is_the_formula_of_the_paper(name: str, k: int) -> None:
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_greedy_draft_accepts_the_chosen_mass_and_the_overlap_of_the_rest(k: int) -> None:
     for seed in range(10):
-        p, q = random_laws(seed, 4, zeros=seed % 2 == 1)
+        p, q = random_distributions(seed, 4, zeros=seed % 2 == 1)
         if k > int((q > 0).sum()):
             continue
         chosen = q.argsort(descending=True, stable=True)[: k - 1]
@@ -136,7 +138,7 @@ def test_greedy_draft_accepts_the_chosen_mass_and_the_overlap_of_the_rest(k: int
 @pytest.mark.parametrize("k", [2, 3])
 def test_better_rules_accept_more(k: int) -> None:
     for seed in range(15):
-        p, q = random_laws(seed, 3, zeros=seed % 3 == 1)
+        p, q = random_distributions(seed, 3, zeros=seed % 3 == 1)
         naive, rrs, kseq = (judge(name, p, q, k)[1] for name in ("naive", "rrs", "kseq"))
         assert naive <= rrs + 1e-12
         assert rrs <= kseq + 1e-12
@@ -185,7 +187,7 @@ def test_discount_of_worked_examples() -> None:
 def test_discount_is_the_root_seen_from_the_valid_side() -> None:
     for seed in range(200):
         k = 2 + seed % 7
-        p, q = random_laws(seed, 2 + seed % 50, zeros=seed % 3 == 1)
+        p, q = random_distributions(seed, 2 + seed % 50, zeros=seed % 3 == 1)
         rho = discount(p, q, k)
         low, high = 1.0, float(k)
         for _ in range(60):  # plain bisection on the definition
@@ -202,24 +204,24 @@ def test_discount_is_the_root_seen_from_the_valid_side() -> None:
 def test_one_hot_target_is_accepted_whenever_it_was_drafted(k: int) -> None:
     p = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
     for name in ("naive", "rrs", "kseq"):
-        law, acceptance = judge(name, p, Q3, k)
+        distribution, acceptance = judge(name, p, Q3, k)
         assert acceptance == pytest.approx(1 - 0.7**k, abs=1e-12)
-        torch.testing.assert_close(law, p, atol=1e-12, rtol=0)
+        torch.testing.assert_close(distribution, p, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize(("name", "how"), RULES)
 def test_disjoint_supports_accept_nothing_and_emit_p(name: str, how: How) -> None:
     p = torch.tensor([0.0, 0.0, 0.3, 0.7], dtype=torch.float64)
     q = torch.tensor([0.6, 0.4, 0.0, 0.0], dtype=torch.float64)
-    law, acceptance = judge(name, p, q, 2, how)
+    distribution, acceptance = judge(name, p, q, 2, how)
     assert acceptance == 0.0
-    torch.testing.assert_close(law, p, atol=1e-12, rtol=0)
+    torch.testing.assert_close(distribution, p, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize(("name", "how"), [rule for rule in RULES if rule[0] != "naive"])
-def test_equal_laws_are_always_accepted(name: str, how: How) -> None:
+def test_equal_distributions_are_always_accepted(name: str, how: How) -> None:
     for size in (2, 3, 4):
-        (p,) = random_laws(size, size, rows=1)
+        (p,) = random_distributions(size, size, rows=1)
         _, acceptance = judge(name, p, p, 2, how)
         assert acceptance == pytest.approx(1.0, abs=1e-12)
 

@@ -18,7 +18,7 @@ from eval.verifiers.optimum import optimal_acceptance, optimal_acceptance_indepe
 from tests.oracles import (
     constant_table,
     expected_accepted,
-    random_law,
+    random_distribution,
     sibling_drafts,
     sibling_groups,
     support,
@@ -28,16 +28,16 @@ P3, Q3 = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]], dtype=torch.float64)
 P4, Q4 = torch.tensor([[0.45, 0.25, 0.2, 0.1], [0.35, 0.1, 0.15, 0.4]], dtype=torch.float64)
 
 
-def laws(seed: int, count: int, sizes: Sequence[int] = (2, 3, 4, 5)) -> list[Tensor]:
-    """Random laws over one vocabulary; every third seed has zeros."""
+def distributions(seed: int, count: int, sizes: Sequence[int] = (2, 3, 4, 5)) -> list[Tensor]:
+    """Random distributions over one vocabulary; every third seed has zeros."""
     generator = torch.Generator().manual_seed(seed)
     size = sizes[seed % len(sizes)]
     zeros = 0.35 if seed % 3 == 1 else 0.0
-    return [random_law(size, generator, zeros) for _ in range(count)]
+    return [random_distribution(size, generator, zeros) for _ in range(count)]
 
 
 def program(p: Tensor, groups: list[tuple[float, tuple[int, ...]]]) -> float:
-    """Best acceptance over every joint law of (drafts, emitted token), by linear programming."""
+    """Best acceptance over every joint distribution of (drafts, emitted token), by linear programming."""
     size, count = len(p), len(groups)
     margins = np.zeros((count + size, count * size))
     gain = np.zeros(count * size)
@@ -70,32 +70,32 @@ def smallest_cut(p: Tensor, qs: list[Tensor]) -> float:
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_optimum_is_the_linear_program_over_all_rules(how: How, k: int) -> None:
     for seed in range(9):
-        p, q = laws(seed, 2, sizes=(2, 3, 4))
+        p, q = distributions(seed, 2, sizes=(2, 3, 4))
         expected = program(p, sibling_groups(q, k, how))
         assert how != "greedy"
         assert optimal_acceptance(p, q, k, how) == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_optimum_of_different_laws_is_the_linear_program_over_all_rules(k: int) -> None:
+def test_optimum_of_different_distributions_is_the_linear_program_over_all_rules(k: int) -> None:
     for seed in range(9):
-        p, *qs = laws(seed, k + 1, sizes=(2, 3))
+        p, *qs = distributions(seed, k + 1, sizes=(2, 3))
         expected = program(p, independent_groups(qs))
         assert optimal_acceptance_independent(p, qs) == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_optimum_of_different_laws_is_the_smallest_cut(k: int) -> None:
+def test_optimum_of_different_distributions_is_the_smallest_cut(k: int) -> None:
     for seed in range(30):
-        p, *qs = laws(seed, k + 1, sizes=(4, 7, 9))
+        p, *qs = distributions(seed, k + 1, sizes=(4, 7, 9))
         optimum = optimal_acceptance_independent(p, torch.stack(qs))
         assert optimum == pytest.approx(smallest_cut(p, qs), abs=1e-10)
 
 
-def test_equal_laws_agree_between_both_functions() -> None:
+def test_equal_distributions_agree_between_both_functions() -> None:
     generator = torch.Generator().manual_seed(0)
     for size in (3, 200, 5000):
-        p, q = random_law(size, generator), random_law(size, generator)
+        p, q = random_distribution(size, generator), random_distribution(size, generator)
         for k in (2, 3):
             independent = optimal_acceptance_independent(p, [q] * k)
             assert independent == pytest.approx(optimal_acceptance(p, q, k), abs=1e-10)
@@ -105,7 +105,7 @@ def test_two_drafts_follow_theorems_2_and_3_of_khisti_et_al() -> None:
     """alpha* = 1 exactly if P(S) >= Q(S)^2 for all S; else min over S of the four-term form."""
     certain = 0
     for seed in range(60):
-        p, q = laws(seed, 2)
+        p, q = distributions(seed, 2)
         if seed % 2:  # a target close to the draft, so that both cases occur
             p = 0.2 * p + 0.8 * q
         masks = torch.tensor(list(product((0.0, 1.0), repeat=len(p))), dtype=torch.float64)
@@ -131,7 +131,7 @@ def test_two_drafts_follow_theorems_2_and_3_of_khisti_et_al() -> None:
     ],
 )
 def test_worked_examples_of_two_drafts(p: list[float], q: list[float], expected: float) -> None:
-    target, draft = (torch.tensor(law, dtype=torch.float64) for law in (p, q))
+    target, draft = (torch.tensor(distribution, dtype=torch.float64) for distribution in (p, q))
     assert optimal_acceptance(target, draft, 2) == pytest.approx(expected, abs=1e-8)
 
 
@@ -149,7 +149,7 @@ def test_worked_examples_of_three_drafts_and_of_distinct_ones() -> None:
 def test_no_rule_accepts_more_than_the_optimum(k: int) -> None:
     hows: dict[str, How] = {"rrs_wor": "distinct", "naive": "iid", "rrs": "iid", "kseq": "iid"}
     for seed in range(8):
-        p, q = laws(seed, 2, sizes=(3,))
+        p, q = distributions(seed, 2, sizes=(3,))
         table, draft = constant_table(p.tolist(), 1), constant_table(q.tolist(), 1)
         for name, how in hows.items():
             verifier = VERIFIERS[name].make()
@@ -162,7 +162,7 @@ def test_no_rule_accepts_more_than_the_optimum(k: int) -> None:
 
 def test_more_drafts_and_distinct_drafts_are_never_worse() -> None:
     for seed in range(20):
-        p, q = laws(seed, 2)
+        p, q = distributions(seed, 2)
         iid = [optimal_acceptance(p, q, k) for k in (1, 2, 3, 4)]
         assert iid == sorted(iid)
         assert iid[0] == pytest.approx(float(torch.minimum(p, q).sum()), abs=1e-12)
@@ -184,7 +184,7 @@ def test_edges() -> None:
 
 
 @pytest.mark.parametrize("tiny", [1e-9, 1e-60, 1e-250])
-def test_distinct_draws_from_a_peaked_law_are_not_lost_to_rounding(tiny: float) -> None:
+def test_distinct_draws_from_a_peaked_distribution_are_not_lost_to_rounding(tiny: float) -> None:
     """The second pick is any of the others with equal chances, however small they are."""
     q = torch.tensor([1 - 3 * tiny, tiny, tiny, tiny], dtype=torch.float64)
     p = torch.tensor([0.1, 0.9, 0.0, 0.0], dtype=torch.float64)

@@ -8,23 +8,31 @@ import random
 import pytest
 import torch
 
+from eval.analysis.oracle import (
+    ReplayCounts,
+    dinkelbach,
+    first_below,
+    fixed_length,
+    oracle,
+    replay,
+    while_alive,
+)
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.oracle import Counts, dinkelbach, first_below, fixed, oracle, replay, while_alive
 from tests.tiny import tiny_llama
 
 TEXTS = [bits for n in range(1, 7) for bits in itertools.product([False, True], repeat=n)]
 
 
-def every_rule(accepted: tuple[bool, ...], place: int = 0) -> list[Counts]:
+def every_rule(accepted: tuple[bool, ...], place: int = 0) -> list[ReplayCounts]:
     """What every choice of lengths, in every round, would do."""
     if place == len(accepted):
-        return [Counts()]
+        return [ReplayCounts()]
     found = []
     for drafted in range(len(accepted) - place):
         kept = 0
         while kept < drafted and accepted[place + kept]:
             kept += 1
-        one = Counts(kept + 1, 1, drafted, drafted - kept)
+        one = ReplayCounts(kept + 1, 1, drafted, drafted - kept)
         found += [one + rest for rest in every_rule(accepted, place + kept + 1)]
     return found
 
@@ -53,7 +61,7 @@ def test_every_replay_keeps_the_identity_of_counts() -> None:
         accepted = [chance.random() < 0.7 for _ in range(chance.randint(1, 40))]
         values = [chance.random() for _ in accepted]
         for plan in (
-            fixed(4),
+            fixed_length(4),
             oracle(accepted),
             while_alive(values, 0.3, limit=6, lag=1),
             first_below(values, 0.4, limit=20),
@@ -87,8 +95,8 @@ def test_a_replay_of_greedy_decoding_counts_what_the_decoder_counts() -> None:
             out = decoder.generate(prompt, max_new_tokens=20, generator=torch.Generator())
             drafted = sum(one.drafted for one in out.rounds)
             kept = sum(one.accepted for one in out.rounds)
-            expected = Counts(20, len(out.rounds), drafted, drafted - kept)
-            assert replay(accepted, fixed(length)) == expected
+            expected = ReplayCounts(20, len(out.rounds), drafted, drafted - kept)
+            assert replay(accepted, fixed_length(length)) == expected
             compared += drafted - kept > 0 < kept
     assert compared > 0
 
@@ -116,8 +124,10 @@ def test_dinkelbachs_loop_ends_with_the_price_of_its_own_counts() -> None:
     counts, price = dinkelbach(profiles, plans, draft_seconds=0.1, target_seconds=1.0)  # type: ignore[arg-type]
     assert price == counts.seconds_per_token(0.1, 1.0)
     lengths = [
-        sum((replay(row, fixed(k)) for row in profiles), Counts()).seconds_per_token(0.1, 1.0)
+        sum((replay(row, fixed_length(k)) for row in profiles), ReplayCounts()).seconds_per_token(
+            0.1, 1.0
+        )
         for k in range(1, 12)
     ]
-    ideal = sum((replay(row, oracle(row)) for row in profiles), Counts())
+    ideal = sum((replay(row, oracle(row)) for row in profiles), ReplayCounts())
     assert ideal.seconds_per_token(0.1, 1.0) < price < min(lengths)

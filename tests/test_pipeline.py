@@ -14,8 +14,8 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from eval.results import check_figures, read_results
-from specdata.tables import load_table
+from eval.measuring.results import check_metrics, read_results
+from specdata.storage.dataset import load_stored
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {
@@ -109,10 +109,10 @@ def result(folder: Path) -> dict[str, object]:
 
 def test_every_stage_leaves_what_the_next_one_needs(finished: Path) -> None:
     out = finished / "out"
-    rollouts = load_table(out / "rollouts")
+    rollouts = load_stored(out / "rollouts")
     assert len(rollouts) == 36
     assert set(rollouts["dataset"]) == {"instruct", "code"}
-    labels = load_table(out / "labels")
+    labels = load_stored(out / "labels")
     assert labels["example_id"][:] == rollouts["example_id"][:]
     found = json.loads((out / "draft" / "run.json").read_text())["results"]
     assert found["acceptance_after"] > found["acceptance_before"]
@@ -125,7 +125,7 @@ def test_every_stage_leaves_what_the_next_one_needs(finished: Path) -> None:
 
 def test_every_published_figure_is_what_its_raw_counts_give(finished: Path) -> None:
     results = read_results(finished / "out" / "eval" / "results.json")
-    check_figures(results)
+    check_metrics(results)
     assert results.datasets() == ["instruct", "maths"]
     assert len(results.runs) == 10
     for one in results.runs:
@@ -167,7 +167,7 @@ def test_an_evaluation_in_batches_measures_counts_and_is_published(
     assert "20/20" in done.stderr
     assert "not measured" in done.stdout
     results = read_results(tmp_path / "out" / "eval-counts" / "results.json")
-    check_figures(results)
+    check_metrics(results)
     assert {one.method for one in results.runs} == {"plain", "K=3", "head", "two drafts"}
     assert all(one.tokens_per_second is None and one.n_target > 0 for one in results.runs)
     inputs = json.loads((tmp_path / "out" / "eval-counts" / "run.json").read_text())["inputs"]

@@ -1,4 +1,4 @@
-"""Laws: warping, drawing, comparing."""
+"""Distributions: warping, drawing, comparing."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from specdata.probability import (
     draw_several,
     entropy,
     inverse_cdf,
-    leftover,
     overlap,
     probabilities,
+    residual,
     to_vocabulary,
 )
 
@@ -42,15 +42,15 @@ def test_the_warp_is_the_one_of_generate(temperature: float, top_k: int, top_p: 
 
 
 def test_temperature_zero_is_one_hot_at_the_first_largest_logit() -> None:
-    law = probabilities(torch.tensor([[1.0, 3.0, 3.0]]), SamplingConfig(temperature=0.0))
-    assert law.tolist() == [[0.0, 1.0, 0.0]]
+    distribution = probabilities(torch.tensor([[1.0, 3.0, 3.0]]), SamplingConfig(temperature=0.0))
+    assert distribution.tolist() == [[0.0, 1.0, 0.0]]
 
 
-def test_half_precision_logits_and_tiny_temperatures_give_finite_float32_laws() -> None:
+def test_half_precision_logits_and_tiny_temperatures_give_finite_float32_distributions() -> None:
     logits = torch.tensor([[60000.0, -60000.0, 59000.0]], dtype=torch.float16)
-    law = probabilities(logits, SamplingConfig(temperature=1e-3))
-    assert law.dtype == torch.float32
-    torch.testing.assert_close(law, torch.tensor([[1.0, 0.0, 0.0]]))
+    distribution = probabilities(logits, SamplingConfig(temperature=1e-3))
+    assert distribution.dtype == torch.float32
+    torch.testing.assert_close(distribution, torch.tensor([[1.0, 0.0, 0.0]]))
 
 
 @pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}])
@@ -66,12 +66,12 @@ def test_inverse_cdf_never_returns_a_token_of_probability_zero() -> None:
     assert tokens.tolist() == [1, 1, 3, 3, 3, 3]
 
 
-def test_draws_follow_the_law() -> None:
+def test_draws_follow_the_distribution() -> None:
     """Chi-square over 20,000 draws, 5 cells; a shift of 0.02 is seen with power > .99."""
-    law = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
-    draws = draw(law.expand(20_000, -1), torch.Generator().manual_seed(1))
+    distribution = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
+    draws = draw(distribution.expand(20_000, -1), torch.Generator().manual_seed(1))
     counts = torch.bincount(draws, minlength=5)
-    mean = law * 20_000
+    mean = distribution * 20_000
     assert chi2.sf(float(((counts - mean) ** 2 / mean).sum()), 4) > 1e-6
 
 
@@ -79,12 +79,12 @@ def test_comparisons_of_p_and_q_by_hand() -> None:
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
     assert accept_probability(p, q).tolist() == pytest.approx([1.0, 1.0, 0.4])
     assert float(overlap(p, q)) == pytest.approx(0.7)
-    assert leftover(p, q).tolist() == pytest.approx([1.0, 0.0, 0.0])
-    assert leftover(p, p).tolist() == pytest.approx(p.tolist())
+    assert residual(p, q).tolist() == pytest.approx([1.0, 0.0, 0.0])
+    assert residual(p, p).tolist() == pytest.approx(p.tolist())
     assert float(entropy(torch.tensor([0.5, 0.5, 0.0]))) == pytest.approx(0.6931472)
 
 
-def test_logits_fit_another_vocabulary_without_changing_the_law_on_shared_ids() -> None:
+def test_logits_fit_another_vocabulary_without_changing_the_distribution_on_shared_ids() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0]])
     wide = probabilities(to_vocabulary(logits, 5), SamplingConfig())
     torch.testing.assert_close(wide[:, :3], logits.softmax(-1))
@@ -98,16 +98,16 @@ def test_logits_fit_another_vocabulary_without_changing_the_law_on_shared_ids() 
 def test_drawing_one_token_is_drawing_a_row(size: int) -> None:
     """With blocks and without; zeros at both ends and all mass on one token included."""
     maker = torch.Generator().manual_seed(size)
-    laws = [torch.rand(size, generator=maker) ** 8, torch.zeros(size), torch.zeros(size)]
-    laws[0][: size // 3] = 0.0
-    laws[0][-1] = 0.0
-    laws[0][-2] += 1e-3
-    laws[1][-1] = 1.0
-    laws[2][0] = 1e-30
-    for law in laws:
+    distributions = [torch.rand(size, generator=maker) ** 8, torch.zeros(size), torch.zeros(size)]
+    distributions[0][: size // 3] = 0.0
+    distributions[0][-1] = 0.0
+    distributions[0][-2] += 1e-3
+    distributions[1][-1] = 1.0
+    distributions[2][0] = 1e-30
+    for distribution in distributions:
         one, other = (torch.Generator().manual_seed(5) for _ in range(2))
         for count in (1, 1, 3, 200):
-            rows = draw(law.expand(count, -1), other).tolist()
-            assert draw_several(law, count, one) == rows
-            assert all(law[token] > 0 for token in rows)
-        assert draw_one(law, one) == int(draw(law, other))
+            rows = draw(distribution.expand(count, -1), other).tolist()
+            assert draw_several(distribution, count, one) == rows
+            assert all(distribution[token] > 0 for token in rows)
+        assert draw_one(distribution, one) == int(draw(distribution, other))

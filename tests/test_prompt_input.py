@@ -17,8 +17,8 @@ import pytest
 from datasets.exceptions import DatasetGenerationError
 
 from specdata.errors import ConfigError
-from specdata.prompt_rows import _or_refuse
-from specdata.prompts import PromptSet, check_sets, dropped, load_prompts
+from specdata.prompts.loading import PromptSet, check_sets, dropped, load_prompts
+from specdata.prompts.rows import _or_refuse
 from tests.chats import chat_tokenizer
 from tests.hub import Server
 from tests.prompt_files import PLAIN, datasets_cache, jsonl, parquet, texts
@@ -195,7 +195,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Said:
     )
     (root / "me/data/README.md").write_text(f"---\nconfigs:\n{card}---\n")
     script = (
-        "from specdata.prompts import PromptSet, load_prompts\n"
+        "from specdata.prompts.loading import PromptSet, load_prompts\n"
         "from specdata.errors import ConfigError\n"
         "from tests.prompt_files import PLAIN, texts\n"
         f"for wanted in {HUB_SETS}:\n"

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from specdata.errors import ConfigError
-from specdata.prompt_sets import CATALOGUE
-from specdata.prompts import PromptSet, load_prompts, prompt_inputs
-from specdata.templates import chat_ids
+from specdata.prompts.catalogue import CATALOGUE
+from specdata.prompts.chat_templates import chat_ids
+from specdata.prompts.loading import PromptSet, load_prompts, prompt_inputs
 from tests.prompt_files import CHAT, PLAIN, datasets_cache, jsonl, parquet, texts
 
 __all__ = ["datasets_cache"]
@@ -265,7 +265,7 @@ def test_any_file_with_prompts_or_messages_or_a_template_can_be_read(
 
 
 def test_the_library_set_is_real_text_that_the_toy_pair_does_not_train_on() -> None:
-    from specdata.toy import library_texts
+    from specdata.toy.corpus import library_texts
 
     sets = [PromptSet("library", split, 40) for split in ("train", "dev", "test")]
     loaded = load_prompts(sets, PLAIN, seed=0)

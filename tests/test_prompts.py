@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from specdata.errors import ConfigError, VocabularyMismatchError
-from specdata.prompts import PromptSet, load_prompts
-from specdata.toy import FAMILIES, corpus, train_tokenizer
+from specdata.prompts.loading import PromptSet, load_prompts
+from specdata.toy.corpus import FAMILIES, corpus, train_tokenizer
 from specdata.vocabulary import check_shared_vocabulary, fingerprint
 
 

@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from specdata.readout import readout
+from specdata.lm_head import find_lm_head
 from tests.tiny import tiny_llama
 
 V, H = 97, 32
@@ -59,7 +59,7 @@ def test_logits_in_pieces_are_the_models_own_for_padded_rows(name: str, dtype: t
     model = family(name).to(dtype)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(30)  # a soft cap is nothing at small logits
-    reader = readout(model)
+    reader = find_lm_head(model)
     assert reader.embedding is not None
     assert reader.vocabulary == V
     ids = torch.randint(0, V, (3, 11), generator=torch.Generator().manual_seed(0))
@@ -86,8 +86,8 @@ def test_a_model_whose_logits_cannot_be_made_in_pieces_gives_its_own() -> None:
     model = Capped(plain.config).eval()
     model.load_state_dict(plain.state_dict())
     ids = torch.tensor([[2, 3, 4]])
-    reader = readout(model)
-    assert readout(plain).embedding is not None
+    reader = find_lm_head(model)
+    assert find_lm_head(plain).embedding is not None
     assert reader.embedding is None
     with torch.inference_mode():
         assert torch.equal(reader.logits(reader.states(ids)), model(input_ids=ids).logits)
@@ -98,5 +98,5 @@ def test_finding_out_leaves_the_model_as_it_was() -> None:
     ids = torch.tensor([[2, 3, 4]])
     with torch.inference_mode():
         before = model(input_ids=ids).logits
-        readout(model)
+        find_lm_head(model)
         assert torch.equal(model(input_ids=ids).logits, before)

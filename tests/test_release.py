@@ -19,13 +19,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from eval.card import best_head_run, best_length, escape_markdown, short_name
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.release import About, release_draft, release_head
-from eval.results import Results, check_figures, read_results
+from eval.measuring.results import Results, check_metrics, read_results
+from eval.reporting.card import best_head_run, best_length, escape_markdown, short_name
+from eval.reporting.release import About, release_draft, release_head
 from heads import AcceptanceHead
 from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError
-from specdata.toy import train_tokenizer
+from specdata.toy.corpus import train_tokenizer
 from tests.synthetic_results import synthetic_results
 
 HIDDEN = 16
@@ -251,8 +251,8 @@ def test_no_release_names_a_folder_of_this_machine(pair: Pair, draft: Path, head
 
 
 def test_a_release_carries_results_that_can_be_recomputed(draft: Path, head: Path) -> None:
-    check_figures(read_results(draft / "results.json"))
-    check_figures(read_results(head / "results.json"))
+    check_metrics(read_results(draft / "results.json"))
+    check_metrics(read_results(head / "results.json"))
 
 
 def test_nothing_is_uploaded_unless_a_repository_is_named(pair: Pair, tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_cards_from_results_without_times_state_what_was_measured_and_no_speed(
         assert "4 of them decoded together" in text
         for run in untimed.runs:
             assert f"not measured | not measured | {run.block_efficiency:.2f}" in text
-        check_figures(read_results(folder / "results.json"))
+        check_metrics(read_results(folder / "results.json"))
 
 
 def test_a_card_leaves_out_methods_that_drafted_with_other_models_too(

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.calibration import Calibration
-from eval.profiles import Profile, head_says, profiles
-from eval.replay import best_of_each, compare, main, shown
+from eval.analysis.replay import best_of_each, compare, main, shown
+from eval.analysis.traces import AcceptanceTrace, acceptance_traces, head_probabilities
+from eval.drafting.calibration import Calibration
 from heads import AcceptanceHead
 from specdata.probability import SamplingConfig
-from specdata.schema import LABELS
-from specdata.tables import fill_table, load_table
+from specdata.storage.dataset import fill_dataset, load_stored
+from specdata.storage.schema import LABELS
 from tests.test_acceptance import labeller
 from tests.tiny import tiny_llama
 
@@ -38,15 +38,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     settings = {"sampling": {"temperature": 0.8, "top_k": 0, "top_p": 1.0}}
     rows = labeller(target, draft, SAMPLING)([row(number) for number in range(12)])  # type: ignore[misc]
-    fill_table(root / "labels", LABELS, settings, [lambda: rows], lambda done: None)
+    fill_dataset(root / "labels", LABELS, settings, [lambda: rows], lambda done: None)
     return root
 
 
 def test_what_a_head_says_is_read_after_the_draft_consumed_the_drafted_token(folder: Path) -> None:
-    draft, row = tiny_llama(1, vocab=12).float(), load_table(folder / "labels")[0]
+    draft, row = tiny_llama(1, vocab=12).float(), load_stored(folder / "labels")[0]
     torch.manual_seed(1)
     head = AcceptanceHead(hidden_size=16, depth=1, rejection_weight=6.0).eval()
-    says = head_says(draft, head, row)
+    says = head_probabilities(draft, head, row)
     for place, token in enumerate(row["draft_ids"]):
         text = [*row["prompt_ids"], *row["completion_ids"][:place], token]
         with torch.no_grad():
@@ -56,11 +56,11 @@ def test_what_a_head_says_is_read_after_the_draft_consumed_the_drafted_token(fol
 
 
 def test_coins_are_thrown_once_for_a_seed_and_rollout(folder: Path) -> None:
-    rows = load_table(folder / "labels")
-    first, again = (profiles(rows, seed=3) for _ in range(2))
+    rows = load_stored(folder / "labels")
+    first, again = (acceptance_traces(rows, seed=3) for _ in range(2))
     assert first == again
-    assert profiles(rows.select([4]), seed=3) == first[4:5]
-    assert profiles(rows, seed=4) != first
+    assert acceptance_traces(rows.select([4]), seed=3) == first[4:5]
+    assert acceptance_traces(rows, seed=4) != first
 
 
 def test_no_rule_is_faster_than_the_oracle_and_a_perfect_head_beats_every_fixed_length() -> None:
@@ -69,7 +69,9 @@ def test_no_rule_is_faster_than_the_oracle_and_a_perfect_head_beats_every_fixed_
     for _ in range(60):
         accept = torch.where(torch.rand(80, generator=generator) < 0.8, 0.97, 0.3)
         coins = torch.rand(80, generator=generator) < accept
-        texts.append(Profile(coins.tolist(), accept.tolist(), accept.tolist(), accept.tolist()))
+        texts.append(
+            AcceptanceTrace(coins.tolist(), accept.tolist(), accept.tolist(), accept.tolist())
+        )
     rows = compare(texts, Calibration(), draft_seconds=0.1, target_seconds=1.0)
     table = shown(rows, 0.1, 1.0)
     assert max(table, key=lambda row: row["of_the_oracles_speed"])["rule"] == "oracle"

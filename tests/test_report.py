@@ -12,11 +12,11 @@ from matplotlib.text import Annotation
 from PIL import Image
 from rich.console import Console
 
-from eval.annotations import POINT, extent
-from eval.charts import FAMILIES, family, series
-from eval.plots import PLOTS, kinds, plot, to_svg
-from eval.report import COLUMNS, Context, blocks, render_page, terminal, write_report
-from eval.results import PLAIN, Results, build_results, check_figures, fastest
+from eval.measuring.results import PLAIN, Results, build_results, check_metrics, fastest
+from eval.reporting.annotations import POINT, extent
+from eval.reporting.charts import FAMILIES, family, series
+from eval.reporting.plots import PLOTS, kinds, plot, to_svg
+from eval.reporting.report import COLUMNS, Context, render_page, sections_of, terminal, write_report
 from tests.synthetic_results import ENVIRONMENT, method, synthetic_results
 
 EVIL = "<script>alert('x')</script> $\\frac{1}{2}$ [bold]&amp;"
@@ -206,7 +206,7 @@ def test_the_fastest_method_is_lossless_and_ties_are_named(results: Results) -> 
         assert best.lossless
         assert best.tokens_per_second == max(r.tokens_per_second for r in runs if r.lossless)
         assert all(run.lossless and run is not best for run in ties)
-    block = blocks(results)[0]
+    block = sections_of(results)[0]
     assert [row.mark for row in block.rows].count("★") == 1
     assert [row.note for row in block.rows if row.method.startswith("biased")] == ["† TV 0.041"]
 
@@ -244,17 +244,17 @@ def test_a_slow_draft_is_said_to_be_slow(results: Results) -> None:
         (method(PLAIN, "alpaca", **nothing), plain.generations),
         (method("slow", "alpaca"), slow),
     ]
-    assert "No method was faster" in blocks(build_results(ENVIRONMENT, measured))[0].summary
+    assert "No method was faster" in sections_of(build_results(ENVIRONMENT, measured))[0].summary
 
 
 def test_without_plain_decoding_the_report_shows_tokens_per_second(results: Results) -> None:
     measured = [(method("only", "alpaca"), results.runs[2].generations)]
     alone = build_results(ENVIRONMENT, measured)
-    assert blocks(alone)[0].rows[0].cells[0] == "\N{EN DASH}"
+    assert sections_of(alone)[0].rows[0].cells[0] == "\N{EN DASH}"
     figure = plot("speedup", alone, ["alpaca"])
     assert isinstance(figure, Figure)
     assert figure.axes[0].get_xlabel() == "tokens per second"
-    assert "Fastest" in Console(width=100).render_str(blocks(alone)[0].summary).plain
+    assert "Fastest" in Console(width=100).render_str(sections_of(alone)[0].summary).plain
     assert render_page(alone, Context())
 
 
@@ -266,10 +266,10 @@ def test_plain_decoding_alone_makes_a_report(results: Results, tmp_path: Path) -
 
 def test_without_times_tables_say_so_and_drawings_need_none(tmp_path: Path) -> None:
     untimed = synthetic_results(datasets=("alpaca",), timed=False)
-    check_figures(untimed)
+    check_metrics(untimed)
     assert kinds(untimed) == ["efficiency", "pareto", "acceptance"]
     assert fastest(untimed.runs) is None
-    (block,) = blocks(untimed)
+    (block,) = sections_of(untimed)
     assert all(row.cells[:2] == ("not measured", "not measured") for row in block.rows)
     assert not any(row.mark for row in block.rows)
     assert block.summary.startswith("Speeds were not measured: 4 prompts were decoded together.")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.report import write_report
+from eval.reporting.report import write_report
 from tests.synthetic_results import synthetic_results
 
 CHROMIUM = (

@@ -1,4 +1,4 @@
-"""Rollouts: the right law, whatever the batch and the shard; samples and later turns."""
+"""Rollouts: the right distribution, whatever the batch and the shard; samples and later turns."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from specdata.errors import ConfigError
-from specdata.generation import Backend, GrowingLayer, TransformersBackend, sample_batch
-from specdata.manifest import read_manifest
 from specdata.probability import SamplingConfig, inverse_cdf, probabilities
-from specdata.prompts import Prompt, PromptSet
-from specdata.rollouts import (
+from specdata.prompts.chat_templates import chat_ids
+from specdata.prompts.loading import Prompt, PromptSet
+from specdata.rollouts.make import (
     Dialogue,
     RolloutConfig,
     check_samples,
     make_rollouts,
     turns_asked,
 )
-from specdata.schema import Rollout
-from specdata.tables import load_table
-from specdata.templates import chat_ids
+from specdata.rollouts.sampling import Backend, GrowingLayer, TransformersBackend, sample_batch
+from specdata.storage.dataset import load_stored
+from specdata.storage.manifest import read_manifest
+from specdata.storage.schema import Rollout
 from tests.test_decoder import p_value
-from tests.tiny import END, joint_law, tiny_llama
+from tests.tiny import END, joint_distribution, tiny_llama
 
 PLAIN = SamplingConfig()
 WARPED = SamplingConfig(temperature=0.8, top_k=3)
@@ -91,11 +91,11 @@ def tiny_gpt2() -> GPT2LMHeadModel:
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), WARPED], ids=["plain", "warped"])
-def test_the_joint_law_of_a_batch_is_plain_samplings(sampling: SamplingConfig) -> None:
+def test_the_joint_distribution_of_a_batch_is_plain_samplings(sampling: SamplingConfig) -> None:
     model = tiny_llama(0)
-    law = joint_law(model, [2, 3], 4, sampling)
+    distribution = joint_distribution(model, [2, 3], 4, sampling)
     rows = sample_batch(model, [[2, 3]] * 4000, uniforms(4000, 4), sampling)
-    assert p_value(Counter(map(tuple, rows)), law) > 1e-6
+    assert p_value(Counter(map(tuple, rows)), distribution) > 1e-6
 
 
 def test_a_row_is_the_same_alone_and_in_a_batch_of_other_lengths() -> None:
@@ -133,8 +133,10 @@ def test_rows_that_leave_change_nothing_in_models_with_other_caches_and_position
         text = list(prompt.ids)
         for step, token in enumerate(together[index]):
             with torch.inference_mode():
-                law = model(input_ids=torch.tensor([text])).logits[0, -1]
-            assert token == inverse_cdf(probabilities(law, SamplingConfig()), draws[index, step])
+                distribution = model(input_ids=torch.tensor([text])).logits[0, -1]
+            assert token == inverse_cdf(
+                probabilities(distribution, SamplingConfig()), draws[index, step]
+            )
             text.append(token)
 
 
@@ -164,7 +166,7 @@ def table_of(
     make_rollouts(
         made, asked, folder, config, dialogue=dialogue, settings={}, report=lambda rows: None
     )
-    return load_table(folder).to_list()
+    return load_stored(folder).to_list()
 
 
 def by_key(rows: Sequence[Rollout]) -> dict[tuple[str, int, int], Rollout]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from recipes.make_rollouts import main, stages
 from recipes.run import cli
-from specdata.tables import load_table
+from specdata.storage.dataset import load_stored
 from tests.test_tables import small_disk
 from tests.test_vllm import serving
 from tests.tiny import tiny_llama
@@ -102,7 +102,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def alone(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("alone")
     assert [status for status, _ in end(start(pair, folder, 1))] == [0]
-    rows = load_table(folder / "out" / "rollouts")
+    rows = load_stored(folder / "out" / "rollouts")
     keys = set(zip(rows["example_id"], rows["sample"], strict=True))
     assert len(keys) == len(rows) == 2 * PROMPTS
     record = json.loads((folder / "out" / "rollouts" / "run.json").read_text())
@@ -200,6 +200,6 @@ def test_the_recipe_asks_a_vllm_server_that_the_configuration_names(
         whole += ["--rollouts.vllm.model", "served"]
         assert cli(main, stages, "", whole) == 0
         assert len(server.bodies) == 2 * PROMPTS
-    assert len(load_table(tmp_path / "out" / "rollouts")) == 2 * PROMPTS
+    assert len(load_stored(tmp_path / "out" / "rollouts")) == 2 * PROMPTS
     assert cli(main, stages, "", [*whole, "--output", str(tmp_path / "gone")]) == 1
     assert "did not answer /v1/models in 1 tries" in capsys.readouterr().err

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval import theory
+from eval.analysis import theory
 from eval.drafts import DraftTree
 from eval.verifiers import VERIFIERS, Verifier
 from eval.verifiers.block import greedy_block
-from eval.verifiers.frames import Frame
-from eval.verifiers.rule import Dice, Stop
-from specdata.probability import leftover
+from eval.verifiers.carried_residual import CarriedResidual
+from eval.verifiers.rule import Outcome, Rng
+from specdata.probability import residual
 from tests.oracles import (
     Drafts,
     Prefix,
@@ -25,13 +25,13 @@ from tests.oracles import (
     chain_drafts,
     constant_table,
     expected_accepted,
-    joint_law,
+    joint_distribution,
     markov_table,
-    output_law,
+    output_distribution,
     path_drafts,
-    random_law,
+    random_distribution,
     random_table,
-    rounds_law,
+    rounds_distribution,
     shifted,
     target_rows,
     total_variation,
@@ -66,7 +66,9 @@ def stopped_chains(
 
     def draft(text: Prefix, verifier: Verifier) -> Drafts:
         here = shifted(q, text, length)
-        return chain_drafts(here, length, lambda drafted: stop(text + drafted), verifier.carries)
+        return chain_drafts(
+            here, length, lambda drafted: stop(text + drafted), verifier.carries_residual
+        )
 
     return draft
 
@@ -122,8 +124,8 @@ def test_block_goldens(
     tree = chain_draft(tokens, q)
     verdict = made("block")(tree, target_rows(tree, p))
     assert verdict.stop.tolist() == pytest.approx(stop, abs=1e-7)
-    for node, law in residuals.items():
-        assert verdict.bonus[node].tolist() == pytest.approx(law, abs=1e-7)
+    for node, distribution in residuals.items():
+        assert verdict.bonus[node].tolist() == pytest.approx(distribution, abs=1e-7)
 
 
 def test_greedy_block_golden() -> None:
@@ -148,8 +150,8 @@ def test_batch_follows_the_accepted_rollout_only() -> None:
     """A twin with the accepted prefix is of no use to `batch`, and of use to `rrs`."""
     q = constant_table((0.5, 0.5), 2)
     p = {**constant_table((1.0, 0.0), 2), (): torch.tensor([0.5, 0.5], dtype=torch.float64)}
-    laws = torch.stack([q[()], q[()]]).expand(2, 2, 2)
-    tree = DraftTree.paths(torch.tensor([[0, 1], [0, 0]]), laws)
+    distributions = torch.stack([q[()], q[()]]).expand(2, 2, 2)
+    tree = DraftTree.paths(torch.tensor([[0, 1], [0, 0]]), distributions)
     assert made("batch")(tree, target_rows(tree, p)).stop.tolist() == [0, 1, 0, 0, 0]
     rrs = made("rrs")(tree, target_rows(tree, p)).stop
     assert float(rrs[4]) == 1.0
@@ -166,7 +168,7 @@ def test_batch_follows_the_accepted_rollout_only() -> None:
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, 3.0])
 @pytest.mark.parametrize("name", ["biased_uno", "biased_opt"])
-def test_biased_verifiers_have_exactly_the_declared_law(name: str, epsilon: float) -> None:
+def test_biased_verifiers_have_exactly_the_declared_distribution(name: str, epsilon: float) -> None:
     """Accepted tokens weigh q b; the one after a rejection R P; what follows is the target's."""
     length = 2
     p, q = random_table(3, 3, 7, 0.3), random_table(3, 3, 8, 0.3)
@@ -180,19 +182,19 @@ def test_biased_verifiers_have_exactly_the_declared_law(name: str, epsilon: floa
                 if depth < accepted:
                     weight *= float(draft[token] * accept[token])
                 elif depth == accepted < length:
-                    best = theory.least_bias_law(here, draft, accept)
-                    law = best if name == "biased_opt" else here
-                    weight *= theory.rejection(draft, accept) * float(law[token])
+                    best = theory.least_bias_distribution(here, draft, accept)
+                    distribution = best if name == "biased_opt" else here
+                    weight *= theory.rejection(draft, accept) * float(distribution[token])
                 else:
                     weight *= float(here[token])
             expected[text] += weight
     verifier = VERIFIERS[name].make(epsilon=epsilon)
-    emitted = output_law(verifier, chain_drafts(q, length), p, length + 1, q)
+    emitted = output_distribution(verifier, chain_drafts(q, length), p, length + 1, q)
     assert total_variation(emitted, expected) <= 1e-12
     if name == "biased_opt" and epsilon == 0.0:
-        assert total_variation(emitted, joint_law(p, (), length + 1)) <= 1e-12
+        assert total_variation(emitted, joint_distribution(p, (), length + 1)) <= 1e-12
     if epsilon > 0.0:
-        assert total_variation(emitted, joint_law(p, (), length + 1)) > 1e-3
+        assert total_variation(emitted, joint_distribution(p, (), length + 1)) > 1e-3
 
 
 @pytest.mark.parametrize("epsilon", [-0.1, float("nan"), float("inf")])
@@ -210,43 +212,45 @@ def test_biased_verifiers_refuse_an_impossible_epsilon(name: str, epsilon: float
 @pytest.mark.parametrize(
     ("vocabulary", "length", "emitted"), [(2, 2, 5), (2, 3, 5), (3, 2, 4), (2, 4, 6)]
 )
-def test_greedy_block_over_several_rounds_keeps_the_joint_law(
+def test_greedy_block_over_several_rounds_keeps_the_joint_distribution(
     vocabulary: int, length: int, emitted: int, zeros: float
 ) -> None:
     for seed in range(3):
         p = random_table(vocabulary, emitted + length, 20 + 2 * seed, zeros)
         q = random_table(vocabulary, emitted + length, 21 + 2 * seed, zeros)
-        joint, _ = rounds_law(made("greedy_block"), p, emitted, fixed_chains(q, length))
-        assert total_variation(joint, joint_law(p, (), emitted)) <= 1e-12
+        joint, _ = rounds_distribution(made("greedy_block"), p, emitted, fixed_chains(q, length))
+        assert total_variation(joint, joint_distribution(p, (), emitted)) <= 1e-12
 
 
 def test_frames_nest_and_expire() -> None:
-    """A rejection under a frame opens a second one; both end with the length that was planned."""
+    """A rejection under a carried residual opens a second one; both end with the length that was planned."""
     p, q = random_table(2, 7, 31), random_table(2, 7, 32)
     seen: set[int] = set()
     waiting: list[tuple[Prefix, Verifier]] = [((), made("greedy_block"))]
     while waiting:
         text, verifier = waiting.pop()
-        seen.add(len(verifier.frames))
-        assert all(frame.ratio > 1 and 1 <= frame.left <= 2 for frame in verifier.frames)
+        seen.add(len(verifier.carried))
+        assert all(residual.ratio > 1 and 1 <= residual.left <= 2 for residual in verifier.carried)
         assert verifier.needs_tail(3) is False
-        assert verifier.needs_tail(0) is bool(verifier.frames)
+        assert verifier.needs_tail(0) is bool(verifier.carried)
         for _, tree in chain_drafts(shifted(q, text, 3), 3) if len(text) < 4 else ():
             target = target_rows(tree, shifted(p, text, 3))
             for _, end in verifier.outcomes(tree, target):
-                for token in end.law.nonzero().flatten().tolist():
+                for token in end.distribution.nonzero().flatten().tolist():
                     after = verifier.after(tree, target, end, token)
                     drafted = tuple(tree.token_list[: end.node])
                     waiting.append(((*text, *drafted, token), after))
     assert seen == {0, 1, 2}
 
 
-def test_a_frame_that_outlives_the_draft_asks_for_the_law_after_it() -> None:
+def test_a_frame_that_outlives_the_draft_asks_for_the_distribution_after_it() -> None:
     q = torch.tensor([[0.6, 0.4], [0.5, 0.5]])
-    held = dataclasses.replace(made("greedy_block"), frames=(Frame(1.5, 3),))
+    held = dataclasses.replace(made("greedy_block"), carried=(CarriedResidual(1.5, 3),))
     target = torch.tensor([[0.5, 0.5]] * 3)
     assert held.needs_tail(2)
-    with pytest.raises(ValueError, match=r"next 3 tokens, but the draft's law after its 2 tokens"):
+    with pytest.raises(
+        ValueError, match=r"next 3 tokens, but the draft's distribution after its 2 tokens"
+    ):
         held(DraftTree.chain(torch.tensor([0, 1]), q), target)
     with pytest.raises(ValueError, match="tail"):
         held.draw(DraftTree.chain(torch.tensor([0, 1]), q), target, torch.Generator())
@@ -269,10 +273,10 @@ def test_draw_carries_the_frames_that_enumeration_names() -> None:
             possible = [
                 verifier.after(tree, target, end, drawn.token)
                 for _, end in verifier.outcomes(tree, target)
-                if end.node == len(drawn.nodes) and float(end.law[drawn.token]) > 0
+                if end.node == len(drawn.nodes) and float(end.distribution[drawn.token]) > 0
             ]
             assert drawn.verifier in possible
-            carried += bool(drawn.verifier.frames)
+            carried += bool(drawn.verifier.carried)
             text = (*text, *tree.token_list[: len(drawn.nodes)], drawn.token)
             verifier = drawn.verifier
     assert carried > 10
@@ -291,29 +295,29 @@ def test_rounds_to_emit_six_tokens(
 ) -> None:
     p, q = models
     for name, golden in zip(("token", "block", "greedy_block"), goldens, strict=True):
-        joint, rounds = rounds_law(made(name), p, 6, fixed_chains(q, length))
+        joint, rounds = rounds_distribution(made(name), p, 6, fixed_chains(q, length))
         assert rounds == pytest.approx(golden, abs=1e-5)
-        assert total_variation(joint, joint_law(p, (), 6)) <= 1e-12
+        assert total_variation(joint, joint_distribution(p, (), 6)) <= 1e-12
 
 
 # --- adaptive length ---
 
 
 @pytest.mark.parametrize("name", ["token", "block"])
-def test_a_draft_that_stops_on_its_kept_tokens_keeps_the_joint_law(name: str) -> None:
+def test_a_draft_that_stops_on_its_kept_tokens_keeps_the_joint_distribution(name: str) -> None:
     for seed, zeros in ((51, 0.0), (53, 0.35)):
         p, q = random_table(2, 7, seed, zeros), random_table(2, 7, seed + 1, zeros)
         drafter = stopped_chains(q, 3, lambda text: text[-1] == 0 or len(text) == 2)
-        joint, _ = rounds_law(made(name), p, 4, drafter)
-        assert total_variation(joint, joint_law(p, (), 4)) <= 1e-12
+        joint, _ = rounds_distribution(made(name), p, 4, drafter)
+        assert total_variation(joint, joint_distribution(p, (), 4)) <= 1e-12
 
 
 def test_greedy_block_is_biased_where_the_draft_stops_on_its_tokens() -> None:
     """Which is why `carries` says that the length must be planned."""
     p, q = random_table(2, 7, 5), random_table(2, 7, 6)
     drafter = stopped_chains(q, 3, lambda text: text[-1] == 0)
-    joint, _ = rounds_law(made("greedy_block"), p, 4, drafter)
-    assert total_variation(joint, joint_law(p, (), 4)) > 1e-2
+    joint, _ = rounds_distribution(made("greedy_block"), p, 4, drafter)
+    assert total_variation(joint, joint_distribution(p, (), 4)) > 1e-2
 
 
 def test_greedy_block_plans_its_length_as_the_text_allows() -> None:
@@ -325,18 +329,21 @@ def test_greedy_block_plans_its_length_as_the_text_allows() -> None:
         tail = verifier.needs_tail(length)
         return chain_drafts(shifted(q, text, length), length, tail=tail)
 
-    joint, _ = rounds_law(made("greedy_block"), p, 5, draft)
-    assert total_variation(joint, joint_law(p, (), 5)) <= 1e-12
+    joint, _ = rounds_distribution(made("greedy_block"), p, 5, draft)
+    assert total_variation(joint, joint_distribution(p, (), 5)) <= 1e-12
 
 
 @pytest.mark.parametrize(("planned", "lossless"), [(3, True), (None, False)])
 def test_an_end_token_cuts_a_draft_short_but_not_the_frame(
     planned: int | None, lossless: bool
 ) -> None:
-    """Token 0 ends the text: the draft stops there, and `planned` keeps the frame's length."""
+    """Token 0 ends the text: the draft stops there, and `planned` keeps the carried residual's length."""
     end = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
     p, q = (
-        {text: end if 0 in text else law for text, law in random_table(3, 7, seed).items()}
+        {
+            text: end if 0 in text else distribution
+            for text, distribution in random_table(3, 7, seed).items()
+        }
         for seed in (5, 6)
     )
 
@@ -345,8 +352,8 @@ def test_an_end_token_cuts_a_draft_short_but_not_the_frame(
         for weight, tree in chain_drafts(here, 3, lambda drafted: drafted[-1] == 0, tail=True):
             yield weight, dataclasses.replace(tree, planned=planned)
 
-    joint, _ = rounds_law(made("greedy_block"), p, 4, draft)
-    bias = total_variation(joint, joint_law(p, (), 4))
+    joint, _ = rounds_distribution(made("greedy_block"), p, 4, draft)
+    bias = total_variation(joint, joint_distribution(p, (), 4))
     assert bias <= 1e-12 if lossless else bias > 1e-3
 
 
@@ -365,11 +372,11 @@ def test_block_survives_ratios_that_overflow() -> None:
 # --- the harness has teeth: wrong variants fail it ---
 
 
-def variant(tree: DraftTree, target: Tensor, dice: Dice, wrong: str) -> Stop:
+def variant(tree: DraftTree, target: Tensor, rng: Rng, wrong: str) -> Outcome:
     """Block verification with one thing wrong; right for an unknown name."""
     length, ratios, joint = len(tree), [1.0], 1.0
     for depth, x in enumerate(tree.token_list):
-        ratio = float(target[depth, x]) / float(tree.laws[depth, x])
+        ratio = float(target[depth, x]) / float(tree.distributions[depth, x])
         ratios.append(min(1.0, ratios[-1] * ratio))
         joint *= ratio
     if wrong == "uncapped last test":
@@ -377,39 +384,39 @@ def variant(tree: DraftTree, target: Tensor, dice: Dice, wrong: str) -> Stop:
 
     def passes(tau: int) -> bool:
         if tau == length or ratios[tau] >= 1.0:
-            return dice.flip(ratios[tau])
-        mass = float((ratios[tau] * target[tau] - tree.laws[tau]).clamp(min=0).sum())
-        return dice.flip(mass / (mass + 1 - ratios[tau]))
+            return rng.bernoulli(ratios[tau])
+        mass = float((ratios[tau] * target[tau] - tree.distributions[tau]).clamp(min=0).sum())
+        return rng.bernoulli(mass / (mass + 1 - ratios[tau]))
 
     if wrong == "first failure":
         tau = next((i for i in range(length) if not passes(i + 1)), length)
     else:
         tau = next((i for i in range(length, 0, -1) if passes(i)), 0)
     if tau == length:
-        return Stop(tau, target[tau])
+        return Outcome(tau, target[tau])
     scale = 1.0 if wrong == "plain residual" else ratios[tau]
-    return Stop(tau, leftover(scale * target[tau], tree.laws[tau]))
+    return Outcome(tau, residual(scale * target[tau], tree.distributions[tau]))
 
 
-def bias_of(rule: Callable[[DraftTree, Tensor, Dice], Stop]) -> float:
+def bias_of(rule: Callable[[DraftTree, Tensor, Rng], Outcome]) -> float:
     p, q = random_table(3, 3, 61), random_table(3, 3, 62)
     verifier = Verifier("variant", rule, ("chain",))
-    emitted = output_law(verifier, chain_drafts(q, 3), p, 4, q)
-    return total_variation(emitted, joint_law(p, (), 4))
+    emitted = output_distribution(verifier, chain_drafts(q, 3), p, 4, q)
+    return total_variation(emitted, joint_distribution(p, (), 4))
 
 
 def test_the_right_form_of_block_verification_passes() -> None:
-    assert bias_of(lambda tree, target, dice: variant(tree, target, dice, "none")) <= 1e-12
+    assert bias_of(lambda tree, target, rng: variant(tree, target, rng, "none")) <= 1e-12
 
 
 @pytest.mark.parametrize("wrong", ["first failure", "uncapped last test", "plain residual"])
 def test_a_wrong_block_verification_fails(wrong: str) -> None:
-    assert bias_of(lambda tree, target, dice: variant(tree, target, dice, wrong)) > 1e-3
+    assert bias_of(lambda tree, target, rng: variant(tree, target, rng, wrong)) > 1e-3
 
 
 def test_a_dropped_frame_fails() -> None:
-    def forgets(tree: DraftTree, target: Tensor, dice: Dice) -> Stop:
-        return dataclasses.replace(greedy_block(tree, target, dice), opens=None)
+    def forgets(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
+        return dataclasses.replace(greedy_block(tree, target, rng), opens=None)
 
     assert bias_of(forgets) > 1e-3
 
@@ -426,19 +433,19 @@ def test_looking_at_a_token_and_then_dropping_it_fails(name: str) -> None:
                 kept = kept[:-1]
             yield weight, chain_draft(kept, q)
 
-    exact = joint_law(p, (), 3)
-    assert total_variation(output_law(made(name), drafts(False), p, 3, q), exact) <= 1e-12
-    assert total_variation(output_law(made(name), drafts(True), p, 3, q), exact) > 1e-3
+    exact = joint_distribution(p, (), 3)
+    assert total_variation(output_distribution(made(name), drafts(False), p, 3, q), exact) <= 1e-12
+    assert total_variation(output_distribution(made(name), drafts(True), p, 3, q), exact) > 1e-3
 
 
-def test_a_law_that_was_not_drawn_from_fails() -> None:
-    """Storing another law than the one a token was drawn from breaks losslessness."""
+def test_a_distribution_that_was_not_drawn_from_fails() -> None:
+    """Storing another distribution than the one a token was drawn from breaks losslessness."""
     p, q, raw = random_table(3, 2, 65), random_table(3, 2, 66), random_table(3, 2, 67)
     wrong = (
         (weight, chain_draft(tuple(tree.token_list), raw)) for weight, tree in chain_drafts(q, 2)
     )
-    emitted = output_law(made("token"), wrong, p, 3, q)
-    assert total_variation(emitted, joint_law(p, (), 3)) > 1e-3
+    emitted = output_distribution(made("token"), wrong, p, 3, q)
+    assert total_variation(emitted, joint_distribution(p, (), 3)) > 1e-3
 
 
 # --- precision ---
@@ -447,7 +454,7 @@ def test_a_law_that_was_not_drawn_from_fails() -> None:
 @pytest.mark.parametrize("vocabulary", [2, 4096, 131072])
 @pytest.mark.parametrize("name", ["token", "block", "greedy_block", "traversal"])
 def test_float32_agrees_with_float64(name: str, vocabulary: int) -> None:
-    """Probabilities of stopping to 1e-5, emitted laws to 1e-5 in total variation."""
+    """Probabilities of stopping to 1e-5, emitted distributions to 1e-5 in total variation."""
     generator = torch.Generator().manual_seed(vocabulary)
     logits = 3 * torch.randn(5, vocabulary, generator=generator, dtype=torch.float64)
     noise = torch.randn(5, vocabulary, generator=generator, dtype=torch.float64)
@@ -462,8 +469,8 @@ def test_float32_agrees_with_float64(name: str, vocabulary: int) -> None:
         assert float(gap.max()) < 2e-5
 
 
-def test_random_laws_of_the_harness_have_zeros_and_sum_to_one() -> None:
+def test_random_distributions_of_the_harness_have_zeros_and_sum_to_one() -> None:
     generator = torch.Generator().manual_seed(0)
-    laws = torch.stack([random_law(5, generator, 0.35) for _ in range(200)])
-    assert float((laws.sum(-1) - 1).abs().max()) < 1e-12
-    assert 0.2 < float((laws == 0).double().mean()) < 0.4
+    distributions = torch.stack([random_distribution(5, generator, 0.35) for _ in range(200)])
+    assert float((distributions.sum(-1) - 1).abs().max()) < 1e-12
+    assert 0.2 < float((distributions == 0).double().mean()) < 0.4

@@ -9,17 +9,18 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from eval import optimal_stopping
-from eval.calibration import Calibration
-from eval.cost_rule import CostRule, worth_drafting
+from eval.analysis import optimal_stopping
+from eval.analysis.optimal_stopping import AcceptanceChain, Costs
 from eval.decode_config import RULES
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.metrics import Round, check_identity, record_prompt
-from eval.optimal_stopping import AcceptanceChain, Costs
-from eval.stopping import Step, calibrated
+from eval.drafting.calibration import Calibration
+from eval.drafting.cost_rule import CostRule, worth_drafting
+from eval.drafting.stopping import DraftedToken, calibrated
+from eval.measuring.records import check_identity, record_prompt
+from eval.rounds import Round
 from heads import AcceptanceHead
 from specdata.errors import ConfigError
-from tests.tiny import joint_law, tiny_llama
+from tests.tiny import joint_distribution, tiny_llama
 
 DRAWS = 1000
 PROMPT = [2, 3]
@@ -42,14 +43,14 @@ def head(weight: float = 6.0) -> AcceptanceHead:
 @pytest.mark.parametrize(
     ("name", "asks"), [("logit", False), *((n, a) for n in NEW if n != "logit" for a in (0, 1))]
 )
-def test_the_joint_law_is_plain_samplings_with_every_verifier_of_chains(
+def test_the_joint_distribution_is_plain_samplings_with_every_verifier_of_chains(
     name: str, asks: bool, verifier: str
 ) -> None:
     """Over several rounds; fails by chance once in 1e6."""
     fields = {key: getattr(NEW[name], key) for key in DecodeConfig.__slots__}
     config = DecodeConfig(**{**fields, "verifier": verifier})
     target, draft = tiny_llama(0), tiny_llama(1)
-    law = joint_law(target, PROMPT, 4, config.sampling)
+    distribution = joint_distribution(target, PROMPT, 4, config.sampling)
     decoder = SpeculativeDecoder.from_config(target, draft, config, head() if asks else None)
     generator = torch.Generator().manual_seed(7)
     outs = [
@@ -57,8 +58,12 @@ def test_the_joint_law_is_plain_samplings_with_every_verifier_of_chains(
         for _ in range(DRAWS)
     ]
     counts = Counter(tuple(out.tokens.tolist()) for out in outs)
-    assert sum(len(out.rounds) > 1 for out in outs) > DRAWS / 4, "the law must span rounds"
-    cells = [(counts[text], chance * DRAWS) for text, chance in law.items() if chance * DRAWS >= 5]
+    assert sum(len(out.rounds) > 1 for out in outs) > DRAWS / 4, "the distribution must span rounds"
+    cells = [
+        (counts[text], chance * DRAWS)
+        for text, chance in distribution.items()
+        if chance * DRAWS >= 5
+    ]
     cells.append((DRAWS - sum(n for n, _ in cells), DRAWS - sum(mean for _, mean in cells)))
     statistic = sum((seen - mean) ** 2 / mean for seen, mean in cells)
     assert chi2.sf(statistic, len(cells) - 1) > 1e-6
@@ -125,8 +130,8 @@ def test_with_given_costs_a_seed_decides_everything_whatever_was_decoded_before(
     assert len({n for _, drafted in others for n in drafted}) > 1, "the rule must do something"
 
 
-def law(accept: float) -> torch.Tensor:
-    """Some law whose largest probability is `accept`."""
+def distribution(accept: float) -> torch.Tensor:
+    """Some distribution whose largest probability is `accept`."""
     places = int(1 / accept)
     rest = 1 - accept * places
     return torch.tensor([accept] * places + [rest], dtype=torch.float64)
@@ -139,18 +144,20 @@ def test_the_logit_rule_multiplies_calibrated_probabilities_of_all_tokens() -> N
         for q_max in confidences:
             odds = 0.4 + 0.7 * torch.logit(torch.tensor(q_max, dtype=torch.float64))
             survival *= float(odds.sigmoid())
-            assert stop(Step(0, law(q_max), None)) == (1 - survival > 0.5)
+            assert stop(DraftedToken(0, distribution(q_max), None)) == (1 - survival > 0.5)
 
 
-def test_a_one_hot_law_stops_nothing() -> None:
+def test_a_one_hot_distribution_stops_nothing() -> None:
     for rule in (
         calibrated(Calibration(), 0.5, limit=20).begin(),
         CostRule(Calibration(), draft_seconds=0.1, token_seconds=1.0).begin(),
     ):
-        assert not any(rule(Step(0, torch.eye(4)[1], None)) for _ in range(100))
+        assert not any(rule(DraftedToken(0, torch.eye(4)[1], None)) for _ in range(100))
 
 
-def test_the_cost_rule_undoes_the_heads_bias_and_judges_the_newest_token_by_its_law() -> None:
+def test_the_cost_rule_undoes_the_heads_bias_and_judges_the_newest_token_by_its_distribution() -> (
+    None
+):
     made = head(weight=6.0)
     states = torch.randn(6, 16, generator=torch.Generator().manual_seed(3)) / 8
     for share in (0.05, 0.2, 0.4, 0.6):
@@ -162,7 +169,7 @@ def test_the_cost_rule_undoes_the_heads_bias_and_judges_the_newest_token_by_its_
             if place:
                 raw = float(torch.sigmoid(made(state).detach()))
                 known *= 6 * raw / (1 - raw + 6 * raw)
-            assert stop(Step(0, law(0.8), state)) == (known * 0.8 * 0.9 <= share)
+            assert stop(DraftedToken(0, distribution(0.8), state)) == (known * 0.8 * 0.9 <= share)
 
 
 GOLDENS = [
@@ -205,7 +212,7 @@ def test_the_measured_cost_rule_lies_between_the_optimum_and_the_best_fixed_leng
         stop, seen = rule.begin(), list[float]()
         while len(seen) < 25:
             seen.append(chance.choices(accept, weights)[0])
-            if stop(Step(0, law(seen[-1]), None)):
+            if stop(DraftedToken(0, distribution(seen[-1]), None)):
                 break
         coins = [chance.random() < a for a in seen]
         accepted = coins.index(False) if False in coins else len(coins)

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from specdata.errors import ManifestError
-from specdata.manifest import read_manifest
-from specdata.schema import ROLLOUTS, Rollout
-from specdata.shards import try_locked
-from specdata.tables import fill_table, load_table, stream_table
+from specdata.storage.dataset import fill_dataset, load_stored, stream_stored
+from specdata.storage.files import try_locked
+from specdata.storage.manifest import read_manifest
+from specdata.storage.schema import ROLLOUTS, Rollout
 from tests import drive_table
 
 ROOT = Path(__file__).parent.parent
@@ -49,11 +49,11 @@ def shards(made: list[int], stop_at: int | None = None) -> list[Callable[[], lis
 
 
 def fill(folder: Path, parts: list[Callable[[], list[Rollout]]]) -> int:
-    return fill_table(folder, ROLLOUTS, SETTINGS, parts, lambda rows: None)
+    return fill_dataset(folder, ROLLOUTS, SETTINGS, parts, lambda rows: None)
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file, hidden ones too, but for what `load_table` keeps."""
+    """Every file, hidden ones too, but for what `load_stored` keeps."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -68,12 +68,12 @@ def test_an_interrupted_table_continues_and_has_the_bytes_of_an_uninterrupted_on
     with pytest.raises(KeyboardInterrupt):
         fill(tmp_path / "a", shards(made, stop_at=1))
     with pytest.raises(ManifestError, match=r"unfinished \(2 shards so far\)"):
-        load_table(tmp_path / "a")
+        load_stored(tmp_path / "a")
     assert fill(tmp_path / "a", shards(made)) == 8
     assert made == [3, 2, 1, 0], "no shard is made twice"
     fill(tmp_path / "b", shards([]))
     assert content(tmp_path / "a") == content(tmp_path / "b")
-    assert load_table(tmp_path / "a")["example_id"][:] == [f"id{n}" for n in range(8)]
+    assert load_stored(tmp_path / "a")["example_id"][:] == [f"id{n}" for n in range(8)]
     assert fill(tmp_path / "a", shards(made)) == 8
     assert len(made) == 4
 
@@ -92,8 +92,8 @@ def test_the_manifest_counts_what_the_shards_hold(tmp_path: Path) -> None:
 def test_a_table_streams_and_loads_the_rows_that_were_stored(tmp_path: Path) -> None:
     fill(tmp_path, shards([]))
     rows = [dict(row(number)) for number in range(8)]
-    assert list(stream_table(tmp_path)) == rows
-    table = load_table(tmp_path)
+    assert list(stream_stored(tmp_path)) == rows
+    table = load_stored(tmp_path)
     assert table.to_list() == rows
     assert table.cache_files, "it is a memory map, not a copy in memory"
 
@@ -101,7 +101,7 @@ def test_a_table_streams_and_loads_the_rows_that_were_stored(tmp_path: Path) -> 
 def test_other_settings_are_refused_with_the_difference(tmp_path: Path) -> None:
     fill(tmp_path, shards([]))
     with pytest.raises(ManifestError, match=r"sampling\.temperature: 1\.0 -> 0\.5"):
-        fill_table(
+        fill_dataset(
             tmp_path,
             ROLLOUTS,
             {"seed": 0, "sampling": {"temperature": 0.5}},
@@ -116,7 +116,7 @@ def test_an_edited_truncated_or_missing_shard_is_named(tmp_path: Path) -> None:
     whole = shard.read_bytes()
     for damaged in (whole[:-1] + b"x", whole[:-9], b""):
         shard.write_bytes(damaged)
-        for use in (load_table, stream_table, partial(fill, parts=shards([]))):
+        for use in (load_stored, stream_stored, partial(fill, parts=shards([]))):
             with pytest.raises(ManifestError, match=r"shard-00002\.parquet is not the file"):
                 use(tmp_path)
     shard.unlink()
@@ -150,12 +150,12 @@ def test_a_foreign_file_is_named_and_kept(tmp_path: Path, name: str) -> None:
 
 def test_a_manifest_of_another_program_or_version_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=r"manifest\.json is missing"):
-        load_table(tmp_path)
+        load_stored(tmp_path)
     fill(tmp_path, shards([]))
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "schema_version": 99}))
     with pytest.raises(ManifestError, match="schema version 99"):
-        load_table(tmp_path)
+        load_stored(tmp_path)
     for text in (
         "{",
         json.dumps({**manifest, "shards": 5}),
@@ -163,7 +163,7 @@ def test_a_manifest_of_another_program_or_version_is_refused(tmp_path: Path) -> 
     ):
         (tmp_path / "manifest.json").write_text(text)
         with pytest.raises(ManifestError, match="not a manifest"):
-            load_table(tmp_path)
+            load_stored(tmp_path)
 
 
 def test_a_shard_is_not_stored_in_a_table_that_was_replaced_while_it_was_made(
@@ -173,14 +173,14 @@ def test_a_shard_is_not_stored_in_a_table_that_was_replaced_while_it_was_made(
         (tmp_path / "manifest.json").unlink()
         (tmp_path / ".progress" / "shard-00003.parquet.json").unlink()
         (tmp_path / "shard-00003.parquet").unlink()
-        fill_table(tmp_path, ROLLOUTS, {"seed": 1}, [lambda: [row(1)]], lambda rows: None)
+        fill_dataset(tmp_path, ROLLOUTS, {"seed": 1}, [lambda: [row(1)]], lambda rows: None)
         return [row(0)]
 
     parts = shards([])
     parts[2] = replace
     with pytest.raises(ManifestError, match="seed: 1 -> 0"):
         fill(tmp_path, parts)
-    assert load_table(tmp_path)["example_id"][:] == ["id1"]
+    assert load_stored(tmp_path)["example_id"][:] == ["id1"]
 
 
 def test_a_lock_is_held_by_one_and_free_when_its_holder_ends(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specdata.errors import ConfigError
-from specdata.templates import (
+from specdata.prompts.chat_templates import (
     TemplateRefusedError,
     assistant_mask,
     chat_ids,

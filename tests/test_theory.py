@@ -10,8 +10,8 @@ import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
-from eval import optimal_stopping, theory
-from eval.optimal_stopping import AcceptanceChain, Costs
+from eval.analysis import optimal_stopping, theory
+from eval.analysis.optimal_stopping import AcceptanceChain, Costs
 from eval.verifiers import VERIFIERS
 from eval.verifiers.rule import Verifier
 from tests.oracles import (
@@ -22,9 +22,9 @@ from tests.oracles import (
     expected_accepted,
     markov_table,
     node_prefixes,
-    output_law,
+    output_distribution,
     path_drafts,
-    random_law,
+    random_distribution,
     random_table,
     shifted,
     target_rows,
@@ -79,7 +79,7 @@ def test_theorem_3_counts_the_rejections_of_batch_verification(paths: int, zeros
 
 
 def test_theorem_3_goldens() -> None:
-    p, q = (constant_table(law, 4).__getitem__ for law in (P, Q))
+    p, q = (constant_table(distribution, 4).__getitem__ for distribution in (P, Q))
     for responses, golden in [(1, 1.2), (2, 1.09149216), (3, 1.0119608233), (None, 0.747)]:
         exact = theory.batch_rejections(p, q, 4, responses)
         assert float(exact.sum()) == pytest.approx(golden, abs=1e-7)
@@ -98,9 +98,9 @@ def test_limit_of_many_responses(q: Prefix) -> None:
 
 def test_limit_of_many_responses_where_a_token_is_never_drafted() -> None:
     p, q = torch.tensor([0.5, 0.5]).double(), torch.tensor([0.0, 1.0]).double()
-    missed, law = theory.first_token_missed(p, q, None)
+    missed, distribution = theory.first_token_missed(p, q, None)
     assert missed == 0.5
-    assert law.tolist() == [1.0, 0.0]
+    assert distribution.tolist() == [1.0, 0.0]
     assert theory.first_token_missed(p, q, 50)[0] == 0.5
 
 
@@ -191,12 +191,12 @@ def test_token_accepts_no_more_than_block_and_block_no_more_than_greedy() -> Non
 
 def random_pair(seed: int, zeros: float) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return random_law(4, generator, zeros), random_law(4, generator, zeros)
+    return random_distribution(4, generator, zeros), random_distribution(4, generator, zeros)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_theorem_4_is_the_linear_program(seed: int) -> None:
-    """min over laws P of TV(q b + R P, p): variables P and the positive parts."""
+    """min over distributions P of TV(q b + R P, p): variables P and the positive parts."""
     p, q = random_pair(seed, 0.3)
     accept = torch.rand(4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     rejected = theory.rejection(q, accept)
@@ -211,7 +211,7 @@ def test_theorem_4_is_the_linear_program(seed: int) -> None:
         bounds=[(0, None)] * 8,
     )
     assert theory.least_bias(p, q, accept) == pytest.approx(program.fun, abs=1e-9)
-    emitted = theory.emitted_law(q, accept, theory.least_bias_law(p, q, accept))
+    emitted = theory.emitted_distribution(q, accept, theory.least_bias_distribution(p, q, accept))
     assert float(emitted.sum()) == pytest.approx(1.0)
     assert float(theory.distance(emitted, p)) == pytest.approx(program.fun, abs=1e-9)
 
@@ -266,7 +266,7 @@ def test_stated_bias_is_that_of_the_verifier(name: str, loss: object, epsilon: f
     for seed in range(4):
         p, q = random_table(3, 1, seed, 0.3), random_table(3, 1, seed + 50, 0.3)
         verifier = VERIFIERS[name].make(epsilon=epsilon)
-        first = output_law(verifier, chain_drafts(q, 1), p, 2, q).sum(dim=1)
+        first = output_distribution(verifier, chain_drafts(q, 1), p, 2, q).sum(dim=1)
         measured = float(theory.distance(first, p[()]))
         assert callable(loss)
         assert loss(p[()], q[()], epsilon) == pytest.approx(measured, abs=1e-12)
@@ -330,9 +330,9 @@ def test_optimal_rule_beats_every_rule_by_brute_force() -> None:
         def ahead(history: Prefix) -> tuple[float, float]:
             if len(history) == costs.limit or not goes_on[history]:
                 return 0.0, 0.0
-            law = chain.transition[history[-1]] if history else chain.initial
+            distribution = chain.transition[history[-1]] if history else chain.initial
             drafted, accepted = 1.0, 0.0
-            for state, weight in enumerate(law):
+            for state, weight in enumerate(distribution):
                 later = ahead((*history, state))
                 alive = float(np.prod([chain.accept[s] for s in (*history, state)]))
                 drafted += weight * later[0]

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdata.acceptance import LabelsConfig, labels_from_cache, make_labels
 from specdata.errors import ConfigError
+from specdata.labels.make import LabelsConfig, labels_from_cache, make_labels
+from specdata.labels.top_logits import TopLogitDistributions, top_logits
 from specdata.probability import SamplingConfig, accept_probability, overlap, probabilities
-from specdata.schema import Label
-from specdata.tables import load_table
-from specdata.top_logits import TopLaws, top_logits
+from specdata.storage.dataset import load_stored
+from specdata.storage.schema import Label
 from tests.test_acceptance import close, rollouts, stored
 from tests.tiny import tiny_llama
 
@@ -43,7 +43,7 @@ def full(folder: Path, sampling: SamplingConfig, draft: int, top: int = 0) -> li
     make_labels(
         tiny_llama(0, vocab=V, layers=2),
         tiny_llama(draft, vocab=V),
-        load_table(folder / "rollouts"),
+        load_stored(folder / "rollouts"),
         out,
         LabelsConfig(shard_size=4, top_logits=top),
         sampling=sampling,
@@ -51,7 +51,7 @@ def full(folder: Path, sampling: SamplingConfig, draft: int, top: int = 0) -> li
         settings={},
         report=quiet,
     )
-    return load_table(out).to_list()
+    return load_stored(out).to_list()
 
 
 def kept(
@@ -69,7 +69,7 @@ def kept(
         settings={},
         report=quiet,
     )
-    return load_table(folder / "kept").to_list()
+    return load_stored(folder / "kept").to_list()
 
 
 @pytest.mark.parametrize("sampling", EXACT.values(), ids=EXACT.keys())
@@ -112,7 +112,7 @@ def test_labels_without_logits_cannot_be_made_again(tmp_path: Path) -> None:
 def test_a_bound_is_exact_inside_and_an_upper_bound_of_the_overlap(tmp_path: Path) -> None:
     again = kept(tmp_path, SamplingConfig(), 2, N, bound=True)
     inside = outside = 0
-    cache = load_table(tmp_path / f"full-1-{N}")
+    cache = load_stored(tmp_path / f"full-1-{N}")
     for row, true, source in zip(again, full(tmp_path, SamplingConfig(), 2), cache, strict=True):
         assert row["draft_ids"] == true["draft_ids"]
         assert row["log_q"] == pytest.approx(true["log_q"], abs=1e-5)
@@ -132,7 +132,7 @@ def test_the_mean_acceptance_of_tokens_outside_is_bounded_from_above() -> None:
     logits, q_logits = (3 * torch.randn(200, V, generator=draw) for _ in range(2))
     p, q = logits.softmax(-1), q_logits.softmax(-1)
     columns = {name: value.view(len(logits), -1) for name, value in top_logits(logits, N).items()}
-    bound = TopLaws(N, V, SamplingConfig(), bound=True).law(columns, q)
+    bound = TopLogitDistributions(N, V, SamplingConfig(), bound=True).distribution(columns, q)
     assert bound.sum(-1) == pytest.approx(torch.ones(200).numpy(), abs=1e-5)
     outside = q.scatter(-1, columns["top_ids"], 0.0)
     mean_true = (outside * accept_probability(p, q)).sum(-1)
@@ -163,7 +163,7 @@ def test_an_equal_logit_outside_is_refused_because_it_would_be_kept_too(
     logits[0, 1:3] = logits[0, 0] if count == 1 else logits[0, 1:3]
     columns = {name: value.view(2, -1) for name, value in top_logits(logits, count).items()}
     with pytest.raises(ConfigError, match=r"at 1 of 2 positions.*equal logit"):
-        TopLaws(count, 5, sampling).law(columns, torch.full((2, 5), 0.2))
+        TopLogitDistributions(count, 5, sampling).distribution(columns, torch.full((2, 5), 0.2))
 
 
 def test_equal_logits_inside_are_decided_as_the_whole_row_decides_them() -> None:
@@ -171,5 +171,7 @@ def test_equal_logits_inside_are_decided_as_the_whole_row_decides_them() -> None
     columns = {name: value.view(1, -1) for name, value in top_logits(logits, 3).items()}
     assert columns["top_ids"].tolist() == [[1, 2, 4]]
     for sampling in (SamplingConfig(temperature=0.0), SamplingConfig(top_k=1)):
-        law = TopLaws(3, 5, sampling).law(columns, torch.full((1, 5), 0.2))
-        assert torch.equal(law, probabilities(logits, sampling))
+        distribution = TopLogitDistributions(3, 5, sampling).distribution(
+            columns, torch.full((1, 5), 0.2)
+        )
+        assert torch.equal(distribution, probabilities(logits, sampling))

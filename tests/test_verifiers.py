@@ -1,4 +1,4 @@
-"""One body of laws for the whole zoo: every entry of VERIFIERS over every form of draft.
+"""One body of distributions for the whole zoo: every entry of VERIFIERS over every form of draft.
 
 A new verifier needs no new test here: its line in VERIFIERS (and, if it has parameters, a line in
 PARAMETERS) is picked up by everything below.
@@ -22,10 +22,10 @@ from tests.oracles import (
     CASES,
     Case,
     Table,
-    joint_law,
+    joint_distribution,
     node_prefixes,
-    output_law,
-    random_law,
+    output_distribution,
+    random_distribution,
     random_table,
     target_rows,
     total_variation,
@@ -88,22 +88,24 @@ def first_drafts(case: Case, seed: int, zeros: float = 0.0) -> tuple[DraftTree, 
     return tree, target_rows(tree, p), p
 
 
-# --- the laws ---
+# --- the distributions ---
 
 
 @pytest.mark.parametrize(("seed", "zeros"), [(1, 0.0), (2, 0.35)])
 @pytest.mark.parametrize(("verifier", "case"), zoo_over_cases(lossless=True))
-def test_output_law_is_the_target_law(
+def test_output_distribution_is_the_target_distribution(
     verifier: Verifier, case: Case, seed: int, zeros: float
 ) -> None:
     p, q, drafts = case.enumerated(seed, zeros)
     assert math.fsum(weight for weight, _ in drafts) == pytest.approx(1.0, abs=1e-12)
-    emitted = output_law(verifier, iter(drafts), p, case.depth + 1, q)
-    assert total_variation(emitted, joint_law(p, (), case.depth + 1)) <= 1e-12
+    emitted = output_distribution(verifier, iter(drafts), p, case.depth + 1, q)
+    assert total_variation(emitted, joint_distribution(p, (), case.depth + 1)) <= 1e-12
 
 
 @pytest.mark.parametrize(("verifier", "case"), zoo_over_cases())
-def test_verdict_is_a_law_without_impossible_tokens(verifier: Verifier, case: Case) -> None:
+def test_verdict_is_a_distribution_without_impossible_tokens(
+    verifier: Verifier, case: Case
+) -> None:
     p, _, drafts = case.enumerated(3, 0.5)
     for _, tree in drafts:
         verdict = verifier(tree, target_rows(tree, p))
@@ -146,7 +148,7 @@ def test_refuses_a_target_of_another_shape(verifier: Verifier) -> None:
 
 
 def test_only_greedy_block_carries_frames() -> None:
-    carrying = {case.values[0].name for case in ZOO if case.values[0].carries}
+    carrying = {case.values[0].name for case in ZOO if case.values[0].carries_residual}
     assert carrying == {"greedy_block"}
 
 
@@ -154,7 +156,7 @@ def test_only_greedy_block_carries_frames() -> None:
 
 
 @pytest.mark.parametrize(("verifier", "case"), zoo_over_kinds())
-def test_walk_has_the_enumerated_law(verifier: Verifier, case: Case) -> None:
+def test_walk_has_the_enumerated_distribution(verifier: Verifier, case: Case) -> None:
     """Chi-square over (node, token): 1e-4 false alarms, a shift of 0.2 is found with power .95."""
     draws, level, shift = 500, 1e-4, 0.2
     tree, target, _ = first_drafts(case, 5)
@@ -207,50 +209,50 @@ LawMaker = Callable[[int, torch.Generator], Tensor]
 
 
 def one_hot(vocabulary: int, generator: torch.Generator) -> Tensor:
-    law = torch.zeros(vocabulary, dtype=torch.float64)
-    law[int(torch.randint(vocabulary, (), generator=generator))] = 1.0
-    return law
+    distribution = torch.zeros(vocabulary, dtype=torch.float64)
+    distribution[int(torch.randint(vocabulary, (), generator=generator))] = 1.0
+    return distribution
 
 
 def within(keep: slice) -> LawMaker:
-    def law(vocabulary: int, generator: torch.Generator) -> Tensor:
+    def distribution(vocabulary: int, generator: torch.Generator) -> Tensor:
         whole = torch.zeros(vocabulary, dtype=torch.float64)
-        whole[keep] = random_law(len(range(vocabulary)[keep]), generator)
+        whole[keep] = random_distribution(len(range(vocabulary)[keep]), generator)
         return whole
 
-    return law
+    return distribution
 
 
 def subnormal(vocabulary: int, generator: torch.Generator) -> Tensor:
-    law = random_law(vocabulary, generator)
-    law[0] = 0.0
-    law = law / law.sum()
-    law[0] = 5e-324
-    return law
+    distribution = random_distribution(vocabulary, generator)
+    distribution[0] = 0.0
+    distribution = distribution / distribution.sum()
+    distribution[0] = 5e-324
+    return distribution
 
 
-# The law of the target and of the draft at every place; "equal" has both the same.
+# The distribution of the target and of the draft at every place; "equal" has both the same.
 EDGES: Mapping[str, tuple[LawMaker, LawMaker]] = {
-    "one-hot target": (one_hot, random_law),
+    "one-hot target": (one_hot, random_distribution),
     "one-hot both": (one_hot, one_hot),
-    "equal": (random_law, random_law),
+    "equal": (random_distribution, random_distribution),
     "disjoint": (within(slice(0, 1)), within(slice(1, None))),
     "one token in common": (within(slice(0, 2)), within(slice(1, None))),
-    "subnormal draft": (random_law, subnormal),
-    "subnormal target": (subnormal, random_law),
+    "subnormal draft": (random_distribution, subnormal),
+    "subnormal target": (subnormal, random_distribution),
 }
 
 
 def edge_models(case: Case, edge: str) -> tuple[Table, list[Table]]:
     """The target and the drafts of a named edge."""
     generator = torch.Generator().manual_seed(8)
-    target_law, draft_law = EDGES[edge]
+    target_distribution, draft_distribution = EDGES[edge]
     prefixes = list(random_table(case.vocabulary, case.depth, 0))
-    p = {prefix: target_law(case.vocabulary, generator) for prefix in prefixes}
+    p = {prefix: target_distribution(case.vocabulary, generator) for prefix in prefixes}
     if edge == "equal":
         return p, [p] * case.tables
     return p, [
-        {prefix: draft_law(case.vocabulary, generator) for prefix in prefixes}
+        {prefix: draft_distribution(case.vocabulary, generator) for prefix in prefixes}
         for _ in range(case.tables)
     ]
 
@@ -265,9 +267,9 @@ def test_edges_are_finite_and_lossless(verifier: Verifier, edge: str) -> None:
         case = next(case for case in CASES.values() if case.kind == kind and case.depth <= 2)
         p, qs = edge_models(case, edge)
         drafts = list(case.drafts(qs))
-        emitted = output_law(verifier, iter(drafts), p, case.depth + 1, qs[0])
+        emitted = output_distribution(verifier, iter(drafts), p, case.depth + 1, qs[0])
         # Not a number is not close either.
-        assert total_variation(emitted, joint_law(p, (), case.depth + 1)) <= 1e-12
+        assert total_variation(emitted, joint_distribution(p, (), case.depth + 1)) <= 1e-12
         if edge == "disjoint":
             assert all(float(verifier(t, target_rows(t, p)).stop[0]) == 1 for _, t in drafts)
 
@@ -275,9 +277,9 @@ def test_edges_are_finite_and_lossless(verifier: Verifier, edge: str) -> None:
 # --- precision ---
 
 
-def wide_draft(kind: str, laws: Tensor, generator: torch.Generator) -> DraftTree:
-    """A draft of two candidates a place (greedy and distinct ones in rank order); laws (3, V)."""
-    first, second, other = laws
+def wide_draft(kind: str, distributions: Tensor, generator: torch.Generator) -> DraftTree:
+    """A draft of two candidates a place (greedy and distinct ones in rank order); distributions (3, V)."""
+    first, second, other = distributions
     how = kind.rsplit(" ", 1)[-1]
     pair = torch.multinomial(
         first, 2, replacement=how not in ("distinct", "greedy"), generator=generator
@@ -286,10 +288,10 @@ def wide_draft(kind: str, laws: Tensor, generator: torch.Generator) -> DraftTree
         pair = torch.stack([first.argmax(), pair[pair != first.argmax()][0]])
     after = torch.multinomial(second, 2, replacement=True, generator=generator)
     if kind == "chain":
-        return DraftTree.chain(torch.stack([pair[0], after[0]]), laws[:2])
+        return DraftTree.chain(torch.stack([pair[0], after[0]]), distributions[:2])
     if kind.startswith("paths"):
         last = other if how == "independent" else first
-        q = torch.stack([laws[:2], torch.stack([last, second])])
+        q = torch.stack([distributions[:2], torch.stack([last, second])])
         return DraftTree.paths(torch.stack([pair, after], dim=1), q)
     if kind == "siblings, independent":
         return DraftTree.siblings(pair, torch.stack([first, other]))
@@ -306,7 +308,7 @@ def test_float32_agrees_with_float64(verifier: Verifier, vocabulary: int, reques
     """Probabilities of stopping, and of what is emitted where it stops, to 2e-5."""
     vocabulary = 60 if "solver=lp" in request.node.name else vocabulary
     generator = torch.Generator().manual_seed(vocabulary)
-    # One law a depth is enough: node i's target is that of its depth.
+    # One distribution a depth is enough: node i's target is that of its depth.
     logits = 3 * torch.randn(3, vocabulary, generator=generator, dtype=torch.float64)
     noise = torch.randn(3, vocabulary, generator=generator, dtype=torch.float64)
     p, q = logits.softmax(-1), (logits + 0.5 * noise).softmax(-1)
@@ -315,7 +317,9 @@ def test_float32_agrees_with_float64(verifier: Verifier, vocabulary: int, reques
         assert tree.kind == kind
         rows = torch.tensor([len(prefix) for prefix in node_prefixes(tree)])
         wide = verifier(tree, p[rows])
-        narrow = verifier(dataclasses.replace(tree, laws=tree.laws.float()), p[rows].float())
+        narrow = verifier(
+            dataclasses.replace(tree, distributions=tree.distributions.float()), p[rows].float()
+        )
         assert narrow.stop.dtype == narrow.bonus.dtype == torch.float32
         assert float((wide.stop - narrow.stop.double()).abs().max()) < 2e-5
         gap = (wide.bonus - narrow.bonus.double()).abs().sum(-1) * wide.stop
@@ -342,10 +346,10 @@ def test_unusable_parameters_are_value_errors(name: str, parameters: dict[str, o
 @pytest.mark.parametrize(
     "row", [[float("nan"), 0.5], [0.5, 0.2], [1.5, -0.5]], ids=["nan", "sum", "negative"]
 )
-def test_a_target_that_is_no_law_is_refused(row: list[float]) -> None:
+def test_a_target_that_is_no_distribution_is_refused(row: list[float]) -> None:
     q = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
     target = torch.tensor([row, row], dtype=torch.float64)
-    with pytest.raises(ValueError, match="target must hold laws"):
+    with pytest.raises(ValueError, match="target must hold distributions"):
         VERIFIERS["token"].make()(DraftTree.chain(torch.tensor([0]), q), target)
     with pytest.raises(ValueError, match="float32 or wider"):
         VERIFIERS["token"].make()(DraftTree.chain(torch.tensor([0]), q), target.half())

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from specdata.errors import ConfigError
-from specdata.generation import Request, TransformersBackend
-from specdata.manifest import read_manifest
 from specdata.probability import SamplingConfig
-from specdata.prompts import Prompt, PromptSet
-from specdata.rollouts import RolloutConfig, make_rollouts
-from specdata.tables import load_table
-from specdata.vllm import VllmBackend, VllmConfig
+from specdata.prompts.loading import Prompt, PromptSet
+from specdata.rollouts.make import RolloutConfig, make_rollouts
+from specdata.rollouts.sampling import Request, TransformersBackend
+from specdata.rollouts.vllm import VllmBackend, VllmConfig
+from specdata.storage.dataset import load_stored
+from specdata.storage.manifest import read_manifest
 from tests.tiny import END, tiny_llama
 
 VOCABULARY = 40
@@ -89,15 +89,18 @@ def complete(model: Any, body: dict[str, Any]) -> dict[str, Any]:
     """Sample with transformers' own `generate`, from the request's own seed."""
     torch.manual_seed(body["seed"])
     ids = torch.tensor([body["prompt"]])
-    law: dict[str, Any] = {"do_sample": False}
+    distribution: dict[str, Any] = {"do_sample": False}
     if body["temperature"] > 0:
-        law = {"do_sample": True, **{k: body[k] for k in ("temperature", "top_k", "top_p")}}
+        distribution = {
+            "do_sample": True,
+            **{k: body[k] for k in ("temperature", "top_k", "top_p")},
+        }
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=body["max_tokens"],
         eos_token_id=body["stop_token_ids"],
-        **law,
+        **distribution,
     )[0, ids.shape[1] :].tolist()
     choice: dict[str, Any] = {
         "index": 0,
@@ -159,9 +162,11 @@ def test_greedy_completions_are_those_of_the_other_back_end() -> None:
         assert there.complete(requests(9)) == here.complete(requests(9))
 
 
-def test_every_field_that_decides_the_law_is_sent_and_each_request_has_its_own_seed() -> None:
-    law = SamplingConfig(temperature=0.7, top_k=5, top_p=0.9)
-    with serving() as server, client(server, sampling=law) as backend:
+def test_every_field_that_decides_the_distribution_is_sent_and_each_request_has_its_own_seed() -> (
+    None
+):
+    distribution = SamplingConfig(temperature=0.7, top_k=5, top_p=0.9)
+    with serving() as server, client(server, sampling=distribution) as backend:
         first = backend.complete(requests(6))
         again = backend.complete(requests(6)[::-1])[::-1]
     assert first == again, "a completion does not depend on the other requests"
@@ -300,5 +305,5 @@ def test_a_table_goes_on_after_the_server_died_and_came_back(tmp_path: Path) -> 
         make(tmp_path / "a", broken)
     assert len(list((tmp_path / "a").glob("*.parquet"))) == 2
     assert make(tmp_path / "a") == make(tmp_path / "b") == 10
-    assert load_table(tmp_path / "a").to_list() == load_table(tmp_path / "b").to_list()
+    assert load_stored(tmp_path / "a").to_list() == load_stored(tmp_path / "b").to_list()
     assert read_manifest(tmp_path / "a") == read_manifest(tmp_path / "b")

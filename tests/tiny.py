@@ -1,4 +1,4 @@
-"""Tiny real models whose joint laws can be enumerated."""
+"""Tiny real models whose joint distributions can be enumerated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ END = 1
 
 
 def tiny_llama(seed: int, *, vocab: int = 4, width: int = 16, layers: int = 1) -> LlamaForCausalLM:
-    """A random Llama in float64 with peaked laws; id 1 ends a text."""
+    """A random Llama in float64 with peaked distributions; id 1 ends a text."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab,
@@ -32,19 +32,19 @@ def tiny_llama(seed: int, *, vocab: int = 4, width: int = 16, layers: int = 1) -
 
 
 @torch.inference_mode()
-def joint_law(
+def joint_distribution(
     model: LlamaForCausalLM, prompt: list[int], length: int, sampling: SamplingConfig
 ) -> dict[tuple[int, ...], float]:
-    """The exact law of plain sampling: every text of at most `length` tokens, ended by END."""
-    law: dict[tuple[int, ...], float] = {}
+    """The exact distribution of plain sampling: every text of at most `length` tokens, ended by END."""
+    distribution: dict[tuple[int, ...], float] = {}
     stack: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while stack:
         text, weight = stack.pop()
         if len(text) == length or (text and text[-1] == END):
-            law[text] = law.get(text, 0.0) + weight
+            distribution[text] = distribution.get(text, 0.0) + weight
             continue
         logits = model(input_ids=torch.tensor([[*prompt, *text]])).logits[0, -1]
         for token, chance in enumerate(probabilities(logits, sampling).tolist()):
             if chance > 0:
                 stack.append(((*text, token), weight * chance))
-    return law
+    return distribution

@@ -1,7 +1,7 @@
 """Every verifier by name, and nothing else.
 
 To add one: write its rule (a `NodeRule` of one place, wrapped in `walk`, or a whole `Rule`), then
-add its line below. `tests/test_verifiers.py` drives every entry through the same laws.
+add its line below. `tests/test_verifiers.py` drives every entry through the same distributions.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from eval.verifiers.kseq import kseq
 from eval.verifiers.multi_candidate import greedy_draft, naive, rrs, rrs_wor
 from eval.verifiers.multipath_block import multipath_block
 from eval.verifiers.rule import Verdict, Verifier, walk
-from eval.verifiers.single import token
+from eval.verifiers.token import token
 from eval.verifiers.traversal import traversal
 
-__all__ = ["VERIFIERS", "Entry", "Verdict", "Verifier"]
+__all__ = ["VERIFIERS", "Verdict", "Verifier", "VerifierSpec"]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class VerifierSpec:
     """One verifier of the zoo.
 
     Args:
         build: builds the verifier; its keyword arguments are the verifier's parameters.
         branching: whether it takes drafts with more than one candidate for a place.
-        lossless: whether the output law is exactly the target's.
+        lossless: whether the output distribution is exactly the target's.
         paper: where it comes from.
     """
 
@@ -54,51 +54,51 @@ INDEPENDENT = (*IID, "siblings, independent", "paths, independent")
 DISTINCT = ("siblings, distinct", "tree, distinct")
 GREEDY = ("siblings, greedy", "tree, greedy")
 
-VERIFIERS: Mapping[str, Entry] = MappingProxyType(
+VERIFIERS: Mapping[str, VerifierSpec] = MappingProxyType(
     {
-        "token": Entry(
+        "token": VerifierSpec(
             lambda: Verifier("token", walk(token), ("chain",)),
             branching=False,
             lossless=True,
             paper="Leviathan et al. 2023 (arXiv:2211.17192); Chen et al. 2023 (arXiv:2302.01318)",
         ),
-        "block": Entry(
+        "block": VerifierSpec(
             lambda: Verifier("block", block, ("chain",)),
             branching=False,
             lossless=True,
             paper="Sun et al. 2025 (arXiv:2403.10444v2), Algorithm 2",
         ),
-        "greedy_block": Entry(
-            lambda: Verifier("greedy_block", greedy_block, ("chain",), carries=True),
+        "greedy_block": VerifierSpec(
+            lambda: Verifier("greedy_block", greedy_block, ("chain",), carries_residual=True),
             branching=False,
             lossless=True,
             paper="Sun et al. 2024 (arXiv:2403.10444v1), Algorithm 3",
         ),
-        "naive": Entry(
+        "naive": VerifierSpec(
             lambda: Verifier("naive", walk(naive), (*INDEPENDENT, *DISTINCT, *GREEDY)),
             branching=True,
             lossless=True,
             paper="Yang et al. 2024 (arXiv:2401.06706), MCNS",
         ),
-        "rrs": Entry(
+        "rrs": VerifierSpec(
             lambda: Verifier("rrs", walk(rrs), INDEPENDENT),
             branching=True,
             lossless=True,
             paper="Miao et al. 2023 (arXiv:2305.09781); Yang et al. 2024 (arXiv:2401.06706)",
         ),
-        "rrs_wor": Entry(
+        "rrs_wor": VerifierSpec(
             lambda: Verifier("rrs_wor", walk(rrs_wor), DISTINCT),
             branching=True,
             lossless=True,
             paper="Yang et al. 2024 (arXiv:2401.06706), Algorithm 2",
         ),
-        "kseq": Entry(
+        "kseq": VerifierSpec(
             lambda: Verifier("kseq", walk(kseq), IID),
             branching=True,
             lossless=True,
             paper="Sun et al. 2023, SpecTr (arXiv:2310.15141), Algorithm 3",
         ),
-        "importance": Entry(
+        "importance": VerifierSpec(
             lambda *, solver="truncated", s=5, alphabet=None: Verifier(
                 "importance", walk(importance(solver=solver, s=s, alphabet=alphabet)), INDEPENDENT
             ),
@@ -106,7 +106,7 @@ VERIFIERS: Mapping[str, Entry] = MappingProxyType(
             lossless=True,
             paper="Khisti et al. 2025 (arXiv:2410.18234); Luce selection is ours",
         ),
-        "multipath_block": Entry(
+        "multipath_block": VerifierSpec(
             lambda *, solver="truncated", s=5: Verifier(
                 "multipath_block",
                 multipath_block(solver=solver, s=s),
@@ -116,31 +116,31 @@ VERIFIERS: Mapping[str, Entry] = MappingProxyType(
             lossless=True,
             paper="ours: selection (arXiv:2410.18234) and block verification (arXiv:2403.10444)",
         ),
-        "greedy_draft": Entry(
+        "greedy_draft": VerifierSpec(
             lambda: Verifier("greedy_draft", walk(greedy_draft), GREEDY),
             branching=True,
             lossless=True,
             paper="Hu et al. 2025 (ICLR), greedy draft sampling",
         ),
-        "traversal": Entry(
+        "traversal": VerifierSpec(
             lambda: Verifier("traversal", traversal, ("chain", *INDEPENDENT, *DISTINCT)),
             branching=True,
             lossless=True,
             paper="Weng et al. 2025 (arXiv:2505.12398)",
         ),
-        "batch": Entry(
+        "batch": VerifierSpec(
             lambda: Verifier("batch", batch, ("paths, iid", "paths, independent")),
             branching=True,
             lossless=True,
             paper="Yin et al. 2024 (arXiv:2411.00841), Algorithm 4",
         ),
-        "biased_uno": Entry(
+        "biased_uno": VerifierSpec(
             lambda *, epsilon: Verifier("biased_uno", walk(biased_uno(epsilon)), ("chain",)),
             branching=False,
             lossless=False,
             paper="Yin et al. 2024 (arXiv:2411.00841), Decoding-UNO",
         ),
-        "biased_opt": Entry(
+        "biased_opt": VerifierSpec(
             lambda *, epsilon: Verifier("biased_opt", walk(biased_opt(epsilon)), ("chain",)),
             branching=False,
             lossless=False,

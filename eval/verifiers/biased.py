@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from eval.verifiers.rule import Dice, NodeRule, Siblings
-from specdata.probability import leftover
+from eval.verifiers.rule import Candidates, NodeRule, Rng
+from specdata.probability import residual
 
 
 def biased_uno(epsilon: float) -> NodeRule:
@@ -16,7 +16,7 @@ def biased_uno(epsilon: float) -> NodeRule:
 
     Implements Yin et al. 2024 (NeurIPS, arXiv:2411.00841), Decoding-UNO: accept x with probability
     b(x) = min(1, (p(x) + epsilon) / q(x)), else draw from p. Paper symbols: the paper's q is the
-    target p here and its p the draft q. Biased, even at epsilon = 0; `eval.theory.uno_loss` is its
+    target p here and its p the draft q. Biased, even at epsilon = 0; `eval.analysis.theory.uno_loss` is its
     bias at one place, and it adds up over places.
 
     Raises:
@@ -24,8 +24,8 @@ def biased_uno(epsilon: float) -> NodeRule:
     """
     _check(epsilon)
 
-    def rule(p: Tensor, siblings: Siblings, dice: Dice) -> int | Tensor:
-        return 0 if _accepts(p, siblings, dice, epsilon) else p
+    def rule(p: Tensor, siblings: Candidates, rng: Rng) -> int | Tensor:
+        return 0 if _accepts(p, siblings, rng, epsilon) else p
 
     return rule
 
@@ -35,7 +35,7 @@ def biased_opt(epsilon: float) -> NodeRule:
 
     Implements Yin et al. 2024 (NeurIPS, arXiv:2411.00841), Theorems 4 and 5, Decoding-OPT: accept x
     with probability b(x) = min(1, (p(x) + epsilon) / q(x)), else draw from norm((p - b q)+). Paper
-    symbols as in `biased_uno`. Its bias at one place is `eval.theory.opt_loss`, TV(p, q) minus the
+    symbols as in `biased_uno`. Its bias at one place is `eval.analysis.theory.opt_loss`, TV(p, q) minus the
     probability of a rejection; epsilon = 0 is token verification.
 
     Raises:
@@ -43,18 +43,18 @@ def biased_opt(epsilon: float) -> NodeRule:
     """
     _check(epsilon)
 
-    def rule(p: Tensor, siblings: Siblings, dice: Dice) -> int | Tensor:
-        if _accepts(p, siblings, dice, epsilon):
+    def rule(p: Tensor, siblings: Candidates, rng: Rng) -> int | Tensor:
+        if _accepts(p, siblings, rng, epsilon):
             return 0
         # b q = min(q, p + epsilon), also where q is 0.
-        return leftover(p, torch.minimum(siblings.laws[0], p + epsilon))
+        return residual(p, torch.minimum(siblings.distributions[0], p + epsilon))
 
     return rule
 
 
-def _accepts(p: Tensor, siblings: Siblings, dice: Dice, epsilon: float) -> bool:
-    x, q = siblings.tokens[0], siblings.laws[0]
-    return dice.flip((float(p[x]) + epsilon) / float(q[x]))
+def _accepts(p: Tensor, siblings: Candidates, rng: Rng, epsilon: float) -> bool:
+    x, q = siblings.tokens[0], siblings.distributions[0]
+    return rng.bernoulli((float(p[x]) + epsilon) / float(q[x]))
 
 
 def _check(epsilon: float) -> None:

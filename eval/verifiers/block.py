@@ -8,44 +8,44 @@ import torch
 from torch import Tensor
 
 from eval.drafts import DraftTree
-from eval.verifiers.frames import Frame, residual
-from eval.verifiers.rule import Dice, Stop
+from eval.verifiers.carried_residual import CarriedResidual, scaled_residual
+from eval.verifiers.rule import Outcome, Rng
 
 
-def block(tree: DraftTree, target: Tensor, dice: Dice) -> Stop:
+def block(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
     """Block verification, as published: a joint test of prefixes, longest first.
 
     Implements Sun et al. 2025 (ICLR, arXiv:2403.10444v2), Algorithm 2. Paper symbols: M_b is the
     target p, M_s the draft q. With r_0 = 1 and r_i = min(1, r_{i-1} p(x_i)/q(x_i)), the accepted
-    length is the largest i whose test passes, and the next token has the law norm((r_i p - q)+).
+    length is the largest i whose test passes, and the next token has the distribution norm((r_i p - q)+).
     Lossless. P(tau >= i | x^i) = r_i, so E[tau] = sum_i E_q[r_i], at least token verification's.
 
     The tests are independent, so they may be thrown from the longest prefix down, which reads no
-    more of the laws than it must.
+    more of the distributions than it must.
     """
     ratios = _prefix_ratios(tree, target, cap=1.0)
-    length, tau = len(tree), _longest(ratios, tree, target, dice)
+    length, tau = len(tree), _longest(ratios, tree, target, rng)
     if tau == length:
-        return Stop(tau, target[tau])
-    return Stop(tau, residual(ratios[tau], target[tau], tree.law_of(tau + 1)))
+        return Outcome(tau, target[tau])
+    return Outcome(tau, scaled_residual(ratios[tau], target[tau], tree.distribution_of(tau + 1)))
 
 
-def greedy_block(tree: DraftTree, target: Tensor, dice: Dice) -> Stop:
+def greedy_block(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
     """Greedy block verification: the same tests with joint ratios that are not capped at 1.
 
     Implements Sun et al. 2024 (arXiv:2403.10444v1), Algorithm 3. Paper symbols: M_b is the target
     p, M_s the draft q; p_remain / p_rej there is m / (m + 1 - r) here. A round accepts as much as
-    any verifier can, E[tau] = sum_l sum_{x^l} min(p(x^l), q(x^l)), and a rejection opens a frame:
+    any verifier can, E[tau] = sum_l sum_{x^l} min(p(x^l), q(x^l)), and a rejection opens a carried residual:
     the target is modified for the rest of the block's planned length. Lossless over rounds if the
-    frame is carried and the planned length does not depend on the drafted tokens (an end token may
+    carried residual is carried and the planned length does not depend on the drafted tokens (an end token may
     cut the chain short; `DraftTree.planned` then says how long it was to be).
     """
     ratios = _prefix_ratios(tree, target, cap=sys.float_info.max)
-    length, tau = len(tree), _longest(ratios, tree, target, dice)
+    length, tau = len(tree), _longest(ratios, tree, target, rng)
     if tau == length:
-        return Stop(tau, target[tau])
-    law = residual(ratios[tau], target[tau], tree.law_of(tau + 1))
-    return Stop(tau, law, Frame(ratios[tau], (tree.planned or length) - tau))
+        return Outcome(tau, target[tau])
+    distribution = scaled_residual(ratios[tau], target[tau], tree.distribution_of(tau + 1))
+    return Outcome(tau, distribution, CarriedResidual(ratios[tau], (tree.planned or length) - tau))
 
 
 def _prefix_ratios(tree: DraftTree, target: Tensor, cap: float) -> list[float]:
@@ -53,7 +53,7 @@ def _prefix_ratios(tree: DraftTree, target: Tensor, cap: float) -> list[float]:
     steps = torch.arange(len(tree))
     ids = tree.tokens.to(target.device)
     ps = target[steps, ids].tolist()
-    qs = tree.laws[tree.law, tree.tokens].tolist()
+    qs = tree.distributions[tree.distribution_index, tree.tokens].tolist()
     ratios = [1.0]
     for p, q in zip(ps, qs, strict=True):
         # r p is formed first: 0 / q stays 0 where p / q would overflow.
@@ -61,7 +61,7 @@ def _prefix_ratios(tree: DraftTree, target: Tensor, cap: float) -> list[float]:
     return ratios
 
 
-def _longest(ratios: list[float], tree: DraftTree, target: Tensor, dice: Dice) -> int:
+def _longest(ratios: list[float], tree: DraftTree, target: Tensor, rng: Rng) -> int:
     """tau, the longest prefix that passes: h_L = min(1, r_L), h_i = m_i / (m_i + 1 - r_i)."""
     length = len(tree)
     for tau in range(length, 0, -1):
@@ -72,8 +72,8 @@ def _longest(ratios: list[float], tree: DraftTree, target: Tensor, dice: Dice) -
             continue
         passes = ratio
         if tau < length:
-            mass = float((ratio * target[tau] - tree.law_of(tau + 1)).clamp(min=0.0).sum())
+            mass = float((ratio * target[tau] - tree.distribution_of(tau + 1)).clamp(min=0.0).sum())
             passes = mass / (mass + 1.0 - ratio)
-        if dice.flip(passes):
+        if rng.bernoulli(passes):
             return tau
     return 0

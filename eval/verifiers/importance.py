@@ -1,4 +1,4 @@
-"""Importance-weighted selection of one draft, then speculative sampling with its exact law."""
+"""Importance-weighted selection of one draft, then speculative sampling with its exact distribution."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eval.verifiers.multi_candidate import settle
-from eval.verifiers.pairs import largest
-from eval.verifiers.rule import Dice, NodeRule, Siblings
-from eval.verifiers.selection import Solver, selector
-from eval.verifiers.single import token
-from specdata.probability import leftover
+from eval.verifiers.multi_candidate import follow_if_drafted
+from eval.verifiers.rule import Candidates, NodeRule, Rng
+from eval.verifiers.selection.pairs import largest
+from eval.verifiers.selection.solvers import Solver, selector
+from eval.verifiers.token import token
+from specdata.probability import residual
 
 Array = NDArray[np.float64]
 Ids = NDArray[np.int64]
@@ -28,9 +28,9 @@ def importance(solver: Solver = "truncated", s: int = 5, alphabet: int | None = 
 
     Implements Khisti et al. 2025 (ICLR, arXiv:2410.18234): the canonical decomposition (Theorems 1
     and 4), the linear program, its truncation (Algorithm 2), its variant without sorting (appendix
-    G.1), drafts of different laws (appendix I), more than two drafts (Remark 3), the truncated
+    G.1), drafts of different distributions (appendix I), more than two drafts (Remark 3), the truncated
     alphabet. Paper symbols: target q and draft p there. Luce selection is ours. Lossless for
-    independent drafts, each with its own law, because b is computed from the weights in use.
+    independent drafts, each with its own distribution, because b is computed from the weights in use.
 
     Acceptance is sum_x min(p, b), plus, where the selection is not optimal, the part of the
     residual that falls on a drafted token: the walk goes on below that token.
@@ -52,48 +52,54 @@ def importance(solver: Solver = "truncated", s: int = 5, alphabet: int | None = 
     if alphabet is not None and not (isinstance(alphabet, int) and alphabet >= 1):
         raise ValueError(f"alphabet must be None or a whole number from 1, got {alphabet!r}")
 
-    def rule(p: Tensor, siblings: Siblings, dice: Dice) -> int | Tensor:
+    def rule(p: Tensor, siblings: Candidates, rng: Rng) -> int | Tensor:
         tokens = siblings.tokens
         if len(tokens) == 1:
-            return token(p, siblings, dice)
-        target, laws = as_law(p), as_laws(siblings.laws)
+            return token(p, siblings, rng)
+        target, distributions = as_distribution(p), as_distributions(siblings.distributions)
         if alphabet is None or alphabet >= len(target):
-            inside, selected = list(range(len(tokens))), select(target, laws)
-            weights, b = selected.weights(tokens), selected.law
+            inside, selected = list(range(len(tokens))), select(target, distributions)
+            weights, b = selected.weights(tokens), selected.distribution
         else:
             letters = largest(target, alphabet)
             inside = np.flatnonzero(np.isin(tokens, letters)).tolist()
             if not inside:
-                return settle(p, tokens, dice)
-            selected = select(target[letters], _on_letters(letters, [laws[i] for i in inside]))
+                return follow_if_drafted(p, tokens, rng)
+            selected = select(
+                target[letters], _on_letters(letters, [distributions[i] for i in inside])
+            )
             weights = selected.weights([int((letters == tokens[i]).argmax()) for i in inside])
             b = np.zeros_like(target)
-            b[letters] = selected.law
-        chosen = inside[dice.pick(weights)]
+            b[letters] = selected.distribution
+        chosen = inside[rng.categorical(weights)]
         x = tokens[chosen]
-        if dice.flip(float(target[x]) / max(float(b[x]), SMALLEST)):
+        if rng.bernoulli(float(target[x]) / max(float(b[x]), SMALLEST)):
             return chosen
-        residual = leftover(torch.from_numpy(target), torch.from_numpy(b))
-        return settle(residual.to(p.device), tokens, dice)
+        rest = residual(torch.from_numpy(target), torch.from_numpy(b))
+        return follow_if_drafted(rest.to(p.device), tokens, rng)
 
     return rule
 
 
-def as_law(law: Tensor) -> Array:
-    """(V,) a law as float64 that sums to 1: b is a difference of nearly equal sums elsewhere."""
-    exact: Array = (law.detach().double() / law.detach().sum(dtype=torch.float64)).cpu().numpy()
+def as_distribution(distribution: Tensor) -> Array:
+    """(V,) a distribution as float64 that sums to 1: b is a difference of nearly equal sums elsewhere."""
+    exact: Array = (
+        (distribution.detach().double() / distribution.detach().sum(dtype=torch.float64))
+        .cpu()
+        .numpy()
+    )
     return exact
 
 
-def as_laws(laws: Sequence[Tensor]) -> list[Array]:
-    """The same for every draft; drafts that share a law share the array."""
+def as_distributions(distributions: Sequence[Tensor]) -> list[Array]:
+    """The same for every draft; drafts that share a distribution share the array."""
     distinct: list[tuple[Tensor, Array]] = []
     shared = []
-    for law in laws:
-        known = [array for seen, array in distinct if _same(seen, law)]
+    for distribution in distributions:
+        known = [array for seen, array in distinct if _same(seen, distribution)]
         if not known:
-            known = [as_law(law)]
-            distinct.append((law, known[0]))
+            known = [as_distribution(distribution)]
+            distinct.append((distribution, known[0]))
         shared.append(known[0])
     return shared
 
@@ -102,7 +108,10 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return first.data_ptr() == second.data_ptr() or torch.equal(first, second)
 
 
-def _on_letters(letters: Ids, laws: Sequence[Array]) -> list[Array]:
-    """The laws of drafts that lie on the letters; drafts that share a law still do."""
-    parts = {id(law): law[letters] / law[letters].sum() for law in laws}
-    return [parts[id(law)] for law in laws]
+def _on_letters(letters: Ids, distributions: Sequence[Array]) -> list[Array]:
+    """The distributions of drafts that lie on the letters; drafts that share a distribution still do."""
+    parts = {
+        id(distribution): distribution[letters] / distribution[letters].sum()
+        for distribution in distributions
+    }
+    return [parts[id(distribution)] for distribution in distributions]

@@ -7,29 +7,29 @@ import math
 import torch
 from torch import Tensor
 
-from eval.verifiers.rule import Dice, Siblings
-from specdata.probability import leftover
+from eval.verifiers.rule import Candidates, Rng
+from specdata.probability import residual
 
 
-def kseq(p: Tensor, siblings: Siblings, dice: Dice) -> int | Tensor:
+def kseq(p: Tensor, siblings: Candidates, rng: Rng) -> int | Tensor:
     """K-SEQ: accept each candidate with probability min(1, p/(rho q)), rho from `discount`.
 
     Implements Sun et al. 2023 (SpecTr, arXiv:2310.15141), Algorithm 3. Paper symbols: target q and
     draft p there. Lossless for iid candidates. Acceptance: 1 - (1 - beta(rho))^K = rho beta(rho)
     at the rho where both are equal.
     """
-    # The residual is a small difference of large sums: float64, and laws that sum to 1 in it.
-    p, q = p.double(), siblings.laws[0].double()
+    # The residual is a small difference of large sums: float64, and distributions that sum to 1 in it.
+    p, q = p.double(), siblings.distributions[0].double()
     p, q = p / p.sum(), q / q.sum()
     rho = discount(p, q, len(siblings.tokens))
     tested = torch.minimum(q, p / rho)
     for index, x in enumerate(siblings.tokens):
-        if dice.flip(float(tested[x]) / float(q[x])):
+        if rng.bernoulli(float(tested[x]) / float(q[x])):
             return index
     beta = min(1.0, float(tested.sum()))
     if beta == 0.0:
         return p
-    return leftover(p, tested * (any_accepted(beta, len(siblings.tokens)) / beta))
+    return residual(p, tested * (any_accepted(beta, len(siblings.tokens)) / beta))
 
 
 def discount(p: Tensor, q: Tensor, k: int) -> float:
@@ -42,8 +42,8 @@ def discount(p: Tensor, q: Tensor, k: int) -> float:
     splitting again at its root until the sets agree, takes a handful of passes.
 
     Args:
-        p: (V,) target's law, float64.
-        q: (V,) draft's law, float64.
+        p: (V,) target's distribution, float64.
+        q: (V,) draft's distribution, float64.
         k: number of candidates, K.
 
     Returns:

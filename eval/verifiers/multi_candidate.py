@@ -10,86 +10,86 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from eval.verifiers.rule import Dice, Siblings
-from specdata.probability import leftover
+from eval.verifiers.rule import Candidates, Rng
+from specdata.probability import residual
 
 
-def settle(law: Tensor, tokens: Sequence[int], dice: Dice) -> int | Tensor:
+def follow_if_drafted(distribution: Tensor, tokens: Sequence[int], rng: Rng) -> int | Tensor:
     """Draw the next token, and follow the candidate that carries it if there is one.
 
     Args:
-        law: (V,) law of the next token, independent of what was drafted after the candidates.
+        distribution: (V,) distribution of the next token, independent of what was drafted after the candidates.
         tokens: the candidates of this place; of equal ones the first is followed.
-        dice: decides.
+        rng: decides.
 
     Returns:
-        The index of the candidate that was hit, or the law (V,) given that none was.
+        The index of the candidate that was hit, or the distribution (V,) given that none was.
     """
     distinct = list(dict.fromkeys(tokens))
-    index = law.new_tensor(distinct).long()
+    index = distribution.new_tensor(distinct).long()
     # Zeroing and summing keeps the mass of the rest exact; 1 - sum(hit) would cancel.
-    rest = law.index_fill(0, index, 0.0)
+    rest = distribution.index_fill(0, index, 0.0)
     mass = float(rest.sum())
-    hit = dice.pick([*law[index].tolist(), mass])
+    hit = rng.categorical([*distribution[index].tolist(), mass])
     return tokens.index(distinct[hit]) if hit < len(distinct) else rest / mass
 
 
-def naive(p: Tensor, siblings: Siblings, dice: Dice) -> int | Tensor:
+def naive(p: Tensor, siblings: Candidates, rng: Rng) -> int | Tensor:
     """Naive sampling: draw y from p and follow it if it was drafted.
 
     Implements multi-candidate naive sampling (MCNS), the baseline of Yang et al. 2024
     (arXiv:2401.06706). Lossless whatever the candidates are, chosen ones included: they play no
     part in the draw. Acceptance for iid candidates: sum_x p(x) (1 - (1 - q(x))^K).
     """
-    return settle(p, siblings.tokens, dice)
+    return follow_if_drafted(p, siblings.tokens, rng)
 
 
-def rrs(p: Tensor, siblings: Siblings, dice: Dice) -> int | Tensor:
+def rrs(p: Tensor, siblings: Candidates, rng: Rng) -> int | Tensor:
     """Recursive rejection: try candidates in turn, each against what the last ones left of p.
 
     Implements SpecInfer (Miao et al. 2023, arXiv:2305.09781, Algorithm 2) and Yang et al. 2024
-    (arXiv:2401.06706), Algorithm 1. Lossless for independent candidates, each with its own law:
+    (arXiv:2401.06706), Algorithm 1. Lossless for independent candidates, each with its own distribution:
     every step is token verification of a fresh draft, with the residual as its target. Acceptance:
     1 - prod_k TV(p^k, q_k), with p^1 = p and p^(k+1) = norm((p^k - q_k)+).
     """
-    for index, (x, q) in enumerate(zip(siblings.tokens, siblings.laws, strict=True)):
-        if dice.flip(float(p[x]) / float(q[x])):
+    for index, (x, q) in enumerate(zip(siblings.tokens, siblings.distributions, strict=True)):
+        if rng.bernoulli(float(p[x]) / float(q[x])):
             return index
-        p = leftover(p, q)
+        p = residual(p, q)
     return p
 
 
-def rrs_wor(p: Tensor, siblings: Siblings, dice: Dice) -> int | Tensor:
+def rrs_wor(p: Tensor, siblings: Candidates, rng: Rng) -> int | Tensor:
     """Recursive rejection of candidates drawn without replacement.
 
     Implements Yang et al. 2024 (arXiv:2401.06706), Algorithm 2. Candidate k was drawn from q with
-    the earlier ones removed, and is verified against that law. Lossless. Where q has fewer than K
+    the earlier ones removed, and is verified against that distribution. Lossless. Where q has fewer than K
     tokens the draft is shorter, and the token comes from the residual that is left by then.
     """
-    q = siblings.laws[0]
+    q = siblings.distributions[0]
     for index, x in enumerate(siblings.tokens):
-        if dice.flip(float(p[x]) / float(q[x])):
+        if rng.bernoulli(float(p[x]) / float(q[x])):
             return index
-        p = leftover(p, q)
+        p = residual(p, q)
         q = _without(q, [x])
     return p
 
 
-def greedy_draft(p: Tensor, siblings: Siblings, dice: Dice) -> int | Tensor:
+def greedy_draft(p: Tensor, siblings: Candidates, rng: Rng) -> int | Tensor:
     """Greedy drafts: K-1 chosen candidates, and one drawn from q off the chosen ones.
 
     Implements the greedy draft sampling of Hu et al. 2025 (ICLR, "Towards optimal multi-draft
-    speculative decoding"). The last candidate goes through token verification against its own law
+    speculative decoding"). The last candidate goes through token verification against its own distribution
     q' = norm(q off T); a residual token that is one of the chosen set T is accepted. Lossless for
     any T that was fixed before the last draw. Acceptance: P(T) + sum_{x not in T} min(p, q').
     """
     *chosen, x = siblings.tokens
-    q = _without(siblings.laws[0], chosen)
+    q = _without(siblings.distributions[0], chosen)
     if not float(q[x]) > 0:  # nothing was left to draw from: every candidate was chosen
-        return settle(p, siblings.tokens, dice)
-    if dice.flip(float(p[x]) / float(q[x])):
+        return follow_if_drafted(p, siblings.tokens, rng)
+    if rng.bernoulli(float(p[x]) / float(q[x])):
         return len(chosen)
-    return settle(leftover(p, q), siblings.tokens, dice)
+    return follow_if_drafted(residual(p, q), siblings.tokens, rng)
 
 
 def _without(q: Tensor, tokens: Sequence[int]) -> Tensor:

@@ -1,6 +1,6 @@
 """The best acceptance that any lossless rule can reach: the yardstick next to every verifier.
 
-Of all joint laws of (drafts, emitted token) with the right margins, the best puts as much mass as
+Of all joint distributions of (drafts, emitted token) with the right margins, the best puts as much mass as
 possible on emitted tokens that were drafted. That is a maximum flow (drafts -> their tokens ->
 sink, with capacities Pr(drafts) and p), so by its minimum cut
 
@@ -32,15 +32,15 @@ LOG_STEP = 0.2
 def optimal_acceptance(
     p: Tensor, q: Tensor, k: int, how: Literal["iid", "distinct"] = "iid"
 ) -> float:
-    """Best acceptance of K drafts from one law.
+    """Best acceptance of K drafts from one distribution.
 
     The minimising set is a prefix of the tokens in falling order of q/p, so one sort and two
     cumulative sums find it: O(V log V). For distinct drafts the probability that all lie in a
     prefix is an integral over an exponential race, O(K V) more with about 500 nodes.
 
     Args:
-        p: (V,) target's law.
-        q: (V,) draft's law.
+        p: (V,) target's distribution.
+        q: (V,) draft's distribution.
         k: number of drafts, K.
         how: "iid", or "distinct" for sequential draws without replacement.
 
@@ -48,11 +48,11 @@ def optimal_acceptance(
         alpha* = max P(the emitted token is one of the drafts).
 
     Raises:
-        ValueError: for k < 1, another `how`, or laws of different sizes.
+        ValueError: for k < 1, another `how`, or distributions of different sizes.
     """
     if how not in ("iid", "distinct"):
         raise ValueError(f"how must be 'iid' or 'distinct', got {how!r}")
-    target, (draft,) = _laws(p, [q])
+    target, (draft,) = _distributions(p, [q])
     if k < 1:
         raise ValueError(f"the number of drafts must be 1 or larger, got {k}")
     drafted = np.flatnonzero(draft)
@@ -107,26 +107,26 @@ def _compressed(draft: Array) -> Array:
 
 
 def optimal_acceptance_independent(p: Tensor, qs: Tensor | Sequence[Tensor]) -> float:
-    """Best acceptance of independent drafts, each from its own law.
+    """Best acceptance of independent drafts, each from its own distribution.
 
-    alpha* = 1 + min_H {P(H) - prod_k Q_k(H)}. With different laws no order of the tokens makes the
+    alpha* = 1 + min_H {P(H) - prod_k Q_k(H)}. With different distributions no order of the tokens makes the
     minimiser a prefix, but it is a threshold set: x lies in H where p(x) < sum_k c_k q_k(x) and
     outside where p(x) > it, with c_k = prod_{j != k} Q_j(H). A branch and bound over the box of
-    (Q_1(H), ..., Q_K(H)) uses this to settle tokens, and bounds the product from above by the
+    (Q_1(H), ..., Q_K(H)) uses this to accept tokens, and bounds the product from above by the
     linear interpolants of its factors.
 
-    Guaranteed to within 1e-11 of the optimum for any p, any laws and any K. Every box costs O(K V);
-    a handful to a few thousand boxes are needed for two to four laws, and their number may
+    Guaranteed to within 1e-11 of the optimum for any p, any distributions and any K. Every box costs O(K V);
+    a handful to a few thousand boxes are needed for two to four distributions, and their number may
     grow exponentially with K.
 
     Args:
-        p: (V,) target's law.
-        qs: (K, V), or K laws (V,).
+        p: (V,) target's distribution.
+        qs: (K, V), or K distributions (V,).
 
     Raises:
-        ValueError: if there is no law, or sizes differ.
+        ValueError: if there is no distribution, or sizes differ.
     """
-    target, drafts = _laws(p, list(qs))
+    target, drafts = _distributions(p, list(qs))
     everything = (np.zeros(len(drafts)), np.ones(len(drafts)))
     best, ticket = 0.0, itertools.count()
     open_boxes = [(-1.0, next(ticket), *everything)]
@@ -198,11 +198,11 @@ def _with(point: Array, axis: int, value: float) -> Array:
     return changed
 
 
-def _laws(p: Tensor, qs: Sequence[Tensor]) -> tuple[Array, Array]:
-    """Laws as float64 arrays that sum to 1: (V,) and (K, V)."""
-    if not qs or any(law.shape != p.shape or p.ndim != 1 for law in qs):
-        shapes = [tuple(law.shape) for law in qs]
+def _distributions(p: Tensor, qs: Sequence[Tensor]) -> tuple[Array, Array]:
+    """Distributions as float64 arrays that sum to 1: (V,) and (K, V)."""
+    if not qs or any(distribution.shape != p.shape or p.ndim != 1 for distribution in qs):
+        shapes = [tuple(distribution.shape) for distribution in qs]
         raise ValueError(f"p and every q must have one shape (V,), got {tuple(p.shape)}, {shapes}")
     target = p.detach().double().cpu().numpy()
-    drafts = np.stack([law.detach().double().cpu().numpy() for law in qs])
+    drafts = np.stack([distribution.detach().double().cpu().numpy() for distribution in qs])
     return target / target.sum(), drafts / drafts.sum(axis=1, keepdims=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from eval.drafts import DraftTree
-from eval.verifiers.frames import residual
-from eval.verifiers.rule import Dice, Stop
+from eval.verifiers.carried_residual import scaled_residual
+from eval.verifiers.rule import Outcome, Rng
 
 
-def traversal(tree: DraftTree, target: Tensor, dice: Dice) -> Stop:
+def traversal(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
     """Try every path to its leaf, in draw order, before giving up the prefix it shares.
 
     Implements Weng et al. 2025 (NeurIPS, arXiv:2505.12398). Paper symbols: M_b is the target p, M_s
@@ -20,36 +20,36 @@ def traversal(tree: DraftTree, target: Tensor, dice: Dice) -> Stop:
     node with share a that is min(1, a p(x)/q(x)). Whatever hangs below, the subtree accepts with
     exactly that probability; so it may be tried before later siblings, and have any form.
     """
-    end = _visit(tree, target, dice, [0], 1.0)
+    end = _visit(tree, target, rng, [0], 1.0)
     assert end is not None, "the root accepts"
     return end
 
 
 def _visit(
-    tree: DraftTree, target: Tensor, dice: Dice, group: list[int], share: float
-) -> Stop | None:
+    tree: DraftTree, target: Tensor, rng: Rng, group: list[int], share: float
+) -> Outcome | None:
     """Where the path ends in the subtree below a node (on paths, a group with one prefix)."""
     node, p = group[0], target[group[0]]
     children = tree.children(group)
     removed: list[int] = []
     for index, child in enumerate(children):
-        x, q = tree.token_list[child - 1], _law(tree, child, removed)
+        x, q = tree.token_list[child - 1], _distribution(tree, child, removed)
         below = min(1.0, share * float(p[x]) / float(q[x]))
         if below > 0.0:
-            end = _visit(tree, target, dice, tree.follow(children, index), below)
+            end = _visit(tree, target, rng, tree.follow(children, index), below)
             if end is not None:
                 return end
         last = index == len(children) - 1
         used, share = share, _share_left(share, p, q)
         # The residual is worked out only where someone needs it.
-        if share == 0.0 or (last and node and not dice.flip(share)):
+        if share == 0.0 or (last and node and not rng.bernoulli(share)):
             return None
-        p = residual(used, p, q)
+        p = scaled_residual(used, p, q)
         if last:
-            return Stop(node, p)
+            return Outcome(node, p)
         if tree.how == "distinct":
             removed.append(x)
-    return Stop(node, p) if node == 0 or dice.flip(share) else None
+    return Outcome(node, p) if node == 0 or rng.bernoulli(share) else None
 
 
 def _share_left(share: float, p: Tensor, q: Tensor) -> float:
@@ -60,11 +60,11 @@ def _share_left(share: float, p: Tensor, q: Tensor) -> float:
     return mass / (mass + 1.0 - share)
 
 
-def _law(tree: DraftTree, child: int, removed: list[int]) -> Tensor:
+def _distribution(tree: DraftTree, child: int, removed: list[int]) -> Tensor:
     """(V,) what a child's token was drawn from: without the picks before it, if distinct."""
-    law = tree.law_of(child)
+    distribution = tree.distribution_of(child)
     if not removed:
-        return law
-    law = law.clone()
-    law[removed] = 0.0
-    return law / law.sum()
+        return distribution
+    distribution = distribution.clone()
+    distribution[removed] = 0.0
+    return distribution / distribution.sum()

@@ -1,0 +1,248 @@
+"""Compare greedy texts of speculative decoding with plain ones: identical, tied, or a bug?
+
+python -m eval.analysis.compare --target ID --draft ID [--head ID] [--method "{length: 8, verifier: block}"]
+[--prompts instruct] [--dtype bfloat16] [--max-new-tokens 64] [--engine captured] [--json FILE]
+
+Texts are compared with transformers' generate(do_sample=False). Exit status: 0 if all are
+identical or differ by numerical ties, 1 if there is a bug, 2 for unusable input. How a tie is told
+from a bug: see `eval.analysis.ties`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from eval.analysis.ties import Choice, Comparison, Difference, compare
+from eval.decode_config import DecodeConfig
+from eval.decoder import SpeculativeDecoder
+from eval.runtime.graphs import Engine
+from heads import AcceptanceHead
+from specdata.errors import CacheNotRewindableError, ConfigError, VocabularyMismatchError
+from specdata.models import DTYPES, check_length, load_model, load_tokenizer
+from specdata.prompts.catalogue import PromptSet
+from specdata.prompts.loading import dropped, load_prompts
+from specdata.storage.files import write_json
+from specdata.vocabulary import check_shared_vocabulary
+
+SCHEMA_VERSION = 1
+METHODS = (
+    "{length: 4}",
+    "{length: 8, verifier: block}",
+    "{verifier: traversal, drafter: tree, widths: [4, 2, 2]}",
+    "{verifier: rrs, drafter: paths, paths: 2, length: 4}",
+)
+PLAIN = "plain"
+SHOWN_TOKENS = 24
+OURS = (ConfigError, VocabularyMismatchError, CacheNotRewindableError)
+
+
+def read_method(text: str) -> DecodeConfig:
+    """A greedy method of a YAML mapping of `DecodeConfig`'s fields.
+
+    Raises:
+        ConfigError: if it is none, or cannot work.
+    """
+    known = [item.name for item in fields(DecodeConfig) if item.name != "temperature"]
+    try:
+        given = yaml.safe_load(text)
+        if not isinstance(given, dict):
+            raise ConfigError(f"must be a mapping such as {METHODS[0]!r}")
+        if wrong := [str(key) for key in given if key not in known]:
+            raise ConfigError(f"no setting of it is {wrong[0]!r}; choose from {', '.join(known)}")
+        return TypeAdapter(DecodeConfig).validate_python(given | {"temperature": 0.0})
+    except ValidationError as error:
+        reasons = "; ".join(
+            f"{'.'.join(map(str, one['loc']))} {one['msg']}".strip()
+            for one in error.errors(include_url=False)
+        )
+        raise ConfigError(f"method {text!r}: {reasons}") from error
+    except (yaml.YAMLError, ConfigError) as error:
+        raise ConfigError(f"method {text!r}: {error}") from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    asked = _parser().parse_args(arguments)
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        configs = {text: read_method(text) for text in asked.method or METHODS}
+        found, tokenizer = _run(asked, configs)
+        if asked.json:
+            write_json(asked.json, _plain_values(asked, found))
+    except (*OURS, OSError) as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {error}", markup=False)
+        return 2
+    console.print(table(found))
+    for comparison in found:
+        for difference in comparison.differences:
+            console.print(explain(difference, tokenizer))
+    return int(any(comparison.count("bug") for comparison in found))
+
+
+def _run(
+    asked: argparse.Namespace, configs: dict[str, DecodeConfig]
+) -> tuple[list[Comparison], PreTrainedTokenizerBase]:
+    if asked.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens must be 1 or larger, got {asked.max_new_tokens}")
+    tokenizer = load_tokenizer(asked.target)
+    check_shared_vocabulary(tokenizer, load_tokenizer(asked.draft))
+    target = load_model(asked.target, dtype=asked.dtype)
+    room = target.config.get_text_config().max_position_embeddings - asked.max_new_tokens
+    if room < 1:
+        raise ConfigError(
+            f"--max-new-tokens {asked.max_new_tokens} leaves no room for a prompt: {asked.target} "
+            f"has positions for {room + asked.max_new_tokens} tokens"
+        )
+    wanted = PromptSet(asked.prompts, asked.split, asked.count)
+    loaded = load_prompts([wanted], tokenizer, seed=asked.seed, max_tokens=room)
+    for line in dropped(loaded.report):
+        Console(stderr=True, soft_wrap=True).print(line, markup=False)
+    prompts = [one.ids for one in loaded.prompts]
+    draft = load_model(asked.draft, dtype=asked.dtype)
+    for model in (target, draft):
+        check_length(model, max(map(len, prompts)) + asked.max_new_tokens)
+    head = None
+    if asked.head:
+        try:
+            head = AcceptanceHead.from_pretrained(asked.head)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"cannot load the head {asked.head!r}: {error}") from error
+    methods = {
+        PLAIN: _decode(target, None, DecodeConfig(temperature=0.0), None, asked),
+        **{text: _decode(target, draft, config, head, asked) for text, config in configs.items()},
+    }
+    texts = len(prompts) * (len(methods) + 1)
+    with tqdm(total=texts, desc="comparison", unit="text", file=sys.stderr) as bar:
+        found = compare(
+            target,
+            [torch.tensor(ids) for ids in prompts],
+            methods,
+            max_new_tokens=asked.max_new_tokens,
+            exact=_in_float32(target),
+            report=bar.update,
+        )
+    return found, tokenizer
+
+
+def _decode(
+    target: Any,
+    draft: Any,
+    config: DecodeConfig,
+    head: AcceptanceHead | None,
+    asked: argparse.Namespace,
+) -> Callable[[Tensor], Tensor]:
+    head = head if config.reads_states(head) else None
+    decoder = SpeculativeDecoder.from_config(target, draft, config, head, engine=asked.engine)
+    return lambda prompt: (
+        decoder.generate(
+            prompt,
+            max_new_tokens=asked.max_new_tokens,
+            generator=torch.Generator().manual_seed(asked.seed),
+        ).tokens
+    )
+
+
+def _in_float32(model: Any) -> Any:
+    """The model in float32 beside it, if it is in half precision and there is memory for both."""
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    try:
+        return copy.deepcopy(model).float()
+    except (torch.OutOfMemoryError, MemoryError):
+        return None
+
+
+def table(found: Sequence[Comparison]) -> Table:
+    """One row a method."""
+    made = Table(title="greedy texts against transformers' generate")
+    made.add_column("method")
+    for name in ("texts", "identical", "ties", "bugs", "tokens"):
+        made.add_column(name, justify="right")
+    for one in found:
+        ties, bugs = one.count("tie"), one.count("bug")
+        same = one.texts - len(one.differences)
+        row = (one.texts, same, ties, bugs, one.tokens)
+        made.add_row(escape(one.method), *map(str, row), style="red" if bugs else None)
+    return made
+
+
+def explain(difference: Difference, tokenizer: PreTrainedTokenizerBase) -> str:
+    """What differs, and why it is a tie or a bug; rich markup."""
+
+    def shown(choice: Choice | None) -> str:
+        if choice is None:
+            return "nothing (its text has ended)"
+        token, best = (repr(tokenizer.decode([one])) for one in (choice.token, choice.best))
+        exact = "" if choice.float32_gap is None else f", {choice.float32_gap:.3g} in float32"
+        return escape(
+            f"{choice.token} {token}, logit {choice.logit:.6g}; gap to the largest "
+            f"({choice.best} {best}) {choice.gap:.3g}{exact}; rounding noise {choice.noise:.3g}"
+        )
+
+    head = f"{difference.method}, prompt {difference.prompt}, new token {difference.position}: "
+    colour = {"tie": "yellow", "bug": "red"}[difference.verdict]
+    context = tokenizer.decode(list(difference.context[-SHOWN_TOKENS:]))
+    lines = [
+        f"{escape(head)}[{colour}]{difference.verdict.upper()}[/]",
+        escape(f"  after  ...{context!r}"),
+        f"  plain  {shown(difference.expected)}",
+        f"  method {shown(difference.found)}",
+    ]
+    worst = difference.worst
+    if worst is not None and worst != difference.found:
+        lines.append(f"  worst after that, new token {worst.position}: {shown(worst)}")
+    if not difference.complete:
+        lines.append("  its text ends neither at the first end token nor at the budget")
+    return "\n".join(lines)
+
+
+def _plain_values(asked: argparse.Namespace, found: Sequence[Comparison]) -> dict[str, Any]:
+    settings = {key: value for key, value in vars(asked).items() if key != "json"}
+    rows = []
+    for one in found:
+        texts = [asdict(each) | {"verdict": each.verdict} for each in one.differences]
+        ties, bugs = one.count("tie"), one.count("bug")
+        rows.append(asdict(one) | {"ties": ties, "bugs": bugs, "differences": texts})
+    return {"schema_version": SCHEMA_VERSION, "settings": settings, "methods": rows}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.analysis.compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--target", required=True, help="folder or Hub id")
+    add("--draft", required=True, help="folder or Hub id")
+    add("--head", help="acceptance head, for methods with stop: head or cost")
+    add("--method", action="append", help=f"YAML of a method; default: {'; '.join(METHODS)}")
+    add("--prompts", default="instruct", help="an embedded family or a JSONL file with `prompt`")
+    add("--split", default="test", help="split of an embedded family")
+    add("--count", type=int, default=8, help="how many prompts")
+    add("--dtype", choices=tuple(DTYPES), default="float32", help="precision of both models")
+    add("--max-new-tokens", type=int, default=64, help="longest continuation")
+    add("--engine", choices=get_args(Engine), default="eager", help="see eval.runtime.graphs")
+    add("--seed", type=int, default=0, help="of embedded prompts")
+    add("--json", type=Path, help="also write everything here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""How many tokens to draft, solved exactly for acceptance probabilities that follow a Markov chain.
+
+A round drafts K tokens, then pays for one target forward; it emits the accepted tokens and one
+more. Drafted token i is accepted with probability a_i, which is seen once the token is drafted (the
+acceptance head's reading). The yardstick for stopping rules is the least time per emitted token,
+E[c K + t] / E[accepted + 1], over all rules that stop by looking at a_1 .. a_k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+RULE_CHANGES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Time of one round.
+
+    Args:
+        draft_seconds: c, one draft forward.
+        target_seconds: t, one target forward.
+        limit: the most tokens that a round may draft.
+    """
+
+    draft_seconds: float
+    target_seconds: float
+    limit: int
+
+    def __post_init__(self) -> None:
+        if self.draft_seconds < 0 or self.target_seconds <= 0 or self.limit < 0:
+            raise ValueError(f"need draft >= 0 s, target > 0 s and limit >= 0, got {self}")
+
+
+@dataclass(frozen=True)
+class AcceptanceChain:
+    """Acceptance probabilities of drafted tokens as a Markov chain with S states.
+
+    Args:
+        accept: (S,) acceptance probability in each state.
+        initial: (S,) distribution of the first token's state.
+        transition: (S, S) distribution of the next token's state.
+
+    Raises:
+        ValueError: if sizes differ, or a row is no distribution.
+    """
+
+    accept: tuple[float, ...]
+    initial: tuple[float, ...]
+    transition: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        states = len(self.accept)
+        if len(self.transition) != states or any(not 0.0 <= a <= 1.0 for a in self.accept):
+            raise ValueError(f"need {states} rows of transition and probabilities, got {self}")
+        for distribution in (self.initial, *self.transition):
+            if (
+                len(distribution) != states
+                or min(distribution) < 0
+                or abs(sum(distribution) - 1.0) > 1e-9
+            ):
+                raise ValueError(
+                    f"every distribution must have {states} entries that sum to 1, got {distribution}"
+                )
+
+    @classmethod
+    def iid(cls, accept: Sequence[float], weights: Sequence[float]) -> AcceptanceChain:
+        """Independent acceptance probabilities with one distribution."""
+        distribution = tuple(weights)
+        return cls(tuple(accept), distribution, (distribution,) * len(distribution))
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a stopping rule costs and yields in a round.
+
+    Args:
+        drafted: E[K].
+        emitted: E[accepted + 1].
+        seconds_per_token: E[c K + t] / E[accepted + 1].
+    """
+
+    drafted: float
+    emitted: float
+    seconds_per_token: float
+
+
+Counts = tuple[int, ...]
+"""How many of the drafted tokens came from each state."""
+
+Continues = Callable[[int, float, int | None], bool]
+"""(k drafted, their survival probability prod a_i, state of the last; None before the first)."""
+
+
+def evaluate(chain: AcceptanceChain, costs: Costs, continues: Continues) -> Policy:
+    """What a stopping rule costs: every history is followed, with equal ones merged."""
+
+    def goes_on(counts: Counts, state: int | None, _drafted: float, _accepted: float) -> bool:
+        return continues(sum(counts), _survival(chain, counts), state)
+
+    return _follow(chain, costs, goes_on)
+
+
+def optimal(chain: AcceptanceChain, costs: Costs) -> Policy:
+    """The best stopping rule: the root of t - lambda + W(0) = 0, by renewal reward.
+
+    For a price lambda of time per token, W(k, info) = min(0, c + E[-lambda P a' + W(k + 1, info')])
+    is solved backwards; the best rule for that price has a ratio of its own, which is the next
+    price (Dinkelbach's iteration). Prices fall until the rule no longer changes, in a few steps.
+    """
+    best = evaluate(chain, costs, lambda *_: False)
+    for _ in range(RULE_CHANGES):
+        price = best.seconds_per_token
+
+        def pays(
+            _counts: Counts,
+            _state: int | None,
+            drafted: float,
+            accepted: float,
+            price: float = price,
+        ) -> bool:
+            return costs.draft_seconds * drafted < price * accepted
+
+        better = _follow(chain, costs, pays)
+        if better.seconds_per_token >= best.seconds_per_token:
+            return best
+        best = better
+    raise ArithmeticError(f"no fixed rule after {RULE_CHANGES} steps for {chain}, {costs}")
+
+
+def _follow(
+    chain: AcceptanceChain,
+    costs: Costs,
+    goes_on: Callable[[Counts, int | None, float, float], bool],
+) -> Policy:
+    """A round under a rule that also sees E[tokens drafted, accepted] if it goes on optimally."""
+
+    @cache
+    def ahead(counts: Counts, state: int | None) -> tuple[float, float]:
+        if sum(counts) == costs.limit:
+            return 0.0, 0.0
+        drafted, accepted = 1.0, 0.0
+        distribution = chain.initial if state is None else chain.transition[state]
+        for following, weight in enumerate(distribution):
+            if weight > 0:
+                later = (*counts[:following], counts[following] + 1, *counts[following + 1 :])
+                rest = ahead(later, following)
+                drafted += weight * rest[0]
+                accepted += weight * (_survival(chain, later) + rest[1])
+        return (drafted, accepted) if goes_on(counts, state, drafted, accepted) else (0.0, 0.0)
+
+    drafted, accepted = ahead((0,) * len(chain.accept), None)
+    time = costs.draft_seconds * drafted + costs.target_seconds
+    return Policy(drafted, accepted + 1.0, time / (accepted + 1.0))
+
+
+def best_fixed(chain: AcceptanceChain, costs: Costs) -> tuple[int, Policy]:
+    """The best number of tokens to draft every time, and what it costs."""
+    policies = [fixed(chain, costs, length) for length in range(costs.limit + 1)]
+    best = min(range(len(policies)), key=lambda k: policies[k].seconds_per_token)
+    return best, policies[best]
+
+
+def fixed(chain: AcceptanceChain, costs: Costs, length: int) -> Policy:
+    """Always draft `length` tokens. Constant a: (c K + t) (1 - a) / (1 - a^(K+1))."""
+    emitted, weights = 1.0, chain.initial
+    for _ in range(length):
+        alive = [weight * accept for weight, accept in zip(weights, chain.accept, strict=True)]
+        emitted += sum(alive)
+        columns = zip(*chain.transition, strict=True)
+        weights = tuple(sum(a * t for a, t in zip(alive, col, strict=True)) for col in columns)
+    time = costs.draft_seconds * length + costs.target_seconds
+    return Policy(float(length), emitted, time / emitted)
+
+
+def stopping_threshold(seconds_per_token: float, mean_accept: float, draft_seconds: float) -> float:
+    """h* = 1 - c / (lambda E[a]): for iid a, stop once 1 - prod a_i >= h*.
+
+    One more token gains lambda P E[a] and costs c; the gain only falls, so looking one step ahead
+    is optimal.
+    """
+    return 1.0 - draft_seconds / (seconds_per_token * mean_accept)
+
+
+def _survival(chain: AcceptanceChain, counts: tuple[int, ...]) -> float:
+    survival = 1.0
+    for accept, count in zip(chain.accept, counts, strict=True):
+        survival *= accept**count
+    return survival

@@ -1,0 +1,263 @@
+"""What the papers prove about acceptance, rejections and bias, as exact numbers.
+
+p is the target and q the draft throughout (Yin et al. write q for the target and p for the draft;
+Sun et al. M_b for the target and M_s for the draft). A model is a function from a context, the
+tuple of tokens since the start, to a distribution (V,). Contexts are enumerated, V^n of them at position n,
+unless `memory` says that distributions depend on the position and the last few tokens only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from specdata.probability import overlap, residual
+
+Context = tuple[int, ...]
+Model = Callable[[Context], Tensor]
+
+
+# --- expected rejections (Yin et al. 2024, NeurIPS) ---
+
+
+def expected_rejections(p: Model, q: Model, horizon: int, memory: int | None = None) -> Tensor:
+    """Expected rejections of token verification at every position, float64 (T,).
+
+    Yin et al. 2024 (arXiv:2411.00841), Theorem 1: E[N_rej] = sum_n E_{x_{1:n-1} ~ p}[TV(p, q)], the
+    sum of what is returned. By their Theorem 2 no lossless rejection rule has fewer. Drafts run to
+    the end of the horizon, so a speed-up of T / E[N_rej] counts rejections as target calls.
+
+    Args:
+        p: the target.
+        q: the draft.
+        horizon: tokens to generate, T.
+        memory: how many of the last tokens the distributions depend on (besides the position); None: all.
+    """
+
+    def grow(context: Context, weight: Tensor) -> Tensor:
+        return p(context).double().unsqueeze(-1) * weight
+
+    return _sum_levels(
+        _levels(grow, torch.ones(1, dtype=torch.float64), horizon, memory),
+        lambda context, weight: weight[0] * distance(p(context), q(context)),
+    )
+
+
+def batch_rejections(
+    p: Model, q: Model, horizon: int, responses: int | None, memory: int | None = None
+) -> Tensor:
+    """Expected rejections of batch verification at every position, float64 (T,).
+
+    Yin et al. 2024 (arXiv:2411.00841), Theorem 3. With f(x_{1:n}) the probability that the output
+    begins with x_{1:n} and its last token is a correction, f() = 1,
+
+        f(x_{1:n}) = f(x_{1:n-1}) Pi p^{M+1}(x_n) + (p(x_{1:n-1}) - f(x_{1:n-1})) (p - q)+(x_n)
+        E[N_rej]   = sum_n sum_{x_{1:n-1}} p(x_{1:n-1}) TV(p, q) - f(x_{1:n-1}) (TV(p, q) - Pi)
+
+    Args:
+        p: the target.
+        q: the draft.
+        horizon: tokens to generate, T.
+        responses: M, rollouts in a batch; None for the limit M -> infinity, in which Pi is the
+            target's mass outside the draft's support (0 in the paper, which assumes full support).
+        memory: as in `expected_rejections`.
+
+    Raises:
+        ValueError: if responses is below 1.
+    """
+    if responses is not None and responses < 1:
+        raise ValueError(f"a batch needs at least 1 response, got {responses}")
+
+    def grow(context: Context, weight: Tensor) -> Tensor:
+        target, draft = p(context).double(), q(context).double()
+        missed, distribution = first_token_missed(target, draft, responses)
+        corrected = weight[1] * missed * distribution + (weight[0] - weight[1]) * (
+            target - draft
+        ).clamp(min=0.0)
+        return torch.stack([weight[0] * target, corrected], dim=-1)
+
+    def rejected(context: Context, weight: Tensor) -> Tensor:
+        target, draft = p(context).double(), q(context).double()
+        single = distance(target, draft)
+        missed, _ = first_token_missed(target, draft, responses)
+        return weight[0] * single - weight[1] * (single - missed)
+
+    start = torch.ones(2, dtype=torch.float64)
+    return _sum_levels(_levels(grow, start, horizon, memory), rejected)
+
+
+def first_token_missed(p: Tensor, q: Tensor, responses: int | None) -> tuple[float, Tensor]:
+    """Pi = prod_m TV(p^m, q), the probability that M first tokens are all rejected, and p^{M+1}.
+
+    p^1 = p and p^{m+1} = norm((p^m - q)+); None is the limit of many responses.
+    """
+    if responses is None:
+        outside = torch.where(q > 0, 0.0, p)
+        missed = float(outside.sum())
+        return missed, outside / missed if missed > 0 else p
+    missed = 1.0
+    for _ in range(responses):
+        missed *= float(distance(p, q))
+        p = residual(p, q)
+    return missed, p
+
+
+# --- expected accepted tokens of one block (Leviathan et al.; Sun et al.) ---
+
+
+def token_accepted(p: Model, q: Model, length: int, memory: int | None = None) -> float:
+    """E[tau] of token verification: sum_l sum_{x^l} prod_i min(p, q)(x_i | x^{i-1})."""
+
+    def grow(context: Context, weight: Tensor) -> Tensor:
+        return torch.minimum(p(context), q(context)).double().unsqueeze(-1) * weight
+
+    levels = _levels(grow, torch.ones(1, dtype=torch.float64), length + 1, memory)
+    return float(_sum_levels(levels, lambda _, weight: weight[0])[1:].sum())
+
+
+def block_accepted(p: Model, q: Model, length: int) -> float:
+    """E[tau] of block verification: sum_i E_q[r_i], r_i = min(1, r_{i-1} p(x_i)/q(x_i)).
+
+    Sun et al. 2025 (arXiv:2403.10444v2), Theorem 2 with P(tau >= i | x^i) = r_i. Enumerated as the
+    measure q(x^i) r_i = min(q(x^i), q(x^{i-1}) r_{i-1} p(x_i)), which needs no division.
+    """
+
+    def grow(context: Context, weight: Tensor) -> Tensor:
+        drafted = weight[0] * q(context).double()
+        return torch.stack(
+            [drafted, torch.minimum(drafted, weight[1] * p(context).double())], dim=-1
+        )
+
+    levels = _levels(grow, torch.ones(2, dtype=torch.float64), length + 1, None)
+    return float(_sum_levels(levels, lambda _, weight: weight[1])[1:].sum())
+
+
+def greedy_block_accepted(p: Model, q: Model, length: int) -> float:
+    """E[tau] of greedy block verification: sum_l sum_{x^l} min(p(x^l), q(x^l)).
+
+    Sun et al. 2024 (arXiv:2403.10444v1), Theorem 1: the most that any coupling of the two joint
+    distributions accepts in one block.
+    """
+
+    def grow(context: Context, weight: Tensor) -> Tensor:
+        return torch.stack([p(context).double(), q(context).double()], dim=-1) * weight
+
+    levels = _levels(grow, torch.ones(2, dtype=torch.float64), length + 1, None)
+    return float(_sum_levels(levels, lambda _, weight: weight.min())[1:].sum())
+
+
+def bernoulli_token_accepted(p: float, q: float, length: int) -> float:
+    """E[tau] of token verification for Ber(p) against Ber(q): sum_{i<=L} (1 - |p - q|)^i."""
+    return sum((1.0 - abs(p - q)) ** i for i in range(1, length + 1))
+
+
+def bernoulli_greedy_block_accepted(p: float, q: float, length: int) -> float:
+    """E[tau] of greedy block verification for the same: sum_{i<=L} 1 - TV(Bin(i, p), Bin(i, q)).
+
+    The curve of Sun et al. 2024 (arXiv:2403.10444v1): joint ratios depend on the count of ones.
+    """
+
+    def binomial(count: int, chance: float, ones: int) -> float:
+        return math.comb(count, ones) * chance**ones * (1.0 - chance) ** (count - ones)
+
+    return sum(
+        min(binomial(count, p, ones), binomial(count, q, ones))
+        for count in range(1, length + 1)
+        for ones in range(count + 1)
+    )
+
+
+# --- rejection against bias at one place (Yin et al. 2024, Theorems 4 and 5) ---
+
+
+def distance(p: Tensor, q: Tensor) -> Tensor:
+    """Total variation TV(p, q) = sum |p - q| / 2: (..., V) -> (...)."""
+    return 0.5 * (p - q).abs().sum(dim=-1)
+
+
+def over_acceptance(p: Tensor, q: Tensor, epsilon: float) -> Tensor:
+    """b(x) = min(1, (p(x) + epsilon)/q(x)), 1 where q = 0: (V,)."""
+    return torch.where(q > 0, (p + epsilon) / q, 1.0).clamp(max=1.0)
+
+
+def rejection(q: Tensor, accept: Tensor) -> float:
+    """R = sum_x q(x) (1 - b(x)), the probability that a drafted token is rejected."""
+    return float((q * (1.0 - accept)).sum())
+
+
+def emitted_distribution(q: Tensor, accept: Tensor, distribution: Tensor) -> Tensor:
+    """A = q b + R P, the distribution of the token at one place: (V,)."""
+    return q * accept + rejection(q, accept) * distribution
+
+
+def least_bias(p: Tensor, q: Tensor, accept: Tensor) -> float:
+    """The least TV(q b + R P, p) over distributions P: sum_x (q b - p)+ (Yin et al. 2024, Theorem 4).
+
+    Attained by `least_bias_distribution`; 0 if b <= min(1, p/q), which with equality is token verification.
+    """
+    return float((q * accept - p).clamp(min=0.0).sum())
+
+
+def least_bias_distribution(p: Tensor, q: Tensor, accept: Tensor) -> Tensor:
+    """P* = norm((p - q b)+), which attains `least_bias`: (V,)."""
+    return residual(p, q * accept)
+
+
+def least_bias_at(p: Tensor, q: Tensor, rejected: float) -> float:
+    """The least bias of any rule that rejects with probability R: TV(p, q) - R, not below 0.
+
+    Yin et al. 2024, Theorem 5: a straight line from (0, TV) to (TV, 0).
+    """
+    return max(0.0, 1.0 - float(overlap(p, q)) - rejected)
+
+
+def opt_loss(p: Tensor, q: Tensor, epsilon: float) -> float:
+    """Bias of Decoding-OPT at one place; it lies on the line of `least_bias_at`."""
+    return least_bias(p, q, over_acceptance(p, q, epsilon))
+
+
+def uno_loss(p: Tensor, q: Tensor, epsilon: float) -> float:
+    """Bias of Decoding-UNO at one place: TV(q b + R p, p)."""
+    return float(distance(emitted_distribution(q, over_acceptance(p, q, epsilon), p), p))
+
+
+# --- enumeration of contexts ---
+
+
+def _levels(
+    grow: Callable[[Context, Tensor], Tensor], start: Tensor, count: int, memory: int | None
+) -> Iterator[list[tuple[Context, Tensor]]]:
+    """Contexts of length 0, 1, .. count-1 with their weights.
+
+    Args:
+        grow: weights (V, k) of a context's extensions, given its own weights (k,).
+        start: weights (k,) of the empty context.
+        count: how many lengths.
+        memory: contexts that agree in their last `memory` tokens are merged and their weights
+            added, which is exact where `grow` is linear and depends on those tokens only.
+    """
+    level: dict[Context, tuple[Context, Tensor]] = {(): ((), start)}
+    for _ in range(count):
+        yield list(level.values())
+        longer: dict[Context, tuple[Context, Tensor]] = {}
+        for context, weight in level.values():
+            builder = grow(context, weight)
+            for token in builder.any(dim=-1).nonzero().flatten().tolist():
+                text = (*context, token)
+                key = text if memory is None else text[max(0, len(text) - memory) :]
+                kept, known = longer.get(key, (text, torch.zeros_like(start)))
+                longer[key] = (kept, known + builder[token])
+        level = longer
+
+
+def _sum_levels(
+    levels: Iterator[list[tuple[Context, Tensor]]], value: Callable[[Context, Tensor], Tensor]
+) -> Tensor:
+    """The sum of a value over the contexts of every length: (lengths,)."""
+    return torch.tensor(
+        [sum(float(value(context, weight)) for context, weight in level) for level in levels],
+        dtype=torch.float64,
+    )

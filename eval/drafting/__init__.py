@@ -1,0 +1,1 @@
+"""What proposes tokens, and when it stops."""

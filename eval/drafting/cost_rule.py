@@ -1,0 +1,152 @@
+"""Stop drafting when another token costs more than it is expected to save. Nothing to tune.
+
+SpecDec++ (arXiv:2405.19715) bounds the optimal threshold (Theorem 4.3); this is the exact rule for
+independent acceptances, with every quantity measured while decoding.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+
+import numpy as np
+import torch
+from scipy.stats import theilslopes
+
+from eval.drafting.calibration import Calibration, fit_calibration
+from eval.drafting.stopping import DraftedToken, ShouldStop
+from eval.rounds import Round
+from heads import AcceptanceHead
+
+MEAN_ACCEPTANCE = 0.8
+"""Of a drafted token, before anything is known."""
+PRIOR_TOKENS = 20
+"""Drafted tokens that count as much as the first guess of the mean acceptance."""
+DRAFT_SHARE = 0.3
+"""A drafted token's cost in emitted tokens, before anything is measured."""
+ROUNDS, TOKENS = 128, 512
+"""What is remembered: the rounds that times, and the tokens that acceptance is measured over."""
+
+
+def worth_drafting(
+    survival: float, *, mean_acceptance: float, token_seconds: float, draft_seconds: float
+) -> bool:
+    """Whether one more drafted token pays: lambda prod_{i<=k} a_i abar_{k+1} > t_d.
+
+    One more token saves lambda, the time of an emitted token, if it and all before it are accepted,
+    and costs t_d. With lambda the least reachable time per token this is the optimal rule for
+    independent acceptances (`eval.optimal_stopping`); taking lambda from what the rule itself
+    achieves is Dinkelbach's iteration, which gets there.
+
+    Args:
+        survival: prod_{i<=k} a_i, that everything drafted so far is accepted.
+        mean_acceptance: abar_{k+1}, of a token that is not drawn yet.
+        token_seconds: lambda.
+        draft_seconds: t_d.
+    """
+    return token_seconds * survival * mean_acceptance > draft_seconds
+
+
+class CostRule:
+    """A stopping rule's `begin` and `observe`: asks `worth_drafting` after each token.
+
+    The acceptance of a drafted token is the head's probability, the bias of its training loss
+    undone, once the draft has consumed the token; that of the newest one, and of all without a
+    head, comes from the logistic model. At least one token is drafted.
+
+    If both costs are given, nothing is measured and generations do not influence each other.
+    Otherwise the missing cost, the mean acceptance and the logistic model are measured over the
+    last rounds, whatever text they belong to: t_d as what a round takes longer for one more drafted
+    token (draft, target and stopping rule together), lambda as the time of these rounds per emitted
+    token, prefills apart. Before the first measurement, and in batches, whose rounds have no times
+    of their own, t_d is `DRAFT_SHARE` of lambda.
+
+    Args:
+        calibration: acceptance from max q; where something is measured, only the first guess.
+        head: the acceptance head, if there is one.
+        draft_seconds: t_d; 0 measures it.
+        token_seconds: lambda; 0 measures it.
+        mean_acceptance: abar; where something is measured, only the first guess.
+    """
+
+    def __init__(
+        self,
+        calibration: Calibration,
+        head: AcceptanceHead | None = None,
+        *,
+        draft_seconds: float = 0.0,
+        token_seconds: float = 0.0,
+        mean_acceptance: float = MEAN_ACCEPTANCE,
+    ) -> None:
+        self.calibration = self._first_calibration = calibration
+        self.mean_acceptance = self._first_mean = mean_acceptance
+        self._given = draft_seconds, token_seconds
+        self.token_seconds = token_seconds or (draft_seconds or 1.0) / DRAFT_SHARE
+        self.draft_seconds = draft_seconds or self.token_seconds * DRAFT_SHARE
+        self._head = head
+        self._round: list[float] = []
+        self._rounds: deque[Round] = deque(maxlen=ROUNDS)
+        self._tokens: deque[tuple[float, bool]] = deque(maxlen=TOKENS)
+        self._observed = 0
+
+    def begin(self) -> ShouldStop:
+        """Start a round."""
+        seen: list[float] = []
+        self._round, head, known = seen, self._head, 1.0
+
+        @torch.inference_mode()
+        def stop(step: DraftedToken) -> bool:
+            nonlocal known
+            if head is not None and seen:
+                assert step.state is not None
+                known *= float(head.probability(step.state))
+            seen.append(float(step.distribution.max()))
+            newest = self.calibration.accept(seen[-1])
+            if head is None:
+                known *= newest
+            return not self._pays(known if head is None else known * newest)
+
+        return stop
+
+    def _pays(self, survival: float) -> bool:
+        return worth_drafting(
+            survival,
+            mean_acceptance=self.mean_acceptance,
+            token_seconds=self.token_seconds,
+            draft_seconds=self.draft_seconds,
+        )
+
+    def observe(self, record: Round) -> None:
+        """Take a finished round into account; one without a draft says nothing."""
+        if all(self._given) or record.draft_forwards == 0:
+            return
+        self._rounds.append(record)
+        # Known of the drafted tokens: those accepted, and the first one that was not.
+        outcomes = ((q, place < record.accepted) for place, q in enumerate(self._round))
+        self._tokens.extend(islice(outcomes, record.accepted + 1))
+        self._observed += 1
+        if self._observed in (4, 8) or self._observed % 16 == 0:
+            self._measure_costs()
+            self._measure_acceptance()
+
+    def _measure_costs(self) -> None:
+        rounds = self._rounds
+        drafted = np.array([r.drafted for r in rounds], dtype=np.float64)
+        seconds = [r.draft_seconds + r.target_seconds + r.overhead_seconds for r in rounds]
+        # Medians, because some rounds hold a prefill and any may be interrupted.
+        forward = float(np.median([r.draft_seconds / r.draft_forwards for r in rounds]))
+        slope = forward
+        if len(rounds) >= 16 and np.ptp(drafted) >= 2:
+            slope = max(float(theilslopes(seconds, drafted).slope), 0.5 * forward)
+        rest = max(float(np.median(seconds - slope * drafted)), 0.0)
+        emitted = sum(r.emitted for r in rounds)
+        token = (rest * len(rounds) + slope * drafted.sum()) / emitted
+        if slope > 0.0 and token > 0.0:
+            self.draft_seconds = self._given[0] or slope
+            self.token_seconds = self._given[1] or float(token)
+
+    def _measure_acceptance(self) -> None:
+        q_max, accepted = np.array(self._tokens, dtype=np.float64).reshape(-1, 2).T
+        known = PRIOR_TOKENS * self._first_mean + accepted.sum()
+        self.mean_acceptance = float(known / (PRIOR_TOKENS + len(accepted)))
+        self.calibration = fit_calibration(accepted, q_max, self._first_calibration)

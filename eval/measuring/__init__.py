@@ -1,0 +1,1 @@
+"""What is run, what is counted, and results.json."""

@@ -1,0 +1,257 @@
+"""From the records of generations to the figures of a report, with intervals.
+
+Every rate is a ratio of sums over prompts, never a mean of ratios: a prompt weighs as much as the
+work it caused. Every interval is a 95 % percentile bootstrap that resamples prompts, because the
+tokens of one prompt depend on each other. All functions are pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eval.measuring.records import PromptRecord, check_identity
+
+RESAMPLES = 1000
+CONFIDENCE = 0.95
+
+Array = NDArray[np.float64]
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """The published figures of one method on one dataset.
+
+    A rate whose denominator is zero is None (nothing drafted, nothing timed, no plain run to
+    compare with) and has no interval. `acceptance_by_position` is marginal: among the rounds that
+    drafted position i + 1, the share that accepted it, so it falls with i even if every position is
+    equally easy. `conditional_by_position` counts only the rounds that also accepted all positions
+    before it.
+    """
+
+    prompts: int
+    tokens: int
+    rounds: int
+    n_target: int
+    n_draft: int
+    n_discarded: int
+    draft_forwards: int
+    block_efficiency: float
+    acceptance_rate: float | None
+    acceptance_by_position: list[float]
+    conditional_by_position: list[float | None]
+    discard_rate: float
+    verification_rate: float
+    tokens_per_second: float | None
+    speedup: float | None
+    intervals: dict[str, Interval]
+    position_intervals: list[Interval]
+    seconds: dict[str, float]
+
+
+# Rates as numerator / denominator; a denominator of zero makes the rate None.
+_RATES = {
+    "block_efficiency": ("tokens", "rounds"),
+    "acceptance_rate": ("accepted", "depth"),
+    "discard_rate": ("n_discarded", "tokens"),
+    "verification_rate": ("rounds", "tokens"),
+    "tokens_per_second": ("tokens", "seconds"),
+}
+_SCALARS = tuple(sorted({name for rate in _RATES.values() for name in rate}))
+_scalars = attrgetter(*_SCALARS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Counts summed over something, with one leading shape (...) for all of them.
+
+    `scalars` maps a field of PromptRecord to (...); the others are (..., positions).
+    """
+
+    scalars: dict[str, Array]
+    drafted: Array
+    reached: Array
+    accepted: Array
+
+    def weighted(self, weights: Array) -> _Sums:
+        """Sum over prompts (P, ...) with weights (B, P)."""
+        return _Sums(
+            {name: weights @ column for name, column in self.scalars.items()},
+            weights @ self.drafted,
+            weights @ self.reached,
+            weights @ self.accepted,
+        )
+
+    def rate(self, name: str) -> Array:
+        """One of _RATES, (...)."""
+        above, below = _RATES[name]
+        return _divide(self.scalars[above], self.scalars[below])
+
+
+def compute_metrics(
+    records: Sequence[PromptRecord], plain: Sequence[PromptRecord] | None = None, *, seed: int = 0
+) -> Metrics:
+    """Return every figure of one method on one dataset.
+
+    Args:
+        records: the method's generations.
+        plain: plain decoding of the same prompts in the same run, or None.
+        seed: of the bootstrap.
+
+    Raises:
+        ValueError: if there are no generations or no tokens, if counts contradict each other, or if
+            `plain` covers other prompts, or if only some of the generations were timed.
+    """
+    for record in records:
+        check_identity(record)
+    timed = _timed([*records, *(plain or ())])
+    prompts = _prompt_ids(records)
+    table = _table(records, prompts)
+    weights = _resamples(len(prompts), seed)
+    total, resampled = _whole(table), table.weighted(weights)
+    if total.scalars["tokens"] == 0:
+        raise ValueError("no method can be rated on zero emitted tokens; raise max_new_tokens")
+    rates = {name: float(total.rate(name)) for name in _RATES}
+    intervals = {
+        name: _interval(resampled.rate(name)) for name in _RATES if not np.isnan(rates[name])
+    }
+    speedup = None
+    if plain is not None and timed:
+        base = _table(plain, prompts)
+        speedup = rates["tokens_per_second"] / float(_whole(base).rate("tokens_per_second"))
+        intervals["speedup"] = _ratio_interval(resampled, base.weighted(weights))
+    return Metrics(
+        prompts=len(prompts),
+        **_counts(records),
+        block_efficiency=rates["block_efficiency"],
+        acceptance_rate=rates["acceptance_rate"] if total.scalars["depth"] else None,
+        acceptance_by_position=_divide(total.accepted, total.drafted).tolist(),
+        conditional_by_position=_or_none(_divide(total.accepted, total.reached)),
+        discard_rate=rates["discard_rate"],
+        verification_rate=rates["verification_rate"],
+        tokens_per_second=rates["tokens_per_second"] if timed else None,
+        speedup=speedup,
+        intervals=intervals,
+        position_intervals=[
+            _interval(row) for row in _divide(resampled.accepted, resampled.drafted).T
+        ],
+        seconds=_seconds(records),
+    )
+
+
+def speed_ratio_interval(
+    records: Sequence[PromptRecord], other: Sequence[PromptRecord], *, seed: int = 0
+) -> Interval:
+    """Interval of tokens/s over `other`'s tokens/s, paired by prompt.
+
+    Raises:
+        ValueError: if the two cover different prompts.
+    """
+    prompts = _prompt_ids(records)
+    weights = _resamples(len(prompts), seed)
+    mine, theirs = _table(records, prompts), _table(other, prompts)
+    return _ratio_interval(mine.weighted(weights), theirs.weighted(weights))
+
+
+def _timed(records: Sequence[PromptRecord]) -> bool:
+    """Whether these generations were timed: all of them, or none."""
+    without = sum(record.seconds == 0 for record in records)
+    if 0 < without < len(records):
+        raise ValueError(
+            f"{without} of {len(records)} generations have no time: speeds need all, counts none"
+        )
+    return without == 0
+
+
+def _counts(records: Sequence[PromptRecord]) -> dict[str, int]:
+    """Sums of the integer counts."""
+    rounds = sum(r.rounds for r in records)
+    return {
+        "tokens": sum(r.tokens for r in records),
+        "rounds": rounds,
+        "n_target": rounds,  # one forward of the target a round
+        "n_draft": sum(r.n_draft for r in records),
+        "n_discarded": sum(r.n_discarded for r in records),
+        "draft_forwards": sum(r.draft_forwards for r in records),
+    }
+
+
+def _seconds(records: Sequence[PromptRecord]) -> dict[str, float]:
+    """Sums of the times; what is left of the total is prefill and what nobody measured."""
+    return {
+        "total": sum(r.seconds for r in records),
+        "draft": sum(r.draft_seconds for r in records),
+        "target": sum(r.target_seconds for r in records),
+        "overhead": sum(r.overhead_seconds for r in records),
+    }
+
+
+def _prompt_ids(records: Sequence[PromptRecord]) -> list[str]:
+    """Distinct prompts in the order they came."""
+    if not records:
+        raise ValueError("figures need at least one generation, got none")
+    return list(dict.fromkeys(record.prompt_id for record in records))
+
+
+def _table(records: Sequence[PromptRecord], prompts: list[str]) -> _Sums:
+    """Sum each prompt's generations, rows in the order of `prompts`: scalars (P,)."""
+    odd = {record.prompt_id for record in records} ^ set(prompts)
+    if odd:
+        raise ValueError(
+            "a speed-up compares the same prompts, but the two methods differ in"
+            f" {len(odd)} of them (first: {min(odd)!r}); run both on one prompt set"
+        )
+    row = {prompt_id: index for index, prompt_id in enumerate(prompts)}
+    deepest = max(len(record.drafted_by_position) for record in records)
+    scalars = {name: np.zeros(len(prompts)) for name in _SCALARS}
+    positions = np.zeros((3, len(prompts), deepest))
+    for record in records:
+        index = row[record.prompt_id]
+        for name, value in zip(_SCALARS, _scalars(record), strict=True):
+            scalars[name][index] += value
+        positions[0, index, : len(record.drafted_by_position)] += record.drafted_by_position
+        positions[1, index, : len(record.reached_by_position)] += record.reached_by_position
+        positions[2, index, : len(record.accepted_by_position)] += record.accepted_by_position
+    return _Sums(scalars, *positions)
+
+
+def _whole(table: _Sums) -> _Sums:
+    """Sum over all prompts, each once: scalars ()."""
+    prompts = len(table.drafted)
+    return table.weighted(np.ones(prompts))
+
+
+def _resamples(prompts: int, seed: int) -> Array:
+    """How often each prompt occurs in each bootstrap resample: (RESAMPLES, prompts)."""
+    even = np.full(prompts, 1.0 / prompts)
+    counts = np.random.default_rng(seed).multinomial(prompts, even, size=RESAMPLES)
+    return counts.astype(np.float64)
+
+
+def _ratio_interval(resampled: _Sums, base: _Sums) -> Interval:
+    """Interval of a ratio of speeds; both were resampled with the same weights."""
+    return _interval(resampled.rate("tokens_per_second") / base.rate("tokens_per_second"))
+
+
+def _divide(above: Array, below: Array) -> Array:
+    """Divide; NaN where nothing was counted, as in a resample without the rounds in question."""
+    above, below = np.asarray(above, np.float64), np.asarray(below, np.float64)
+    quotient: Array = np.divide(above, below, out=np.full(above.shape, np.nan), where=below > 0)
+    return quotient
+
+
+def _interval(values: Array) -> Interval:
+    """Central interval of bootstrap values (RESAMPLES,); undefined resamples are left out."""
+    tail = 100 * (1 - CONFIDENCE) / 2
+    low, high = np.nanpercentile(values, [tail, 100 - tail])
+    return float(low), float(high)
+
+
+def _or_none(values: Array) -> list[float | None]:
+    """JSON has no NaN."""
+    return [None if np.isnan(value) else float(value) for value in values]

@@ -1,0 +1,268 @@
+"""results.json: what was run, every figure, and the raw counts each figure is made of.
+
+A figure in the file is never trusted alone: `recompute` derives it again from the generations, and
+`check_metrics` refuses a file in which the two differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from eval.measuring.environment import Environment, Strict
+from eval.measuring.metrics import Interval, Metrics, compute_metrics, speed_ratio_interval
+from eval.measuring.records import LatencyFit, PromptRecord, fit_latency
+from specdata.errors import ManifestError
+from specdata.storage.files import write_json
+
+SCHEMA_VERSION: Literal[1] = 1
+PLAIN = "plain"
+"""Name of the method that all others are compared with: the target alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """What one row of a report ran.
+
+    Args:
+        method: name, unique within the dataset; `PLAIN` for the target alone.
+        dataset: name of the prompt set.
+        target: folder or hub id of the target.
+        draft: folder or hub id of the draft, None for plain decoding.
+        head: folder or hub id of the acceptance head, if the stop rule asks one.
+        drafter: "chain", "paths" or "tree"; "transformers" for its own assisted generation; None
+            for plain decoding.
+        verifier: name of the acceptance rule, None for plain decoding.
+        stop: name of the stop rule, None for plain decoding.
+        length: deepest drafted position allowed (the K of a fixed length).
+        threshold: of the stop rule; None for "fixed".
+        sampling: temperature, top_k, top_p, and what else fixes the text (max_new_tokens, seed).
+        parameters: the rest of the decoding settings: paths, widths, verifier arguments, the engine
+            of forwards unless it is "eager"; of path_drafts, "" is `draft`.
+        lossless: whether the output distribution is proved to be the target's; a biased rule never counts as
+            the best method.
+        total_variation: measured distance to the target's distribution, for a biased rule.
+    """
+
+    method: str
+    dataset: str
+    target: str
+    draft: str | None
+    head: str | None
+    drafter: str | None
+    verifier: str | None
+    stop: str | None
+    length: int | None
+    threshold: float | None
+    sampling: dict[str, float | int | None]
+    parameters: dict[str, Any] = field(default_factory=dict)
+    lossless: bool = True
+    total_variation: float | None = None
+
+
+class Run(Strict):
+    """One method on one dataset. Fields are explained in `Method` and `Metrics`."""
+
+    dataset: str
+    method: str
+    target: str
+    draft: str | None
+    head: str | None
+    drafter: str | None
+    verifier: str | None
+    stop: str | None
+    length: int | None
+    threshold: float | None
+    sampling: dict[str, float | int | None]
+    parameters: dict[str, Any]
+    lossless: bool
+    total_variation: float | None
+    prompts: int
+    tokens: int
+    rounds: int
+    n_target: int
+    n_draft: int
+    n_discarded: int
+    draft_forwards: int
+    block_efficiency: float
+    acceptance_rate: float | None
+    acceptance_by_position: list[float]
+    conditional_by_position: list[float | None]
+    discard_rate: float
+    verification_rate: float
+    tokens_per_second: float | None
+    speedup: float | None
+    intervals: dict[str, Interval]
+    position_intervals: list[Interval]
+    seconds: dict[str, float]
+    generations: list[PromptRecord] = Field(min_length=1)
+
+
+class Results(Strict):
+    """The whole file."""
+
+    schema_version: Literal[1]
+    environment: Environment
+    latency: dict[str, LatencyFit | None]
+    runs: list[Run]
+
+    def datasets(self) -> list[str]:
+        """Names in the order they were run."""
+        return list(dict.fromkeys(run.dataset for run in self.runs))
+
+    @property
+    def timed(self) -> bool:
+        """Whether speeds were measured; in batches only counts are."""
+        return any(run.tokens_per_second is not None for run in self.runs)
+
+    def of(self, dataset: str) -> list[Run]:
+        """Runs of one dataset, in the order they were run."""
+        return [run for run in self.runs if run.dataset == dataset]
+
+    def plain(self, dataset: str) -> Run | None:
+        """Plain decoding of that dataset, if it was run."""
+        return next((run for run in self.of(dataset) if run.method == PLAIN), None)
+
+
+def build_results(
+    environment: Environment, measured: Iterable[tuple[Method, Sequence[PromptRecord]]]
+) -> Results:
+    """Turn raw records into everything results.json holds.
+
+    Args:
+        environment: from `describe_environment`.
+        measured: each method with its generations; `PLAIN` once a dataset at most.
+
+    Raises:
+        ValueError: if two methods of a dataset share a name, if methods of a dataset cover other
+            prompts than its plain run, or if counts contradict each other.
+    """
+    rows: dict[tuple[str, str], tuple[Method, Sequence[PromptRecord]]] = {}
+    for method, records in measured:
+        key = (method.dataset, method.method)
+        if key in rows:
+            raise ValueError(f"method names must be unique within a dataset, got {key} twice")
+        if (method.method == PLAIN) != (method.draft is None and method.drafter is None):
+            raise ValueError(
+                f"the name {PLAIN!r} belongs to the method without draft and drafter, got {method}"
+            )
+        rows[key] = (method, records)
+    runs = []
+    for (dataset, name), (method, records) in rows.items():
+        plain = rows.get((dataset, PLAIN))
+        try:
+            found = compute_metrics(records, plain and plain[1])
+        except ValueError as error:
+            raise ValueError(f"{dataset}, {name}: {error}") from error
+        fields = {**asdict(method), **asdict(found), "generations": list(records)}
+        runs.append(Run.model_validate(fields))
+    results = Results(schema_version=SCHEMA_VERSION, environment=environment, latency={}, runs=runs)
+    return results.model_copy(update={"latency": fit_latencies(results)})
+
+
+def fit_latencies(results: Results) -> dict[str, LatencyFit | None]:
+    """Times of one forward for each dataset, from its plain and chain runs.
+
+    Trees are left out: their N_draft counts nodes, many of which share one draft forward. So is
+    transformers, whose loop has costs of its own.
+    """
+    return {
+        dataset: fit_latency(
+            [
+                g
+                for run in results.of(dataset)
+                if run.drafter in (None, "chain")
+                for g in run.generations
+            ]
+        )
+        for dataset in results.datasets()
+    }
+
+
+def fastest(runs: Sequence[Run]) -> tuple[Run, list[Run]] | None:
+    """The lossless run with the most tokens a second, and those it cannot be told apart from.
+
+    A run ties if the interval of its speed over the fastest one's, paired by prompt, contains 1.
+    Returns None if no lossless run was timed. All runs must cover the same prompts.
+    """
+    lossless = [run for run in runs if run.lossless and run.tokens_per_second is not None]
+    if not lossless:
+        return None
+    best = max(lossless, key=lambda run: run.tokens_per_second or 0.0)
+    ties = []
+    for run in lossless:
+        if run is not best:
+            low, high = speed_ratio_interval(run.generations, best.generations)
+            if low <= 1 <= high:
+                ties.append(run)
+    return best, ties
+
+
+def recompute(run: Run, plain: Run | None = None) -> Metrics:
+    """Every figure of a run from its raw generations.
+
+    Args:
+        run: the run.
+        plain: plain decoding of the same dataset; without it there is no speed-up.
+    """
+    return compute_metrics(run.generations, None if plain is None else plain.generations)
+
+
+def check_metrics(results: Results) -> None:
+    """Refuse results in which a published figure is not what its generations give.
+
+    Raises:
+        ManifestError: naming the first figure that differs.
+    """
+    for run in results.runs:
+        where = f"{run.dataset}, {run.method}"
+        try:
+            expected = asdict(recompute(run, results.plain(run.dataset)))
+        except ValueError as error:
+            raise ManifestError(f"{where}: unusable generations: {error}") from error
+        for name, value in run.model_dump(include=set(expected)).items():
+            if not _same(value, expected[name]):
+                raise ManifestError(
+                    f"{where}: {name} is {value} in the file but its generations give"
+                    f" {expected[name]}; run the evaluation again"
+                )
+
+
+def write_results(path: Path, results: Results) -> None:
+    """Write results.json, whole or not at all."""
+    write_json(path, results.model_dump(mode="json"))
+
+
+def read_results(path: Path) -> Results:
+    """Read and validate results.json.
+
+    Raises:
+        ManifestError: if the file is missing, damaged, or of another schema version.
+    """
+    try:
+        return Results.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ManifestError(f"no results at {path}; run the evaluation first") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise ManifestError(
+            f"{path} must be a results.json of schema version {SCHEMA_VERSION}: {where}:"
+            f" {first['msg']} ({error.error_count()} problems in all); run the evaluation again"
+        ) from error
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Equal up to the last bits that another numpy build may round differently."""
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(_same(left[k], right[k]) for k in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(_same, left, right))
+    if isinstance(left, float) and isinstance(right, float):
+        return math.isclose(left, right, rel_tol=1e-9, abs_tol=1e-12)
+    return bool(left == right)

@@ -1,0 +1,1 @@
+"""What people read: the report, its plots, model cards, folders for the Hub."""

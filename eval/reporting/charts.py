@@ -1,0 +1,265 @@
+"""One dataset on one pair of axes: speed, Pareto, acceptance by position, cost.
+
+The colours are Okabe and Ito's, which stay apart under every common form of colour blindness;
+marker shapes repeat what the colours say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from eval.measuring.results import Results, Run, fastest
+from eval.reporting.annotations import DATA, POINT, label
+
+INK, GRID = "#24292f", "#d0d7de"
+MIN_ROUNDS = 10
+"""Positions drafted in fewer rounds than this are not drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Methods drawn alike."""
+
+    label: str
+    colour: str
+    marker: str
+
+
+FAMILIES = {
+    "plain": Family("target alone", "#808080", "X"),
+    "fixed": Family("fixed length", "#0072B2", "o"),
+    "head": Family("acceptance head", "#D55E00", "s"),
+    "rule": Family("training-free stop rule", "#009E73", "^"),
+    "cost": Family("cost rule", "#E69F00", "v"),
+    "tree": Family("several drafts", "#CC79A7", "D"),
+    "transformers": Family("transformers' own", "#56B4E9", "P"),
+}
+
+
+def family(run: Run) -> str:
+    """Key of FAMILIES for a run."""
+    if run.drafter is None:
+        return "plain"
+    if run.drafter in ("paths", "tree"):
+        return "tree"
+    if run.drafter == "transformers":
+        return "transformers"
+    if run.stop in ("fixed", "head", "cost"):
+        return run.stop
+    return "rule"
+
+
+def draw_speed(axes: Axes, results: Results, dataset: str) -> None:
+    """Bars of the speed-up over plain decoding (tokens/s where plain was not run)."""
+    relative = results.plain(dataset) is not None
+    _draw_bars(axes, results.of(dataset), "speedup" if relative else "tokens_per_second")
+    if relative:
+        axes.axvline(1.0, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
+    axes.set_xlabel("speed-up over the target alone" if relative else "tokens per second")
+
+
+def draw_efficiency(axes: Axes, results: Results, dataset: str) -> None:
+    """Bars of the block efficiency, for methods that were not timed."""
+    _draw_bars(axes, results.of(dataset), "block_efficiency")
+    axes.set_xlabel("tokens per forward of the target")
+
+
+def _draw_bars(axes: Axes, given: Sequence[Run], name: str) -> None:
+    """One bar a run with the interval of that figure, the largest on top."""
+    runs = sorted(given, key=lambda run: float(getattr(run, name)))
+    values = np.array([getattr(run, name) for run in runs], float)
+    bounds = np.array([run.intervals[name] for run in runs])
+    rows = np.arange(len(runs))
+    bars = axes.barh(rows, values, color=[FAMILIES[family(r)].colour for r in runs], height=0.72)
+    for bar, run in zip(bars, runs, strict=True):
+        if not run.lossless:
+            bar.set(hatch="////", edgecolor="white", linewidth=0)
+    errors = np.abs(bounds.T - values)
+    axes.errorbar(values, rows, xerr=errors, fmt="none", ecolor=INK, elinewidth=1.1, capsize=2.5)
+    winner = fastest(runs)
+    for row, run, value, high in zip(rows, runs, values, bounds[:, 1], strict=True):
+        text = {"speedup": f"{value:.2f}x", "tokens_per_second": f"{value:.0f}"}.get(
+            name, f"{value:.2f}"
+        )
+        best = winner is not None and run is winner[0]
+        axes.annotate(
+            text + (" ★" if best else "") + ("" if run.lossless else " biased"),
+            (max(value, high), row),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            color=INK,
+            fontsize=8,
+            fontweight="bold" if best else "normal",
+        )
+    axes.set_yticks(rows, [label(run.method) for run in runs])
+    axes.set_xlim(0, float(np.max(np.maximum(values, bounds[:, 1]))) * 1.32)
+    axes.grid(axis="y", visible=False)
+
+
+def series(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs that differ only in length or threshold, each series ordered by it."""
+    groups: dict[tuple[Any, ...], list[Run]] = {}
+    for run in runs:
+        # A fixed length is the swept value itself; elsewhere it is only the cap.
+        cap = None if run.stop == "fixed" else run.length
+        key = (run.draft, run.head, run.drafter, run.verifier, run.stop, cap, str(run.parameters))
+        groups.setdefault(key, []).append(run)
+    for group in groups.values():
+        group.sort(key=lambda run: (run.length or 0, run.threshold or 0.0))
+    return list(groups.values())
+
+
+def draw_pareto(axes: Axes, results: Results, dataset: str) -> None:
+    """Verification rate against discard rate of the chain methods; lower left is better.
+
+    Trees are left out: they discard siblings by design, so their nodes do not compare. The grey
+    lines join points of equal speed-up by SpecDec++ Eq. 5.1 with the dataset's fitted times.
+    """
+    for group in series([r for r in results.of(dataset) if r.drafter in ("chain", "transformers")]):
+        look = FAMILIES[family(group[0])]
+        axes.plot(
+            [run.discard_rate for run in group],
+            [run.verification_rate for run in group],
+            color=look.colour,
+            marker=look.marker,
+            markersize=6,
+            markerfacecolor=look.colour if group[0].lossless else "none",
+            linewidth=1.4,
+            linestyle="-" if group[0].verifier == "token" else "--",
+            gid=DATA,
+        )
+        for run in group:
+            axes.annotate(
+                _point_name(run),
+                (run.discard_rate, run.verification_rate),
+                (0, 0),
+                textcoords="offset points",
+                fontsize=7.5,
+                ha="center",
+                va="center",
+                arrowprops={
+                    "arrowstyle": "-",
+                    "color": INK,
+                    "alpha": 0.5,
+                    "linewidth": 0.6,
+                    "shrinkA": 0,
+                    "shrinkB": 4.5,
+                },
+                gid=POINT,
+            )
+    axes.margins(0.14)
+    axes.set_xlabel("discard rate  (N discarded / N)")
+    axes.set_ylabel("verification rate  (N target / N)")
+    _draw_equal_speed(axes, results, dataset)
+
+
+def _point_name(run: Run) -> str:
+    """What tells a point from the others of its series."""
+    verifier = "" if run.verifier == "token" else f"{run.verifier} "
+    if run.drafter == "transformers":
+        return label(f"HF K={run.length}")
+    if run.stop == "fixed":
+        return label(f"{verifier}K={run.length}")
+    stop = "" if run.stop == "head" else f"{run.stop} "
+    value = "" if run.threshold is None else f"{run.threshold:g}"
+    return label(f"{verifier}{stop}{value}")
+
+
+def _draw_equal_speed(axes: Axes, results: Results, dataset: str) -> None:
+    """Lines t_d (1 + x) + (t_t - t_d) y = t_t / s for a few round values of the speed-up s."""
+    fit = results.latency.get(dataset)
+    if fit is None or not 0 < fit.t_draft < fit.t_target:
+        return
+    xlim, ylim = axes.get_xlim(), axes.get_ylim()
+    base, slope = fit.t_draft / fit.t_target, 1 - fit.t_draft / fit.t_target
+    slowness = [base * (1 + x) + slope * y for x in xlim for y in ylim]
+    ticks = np.asarray(MaxNLocator(6).tick_values(1 / max(slowness), 1 / max(min(slowness), 0.05)))
+    for speedup in ticks[ticks > 0].tolist():
+        ends = [(1 / speedup - base * (1 + x)) / slope for x in xlim]
+        axes.plot(xlim, ends, color=INK, alpha=0.45, linewidth=0.8, linestyle=":", zorder=0.5)
+        if ends[0] <= ylim[0] or ends[1] >= ylim[1]:
+            continue
+        leaves_right = ends[1] > ylim[0]
+        at_bottom = (1 / speedup - slope * ylim[0]) / base - 1
+        axes.annotate(
+            f"{speedup:g}x",
+            (xlim[1], ends[1]) if leaves_right else (at_bottom, ylim[0]),
+            (-2, 1) if leaves_right else (1, 2),
+            textcoords="offset points",
+            fontsize=7,
+            alpha=0.7,
+            ha="right" if leaves_right else "left",
+            va="bottom",
+        )
+    axes.set(xlim=xlim, ylim=ylim)
+
+
+# Tells runs of one family, and so of one colour, apart.
+_LINE_STYLES = ("-", "--", ":", "-.")
+
+
+def draw_positions(axes: Axes, results: Results, dataset: str) -> None:
+    """Marginal acceptance by position: the run with the longest drafts of each series."""
+    for group in series([run for run in results.of(dataset) if run.drafter is not None]):
+        run = max(group, key=lambda r: (len(r.acceptance_by_position), r.tokens_per_second or 0.0))
+        drafted = [sum(c) for c in zip(*_padded(run), strict=True)]
+        shown = sum(count >= MIN_ROUNDS for count in drafted)
+        if shown == 0:
+            continue
+        look = FAMILIES[family(run)]
+        before = sum(line.get_color() == look.colour for line in axes.get_lines())
+        axes.plot(
+            range(1, shown + 1),
+            run.acceptance_by_position[:shown],
+            color=look.colour,
+            marker=look.marker,
+            markersize=4.5,
+            linewidth=1.4,
+            markerfacecolor=look.colour if run.lossless else "none",
+            linestyle=_LINE_STYLES[before % len(_LINE_STYLES)],
+            label=label(run.method, 22),
+        )
+    axes.set_ylim(0, 1.02)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("drafted position")
+    axes.set_ylabel("accepted, of the rounds that drafted it")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+
+
+def _padded(run: Run) -> list[list[int]]:
+    """drafted_by_position of every generation, equally long."""
+    depth = len(run.acceptance_by_position)
+    return [
+        g.drafted_by_position + [0] * (depth - len(g.drafted_by_position)) for g in run.generations
+    ]
+
+
+_PARTS = (("target", "#808080"), ("draft", "#0072B2"), ("overhead", "#E69F00"), ("rest", "#56B4E9"))
+
+
+def draw_cost(axes: Axes, results: Results, dataset: str) -> None:
+    """Milliseconds of an emitted token, split into target, draft, overhead and the rest."""
+    runs = sorted(results.of(dataset), key=lambda run: run.tokens_per_second or 0.0)
+    left = np.zeros(len(runs))
+    for part, colour in _PARTS:
+        widths = np.array([_milliseconds(run, part) for run in runs])
+        axes.barh(range(len(runs)), widths, left=left, color=colour, height=0.72, label=part)
+        left += widths
+    axes.set_yticks(range(len(runs)), [label(run.method) for run in runs])
+    axes.set_xlabel("milliseconds per emitted token")
+    axes.grid(axis="y", visible=False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.1), ncols=4)
+
+
+def _milliseconds(run: Run, part: str) -> float:
+    known = run.seconds["draft"] + run.seconds["target"] + run.seconds["overhead"]
+    seconds = max(0.0, run.seconds["total"] - known) if part == "rest" else run.seconds[part]
+    return 1000 * seconds / run.tokens

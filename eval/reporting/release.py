@@ -1,0 +1,307 @@
+"""Folders that can be published as they are: a draft, a head, each with a card made of results.
+
+Every number in a card comes out of results.json, whose figures are recomputed from their raw
+counts first. Nothing leaves this machine unless a repository is named.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, ModelCardData
+from huggingface_hub.constants import CONFIG_NAME
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from eval.measuring.results import Results, check_metrics, write_results
+from eval.reporting.card import (
+    DraftFacts,
+    HeadFacts,
+    best_length,
+    draft_text,
+    head_text,
+    short_name,
+)
+from heads import AcceptanceHead
+from specdata.errors import ConfigError, ManifestError
+from specdata.models import hub_source, load_tokenizer
+from specdata.storage.files import atomic_folder, write_json, write_text
+from specdata.vocabulary import check_shared_vocabulary
+
+CARD = "README.md"
+_HUB_ID = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*")
+_TAGS = ("speculative-decoding", "assisted-generation")
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a card says beside the measurements.
+
+    Args:
+        base_model: what it was made from: the draft before training, or the draft that a head
+            reads. Left out of the card's metadata if it is no Hub id.
+        license: Hub name of the license; left out if not given.
+        measures: figures of the training stage, such as a head's calibration error.
+    """
+
+    base_model: str | None = None
+    license: str | None = None
+    measures: Mapping[str, float | None] = field(default_factory=dict)
+
+
+def release_draft(
+    source: Path,
+    out: Path,
+    results: Results,
+    about: About | None = None,
+    *,
+    push_to: str | None = None,
+    private: bool = True,
+) -> Path:
+    """Assemble a draft for the Hub: weights, target's tokenizer, generation settings, card.
+
+    The settings make transformers draft as many tokens a round as were measured to be best; results
+    without times leave that to transformers. The folder appears when all of it, the upload
+    included, is done.
+
+    Args:
+        source: folder of the draft, as the results name it.
+        out: folder to make; must not exist.
+        results: measurements of this draft.
+        about: base model, license, further measures.
+        push_to: Hub id to upload to; None uploads nothing.
+        private: whether a repository made by the upload is private.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ManifestError: if the results do not measure this draft at a fixed length, were changed by
+            hand, or the weights do not fit the configuration.
+        VocabularyMismatchError: if the target's tokenizer differs from the draft's.
+        ConfigError: if `push_to` is no Hub id, or the target cannot be loaded.
+        FileExistsError: if `out` exists.
+    """
+    about = about or About()
+    check_repository(push_to)
+    measured = _measured(results, source, "draft")
+    target = measured.runs[0].target
+    length = best_length(measured)
+    tokenizer = load_tokenizer(target)
+    check_shared_vocabulary(tokenizer, load_tokenizer(str(source)))
+    model = _load_whole(source)
+    if measured.timed:
+        model.generation_config.update(**_generation_settings(length))
+    facts = _draft_facts(model, push_to or out.name, target, length, measured.timed)
+    data = _metadata(about, "transformers", "draft-model", "finetune")
+    text = draft_text(facts, _shortened(measured), about.measures)
+
+    def fill(folder: Path) -> None:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    return _publish(out, fill, data, text, measured, push_to=push_to, private=private)
+
+
+def release_head(
+    source: Path,
+    out: Path,
+    results: Results,
+    about: About | None = None,
+    *,
+    push_to: str | None = None,
+    private: bool = True,
+) -> Path:
+    """Assemble an acceptance head for the Hub: weights, configuration, card.
+
+    Args:
+        source: folder of the head, as the results name it.
+        out: folder to make; must not exist.
+        results: measurements with this head.
+        about: the draft's Hub id as base model, license, measures of calibration.
+        push_to: Hub id to upload to; None uploads nothing.
+        private: whether a repository made by the upload is private.
+
+    Returns:
+        `out`. The folder appears when all of it, the upload included, is done.
+
+    Raises:
+        ManifestError: if the results do not measure this head, or their figures are not what
+            their counts give.
+        ValueError: if `source` is no head.
+        ConfigError: if `push_to` is no Hub id.
+        FileExistsError: if `out` exists.
+    """
+    about = about or About()
+    check_repository(push_to)
+    measured = _measured(results, source, "head")
+    head = AcceptanceHead.from_pretrained(source)
+    facts = _head_facts(head, push_to or out.name, measured, about.base_model)
+    data = _metadata(about, "draftsmith", "acceptance-head", "adapter")
+    text = head_text(facts, _shortened(measured), about.measures)
+
+    def fill(folder: Path) -> None:
+        head.save_pretrained(folder)
+        # The folder that the draft had here means nothing elsewhere.
+        config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+        write_json(folder / CONFIG_NAME, {**config, "draft": facts.draft})
+        AcceptanceHead.from_pretrained(folder)
+
+    return _publish(out, fill, data, text, measured, push_to=push_to, private=private)
+
+
+def _publish(
+    out: Path,
+    fill: Callable[[Path], None],
+    data: ModelCardData,
+    text: str,
+    measured: Results,
+    *,
+    push_to: str | None,
+    private: bool,
+) -> Path:
+    """Write the folder under a temporary name, upload it if asked, then give it its name."""
+    with atomic_folder(out) as folder:
+        fill(folder)
+        write_text(folder / CARD, f"---\n{data.to_yaml()}\n---\n\n{text}")
+        write_results(folder / "results.json", _shortened(measured))
+        if push_to is not None:
+            api = HfApi()
+            api.create_repo(push_to, private=private, exist_ok=True)
+            api.upload_folder(
+                repo_id=push_to,
+                folder_path=folder,
+                commit_message="Upload weights and measurements",
+            )
+    return out
+
+
+def _measured(results: Results, source: Path, role: str) -> Results:
+    """The results of one artefact, beside plain decoding and its rivals on that draft alone."""
+    check_metrics(results)
+    alone = [run for run in results.runs if not any(run.parameters.get("path_drafts", ()))]
+    results = results.model_copy(update={"runs": alone})
+    named = {"draft": {r.draft for r in results.runs}, "head": {r.head for r in results.runs}}[role]
+    name = next((name for name in named if name and Path(name) == source), None)
+    if name is None:
+        known = ", ".join(sorted(filter(None, named))) or "none"
+        raise ManifestError(
+            f"the results must measure the {role} {source}, they measure: {known}; run the"
+            " evaluation on it first"
+        )
+    if role == "draft":
+        runs = [run for run in results.runs if run.draft in (None, name)]
+    else:
+        drafts = {run.draft for run in results.runs if run.head == name}
+        runs = [
+            run for run in results.runs if run.draft in {None, *drafts} and run.head in (None, name)
+        ]
+    if len({run.target for run in runs}) > 1:
+        raise ManifestError("a card describes one pair, but the results name several targets")
+    datasets = {run.dataset for run in runs}
+    latency = {name: fit for name, fit in results.latency.items() if name in datasets}
+    return results.model_copy(update={"runs": runs, "latency": latency})
+
+
+def _shortened(results: Results) -> Results:
+    """The same results without this machine's folders."""
+    runs = [
+        run.model_copy(
+            update={
+                "target": short_name(run.target),
+                "draft": run.draft and short_name(run.draft),
+                "head": run.head and short_name(run.head),
+            }
+        )
+        for run in results.runs
+    ]
+    return results.model_copy(update={"runs": runs})
+
+
+def _head_facts(head: AcceptanceHead, name: str, measured: Results, draft: str | None) -> HeadFacts:
+    used = next(run for run in measured.runs if run.head is not None)
+    return HeadFacts(
+        name=name,
+        target=short_name(used.target),
+        draft=short_name(draft or str(used.draft)),
+        hidden_size=head.hidden_size,
+        depth=head.depth,
+        rejection_weight=head.rejection_weight,
+    )
+
+
+def _generation_settings(length: int) -> dict[str, Any]:
+    """What makes transformers draft exactly `length` tokens a round."""
+    return {
+        "num_assistant_tokens": length,
+        "num_assistant_tokens_schedule": "constant",
+        # The lengths were measured without a second stop rule; the default is 0.4.
+        "assistant_confidence_threshold": 0.0,
+    }
+
+
+def _draft_facts(model: Any, name: str, target: str, length: int, timed: bool) -> DraftFacts:
+    config = model.config.get_text_config()
+    return DraftFacts(
+        name=name,
+        target=short_name(target),
+        length=length,
+        timed=timed,
+        parameters=model.num_parameters(),
+        positions=config.max_position_embeddings,
+        vocabulary=config.vocab_size,
+        target_vocabulary=_target_vocabulary(target),
+        dtype=str(model.dtype).removeprefix("torch."),
+    )
+
+
+def _load_whole(source: Path) -> Any:
+    """Load a draft in its own precision and refuse weights that do not fit its configuration."""
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source, dtype="auto", output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise ManifestError(f"{source} must be a folder with a saved model: {error}") from error
+    wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
+    if wrong:
+        raise ManifestError(
+            f"the weights in {source} do not fit its config.json: {wrong}; engines would skip"
+            " them silently, save the model again with save_pretrained"
+        )
+    return model.eval()
+
+
+def _target_vocabulary(target: str) -> int:
+    try:
+        source, revision = hub_source(target)
+        config = AutoConfig.from_pretrained(source, revision=revision)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load the configuration of the target {target!r}") from error
+    return int(config.get_text_config().vocab_size)
+
+
+def _metadata(about: About, library: str, tag: str, relation: str) -> ModelCardData:
+    """The card's front matter; a local folder has no place in the Hub's model tree."""
+    base = about.base_model
+    more: dict[str, Any] = {}
+    if base is not None and not Path(base).exists() and _HUB_ID.fullmatch(base):
+        more = {"base_model_relation": relation}
+    return ModelCardData(
+        base_model=base if more else None,
+        library_name=library,
+        pipeline_tag="text-generation" if library == "transformers" else None,
+        license=about.license,
+        tags=[*_TAGS, tag],
+        **more,
+    )
+
+
+def check_repository(push_to: str | None) -> None:
+    """Raise ConfigError unless this is a Hub id or None."""
+    if push_to is not None and not _HUB_ID.fullmatch(push_to):
+        raise ConfigError(f"a repository is named OWNER/NAME on the Hub, got {push_to!r}")

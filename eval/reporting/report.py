@@ -1,0 +1,298 @@
+"""From results.json to a table in the terminal, one HTML page, and PNG files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jinja2 import Environment as Templates
+from jinja2 import FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from eval.measuring.results import Results, Run, fastest
+from eval.reporting.plots import PLOTS, kinds, plot, to_svg, write_png
+from specdata.storage.files import write_text
+
+PAGE = "report.html"
+NOT_MEASURED = "\N{EN DASH}"
+UNTIMED = "not measured"
+"""A speed in results that have none."""
+
+# Column, how it is written, how to read it in one sentence.
+COLUMNS = (
+    (
+        "speed-up",
+        "Tokens per second over those of the target alone, same prompts, same run; brackets hold"
+        " the 95 % bootstrap interval over prompts.",
+    ),
+    ("tokens/s", "Emitted tokens over the wall time of the whole call, prefill included."),
+    (
+        "block efficiency",
+        "Emitted tokens per forward of the target, the bonus token included; the target alone has"
+        " 1.",
+    ),
+    (
+        "acceptance",
+        "Accepted tokens over drafted depth: the share of drafted positions that ended in the"
+        " text; a tree counts its depth, not its nodes.",
+    ),
+    ("discard", "Drafted tokens thrown away per emitted token (N discarded / N); lower is better."),
+    (
+        "verification",
+        "Forwards of the target per emitted token (N target / N); lower is better.",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a report shows beside the results, all optional.
+
+    Args:
+        title: heading of the page.
+        stages: wall seconds of each stage of the pipeline.
+        draft: measure of the draft -> its value before and after training.
+        head: measure of the acceptance head -> value.
+    """
+
+    title: str = "Speculative decoding report"
+    stages: Mapping[str, float] = field(default_factory=dict)
+    draft: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    head: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportRow:
+    """One method as a report writes it; `cells` follow COLUMNS."""
+
+    method: str
+    cells: tuple[str, ...]
+    mark: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSection:
+    """One dataset as a report writes it."""
+
+    dataset: str
+    summary: str
+    rows: tuple[ReportRow, ...]
+    footnote: str
+
+
+def sections_of(results: Results) -> list[DatasetSection]:
+    """Everything a report says in words and numbers, one block a dataset."""
+    return [_block(results, dataset) for dataset in results.datasets()]
+
+
+def _block(results: Results, dataset: str) -> DatasetSection:
+    runs = results.of(dataset)
+    winner = fastest(runs)
+    rows = []
+    for run in runs:
+        mark = ""
+        if winner is not None:
+            mark = "★" if run is winner[0] else "≈" if run in winner[1] else ""
+        rows.append(ReportRow(run.method, _cells(run), mark, _note(run)))
+    settings = ", ".join(f"{name} {value}" for name, value in runs[0].sampling.items())
+    footnote = f"{runs[0].prompts} prompts, {settings}."
+    if winner is not None:
+        footnote += " ★ fastest lossless method;"
+        footnote += " ≈ not told apart from it by a paired 95 % interval."
+    if any(not run.lossless for run in runs):
+        footnote += " † biased: changes the target's distribution, never counted as fastest."
+    fit = results.latency.get(dataset)
+    if fit is not None:
+        footnote += (
+            f" Fitted times: {1000 * fit.t_draft:.2f} ms a drafted token,"
+            f" {1000 * fit.t_target:.2f} ms a target forward (R² = {fit.r_squared:.3f})."
+        )
+    return DatasetSection(dataset, _summary(results, dataset), tuple(rows), footnote)
+
+
+def _summary(results: Results, dataset: str) -> str:
+    """The finding in one sentence."""
+    if not results.timed:
+        return _summary_of_counts(results, dataset)
+    winner, plain = fastest(results.of(dataset)), results.plain(dataset)
+    if winner is None:
+        return "No lossless method was measured."
+    best, ties = winner
+    if best is plain:
+        return "No method was faster than the target alone."
+    text = f"Fastest lossless method: {best.method}, {best.tokens_per_second:.1f} tokens/s"
+    if best.speedup is not None:
+        low, high = best.intervals["speedup"]
+        text += f", {best.speedup:.2f}x the target alone (95 % interval {low:.2f} to {high:.2f})"
+        if low <= 1:
+            text += ", which may be no gain at all"
+    if ties:
+        text += f"; {len(ties)} other method{'s are' if len(ties) > 1 else ' is'} as fast"
+        text += " within the measurement"
+    return text + "."
+
+
+def _summary_of_counts(results: Results, dataset: str) -> str:
+    """The finding where nothing was timed."""
+    batch = results.environment.batch_size
+    text = f"Speeds were not measured: {batch} prompts were decoded together."
+    drafting = [run for run in results.of(dataset) if run.lossless and run.drafter is not None]
+    if not drafting:
+        return text
+    best = max(drafting, key=lambda run: run.block_efficiency)
+    low, high = best.intervals["block_efficiency"]
+    return (
+        f"{text} Most tokens a forward of the target among lossless methods: {best.method},"
+        f" {best.block_efficiency:.2f} (95 % interval {low:.2f} to {high:.2f})."
+    )
+
+
+def _note(run: Run) -> str:
+    if run.lossless:
+        return ""
+    if run.total_variation is None:
+        return "†"
+    return f"† TV {run.total_variation:.3f}"
+
+
+def _cells(run: Run) -> tuple[str, ...]:
+    """Metrics as text, in the order of COLUMNS."""
+    speedup, speed = UNTIMED, UNTIMED
+    if run.tokens_per_second is not None:
+        speedup, speed = NOT_MEASURED, f"{run.tokens_per_second:.1f}"
+    if run.speedup is not None:
+        low, high = run.intervals["speedup"]
+        speedup = f"{run.speedup:.2f}x [{low:.2f}, {high:.2f}]"
+    return (
+        speedup,
+        speed,
+        f"{run.block_efficiency:.2f}",
+        NOT_MEASURED if run.acceptance_rate is None else f"{run.acceptance_rate:.3f}",
+        f"{run.discard_rate:.3f}",
+        f"{run.verification_rate:.3f}",
+    )
+
+
+def terminal(results: Results) -> Group:
+    """Tables for `rich.print`, at most 100 columns wide, one a dataset."""
+    tables = []
+    for block in sections_of(results):
+        table = Table(
+            title=Text(block.dataset, style="bold"),
+            caption=Text(f"{block.summary}\n{block.footnote}"),
+            box=box.SIMPLE_HEAD,
+            caption_justify="left",
+            title_justify="left",
+            pad_edge=False,
+        )
+        table.add_column("method", max_width=28, overflow="fold")
+        for name, _ in COLUMNS:
+            table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
+        for row in block.rows:
+            style = "bold green" if row.mark == "★" else ""
+            # Text, not str: a name may hold what rich would take for markup.
+            method = Text(" ".join(filter(None, (row.method, row.mark, row.note))), style=style)
+            table.add_row(method, *(Text(cell, style=style) for cell in row.cells))
+        tables.append(table)
+    return Group(*tables)
+
+
+def write_report(results: Results, folder: Path, context: Context | None = None) -> Path:
+    """Write report.html and one PNG a plot into `folder`; return the path of the page.
+
+    Args:
+        results: what to show.
+        folder: created if missing; older files of the same names are replaced.
+        context: title and the figures of earlier stages.
+    """
+    for kind in kinds(results):
+        write_png(folder / f"{kind}.png", plot(kind, results, results.datasets()))
+    path = folder / PAGE
+    write_text(path, render_page(results, context or Context()))
+    return path
+
+
+def render_page(results: Results, context: Context) -> str:
+    """One self-contained HTML page: no script, no font, no image outside it."""
+    templates = Templates(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    sections = []
+    for kind in kinds(results):
+        what, drawings = PLOTS[kind], []
+        for index, dataset in enumerate(results.datasets()):
+            svg = to_svg(
+                plot(kind, results, [dataset]),
+                prefix=f"{kind}{index}",
+                title=f"{what.title}, {dataset}",
+                description=f"{what.caption} {_described(results, dataset, kind)}",
+            )
+            drawings.append(Markup(svg))  # safe: its texts are drawn as paths or escaped
+        sections.append({"title": what.title, "caption": what.caption, "drawings": drawings})
+    return templates.get_template("report.html.jinja").render(
+        context=context,
+        blocks=sections_of(results),
+        columns=COLUMNS,
+        sections=sections,
+        environment=environment_rows(results),
+        models=_models(results),
+    )
+
+
+def _models(results: Results) -> list[tuple[str, str]]:
+    """Role and names of the models, in the order they were run."""
+    runs = results.runs
+    roles = {
+        "target": dict.fromkeys(run.target for run in runs),
+        "draft": dict.fromkeys(run.draft for run in runs if run.draft is not None),
+        "head": dict.fromkeys(run.head for run in runs if run.head is not None),
+    }
+    return [(role, ", ".join(names)) for role, names in roles.items() if names]
+
+
+def _described(results: Results, dataset: str, kind: str) -> str:
+    """The data of a drawing in words, for those who cannot see it."""
+    parts = []
+    for run in results.of(dataset):
+        if kind == "speedup" and run.speedup is not None:
+            parts.append(f"{run.method} {run.speedup:.2f}x")
+        elif kind == "pareto" and run.drafter in ("chain", "transformers"):
+            parts.append(
+                f"{run.method} discards {run.discard_rate:.2f}, verifies"
+                f" {run.verification_rate:.2f}"
+            )
+        elif kind == "acceptance" and run.acceptance_by_position:
+            shares = " ".join(f"{share:.2f}" for share in run.acceptance_by_position)
+            parts.append(f"{run.method} {shares}")
+        elif kind == "efficiency":
+            parts.append(f"{run.method} {run.block_efficiency:.2f}")
+        elif kind == "cost":
+            parts.append(f"{run.method} {1000 * run.seconds['total'] / run.tokens:.2f} ms")
+    return "Values: " + "; ".join(parts) + "."
+
+
+def environment_rows(results: Results) -> list[tuple[str, str]]:
+    """Where it was measured, as name and value."""
+    where = results.environment
+    rows: list[tuple[str, object]]
+    rows = [(name.replace("_", " "), value) for name, value in where.hardware.items()]
+    rows += [("device", where.device), ("data type", where.dtype), ("batch", where.batch_size)]
+    ours = [run.parameters for run in results.runs if run.drafter != "transformers"]
+    engines = dict.fromkeys(parameters.get("engine", "eager") for parameters in ours)
+    rows.append(("engine", ", ".join(engines) or None))
+    rows += list(where.software.items())
+    commit = where.git_commit
+    if commit is not None and where.git_dirty:
+        commit += " with uncommitted changes"
+    rows += [("commit", commit), ("date", where.date)]
+    return [(name, str(value)) for name, value in rows if value is not None]

@@ -1,0 +1,114 @@
+"""What a model must be able to do before it is decoded with; everything else is refused here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any
+
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+
+from specdata.errors import CacheNotRewindableError, ConfigError
+
+# Ropes whose frequencies depend on the length of the text.
+CHANGING_ROPES = ("dynamic", "longrope")
+
+
+def check_forward(model: PreTrainedModel) -> None:
+    """Find models that cannot be told where a token stands or to forget one.
+
+    Raises:
+        CacheNotRewindableError: if the model keeps a recurrent state.
+        ConfigError: if its forward takes no positions (ALiBi, for example), which trees need.
+    """
+    # A wrapper (PEFT) hides the names of what it hands on.
+    if not isinstance(model, PreTrainedModel):
+        return
+    takes, kind = signature(model.forward).parameters, model.config.model_type
+    if model._is_stateful or "past_key_values" not in takes:
+        raise CacheNotRewindableError(
+            f"{kind} keeps a state from which rejected tokens cannot be removed; speculative "
+            "decoding needs a cache of keys and values that can be cropped"
+        )
+    if "position_ids" not in takes or getattr(model.config, "alibi", False):
+        raise ConfigError(
+            f"{kind} takes no position_ids (it derives positions from its cache), so drafts "
+            "cannot be scored; use a model with learned or rotary positions"
+        )
+
+
+def check_cache(config: PretrainedConfig) -> int:
+    """Count the layers whose keys and values are kept.
+
+    Raises:
+        CacheNotRewindableError: if a layer keeps anything else than keys and values of every token
+            (sliding windows, recurrent states).
+    """
+    layers = DynamicCache(config=config).layers
+    for layer in layers:
+        # Layers of recurrent states have no `is_sliding`.
+        if getattr(layer, "is_sliding", False) or not layer.is_croppable:
+            raise CacheNotRewindableError(
+                f"{config.model_type} keeps a cache from which rejected tokens cannot be "
+                "removed (a sliding window or a recurrent state); speculative decoding needs "
+                "one that can be cropped"
+            )
+    return len(layers)
+
+
+def takes_masks(model: PreTrainedModel) -> bool:
+    """Whether the model's attention takes a mask of ours; flash attention does not."""
+    return "flash" not in str(model.config._attn_implementation)
+
+
+def check_trees(model: PreTrainedModel) -> None:
+    """Raise ConfigError if the model's attention takes no tree mask, or adds one of its own."""
+    if not takes_masks(model):
+        raise ConfigError(
+            f"{model.config._attn_implementation} takes no tree mask: load the model "
+            "with attn_implementation='sdpa' (or 'eager'), or draft chains"
+        )
+    if "local" in getattr(model.config, "attention_layers", ()):
+        raise ConfigError(
+            f"{model.config.model_type} has layers that count cells, not positions, to "
+            "see how far back they look, so they cannot read a tree: draft chains"
+        )
+
+
+def changing_rope(model: PreTrainedModel) -> Mapping[str, Any] | None:
+    """The parameters of a rope whose frequencies depend on the length of the text, if any."""
+    found = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    # Some models have one for each kind of layer.
+    ropes = [found, *(one for one in found.values() if isinstance(one, Mapping))]
+    return next((one for one in ropes if one.get("rope_type") in CHANGING_ROPES), None)
+
+
+def check_ropes(model: PreTrainedModel, prompt: int, goal: int, *, alone: bool) -> None:
+    """Find texts whose distributions would depend on how many of their tokens are fed at once.
+
+    Such a rope takes the frequencies of a whole forward from its last position, and the keys in
+    the cache keep those that they were written with.
+
+    Args:
+        model: the target.
+        prompt: tokens of the prompt.
+        goal: most tokens of the text.
+        alone: whether forwards serve this text only.
+
+    Raises:
+        ConfigError: if the frequencies would change while the text is decoded.
+    """
+    rope, config = changing_rope(model), model.config.get_text_config()
+    if rope is None:
+        return
+    kind, reach = rope["rope_type"], config.max_position_embeddings
+    if kind == "longrope":
+        reach = rope["original_max_position_embeddings"]
+        if alone and prompt > reach:  # one set of frequencies from the first forward on
+            return
+    if goal > reach:
+        raise ConfigError(
+            f"{config.model_type} has a rope ({kind}) whose frequencies change after {reach} "
+            f"tokens, so a draft would change the distribution of a text of up to {goal}: shorten the "
+            "prompt or max_new_tokens, or decode without a draft, one text at a time"
+        )

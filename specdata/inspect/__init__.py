@@ -1,0 +1,1 @@
+"""`python -m specdata.inspect FOLDER`: what a stored dataset holds."""

@@ -1,0 +1,207 @@
+"""Labels of rows in memory: models run on batches of rows, distributions over the vocabulary in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from specdata.labels.top_logits import TopLogitDistributions, top_logits
+from specdata.lm_head import LMHead
+from specdata.models import check_length
+from specdata.probability import (
+    SamplingConfig,
+    accept_probability,
+    inverse_cdf,
+    overlap,
+    probabilities,
+    to_vocabulary,
+)
+from specdata.seeds import generator_for
+from specdata.storage.schema import TOP_LOGITS, Label, Rollout
+
+# Tokens of one forward, padding included. Larger batches leave a CPU's caches (at 4096 the toy pair
+# is labelled a third slower), smaller ones leave a GPU waiting.
+TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 16384}
+# Positions whose distributions are held at once: VALUES_AT_ONCE probabilities a distribution, but at least these.
+VALUES_AT_ONCE = 1 << 20
+POSITIONS = {"cpu": 32, "cuda": 256}
+
+# Positions of a batch and the draft's distributions there, (C, V) -> the target's distributions there, (C, V), and
+# what else is stored of the target.
+DistributionsAt = Callable[[slice, Tensor], tuple[Tensor, Mapping[str, Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rollouts that go through a model together, and their N completion positions in one line.
+
+    Attributes:
+        rows: B rollouts.
+        ids: (B, T) prompts and completions without their last tokens, padded on the right.
+        row: (N,) the row of each position.
+        column: (N,) where a model's output predicts the token of that position.
+        uniforms: (N,) in [0, 1), what the draft's tokens are drawn with.
+    """
+
+    rows: Sequence[Rollout]
+    ids: Tensor
+    row: Tensor
+    column: Tensor
+    uniforms: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Rollout], seed: int, device: torch.device) -> Batch:
+        """Pad the rows, and draw the uniforms of each from its own seed."""
+        ids = [torch.tensor((row["prompt_ids"] + row["completion_ids"])[:-1]) for row in rows]
+        lengths = torch.tensor([len(row["completion_ids"]) for row in rows])
+        last = torch.tensor([len(one) for one in ids])
+        row = torch.arange(len(rows)).repeat_interleave(lengths)
+        # Counted from the end of the row: the last completion token is predicted there.
+        column = torch.arange(len(row)) + (last - lengths.cumsum(0)).repeat_interleave(lengths)
+        return cls(
+            rows,
+            pad_sequence(ids, batch_first=True).to(device),
+            row.to(device),
+            column.to(device),
+            torch.cat([_uniforms(one, seed) for one in rows]).to(device),
+        )
+
+    def states(self, model: LMHead) -> Tensor:
+        """(N, H) states of a model at the positions. Raises ConfigError for too long a row."""
+        check_length(model.model, self.ids.shape[1])
+        return model.states(self.ids)[self.row, self.column]
+
+
+@dataclass(frozen=True, slots=True)
+class Labeller:
+    """Labels rows: Y_i ~ q(. | prompt, X_<i) and min(1, p(Y_i)/q(Y_i)) at each position i.
+
+    SpecDec++ (Huang et al., arXiv:2405.19715), section 4.1. Memory beyond the models' bodies: the
+    states of a batch, and the distributions of a few positions (`VALUES_AT_ONCE`, `POSITIONS`).
+
+    Attributes:
+        distributions: batch -> p at some of its positions.
+        draft: q.
+        vocabulary: V of the target.
+        sampling: the distribution that tokens are served from.
+        seed: the run's seed.
+        tokens_at_once: tokens of one forward; a longer row goes by itself.
+    """
+
+    distributions: Callable[[Batch], DistributionsAt]
+    draft: LMHead
+    vocabulary: int
+    sampling: SamplingConfig
+    seed: int
+    tokens_at_once: int
+
+    @torch.inference_mode()
+    def __call__(self, rows: Sequence[Rollout]) -> list[Label]:
+        """Label the rows, longest first, and return them in the order given."""
+        labels: dict[int, Label] = {}
+        for indices in _batches(rows, self.tokens_at_once):
+            batch = Batch.of([rows[index] for index in indices], self.seed, self.draft.model.device)
+            lengths = [len(row["completion_ids"]) for row in batch.rows]
+            starts = accumulate(lengths[:-1], initial=0)
+            columns = self._columns(batch)
+            for index, begin, length in zip(indices, starts, lengths, strict=True):
+                here = slice(begin, begin + length)
+                mine = {name: values[here].flatten().tolist() for name, values in columns.items()}
+                labels[index] = cast(Label, {**rows[index], **mine})
+        return [labels[index] for index in range(len(rows))]
+
+    def _columns(self, batch: Batch) -> dict[str, Tensor]:
+        """(N, ...) values of every column at the batch's positions."""
+        distributions, states = self.distributions(batch), batch.states(self.draft)
+        least = POSITIONS.get(states.device.type, POSITIONS["cpu"])
+        step = max(least, VALUES_AT_ONCE // self.vocabulary)
+        columns: dict[str, Tensor] = {}
+        for start in range(0, len(states), step):
+            here = slice(start, start + step)
+            logits = to_vocabulary(self.draft.logits(states[here]), self.vocabulary)
+            q = probabilities(logits, self.sampling)
+            p, kept = distributions(here, q)
+            for name, piece in {**_compare(p, q, batch.uniforms[here]), **kept}.items():
+                # Small tensors kept one by one would cut up the memory that large ones leave.
+                if name not in columns:
+                    columns[name] = piece.new_empty(len(states), *piece.shape[1:])
+                columns[name][here] = piece
+        return {name: column.cpu() for name, column in columns.items()}
+
+
+def _compare(p: Tensor, q: Tensor, uniforms: Tensor) -> dict[str, Tensor]:
+    """What is stored of p and q, (C, V), for the tokens that the uniforms (C,) draw from q."""
+    drafted = inverse_cdf(q, uniforms)
+    at = drafted.unsqueeze(-1)
+    p_at, q_at = p.gather(-1, at).squeeze(-1), q.gather(-1, at).squeeze(-1)
+    return {
+        "draft_ids": drafted,
+        "accept_prob": accept_probability(p_at, q_at),
+        # A drafted token that the target gives 0 has log p = -inf; parquet stores it as such.
+        "log_p": p_at.log(),
+        "log_q": q_at.log(),
+        "log_q_max": q.amax(dim=-1).log(),
+        "overlap": overlap(p, q),
+    }
+
+
+def target_distributions(
+    target: LMHead, sampling: SamplingConfig, top: int, batch: Batch
+) -> DistributionsAt:
+    """The target's distributions from its own forward, with its `top` largest logits to keep."""
+    states = batch.states(target)
+
+    def there(here: slice, _q: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        logits = target.logits(states[here])
+        return probabilities(logits, sampling), top_logits(logits, top) if top else {}
+
+    return there
+
+
+def kept_distributions(distributions: TopLogitDistributions, batch: Batch) -> DistributionsAt:
+    """The target's distributions from the logits that an earlier table keeps."""
+    kept = {
+        name: torch.cat([torch.tensor(row[name]) for row in cast(Any, batch.rows)])
+        for name in TOP_LOGITS.names
+    }
+    columns = {
+        name: values.view(len(batch.row), -1).to(batch.ids.device) for name, values in kept.items()
+    }
+
+    def there(here: slice, q: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return distributions.distribution(
+            {name: column[here] for name, column in columns.items()}, q
+        ), {}
+
+    return there
+
+
+def tokens_at_once(*models: LMHead) -> int:
+    """Tokens of a batch; 1, a row by itself, if a model only gives whole rows of logits."""
+    if any(model.embedding is None for model in models):
+        return 1
+    return TOKENS_AT_ONCE.get(models[0].model.device.type, TOKENS_AT_ONCE["cpu"])
+
+
+def _batches(rows: Sequence[Rollout], tokens_at_once: int) -> Iterator[list[int]]:
+    """Indices of rows that go together: of like length, longest first."""
+    lengths = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
+    order = sorted(range(len(rows)), key=lambda index: -lengths[index])
+    while order:
+        count = max(1, tokens_at_once // lengths[order[0]])
+        yield order[:count]
+        order = order[count:]
+
+
+def _uniforms(row: Rollout, seed: int) -> Tensor:
+    key = (row["example_id"], row["sample"])
+    if turn := row.get("turn", 0):
+        key = (*key, turn)  # type: ignore[assignment]
+    generator = generator_for(seed, "label", *key)
+    return torch.rand(len(row["completion_ids"]), generator=generator, dtype=torch.float64)

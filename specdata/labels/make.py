@@ -1,0 +1,187 @@
+"""Stage 1b: what one draft would have proposed along the target's text, and how it would fare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+from transformers import PreTrainedModel
+
+from specdata.errors import ConfigError, ManifestError, at_least_one
+from specdata.labels.labeller import (
+    Labeller,
+    kept_distributions,
+    target_distributions,
+    tokens_at_once,
+)
+from specdata.labels.top_logits import TopLogitDistributions
+from specdata.lm_head import find_lm_head
+from specdata.probability import SamplingConfig
+from specdata.storage.dataset import fill_dataset, load_stored
+from specdata.storage.manifest import differences, read_manifest
+from specdata.storage.schema import LABELS, TOP_LOGITS, Label
+
+
+@dataclass(frozen=True, slots=True)
+class LabelsConfig:
+    """How rollouts are labelled with the draft's acceptance."""
+
+    shard_size: int = field(default=64, metadata={"help": "rollouts of one shard"})
+    top_logits: int = field(
+        default=0,
+        metadata={"help": "largest target logits kept a position, to label again without it"},
+    )
+    cache: str | None = field(
+        default=None,
+        metadata={"help": "labels with kept logits to make these from, without the target"},
+    )
+    bound: bool = field(
+        default=False, metadata={"help": "with cache: upper bounds will do where not exact"}
+    )
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "labels", "shard_size")
+        if self.top_logits < 0:
+            raise ConfigError(f"labels.top_logits must be 0 (none) or more, got {self.top_logits}")
+        if self.top_logits and self.cache:
+            raise ConfigError("labels.top_logits must be 0 with labels.cache, which keeps them")
+
+
+def make_labels(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    rollouts: datasets.Dataset,
+    folder: Path,
+    config: LabelsConfig,
+    *,
+    sampling: SamplingConfig,
+    seed: int,
+    settings: Mapping[str, Any],
+    report: Callable[[int], object],
+) -> int:
+    """Label every position of every rollout, under the sampler that serving will use.
+
+    One teacher-forced pass of each model, in batches that the shard alone decides. See `fill_dataset`
+    for several processes, resume and errors.
+
+    Args:
+        target: p.
+        draft: q.
+        rollouts: the target's completions.
+        folder: the table's folder.
+        config: sizes.
+        sampling: the distribution that tokens are served from; stored, and checked by `load_labels`.
+        seed: the run's seed; a row's own seed is made of it and of what identifies the row.
+        settings: what else identifies the run, stored in the manifest.
+        report: called with the number of rows done.
+
+    Returns:
+        Number of labelled rollouts.
+
+    Raises:
+        ConfigError: if a rollout is longer than a model's context.
+    """
+    p, q = find_lm_head(target), find_lm_head(draft)
+    top = min(config.top_logits, p.vocabulary)
+    work = Labeller(
+        partial(target_distributions, p, sampling, top),
+        q,
+        p.vocabulary,
+        sampling,
+        seed,
+        tokens_at_once(p, q),
+    )
+    schema = pa.schema([*LABELS, *TOP_LOGITS]) if top else LABELS
+    return _fill(rollouts, folder, work, config, schema, {**settings, "top_logits": top}, report)
+
+
+def labels_from_cache(
+    source: Path,
+    draft: PreTrainedModel,
+    folder: Path,
+    config: LabelsConfig,
+    *,
+    sampling: SamplingConfig,
+    seed: int,
+    settings: Mapping[str, Any],
+    report: Callable[[int], object],
+) -> int:
+    """Label the rollouts of another labels table, from the target logits that it keeps.
+
+    The target is not run. What is exact, and what is refused: see `TopLogitDistributions`.
+
+    Args:
+        source: a table made with `top_logits`.
+        draft: q.
+        folder: the new table's folder.
+        config: sizes, and whether a bound will do; see `TopLogitDistributions`.
+        sampling: the distribution that tokens are served from.
+        seed: as in `make_labels`; the same seed draws the same tokens.
+        settings: what else identifies the run.
+        report: called with the number of rows done.
+
+    Raises:
+        ConfigError: if the table keeps no logits, or not enough of them for this sampler.
+    """
+    stored = read_manifest(source)["settings"]
+    if not stored.get("top_logits"):
+        raise ConfigError(
+            f"{source} keeps no target logits: make it with labels.top_logits larger than 0"
+        )
+    distributions = TopLogitDistributions(
+        stored["top_logits"], stored["vocabulary"], sampling, config.bound
+    )
+    q, kept = find_lm_head(draft), partial(kept_distributions, distributions)
+    work = Labeller(kept, q, distributions.vocabulary, sampling, seed, tokens_at_once(q))
+    settings = {**settings, "bound": config.bound}
+    return _fill(load_stored(source), folder, work, config, LABELS, settings, report)
+
+
+def load_labels(folder: Path, sampling: SamplingConfig) -> datasets.Dataset:
+    """Read labels that were made under this sampler.
+
+    Raises:
+        ManifestError: if the table cannot be read, or was made under another sampler: a head would
+            learn the acceptance of distributions that are never served.
+    """
+    stored = read_manifest(folder)["settings"].get("sampling") or {}
+    if changed := differences(stored, asdict(sampling)):
+        raise ManifestError(
+            f"the labels in {folder} were made under another sampler than the one asked for: label "
+            "the rollouts again, or ask for theirs. Stored -> asked:\n  " + "\n  ".join(changed)
+        )
+    return load_stored(folder)
+
+
+def _fill(
+    rollouts: datasets.Dataset,
+    folder: Path,
+    work: Labeller,
+    config: LabelsConfig,
+    schema: pa.Schema,
+    settings: Mapping[str, Any],
+    report: Callable[[int], object],
+) -> int:
+    def shard(start: int) -> list[Label]:
+        stop = min(start + config.shard_size, len(rollouts))
+        return work(rollouts.select(range(start, stop)).to_list())
+
+    own = {"sampling": asdict(work.sampling), "seed": work.seed, "vocabulary": work.vocabulary}
+    shards = [partial(shard, start) for start in range(0, len(rollouts), config.shard_size)]
+    return fill_dataset(folder, schema, {**settings, **own}, shards, report)
+
+
+def mean_overlap(labels: datasets.Dataset) -> dict[str, float]:
+    """Mean of sum_x min(p, q) over all positions of each "set/split"."""
+    sums: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for row in labels.select_columns(["dataset", "split", "overlap"]):
+        name = f"{row['dataset']}/{row['split']}"
+        sums[name] = sums.get(name, 0.0) + sum(row["overlap"])
+        counts[name] = counts.get(name, 0) + len(row["overlap"])
+    return {name: total / max(1, counts[name]) for name, total in sums.items()}

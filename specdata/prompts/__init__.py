@@ -1,0 +1,1 @@
+"""Prompt sets: where they come from, how rows become prompts, chat templates."""

@@ -1,0 +1,300 @@
+"""The prompt sets of the papers: where each comes from, its licence, template and splits.
+
+Licences are what the data set's own page states; "unknown" is what the page says. Where a paper
+does not say how it cut a set or worded a prompt, the entry's `note` says that the choice is ours.
+
+A split is either one of the source's own, or a part of it that is cut by content: prompts are
+ranked by the sha256 of their columns, and a split is a range of ranks. So it depends on no seed and
+no row order, and equal rows are never in two splits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from specdata.toy.corpus import FAMILIES
+from specdata.toy.library import NAME
+
+EMBEDDED = (*FAMILIES, NAME)
+# The Hub's own conversion, for repositories that hold a script, and how it names its files.
+PARQUET_EXPORT = "refs/convert/parquet"
+_EXPORTED = {name: f"*/{name}/*.parquet" for name in ("train", "validation", "test")}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Some prompts of one data set."""
+
+    name: str = field(
+        metadata={
+            "help": "embedded (instruct, maths, code, library), catalogued (alpaca, gsm8k, ...), a "
+            "JSONL, JSON or parquet file, a folder, or a Hub id OWNER/NAME[@REVISION]"
+        }
+    )
+    split: str = field(
+        default="test", metadata={"help": "train, dev or test; stored with each row"}
+    )
+    count: int = field(
+        default=100, metadata={"help": "how many prompts are read, from the first; 0 for all"}
+    )
+    source: str | None = field(
+        default=None, metadata={"help": "read a catalogued set from this file, folder or Hub id"}
+    )
+    subset: str | None = field(default=None, metadata={"help": "configuration of a Hub data set"})
+    source_split: str | None = field(
+        default=None, metadata={"help": "the Hub split that is read (default: the one of `split`)"}
+    )
+    template: str | None = field(
+        default=None, metadata={"help": "the prompt's text, with {column} for what a row holds"}
+    )
+    chat: bool | None = field(
+        default=None,
+        metadata={"help": "use the chat template (default: as the set is meant; `prompt`: no)"},
+    )
+    turns: Literal["all", "first", "last"] = field(
+        default="all", metadata={"help": "which of a user's turns in conversations are prompts"}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A split of the source, or the ranks from `start` to `stop` (shares of 1) of it."""
+
+    of: str
+    start: float = 0.0
+    stop: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a row becomes prompts.
+
+    Args:
+        ask: the user's message where the target has a chat template: the first of these texts
+            whose columns are all filled.
+        plain: the text for a target without one, chosen alike.
+        questions: column with the user's turns, whose later ones depend on the model's answers.
+        messages: column with a recorded conversation.
+        roles: what the recorded roles are called here.
+        keys: names of a message's role and of its content.
+        keep: share of the words that is the prompt; the rest is what a model would write.
+    """
+
+    ask: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()
+    questions: str | None = None
+    messages: str | None = None
+    roles: Mapping[str, str] = field(default_factory=dict)
+    keys: tuple[str, str] = ("role", "content")
+    keep: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CataloguedSet:
+    """One catalogued set.
+
+    Args:
+        hub: id on the Hub, or the URL of a file to download where the set is not there.
+        licence: as its page states it.
+        citation: the paper of the data set.
+        used_by: the papers here that measure on it, and how.
+        splits: our splits in terms of the source's.
+        form: how a row becomes a prompt.
+        subset: the source's configuration.
+        revision: branch or commit.
+        files: which files hold a split, where the repository holds more.
+        note: what is ours, or worth knowing.
+    """
+
+    hub: str
+    licence: str
+    citation: str
+    used_by: str
+    splits: Mapping[str, Part]
+    form: Form
+    subset: str | None = None
+    revision: str | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+
+
+def _dev_of_train(share: float) -> dict[str, Part]:
+    """The source's own test split, and a dev split that is cut from its train split."""
+    cut = Part("train", 0, share)
+    return {"train": Part("train", share, 1), "dev": cut, "test": Part("test")}
+
+
+_ALPACA = (
+    "Below is an instruction that describes a task{more}. Write a response that appropriately "
+    "completes the request.\n\n### Instruction:\n{{instruction}}\n\n{input}### Response:\n"
+)
+_WMT = "Translate the input English sentence into German.\nInput: {translation.en}\nOutput:"
+_OWN = {"train": Part("train"), "dev": Part("validation"), "test": Part("test")}
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
+
+CATALOGUE: Mapping[str, CataloguedSet] = {
+    "alpaca": CataloguedSet(
+        hub="tatsu-lab/alpaca",
+        licence="cc-by-nc-4.0",
+        citation="Taori et al., Stanford Alpaca, 2023",
+        used_by="SpecDec++ (40k/10k/2k), MCSD, Yin et al. (Alpaca-Farm-Eval)",
+        splits={
+            "test": Part("train", 0, 2 / 52),
+            "dev": Part("train", 2 / 52, 12 / 52),
+            "train": Part("train", 12 / 52, 1),
+        },
+        form=Form(
+            ask=("{instruction}\n\n{input}", "{instruction}"),
+            plain=(
+                _ALPACA.format(
+                    more=", paired with an input that provides further context",
+                    input="### Input:\n{input}\n\n",
+                ),
+                _ALPACA.format(more="", input=""),
+            ),
+        ),
+        note="sizes as in SpecDec++ (40k/10k/2k of 52k); which prompts are in which is ours",
+    ),
+    "sharegpt": CataloguedSet(
+        hub="anon8231489123/ShareGPT_Vicuna_unfiltered",
+        licence="apache-2.0 (of the collection; the texts are users' and ChatGPT's)",
+        citation="ShareGPT conversations as used by Vicuna, Chiang et al., 2023",
+        used_by="MCSD (to fine-tune the draft), block verification",
+        splits={
+            "test": Part("train", 0, 0.02),
+            "dev": Part("train", 0.02, 0.04),
+            "train": Part("train", 0.04, 1),
+        },
+        form=Form(messages="conversations", roles=SHAREGPT_ROLES, keys=("from", "value")),
+        files={"train": "ShareGPT_V3_unfiltered_cleaned_split.json"},
+        note="the papers give no split: 96/2/2 by conversation is ours",
+    ),
+    "gsm8k": CataloguedSet(
+        hub="openai/gsm8k",
+        licence="mit",
+        citation="Cobbe et al., arXiv 2110.14168",
+        used_by="SpecDec++ (test, out of distribution), block verification",
+        splits=_dev_of_train(0.05),
+        form=Form(ask=("{question}",), plain=("Question: {question}\nAnswer:",)),
+        subset="main",
+        note="dev is 5 % of the source's train split (ours)",
+    ),
+    "humaneval": CataloguedSet(
+        hub="openai/openai_humaneval",
+        licence="mit",
+        citation="Chen et al., arXiv 2107.03374",
+        used_by="SpecDec++ (test, out of distribution)",
+        splits={"test": Part("test")},
+        form=Form(
+            ask=("Complete the following Python function.\n\n```python\n{prompt}```",),
+            plain=("{prompt}",),
+        ),
+        note="the chat wording is ours",
+    ),
+    "wmt-en-de": CataloguedSet(
+        hub="wmt/wmt14",
+        licence="unknown",
+        citation="Bojar et al., WMT 2014",
+        used_by="MCSD (1000 of test); Khisti et al. (WMT18) and block verification (De-En) alike",
+        splits=_OWN,
+        form=Form(ask=(_WMT,), plain=(_WMT,)),
+        subset="de-en",
+        files={name: f"de-en/{name}-*" for name in ("train", "validation", "test")},
+        note="MCSD's template, without its last space",
+    ),
+    "xsum": CataloguedSet(
+        hub="EdinburghNLP/xsum",
+        licence="unknown",
+        citation="Narayan et al., arXiv 1808.08745",
+        used_by="Khisti et al., block verification",
+        splits=_OWN,
+        form=Form(
+            ask=("Summarize the following article in one sentence.\n\n{document}",),
+            plain=("Article: {document}\n\nSummary in one sentence:",),
+        ),
+        revision=PARQUET_EXPORT,
+        files=_EXPORTED,
+        note="the wording is ours",
+    ),
+    "dolly": CataloguedSet(
+        hub="databricks/databricks-dolly-15k",
+        licence="cc-by-sa-3.0",
+        citation="Conover et al., Databricks, 2023",
+        used_by="Khisti et al.",
+        splits={
+            "test": Part("train", 0, 1 / 15),
+            "dev": Part("train", 1 / 15, 2 / 15),
+            "train": Part("train", 2 / 15, 1),
+        },
+        form=Form(
+            ask=("{instruction}\n\n{context}", "{instruction}"),
+            plain=(
+                _ALPACA.format(
+                    more=", paired with an input that provides further context",
+                    input="### Input:\n{context}\n\n",
+                ),
+                _ALPACA.format(more="", input=""),
+            ),
+        ),
+        note="the paper gives no split: 13/1/1 is ours, and so is the use of Alpaca's wording",
+    ),
+    "mt-bench": CataloguedSet(
+        hub="HuggingFaceH4/mt_bench_prompts",
+        licence="apache-2.0",
+        citation="Zheng et al., arXiv 2306.05685",
+        used_by="the field's usual chat benchmark; part of Spec-Bench",
+        splits={"test": Part("train")},
+        form=Form(plain=("USER: {prompt.0}\nASSISTANT:",), questions="prompt"),
+        note="80 questions of two turns",
+    ),
+    "spec-bench": CataloguedSet(
+        hub="https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/"
+        "question.jsonl",
+        licence="not stated with the file; its questions come from six data sets with their own",
+        citation="Xia et al., Findings of ACL 2024, arXiv 2401.07851",
+        used_by="comparisons of speculative decoders (480 questions of six tasks)",
+        splits={"test": Part("train")},
+        form=Form(plain=("USER: {turns.0}\nASSISTANT:",), questions="turns"),
+        note="not on the Hub as far as we know: `source` must be a downloaded question.jsonl",
+    ),
+    "lm1b": CataloguedSet(
+        hub="billion-word-benchmark/lm1b",
+        licence="none stated",
+        citation="Chelba et al., arXiv 1312.3005",
+        used_by="block verification",
+        splits={"train": Part("train"), "test": Part("test")},
+        form=Form(plain=("{text}",), keep=0.5),
+        revision=PARQUET_EXPORT,
+        files=_EXPORTED,
+        note="the first half of a sentence's words is the prompt (ours; the paper does not say)",
+    ),
+    "webqa": CataloguedSet(
+        hub="stanfordnlp/web_questions",
+        licence="unknown",
+        citation="Berant et al., EMNLP 2013",
+        used_by="block verification",
+        splits=_dev_of_train(0.1),
+        form=Form(ask=("{question}",), plain=("Question: {question}\nAnswer:",)),
+        note="WebQuestions; dev is 10 % of the source's train split (ours)",
+    ),
+    "piqa": CataloguedSet(
+        hub="ybisk/piqa",
+        licence="unknown",
+        citation="Bisk et al., arXiv 1911.11641",
+        used_by="block verification",
+        splits=_OWN,
+        form=Form(ask=("{goal}",), plain=("Question: {goal}\nAnswer:",)),
+        revision=PARQUET_EXPORT,
+        files=_EXPORTED,
+        note="the goal is asked as an open question (ours)",
+    ),
+}

@@ -1,0 +1,187 @@
+"""From a row of a data set to prompts: texts from templates, questions, recorded conversations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specdata.errors import ConfigError
+from specdata.prompts.catalogue import CATALOGUE, Form, PromptSet
+from specdata.prompts.chat_templates import Message, user_turns
+from specdata.prompts.rows import parse, require_columns
+
+_PROMPT = Form(plain=("{prompt}",))
+_MESSAGES = Form(
+    messages="messages", roles={"system": "system", "user": "user", "assistant": "assistant"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RawPrompt:
+    """A prompt before it is tokenized: a text, or messages and the user's later turns."""
+
+    text: str = ""
+    messages: tuple[Message, ...] = ()
+    follow_ups: tuple[str, ...] = ()
+
+
+def form_of(wanted: PromptSet, row: Mapping[str, Any]) -> Form:
+    """How the rows of a set become prompts: as catalogued, by its template, or by its columns.
+
+    A row with both `messages` and `prompt` is read by its `messages`.
+
+    Raises:
+        ConfigError: if it has no column that is known, or settings exclude each other.
+    """
+    entry = CATALOGUE.get(wanted.name)
+    if wanted.template is not None:
+        asks = entry is not None and bool(entry.form.ask or entry.form.questions)
+        form = Form(ask=(wanted.template,) if asks else (), plain=(wanted.template,))
+        if entry:
+            form = dataclasses.replace(form, keep=entry.form.keep)
+    elif entry:
+        form = entry.form
+    else:
+        form = _MESSAGES if "messages" in row else _PROMPT
+        if "messages" not in row:
+            require_columns(["prompt"], row, f"prompt set {wanted.name!r}")
+    if form.messages and wanted.chat is False:
+        raise ConfigError(
+            f"prompt set {wanted.name!r} holds conversations, which only a chat template renders: "
+            "leave `chat` out, or give a `template` for their text"
+        )
+    if form.questions and wanted.chat is False and wanted.turns != "first":
+        raise ConfigError(
+            f"prompt set {wanted.name!r}: later turns need the chat template, so with `chat: "
+            "false` give `turns: first`"
+        )
+    if form.questions and wanted.turns == "last":
+        raise ConfigError(
+            f"prompt set {wanted.name!r}: a later turn depends on the model's answer, so `turns` "
+            "may be all (later ones are asked in order) or first"
+        )
+    return form
+
+
+def uses_chat(wanted: PromptSet, form: Form, has_template: bool) -> bool:
+    """Whether prompts of a set are rendered with the chat template.
+
+    Conversations always are. What is meant as an instruction or a question is if there is a
+    template; a `prompt` column and text to continue are only if the set says `chat: true`.
+
+    Raises:
+        ConfigError: if questions have later turns that nothing could render.
+    """
+    if form.messages:
+        return True
+    if wanted.chat is not None:
+        return wanted.chat
+    if form.questions and not has_template and wanted.turns != "first":
+        raise ConfigError(
+            f"prompt set {wanted.name!r} has questions of several turns, and the target has no "
+            "chat template, which later turns need: save one with its tokenizer "
+            "(chat_template.jinja in its folder), or ask the first alone with `turns: first`"
+        )
+    if form.questions:
+        return has_template
+    return bool(form.ask) and has_template
+
+
+def prompts_in(
+    row: Mapping[str, Any], form: Form, *, chat: bool, turns: str
+) -> Iterator[RawPrompt | str]:
+    """The prompts of a row, or the reason why it has none (one of `prompts.REASONS`).
+
+    Args:
+        row: column -> value.
+        form: how to read it.
+        chat: whether a text is the user's message rather than the prompt.
+        turns: "all", "first" or "last" of a user's turns.
+    """
+    if form.messages:
+        yield from _conversation(row, form, turns)
+    elif form.questions and chat:
+        asked = row[form.questions]
+        if not isinstance(asked, Sequence) or not asked or not _are_texts(asked):
+            yield "undecodable"
+        else:
+            later = tuple(asked[1:]) if turns == "all" else ()
+            yield RawPrompt(messages=(_user(asked[0]),), follow_ups=later)
+    else:
+        text = _fill((form.ask if chat else ()) or form.plain, row)
+        if text is None:
+            yield "undecodable"
+        else:
+            words = text.split()
+            if form.keep < 1:
+                text = " ".join(words[: max(1, int(form.keep * len(words)))])
+            yield RawPrompt(messages=(_user(text),)) if chat else RawPrompt(text)
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _are_texts(values: Sequence[Any]) -> bool:
+    return not isinstance(values, str) and all(isinstance(value, str) for value in values)
+
+
+def _conversation(row: Mapping[str, Any], form: Form, turns: str) -> Iterator[RawPrompt | str]:
+    assert form.messages
+    recorded = row[form.messages]
+    if recorded is None and row.get("prompt"):
+        raise ConfigError(
+            "a prompt set mixes rows that have `messages` with rows that have a `prompt`: make two "
+            "sets of them"
+        )
+    role, content = form.keys
+    if not isinstance(recorded, Sequence) or not all(isinstance(one, Mapping) for one in recorded):
+        yield "undecodable"
+        return
+    if not _are_texts([one.get(content) for one in recorded]):
+        yield "undecodable"
+        return
+    roles = [form.roles.get(str(one.get(role))) for one in recorded]
+    messages = [
+        {"role": name, "content": one[content]}
+        for name, one in zip(roles, recorded, strict=True)
+        if name
+    ]
+    histories = user_turns(messages, turns) if len(messages) == len(recorded) else []
+    if not histories:
+        yield "no_user_turn"
+    for history in histories:
+        yield RawPrompt(messages=history)
+
+
+def _fill(templates: Sequence[str], row: Mapping[str, Any]) -> str | None:
+    """The first template whose columns are all filled.
+
+    None if a column is no text; empty if none is filled, or what fills one has no letter or digit
+    (the template's own words do not make a prompt of an empty question).
+    """
+    for template in templates:
+        values = [_value(row, name) for _, name in parse(template) if name]
+        if not all(value is None or isinstance(value, str) for value in values):
+            return None
+        if all(value and value.strip() for value in values):
+            if not any(map(str.isalnum, "".join(values))):
+                return ""
+            rest = iter([*values, ""])
+            return "".join(text + (next(rest) if name else "") for text, name in parse(template))
+    return ""
+
+
+def _value(row: Mapping[str, Any], name: str) -> Any:
+    """The value of `column`, `column.key` or `column.0`; None if there is none."""
+    value: Any = row
+    for key in name.split("."):
+        if isinstance(value, Mapping):
+            value = value.get(key)
+        elif isinstance(value, list | tuple) and key.isdigit() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return None
+    return value

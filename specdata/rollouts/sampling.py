@@ -1,0 +1,200 @@
+"""Completions by a transformers model, in batches, each row with its own uniforms.
+
+Why not `generate`: it has one generator for a batch, so a completion would depend on its
+neighbours; and its cache is copied whole for every token, which takes most of the time on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from specdata.models import end_ids
+from specdata.probability import SamplingConfig, inverse_cdf, probabilities
+from specdata.seeds import generator_for
+
+# The cache is copied when it is full, and when this share of a batch's rows has ended.
+GROWTH = 1.5
+LEAVE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt to complete, and what its randomness is made of (besides the run's seed)."""
+
+    ids: list[int]
+    key: tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """New tokens only; the last one is the end token if `finish` is "eos"."""
+
+    ids: list[int]
+    finish: Literal["eos", "length"]
+
+
+class Backend(Protocol):
+    """Whatever completes prompts."""
+
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """One completion a request, in their order.
+
+        What a request gets must not depend on the other requests, but for rounding.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersBackend:
+    """Batches of similar length on the model's device.
+
+    Args:
+        model: the target.
+        sampling: the distribution.
+        max_new_tokens: longest completion.
+        batch_size: rows decoded together.
+        seed: the run's seed.
+    """
+
+    model: PreTrainedModel
+    sampling: SamplingConfig
+    max_new_tokens: int
+    batch_size: int
+    seed: int
+
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """See `Backend`. The same requests always make the same batches, hence the same bits."""
+        order = sorted(range(len(requests)), key=lambda index: len(requests[index].ids))
+        found: dict[int, list[int]] = {}
+        for start in range(0, len(order), self.batch_size):
+            batch = order[start : start + self.batch_size]
+            rows = [requests[index] for index in batch]
+            uniforms = torch.stack([self._uniforms(row) for row in rows])
+            ids = sample_batch(self.model, [row.ids for row in rows], uniforms, self.sampling)
+            found.update(zip(batch, ids, strict=True))
+        ends = end_ids(self.model)
+        return [
+            Completion(found[index], "eos" if found[index][-1] in ends else "length")
+            for index in range(len(requests))
+        ]
+
+    def _uniforms(self, request: Request) -> Tensor:
+        generator = generator_for(self.seed, "rollout", *request.key)
+        return torch.rand(self.max_new_tokens, generator=generator, dtype=torch.float64)
+
+
+@torch.inference_mode()
+def sample_batch(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    uniforms: Tensor,
+    sampling: SamplingConfig,
+) -> list[list[int]]:
+    """Sample a batch by inverse CDF, so that a row depends on its own uniforms alone.
+
+    Rows that have ended leave the batch, a quarter of it at a time.
+
+    Args:
+        model: the language model.
+        prompts: B prompts of any lengths (padded on the left here).
+        uniforms: (B, max_new_tokens) in [0, 1).
+        sampling: the distribution.
+
+    Returns:
+        B completions; one that ends does so with its end token.
+    """
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in prompts])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
+    ids, mask, uniforms = ids.to(model.device), mask.to(model.device), uniforms.to(model.device)
+    ends = torch.tensor(sorted(end_ids(model)), device=model.device)
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    cache = growing_cache(model)
+    drawn: list[list[int]] = [[] for _ in prompts]
+    rows = list(range(len(prompts)))  # row of the batch -> prompt
+    alive = torch.ones(len(rows), dtype=torch.bool, device=model.device)
+    for step in range(uniforms.shape[1]):
+        logits = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        token = inverse_cdf(probabilities(logits, sampling), uniforms[:, step])
+        for row, new, going in zip(rows, token.tolist(), alive.tolist(), strict=True):
+            if going:
+                drawn[row].append(new)
+        alive = alive & ~torch.isin(token, ends)
+        ids, positions = token.unsqueeze(1), positions[:, -1:] + 1
+        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+        left = int(alive.sum())
+        if left == 0:
+            break
+        if left <= (1 - LEAVE) * len(rows):
+            keep = alive.nonzero().squeeze(1)
+            cache.batch_select_indices(keep)
+            ids, positions, mask, uniforms, alive = (
+                part[keep] for part in (ids, positions, mask, uniforms, alive)
+            )
+            rows = [rows[index] for index in keep.tolist()]
+    return drawn
+
+
+def growing_cache(model: PreTrainedModel) -> DynamicCache:
+    """A `DynamicCache` whose plain layers have room for the next tokens; others stay."""
+    cache = DynamicCache(config=model.config)
+    cache.layers = [
+        GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
+    ]
+    return cache
+
+
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
+    """A layer that writes new keys and values into memory it already has.
+
+    `DynamicLayer` concatenates, which copies (and, on a CPU, maps and faults in) all of it for
+    every token. `keys` and `values` are views of the part in use.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._room: tuple[Tensor, ...] = ()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append (B, heads, T, size) and return everything so far."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        begin = self.get_seq_length()
+        end = begin + key_states.shape[-2]
+        if not self._room or end > self._room[0].shape[-2]:
+            self._make_room(begin, int(GROWTH * end) + 1, (key_states, value_states))
+        for room, new in zip(self._room, (key_states, value_states), strict=True):
+            room[..., begin:end, :] = new
+        self.keys, self.values = (room[..., :end, :] for room in self._room)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows of the batch."""
+        if self._room:
+            end = self.get_seq_length()
+            self._room = tuple(room[indices] for room in self._room)
+            self.keys, self.values = (room[..., :end, :] for room in self._room)
+
+    def _make_room(self, used: int, size: int, like: tuple[Tensor, Tensor]) -> None:
+        old = (self.keys, self.values)
+        self._room = tuple(
+            part.new_empty((*part.shape[:-2], size, part.shape[-1])) for part in like
+        )
+        if used:
+            for room, part in zip(self._room, old, strict=True):
+                room[..., :used, :] = part

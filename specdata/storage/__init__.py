@@ -1,0 +1,1 @@
+"""How data is stored: atomic files, schemas, manifests, datasets made of shards."""

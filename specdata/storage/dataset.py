@@ -1,0 +1,234 @@
+"""Stored tables: parquet shards, made by any number of processes, and a manifest written last.
+
+What a shard holds is fixed before any work: neither the number of processes nor an interruption
+changes a byte. A process takes a shard by locking a file, which the system unlocks however the
+process ends; so a shard that a dead process had begun is made by another one, or by the next run.
+Several nodes need a file system that they share and that has locks.
+
+While a table is being made, `.progress` holds a record of each shard (rows, hash). The record is
+written before the shard gets its name, so a shard without a record is not ours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from specdata.errors import ManifestError
+from specdata.processes import is_main
+from specdata.storage.files import atomic_write, locked, try_locked, write_json
+from specdata.storage.manifest import (
+    MANIFEST,
+    check_same,
+    count,
+    describe_shard,
+    new_manifest,
+    read_manifest,
+    verify,
+)
+
+PROGRESS = ".progress"
+# What a table's folder may hold beside its shards; hidden files are never looked at.
+BESIDE = (MANIFEST, "run.json")
+# Seconds between two looks at what other processes are making.
+PAUSE = 0.2
+
+
+def fill_dataset(
+    folder: Path,
+    schema: pa.Schema,
+    settings: Mapping[str, Any],
+    shards: Sequence[Callable[[], list[Any]]],
+    report: Callable[[int], object],
+) -> int:
+    """Make every shard that is missing, together with the other processes that do the same.
+
+    Every process calls this with the same arguments, and returns when the table is finished. Later
+    shards are made first: tables are sorted by length, so a lack of memory shows at once, and the
+    last shards, for which some processes wait, are short ones.
+
+    Args:
+        folder: where `shard-00000.parquet`, ... and `manifest.json` go.
+        schema: columns; `completion_ids` and `finish` are counted in the manifest.
+        settings: everything that decides the rows; stored, and compared on resume.
+        shards: one function a shard that returns its rows.
+        report: called with the number of rows of each shard as it is done or found done.
+
+    Returns:
+        Number of rows in the table.
+
+    Raises:
+        ManifestError: if the folder holds a table made with other settings, a damaged one, or a
+            file that is not part of it.
+        OSError: if a shard cannot be written; those that are finished stay.
+    """
+    # JSON is what a resume compares with, so tuples must already be lists here.
+    table = _StoredDataset(folder, schema, json.loads(json.dumps(settings)), len(shards))
+    with locked(table.progress / "table.lock"):
+        manifest = table.open()
+    waiting = list(reversed(range(len(shards))))
+    while not manifest["finished"]:
+        left = []
+        for index in waiting:
+            if entry := table.done(index) or table.make(index, shards[index]):
+                report(entry["rows"])
+            else:
+                left.append(index)
+        if not left:
+            with locked(table.progress / "table.lock"):
+                table.finish()
+        elif len(left) == len(waiting):
+            time.sleep(PAUSE)
+        waiting = left
+        manifest = read_manifest(folder)
+    for index in waiting:
+        report(manifest["shards"][index]["rows"])
+    shutil.rmtree(table.progress, ignore_errors=True)
+    return int(manifest["counts"]["rows"])
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredDataset:
+    """A table that is being made, as one of its processes sees it."""
+
+    folder: Path
+    schema: pa.Schema
+    settings: Mapping[str, Any]
+    size: int
+
+    @property
+    def progress(self) -> Path:
+        return self.folder / PROGRESS
+
+    def open(self) -> dict[str, Any]:
+        """Check what the folder holds, or begin it."""
+        # Listed before the records are read: a shard without a record is then nobody's.
+        present = sorted(path.name for path in self.folder.glob("[!.]*"))
+        if not (self.folder / MANIFEST).exists():
+            self._check_foreign(present, [])
+            write_json(self.folder / MANIFEST, new_manifest(self.settings))
+        manifest = read_manifest(self.folder)
+        check_same(self.folder, manifest, self.settings)
+        if manifest["finished"]:
+            if len(manifest["shards"]) != self.size:
+                raise ManifestError(
+                    f"{self.folder} lists {len(manifest['shards'])} shards, these settings make "
+                    f"{self.size}: remove it and make the table again"
+                )
+            entries = manifest["shards"]
+        else:
+            entries = [entry for index in range(self.size) if (entry := self._record(index))]
+        self._check_foreign(present, [entry["file"] for entry in entries])
+        if is_main():  # hashing everything once is enough
+            for entry in entries:
+                if manifest["finished"] or (self.folder / entry["file"]).exists():
+                    verify(self.folder, entry)
+        return manifest
+
+    def done(self, index: int) -> dict[str, Any] | None:
+        """The entry of a shard, if it exists."""
+        return self._record(index) if (self.folder / _name(index)).exists() else None
+
+    def make(self, index: int, rows: Callable[[], list[Any]]) -> dict[str, Any] | None:
+        """Make a shard; None if another process is at it, or has finished the table."""
+        with try_locked(self.progress / f"{_name(index)}.lock") as mine:
+            if not mine:
+                return None
+            if entry := self.done(index):  # by another process, since the last look
+                return entry
+            if read_manifest(self.folder)["finished"]:
+                return None
+            made = rows()
+            # Somebody may have put another run into the folder, while this process worked on
+            # without the launcher that it was killed with.
+            check_same(self.folder, read_manifest(self.folder), self.settings)
+            with atomic_write(self.folder / _name(index)) as temporary:
+                pq.write_table(pa.Table.from_pylist(made, schema=self.schema), temporary)
+                entry = describe_shard(temporary, _name(index), made)
+                write_json(self.progress / f"{_name(index)}.json", entry)
+            return entry
+
+    def finish(self) -> None:
+        """Write the manifest with every shard and the finished mark."""
+        manifest = read_manifest(self.folder)
+        if manifest["finished"]:
+            return
+        check_same(self.folder, manifest, self.settings)
+        manifest["shards"] = [self._record(index) for index in range(self.size)]
+        manifest["counts"] = count(manifest["shards"])
+        manifest["finished"] = True
+        write_json(self.folder / MANIFEST, manifest)
+
+    def _record(self, index: int) -> dict[str, Any] | None:
+        path = self.progress / f"{_name(index)}.json"
+        try:
+            entry: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise ManifestError(f"{path} is damaged ({error}): remove it and its shard") from error
+        return entry
+
+    def _check_foreign(self, present: Sequence[str], shards: Sequence[str]) -> None:
+        foreign = sorted({*present} - {*shards} - {*BESIDE})
+        if foreign:
+            raise ManifestError(
+                f"{self.folder / foreign[0]} is not part of the table in its folder "
+                f"({len(foreign)} such files): move it away"
+            )
+
+
+def _name(index: int) -> str:
+    return f"shard-{index:05d}.parquet"
+
+
+def load_stored(folder: Path) -> datasets.Dataset:
+    """A finished table with random access, memory-mapped.
+
+    `datasets` keeps it as an Arrow file for that, in the table's own folder (`.cache`, which may
+    be removed) if that can be written, else in its usual cache.
+
+    Raises:
+        ManifestError: if it is missing, unfinished, of another schema version, or damaged.
+    """
+    cache = folder / ".cache"
+    files = _finished_files(folder)
+    if not files:
+        return datasets.Dataset.from_dict({})
+    return datasets.Dataset.from_parquet(
+        files, cache_dir=str(cache) if os.access(folder, os.W_OK) else None
+    )
+
+
+def stream_stored(folder: Path) -> datasets.IterableDataset:
+    """A finished table row by row, in its order, holding a part of one shard at a time.
+
+    Raises:
+        ManifestError: as `load_stored`.
+    """
+    return datasets.load_dataset(
+        "parquet", data_files=_finished_files(folder), split="train", streaming=True
+    )
+
+
+def _finished_files(folder: Path) -> list[str]:
+    manifest = read_manifest(folder)
+    if not manifest["finished"]:
+        made = len(list(folder.glob("shard-*.parquet")))
+        raise ManifestError(
+            f"{folder} is unfinished ({made} shards so far): run the stage that makes it again, it "
+            "continues where it stopped"
+        )
+    for entry in manifest["shards"]:
+        verify(folder, entry)
+    return [str(folder / entry["file"]) for entry in manifest["shards"]]

@@ -1,0 +1,107 @@
+"""What a stored table says of itself: settings, counts, the hash of each shard, a finished mark."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdata.errors import ManifestError
+from specdata.storage.files import sha256
+from specdata.storage.schema import SCHEMA_VERSION
+
+MANIFEST = "manifest.json"
+
+
+def new_manifest(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest of a table of which no shard exists yet."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "settings": settings,
+        "counts": count([]),
+        "shards": [],
+        "finished": False,
+    }
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a table; ManifestError if there is none that can be read."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ManifestError(f"{folder} holds no table: {MANIFEST} is missing")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        version = manifest["schema_version"]
+        if version != SCHEMA_VERSION:
+            raise ManifestError(
+                f"{path} has schema version {version}, this program reads {SCHEMA_VERSION}: make "
+                "the table again in an empty folder"
+            )
+        for entry in manifest["shards"]:
+            entry["file"], entry["rows"], entry["sha256"]
+        return {key: manifest[key] for key in new_manifest({})}
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ManifestError):
+            raise
+        raise ManifestError(f"{path} is not a manifest of this program ({error!r})") from error
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Lines "key: old -> new" for every setting that differs, nested keys dotted."""
+    lines = []
+    for key in sorted({*old, *new}):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            lines += differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            lines.append(f"{prefix}{key}: {before!r} -> {after!r}")
+    return lines
+
+
+def check_same(folder: Path, manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Raise ManifestError, with the differences, unless a table was made with these settings."""
+    if changed := differences(manifest["settings"], settings):
+        raise ManifestError(
+            f"{folder} holds a table made with other settings; choose another output folder or "
+            "remove it. Stored -> asked:\n  " + "\n  ".join(changed)
+        )
+
+
+def describe_shard(path: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The entry of one shard: file, rows, completion tokens, finish reasons, SHA-256."""
+    return {
+        "file": name,
+        "rows": len(rows),
+        "tokens": sum(len(row["completion_ids"]) for row in rows),
+        "finish": dict(sorted(Counter(row["finish"] for row in rows).items())),
+        "sha256": sha256(path),
+    }
+
+
+def count(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The entries' counts, added up."""
+    finish: Counter[str] = Counter()
+    for entry in shards:
+        finish.update(entry["finish"])
+    return {
+        "rows": sum(entry["rows"] for entry in shards),
+        "tokens": sum(entry["tokens"] for entry in shards),
+        "finish": dict(sorted(finish.items())),
+    }
+
+
+def verify(folder: Path, entry: Mapping[str, Any]) -> None:
+    """Raise ManifestError unless a shard is the file that its entry describes."""
+    path = folder / entry["file"]
+    if not path.is_file():
+        raise ManifestError(
+            f"shard {path} is listed in the manifest but missing: restore it, or remove {folder} "
+            "and make the table again"
+        )
+    if sha256(path) != entry["sha256"]:
+        raise ManifestError(
+            f"shard {path} is not the file that was written (its SHA-256 differs): restore it, "
+            f"or remove {folder} and make the table again"
+        )

@@ -1,0 +1,1 @@
+"""The embedded text: seeded tasks and pieces of the standard library."""

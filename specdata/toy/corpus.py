@@ -1,0 +1,186 @@
+"""The text inside the package: three prompt families and the library text of every CPython.
+
+It lets the whole pipeline run offline. Prompts and answers come from seeded grammars (`toy_text`),
+the rest is source code and documentation that Python itself ships. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import sysconfig
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from specdata.toy.text import WRITERS, Example, Writer
+
+FAMILIES = tuple(WRITERS)
+SPLITS = ("train", "dev", "test")
+END_TOKEN = "<|end|>"
+PAD_TOKEN = "<|pad|>"  # not the end token: models learn where text ends, and never learn to pad
+
+# A family counts as used up after this many draws in a row without a prompt not seen before.
+_PATIENCE = 2_000
+
+# Modules that every CPython since 3.8 ships, as paths below the standard library.
+LIBRARY = (
+    "argparse.py",
+    "bisect.py",
+    "calendar.py",
+    "collections/__init__.py",
+    "configparser.py",
+    "contextlib.py",
+    "csv.py",
+    "datetime.py",
+    "difflib.py",
+    "fractions.py",
+    "functools.py",
+    "heapq.py",
+    "inspect.py",
+    "json/decoder.py",
+    "json/encoder.py",
+    "logging/__init__.py",
+    "random.py",
+    "shutil.py",
+    "statistics.py",
+    "string.py",
+    "tempfile.py",
+    "textwrap.py",
+    "threading.py",
+    "unittest/case.py",
+)
+
+
+def examples(family: str, count: int, *, seed: int) -> list[Example]:
+    """Return the first `count` examples of a family, each with another prompt.
+
+    Args:
+        family: one of `FAMILIES`.
+        count: how many examples.
+        seed: the same seed gives the same examples; a larger count only appends.
+
+    Raises:
+        ValueError: if the family is unknown or has fewer distinct prompts.
+    """
+    return _take(_stream(family, seed), count, f"the prompt family {family!r}")
+
+
+def prompts(family: str, split: str, count: int, *, seed: int) -> list[str]:
+    """Return `count` distinct prompts of one split; no prompt belongs to two splits, for any seed.
+
+    Raises:
+        ValueError: if the family or the split is unknown, or has fewer distinct prompts.
+    """
+    chosen = _take(_split(family, split, seed), count, f"the {split} split of {family!r}")
+    return [example.prompt for example in chosen]
+
+
+def split_of(prompt: str) -> str:
+    """The split of a prompt, decided by its text alone: 80% train, 10% dev, 10% test."""
+    bucket = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:8], "big") % 10
+    return {0: "dev", 1: "test"}.get(bucket, "train")
+
+
+def library_texts(characters: int) -> list[str]:
+    """Return pieces of the standard library (a class or a function each), up to `characters`.
+
+    The modules share the room evenly, in a fixed order; one that is missing here is left out. The
+    result depends on the installed Python only.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = [folder / name for name in LIBRARY if (folder / name).is_file()]
+    texts: list[str] = []
+    for path in files:
+        room = characters // len(files)
+        for piece in re.split(r"\n(?=class |def )", path.read_text("utf-8", errors="replace")):
+            text = piece.strip()[: min(room, 1500)]
+            if len(text) >= 100:
+                texts.append(text)
+                room -= len(text)
+    return texts
+
+
+def corpus(
+    *, seed: int, examples_per_family: int = 2000, library_characters: int = 100_000
+) -> list[str]:
+    """Return the training documents in random order: examples of the train split, library text.
+
+    Args:
+        seed: decides the examples and the order.
+        examples_per_family: documents of each prompt family.
+        library_characters: how much library text at most.
+    """
+    documents = library_texts(library_characters)
+    for family in FAMILIES:
+        chosen = _take(_split(family, "train", seed), examples_per_family, f"train of {family!r}")
+        documents += [example.prompt + example.completion for example in chosen]
+    random.Random(seed).shuffle(documents)
+    return documents
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer; any text can be encoded and decoded back exactly.
+
+    Args:
+        texts: the training documents.
+        vocab_size: tokens in all, the 256 bytes and the two special tokens included.
+
+    Raises:
+        ValueError: if the texts are too few to fill the vocabulary, or it is below 258.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_TOKEN, PAD_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ValueError(
+            f"vocab_size must be at least 258 and within reach of the texts: {vocab_size} was "
+            f"asked for, {len(texts)} texts gave {tokenizer.get_vocab_size()}"
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_TOKEN,
+        eos_token=END_TOKEN,
+        pad_token=PAD_TOKEN,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+
+
+def _stream(family: str, seed: int) -> Iterator[Example]:
+    """Examples with distinct prompts, until `_PATIENCE` draws in a row bring nothing new."""
+    if family not in WRITERS:
+        raise ValueError(f"unknown prompt family {family!r}; choose from {', '.join(FAMILIES)}")
+    rng = random.Random(f"{family}:{seed}")
+    seen: set[str] = set()
+    repeats = 0
+    while repeats < _PATIENCE:
+        example = WRITERS[family](Writer(rng))
+        repeats = repeats + 1 if example.prompt in seen else 0
+        if not repeats:
+            seen.add(example.prompt)
+            yield example
+
+
+def _split(family: str, split: str, seed: int) -> Iterator[Example]:
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}; choose from {', '.join(SPLITS)}")
+    return (example for example in _stream(family, seed) if split_of(example.prompt) == split)
+
+
+def _take(source: Iterator[Example], count: int, what: str) -> list[Example]:
+    taken = list(islice(source, count))
+    if len(taken) < count:
+        raise ValueError(f"{what} has {len(taken)} distinct prompts, {count} were asked for")
+    return taken
