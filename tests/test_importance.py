@@ -17,13 +17,13 @@ from eval.drafts import DraftTree
 from eval.verifiers import VERIFIERS, Verifier
 from eval.verifiers.optimum import optimal_acceptance, optimal_acceptance_independent
 from eval.verifiers.selection import luce as luce_module
-from eval.verifiers.selection import solvers as selection_module
-from eval.verifiers.selection.linear_program import solve_flow, solve_program
+from eval.verifiers.selection import solvers
+from eval.verifiers.selection.linear_program import solve_max_flow, solve_linear_program
 from eval.verifiers.selection.luce import fit_pair, fit_race, race_distribution
 from eval.verifiers.selection.pairs import PairRule, pair_masses
 from eval.verifiers.selection.solvers import (
     Selection,
-    best_form,
+    best_rule,
     selector,
     truncated,
     truncated_nosort,
@@ -125,10 +125,10 @@ def test_luce_selection_of_many_drafts_is_exact_with_groups(
 
 @pytest.mark.parametrize("solver", ["truncated", "truncated_nosort"])
 @pytest.mark.parametrize("k", [2, 3])
-def test_selection_by_letters_is_exact(
+def test_selection_over_a_reduced_vocabulary_is_exact(
     monkeypatch: pytest.MonkeyPatch, solver: Any, k: int
 ) -> None:
-    monkeypatch.setattr(selection_module, "LETTERS", 3)
+    monkeypatch.setattr(solvers, "SINGLE", 3)
     for seed in range(3):
         p, q, *_ = (
             distribution.numpy() for distribution in random_distributions(3 * seed, 1, size=90)
@@ -142,13 +142,13 @@ def test_selection_by_letters_is_exact(
         )
 
 
-def test_letters_of_a_large_vocabulary_cost_next_to_nothing() -> None:
-    """Against a tournament over all 5000 tokens, which knows nothing of letters."""
+def test_reducing_a_large_vocabulary_costs_less_than_half_a_percent_of_acceptance() -> None:
+    """Against a tournament over all 5000 tokens."""
     p, q = (distribution.numpy() for distribution in random_distributions(0, 1, size=5000))
     for k in (2, 3):
-        by_letters = selector("truncated", 5)(p, [q] * k).distribution
+        reduced = selector("truncated", 5)(p, [q] * k).distribution
         in_full = selector("truncated", 5)(p, [q.copy() for _ in range(k)]).distribution
-        gain = np.minimum(p, by_letters).sum() - np.minimum(p, in_full).sum()
+        gain = np.minimum(p, reduced).sum() - np.minimum(p, in_full).sum()
         assert gain >= -0.005
 
 
@@ -321,7 +321,7 @@ def test_augmenting_paths_solve_the_linear_program() -> None:
         )
         sure, masses = q1 * q2, pair_masses(q1, q2)
         values = []
-        for shares in (solve_flow(p, sure, masses), solve_program(p, sure, masses)):
+        for shares in (solve_max_flow(p, sure, masses), solve_linear_program(p, sure, masses)):
             np.testing.assert_allclose(shares + shares.T, 1.0, atol=1e-12)
             assert shares.min() >= 0
             b = sure + (masses * shares).sum(axis=1)
@@ -336,9 +336,9 @@ def test_the_alphabet_beats_the_papers_second_coin() -> None:
     assert acceptance(verifier, P3, [Q3, Q3]) >= 0.55 - 1e-12
 
 
-def test_blind_forms_keep_the_better_of_two_drafts() -> None:
+def test_constant_rules_keep_the_acceptance_of_the_better_of_two_drafts() -> None:
     p = P3.numpy()
-    rule, distribution = best_form(p, R3.numpy(), np.array([0.0, 0.0, 1.0]), iter(()))
+    rule, distribution = best_rule(p, R3.numpy(), np.array([0.0, 0.0, 1.0]), iter(()))
     assert rule.first == 1.0
     np.testing.assert_array_equal(distribution, R3.numpy())
 

@@ -230,7 +230,7 @@ def test_frames_nest_and_expire() -> None:
     while waiting:
         text, verifier = waiting.pop()
         seen.add(len(verifier.carried))
-        assert all(residual.ratio > 1 and 1 <= residual.left <= 2 for residual in verifier.carried)
+        assert all(residual.ratio > 1 and 1 <= residual.remaining <= 2 for residual in verifier.carried)
         assert verifier.needs_tail(3) is False
         assert verifier.needs_tail(0) is bool(verifier.carried)
         for _, tree in chain_drafts(shifted(q, text, 3), 3) if len(text) < 4 else ():
@@ -416,7 +416,7 @@ def test_a_wrong_block_verification_fails(wrong: str) -> None:
 
 def test_a_dropped_frame_fails() -> None:
     def forgets(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
-        return dataclasses.replace(greedy_block(tree, target, rng), opens=None)
+        return dataclasses.replace(greedy_block(tree, target, rng), carry=None)
 
     assert bias_of(forgets) > 1e-3
 
