@@ -13,8 +13,7 @@ from PIL import Image
 from rich.console import Console
 
 from eval.measuring.results import PLAIN, Results, build_results, check_metrics, fastest
-from eval.reporting.annotations import POINT, extent
-from eval.reporting.charts import FAMILIES, family, series
+from eval.reporting.charts import FAMILIES, POINT, extent, family, series
 from eval.reporting.plots import PLOTS, kinds, plot, to_svg
 from eval.reporting.report import COLUMNS, Context, render_page, sections_of, terminal, write_report
 from tests.synthetic_results import ENVIRONMENT, method, synthetic_results

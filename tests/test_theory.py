@@ -290,7 +290,7 @@ def test_optimal_stopping_goldens(golden: tuple[Prefix, Prefix, float, float, fl
     chain, costs = AcceptanceChain.iid(accept, weights), Costs(draft, 1.0, 25)
     best = optimal_stopping.optimal(chain, costs)
     assert best.seconds_per_token == pytest.approx(price, abs=1e-6)
-    length, fixed = optimal_stopping.best_fixed(chain, costs)
+    length, fixed = optimal_stopping.best_length_policy(chain, costs)
     assert (length, fixed.seconds_per_token) == (fixed_length, pytest.approx(fixed_price, abs=1e-6))
     mean = sum(a * w for a, w in zip(accept, weights, strict=True))
     stop_at = optimal_stopping.stopping_threshold(best.seconds_per_token, mean, draft)
@@ -313,7 +313,7 @@ def test_optimal_stopping_goldens(golden: tuple[Prefix, Prefix, float, float, fl
 )
 def test_constant_acceptance(accept: float, draft: float, price: float, length: int) -> None:
     chain, costs = AcceptanceChain.iid([accept], [1.0]), Costs(draft, 1.0, 25)
-    best, policy = optimal_stopping.best_fixed(chain, costs)
+    best, policy = optimal_stopping.best_length_policy(chain, costs)
     assert best == length
     assert policy.seconds_per_token == pytest.approx(price, abs=1e-6)
     geometric = (1 - accept ** (length + 1)) / (1 - accept)
