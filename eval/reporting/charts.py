@@ -256,14 +256,14 @@ def _padded(run: Run) -> list[list[int]]:
     ]
 
 
-_PARTS = (("target", "#808080"), ("draft", "#0072B2"), ("overhead", "#E69F00"), ("rest", "#56B4E9"))
+PARTS = (("target", "#808080"), ("draft", "#0072B2"), ("overhead", "#E69F00"), ("rest", "#56B4E9"))
 
 
 def draw_cost(axes: Axes, results: Results, dataset: str) -> None:
     """Milliseconds of an emitted token, split into target, draft, overhead and the rest."""
     runs = sorted(results.of(dataset), key=lambda run: run.tokens_per_second or 0.0)
     left = np.zeros(len(runs))
-    for part, colour in _PARTS:
+    for part, colour in PARTS:
         widths = np.array([_milliseconds(run, part) for run in runs])
         axes.barh(range(len(runs)), widths, left=left, color=colour, height=0.72, label=part)
         left += widths
@@ -304,7 +304,7 @@ def place_labels(axes: Axes) -> None:
     frame = axes.get_window_extent(renderer)
     texts = [child for child in axes.get_children() if isinstance(child, Annotation)]
     movable = [text for text in texts if text.get_gid() == POINT]
-    taken = _obstacles(axes, figure.dpi / 72)
+    taken = data_boxes(axes, figure.dpi / 72)
     taken += [extent(text, renderer) for text in texts if text not in movable]
     for text in movable:
         width = extent(text, renderer).width * 72 / figure.dpi
@@ -329,8 +329,13 @@ def extent(text: Annotation, renderer: RendererBase) -> Bbox:
     return Text.get_window_extent(text, renderer)
 
 
-def _obstacles(axes: Axes, scale: float) -> list[Bbox]:
-    """Boxes in pixels: small ones along every line that shows data, larger ones at its markers."""
+def data_boxes(axes: Axes, scale: float) -> list[Bbox]:
+    """What labels must not hide, in pixels: boxes along lines that show data and at their markers.
+
+    Args:
+        axes: with lines of the gid DATA.
+        scale: pixels a point.
+    """
     boxes = []
     for line in axes.get_lines():
         if line.get_gid() != DATA:
