@@ -45,6 +45,7 @@ from specdata.rollouts.sampling import Request
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.files import write_json
 from specdata.storage.manifest import read_manifest
+from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, Rollout
 
 SCHEMA_VERSION = 1
@@ -216,7 +217,7 @@ def worker(folder: Path, kind: str, out: Path) -> int:
     if kind == "rollouts":
         starts = range(0, len(asked), SHARD)
         shards = [partial(rolled_out, target, asked[start : start + SHARD]) for start in starts]
-        fill_dataset(out, ROLLOUTS, {}, shards, lambda rows: None)
+        fill_dataset(out, ROLLOUTS, Settings({}), shards, lambda rows: None)
     else:
         make_labels(
             target,
@@ -226,7 +227,7 @@ def worker(folder: Path, kind: str, out: Path) -> int:
             LabelsConfig(shard_size=SHARD),
             sampling=PLAIN,
             seed=0,
-            settings={},
+            settings=Settings({}),
             report=lambda rows: None,
         )
     return int(read_manifest(out)["counts"]["tokens"])

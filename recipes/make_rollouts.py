@@ -25,6 +25,7 @@ from specdata.rollouts.make import Dialogue, check_samples, make_rollouts, turns
 from specdata.rollouts.sampling import Backend, TransformersBackend
 from specdata.rollouts.vllm import VllmBackend
 from specdata.storage.manifest import read_manifest
+from specdata.storage.resume import Settings, defaults_of
 from specdata.vocabulary import check_shared_vocabulary
 from specdata.vocabulary import fingerprint as vocabulary
 
@@ -87,12 +88,12 @@ def _complete(
         raise ConfigError("rollouts.sets must name at least one prompt set")
     for line in dropped(loaded.report):
         say(f"  {line}")
-    settings = {
-        **stage.settings,
-        "target": identity,
-        "tokenizer": vocabulary(tokenizer),
-        "prompts": loaded.report,
-    }
+    made_of = {"target": identity, "tokenizer": vocabulary(tokenizer), "prompts": loaded.report}
+    settings = Settings(
+        {**stage.settings, **made_of},
+        defaults_of(PipelineConfig),
+        f"choose another --output, or remove {stage.folder}",
+    )
     asked = turns_asked(loaded.prompts, wanted.samples)
     bar = tqdm(total=asked, desc="rollouts", unit="row", file=sys.stderr, disable=not is_main())
     with bar:

@@ -37,6 +37,7 @@ from specdata.rollouts.make import (
 from specdata.rollouts.sampling import Backend, GrowingLayer, TransformersBackend, sample_batch
 from specdata.storage.dataset import load_stored
 from specdata.storage.manifest import read_manifest
+from specdata.storage.resume import Settings
 from specdata.storage.schema import Rollout
 from tests.test_decoder import p_value
 from tests.tiny import END, joint_distribution, tiny_llama
@@ -164,7 +165,13 @@ def table_of(
 ) -> list[Rollout]:
     config = RolloutConfig([PromptSet("d")], max_new_tokens=30, **changes)
     make_rollouts(
-        made, asked, folder, config, dialogue=dialogue, settings={}, report=lambda rows: None
+        made,
+        asked,
+        folder,
+        config,
+        dialogue=dialogue,
+        settings=Settings({}),
+        report=lambda rows: None,
     )
     return load_stored(folder).to_list()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from specdata.prompts.loading import Prompt, PromptSet
 from specdata.rollouts.sampling import Backend, Completion, Request
 from specdata.rollouts.vllm import VllmConfig
 from specdata.storage.dataset import fill_dataset
+from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, Rollout
 
 BACKENDS = ("transformers", "vllm")
@@ -86,7 +87,7 @@ def make_rollouts(
     config: RolloutConfig,
     *,
     dialogue: Dialogue | None = None,
-    settings: Mapping[str, Any],
+    settings: Settings,
     report: Callable[[int], object],
 ) -> int:
     """Complete every prompt, turn after turn, and store the table (see `fill_dataset`).
@@ -100,7 +101,7 @@ def make_rollouts(
         folder: the table's folder.
         config: sizes.
         dialogue: needed where prompts have follow-ups.
-        settings: what identifies the run, stored in the manifest.
+        settings: everything that decides the rows; stored in the manifest, compared on resume.
         report: called with the number of rows done.
 
     Returns:
