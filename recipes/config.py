@@ -24,9 +24,9 @@ from eval.measuring.results import PLAIN
 from heads.config import HeadConfig
 from specdata.config import Config, fields_of, nearest, read_config, section_type
 from specdata.errors import ConfigError
-from specdata.labels.make import LabelsConfig
-from specdata.probability import SamplingConfig
-from specdata.rollouts.make import RolloutConfig
+from specdata.labels.config import LabelsConfig
+from specdata.rollouts.config import RolloutConfig
+from specdata.sampling import SamplingConfig
 
 TOY = Path(__file__).parent / "configs" / "toy.yaml"
 SHARED = ("output", "seed", "models", "sampling")

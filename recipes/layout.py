@@ -11,7 +11,7 @@ from eval.measuring.methods import calibrates, path_drafts
 from recipes.config import PipelineConfig
 from recipes.run import Stage
 from specdata.errors import ConfigError
-from specdata.prompts.loading import prompt_inputs
+from specdata.prompts.sources import prompt_inputs
 from specdata.storage.resume import Settings, as_settings, defaults_of
 
 # Bytes a stored token takes at most, as it was measured on the demo: an id; an id, a drafted id and

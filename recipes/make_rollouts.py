@@ -22,7 +22,7 @@ from specdata.rollouts.config import check_samples
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from specdata.rollouts.sampling import Backend
+    from specdata.rollouts.backend import Backend
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
@@ -116,7 +116,7 @@ def _complete(
 def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[str, Any], int]:
     """What completes, what the model is, and how long a text it takes."""
     from specdata.models import hub_commit, load_generation, load_model, positions
-    from specdata.rollouts.sampling import TransformersBackend
+    from specdata.rollouts.backend import TransformersBackend
     from specdata.rollouts.vllm import VllmBackend
 
     models, wanted = config.models, config.rollouts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -24,6 +23,7 @@ from specdata.errors import (
 )
 from specdata.processes import is_main, process_count
 from specdata.storage.files import try_locked, write_json
+from specdata.storage.manifest import MANIFEST, PROGRESS
 from specdata.storage.resume import Settings, as_settings, read_record
 
 RUN = "run.json"
@@ -235,9 +235,6 @@ def _new_record(decisive: Settings, config: PipelineConfig) -> dict[str, Any]:
 
 def _free(folder: Path) -> None:
     """Let another command use a folder in which nothing was made before a mistake was found."""
-    from specdata.storage.dataset import PROGRESS
-    from specdata.storage.manifest import MANIFEST
-
     if {file.name for file in folder.iterdir()} <= {RUN, LOCK, MANIFEST, PROGRESS}:
         (folder / MANIFEST).unlink(missing_ok=True)
         (folder / RUN).unlink()
