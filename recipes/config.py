@@ -136,7 +136,8 @@ def _parser(
 ) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         program,
-        description=description,
+        "%(prog)s [--config FILE] [--KEY VALUE ...] [--plan]",
+        description,
         allow_abbrev=False,
         epilog="Every other key of the file can be given as well; pipeline.py --help lists all.",
     )
@@ -174,9 +175,12 @@ def _metavar(info: FieldInfo) -> str:
 
 
 def _help(info: FieldInfo) -> str:
-    simple = not info.is_required() and not section_type(info.annotation)
-    default = f" (default: {info.get_default(call_default_factory=True)})" if simple else ""
-    return f"{info.description or ''}{default}".replace("%", "%%")
+    if section_type(info.annotation) and get_origin(info.annotation) is not list:
+        return "the whole section" + (", or null to leave it out" if info.default is None else "")
+    text = info.description or ""
+    if not info.is_required():
+        text += f" (default: {info.get_default(call_default_factory=True)})"
+    return text.replace("%", "%%")
 
 
 def _options(kind: type, prefix: str) -> Iterator[tuple[str, FieldInfo]]:
