@@ -19,7 +19,7 @@ from eval.measuring.results import check_metrics, read_results
 from recipes.config import parse
 from recipes.layout import draft_stage, eval_stage, head_stage, pair_stage, rollouts_stage
 from specdata.storage.dataset import load_stored
-from tests.light_imports import measuredwithout_heavy_libraries
+from tests.light_imports import run_without_heavy_libraries
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {
@@ -132,16 +132,16 @@ def test_every_published_figure_is_what_its_raw_counts_give(finished: Path) -> N
     check_metrics(results)
     assert results.datasets() == ["instruct", "maths"]
     assert len(results.runs) == 10
-    for measured in results.runs:
-        tokens = sum(generation.tokens for generation in measured.generations)
-        forwards = sum(generation.rounds for generation in measured.generations)
-        assert measured.block_efficiency == pytest.approx(tokens / forwards)
-        assert tokens <= 16 * measured.prompts
-        if measured.method == "plain":
-            assert measured.block_efficiency == 1
-            assert measured.n_draft == 0
+    for entry in results.runs:
+        tokens = sum(generation.tokens for generation in entry.generations)
+        forwards = sum(generation.rounds for generation in entry.generations)
+        assert entry.block_efficiency == pytest.approx(tokens / forwards)
+        assert tokens <= 16 * entry.prompts
+        if entry.method == "plain":
+            assert entry.block_efficiency == 1
+            assert entry.n_draft == 0
         else:
-            assert measured.n_draft > 0
+            assert entry.n_draft > 0
 
 
 def test_the_python_example_of_the_readme_runs(
@@ -172,8 +172,8 @@ def test_an_evaluation_in_batches_measures_counts_and_is_published(
     assert "not measured" in done.stdout
     results = read_results(tmp_path / "out" / "eval-counts" / "results.json")
     check_metrics(results)
-    assert {measured.method for measured in results.runs} == {"plain", "K=3", "head", "two drafts"}
-    assert all(measured.tokens_per_second is None and measured.n_target > 0 for measured in results.runs)
+    assert {entry.method for entry in results.runs} == {"plain", "K=3", "head", "two drafts"}
+    assert all(entry.tokens_per_second is None and entry.n_target > 0 for entry in results.runs)
     inputs = json.loads((tmp_path / "out" / "eval-counts" / "run.json").read_text())["inputs"]
     assert inputs["path draft out/pair/draft"]
     for name in ("draft", "head"):
@@ -182,10 +182,10 @@ def test_an_evaluation_in_batches_measures_counts_and_is_published(
         assert "two drafts" not in card
 
 
-def test_a_warm_measureddoes_nothing_again(finished: Path) -> None:
+def test_a_warm_run_does_nothing_again(finished: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (finished / "out").rglob("*")}
     script = str(ROOT / "recipes" / "pipeline.py")
-    shown = measuredwithout_heavy_libraries(script, "--config", "pair.yaml", cwd=finished)
+    shown = run_without_heavy_libraries(script, "--config", "pair.yaml", cwd=finished)
     assert shown.count("already done") == 7
     assert "Fastest lossless method" in shown or "No method was faster" in shown
     assert {path: path.stat().st_mtime_ns for path in (finished / "out").rglob("*")} == before
@@ -214,7 +214,7 @@ def test_the_sizes_of_a_plan_are_those_of_the_files(
     assert "5 prompts x 5 methods = 25 generations" in eval_stage(config).size
 
 
-def test_a_measuredwith_other_settings_into_the_same_folder_is_refused(finished: Path) -> None:
+def test_a_run_with_other_settings_into_the_same_folder_is_refused(finished: Path) -> None:
     done = run(finished, "pipeline.py", "--rollouts.max_new_tokens", "25")
     assert done.returncode == 2
     assert "settings.rollouts.max_new_tokens: 24 -> 25" in done.stderr
@@ -252,15 +252,15 @@ def test_a_stage_without_its_predecessor_says_which_recipe_to_run(tmp_path: Path
     for recipe, needed in (
         ("train_draft.py", "make_rollouts.py"),
         ("train_head.py", "make_rollouts.py"),
-        ("measuredeval.py", "train_draft.py"),
-        ("publish.py", "measuredeval.py"),
+        ("run_eval.py", "train_draft.py"),
+        ("publish.py", "run_eval.py"),
     ):
         done = run(tmp_path, recipe)
         assert done.returncode == 2, done.stderr
         assert f"run recipes/{needed} first" in done.stderr
 
 
-def test_a_measuredkilled_at_any_stage_ends_with_the_result_it_would_have_had(
+def test_a_run_killed_at_any_stage_ends_with_the_result_it_would_have_had(
     finished: Path, tmp_path: Path
 ) -> None:
     moments = [
@@ -309,7 +309,7 @@ def launch_two(folder: Path, recipe: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_two_processes_measuredthe_whole_pipeline_once_the_pair_is_there(
+def test_two_processes_run_the_whole_pipeline_once_the_pair_is_there(
     finished: Path, tmp_path: Path
 ) -> None:
     refused = launch_two(tmp_path, "pipeline.py")
@@ -323,7 +323,7 @@ def test_two_processes_measuredthe_whole_pipeline_once_the_pair_is_there(
         assert json.loads((tmp_path / "out" / stage / "run.json").read_text())["finished"]
 
 
-def test_recipes_measuredunder_accelerate_launch_with_two_processes(
+def test_recipes_run_under_accelerate_launch_with_two_processes(
     finished: Path, tmp_path: Path
 ) -> None:
     """The head is trained by two processes; one of them makes the labels."""
