@@ -8,7 +8,7 @@ rule stand beside the rule's name, as in `stop: confidence, threshold: 0.3`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -24,7 +24,7 @@ from eval.drafting.stopping import StoppingRule, read_rule
 from eval.drafting.stopping.fixed import Fixed
 from specdata.config import Config, mistakes
 from specdata.errors import ConfigError
-from specdata.probability import SamplingConfig
+from specdata.sampling import SamplingConfig
 
 if TYPE_CHECKING:
     from eval.drafts import How
@@ -93,8 +93,12 @@ class DraftingConfig(Config):
         return {**settings, "stop": self.stop.name, **settings["stop"]}
 
     def replace(self, **changes: Any) -> Self:
-        """The same settings but for some, checked anew; other parameters fit the rule in use."""
-        return type(self)(**{**dict(self), **self.stop.model_dump(), **_named(self), **changes})
+        """The same settings with some changed, checked anew.
+
+        Raises:
+            ConfigError: if they cannot work.
+        """
+        return type(self)(**{**self.model_dump(), **changes})
 
 
 class DecodeConfig(DraftingConfig):
@@ -212,8 +216,3 @@ class DecodeConfig(DraftingConfig):
             return VERIFIERS[self.verifier].make(**self.verifier_args)
         except ValueError as error:
             raise ConfigError(f"verifier {self.verifier!r}: {error}") from error
-
-
-def flat_names(kind: type[DraftingConfig], rule: StoppingRule) -> Collection[str]:
-    """Names of all settings of a configuration with that rule, as they are written."""
-    return [*kind.model_fields, *type(rule).model_fields]

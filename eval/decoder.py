@@ -17,12 +17,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.decode_config import DecodeConfig
+from eval.drafting.assembly import make_drafters
 from eval.drafting.drafters import Drafter
 from eval.drafting.tree_builder import chain
 from eval.drafts import DraftTree
 from eval.rounds import Generation, Round
 from eval.runtime.batching import run_together
-from eval.runtime.graphs import Engine
+from eval.runtime.engines import Engine
 from eval.runtime.model import CachedModel
 from eval.runtime.model_checks import check_ropes, check_trees
 from eval.runtime.sequence import CachedSequence, Forward, ForwardCoroutine, drive
@@ -120,8 +121,8 @@ class SpeculativeDecoder:
             given = tuple(draft) if isinstance(draft, Sequence) else (draft,)
             if head is not None:
                 head = head.to(given[0].device)
-            capture_hidden = config.reads_states(head)
-            if capture_hidden and head is not None:
+            capture_hidden = head is not None and config.stop.reads_head
+            if head is not None and capture_hidden:
                 check_head(head, given[0])
             made = tuple(
                 CachedModel(one, vocabulary, engine=engine, capture_hidden=capture_hidden)
@@ -130,7 +131,7 @@ class SpeculativeDecoder:
             if config.drafter != "chain":
                 for one in (target, *given) if config.tree_attention else given:
                     check_trees(one)
-            drafters = config.make_drafters(made, head, ends)
+            drafters = make_drafters(config, made, head, ends)
         return cls(
             model,
             config.sampling,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from eval.drafting.drafters import BranchingDrafter, ChainDrafter, Drafter, Path
 from specdata.errors import ConfigError
-from specdata.probability import SamplingConfig
+from specdata.sampling import SamplingConfig
 
 if TYPE_CHECKING:
     from eval.decode_config import DecodeConfig

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eval.drafting.stopping import DraftedToken, StoppingRule
+from eval.drafting.stopping import ActiveRule, DraftedToken
 from eval.drafting.tree_builder import TreeBuilder, chain
 from eval.drafts import DraftTree, How, TreeShape
 from eval.rounds import Round
@@ -56,7 +56,7 @@ class ChainDrafter:
         ends: token ids after which nothing is drafted.
     """
 
-    def __init__(self, text: CachedSequence, rule: StoppingRule, ends: frozenset[int]) -> None:
+    def __init__(self, text: CachedSequence, rule: ActiveRule, ends: frozenset[int]) -> None:
         self._text = text
         self._rule = rule
         self._ends = ends
@@ -68,7 +68,7 @@ class ChainDrafter:
         stop = self._rule.begin()
         mine = self._text
         unseen = text[mine.length :]
-        planned = min(room, self._rule.limit)
+        planned = min(room, self._rule.longest)
         tokens: list[int] = []
         distributions: list[Tensor] = []
         while len(tokens) < planned:

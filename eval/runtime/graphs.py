@@ -18,20 +18,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import Cache, PreTrainedModel
 
+from eval.runtime.engines import ENGINES as ENGINES
+from eval.runtime.engines import Engine as Engine
 from eval.runtime.kv_cache import Layer
 from eval.runtime.model_checks import changing_rope
 from eval.runtime.prepack import Prepacker, can_prepack
 from specdata.errors import ConfigError
-
-Engine = Literal["eager", "captured", "compiled"]
-ENGINES: tuple[str, ...] = get_args(Engine)
 
 # Lengths to trace with: unlike each other, and chosen unlike every other size.
 LENGTHS = (11, 13, 17, 19, 23, 131, 137, 139, 149, 151)
