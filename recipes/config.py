@@ -39,40 +39,44 @@ class ModelsConfig(Config):
     target: str = Field(description="folder or Hub id of the target, or ID@REVISION")
     draft: str = Field(description="folder or Hub id of the draft to start from")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="precision that both are loaded in"
+        default="float32", description="precision that both are loaded in"
     )
 
 
 class PublishConfig(Config):
     """What is done with the finished artefacts. Nothing is uploaded unless an id is given."""
 
-    draft_id: str | None = Field(None, description="upload the draft to this Hub id")
-    head_id: str | None = Field(None, description="upload the head to this Hub id")
-    license: str | None = Field(None, description="license of the artefacts")
+    draft_id: str | None = Field(default=None, description="upload the draft to this Hub id")
+    head_id: str | None = Field(default=None, description="upload the head to this Hub id")
+    license: str | None = Field(default=None, description="license of the artefacts")
 
 
 class PipelineConfig(Config):
     """Everything about one pair. A stage reads its own section, models, sampling and seed."""
 
     output: str = Field(description="folder of this run; a stage writes output/STAGE")
-    seed: int = Field(0, description="decides every draw of the run")
+    seed: int = Field(default=0, description="decides every draw of the run")
     models: ModelsConfig = Field(description="the pair")
     sampling: SamplingConfig = Field(
-        SamplingConfig(), description="the distribution tokens are served from"
+        default=SamplingConfig(), description="the distribution tokens are served from"
     )
     toy: ToyPairConfig | None = Field(
-        None, description="train the embedded pair first (models must point to it)"
+        default=None, description="train the embedded pair first (models must point to it)"
     )
     rollouts: RolloutConfig = Field(description="stage 1: completions by the target")
     draft: DistilConfig | None = Field(
-        None, description="stage 2: distillation; without it models.draft is used as it is"
+        default=None, description="stage 2: distillation; without it models.draft is used as it is"
     )
-    labels: LabelsConfig = Field(LabelsConfig(), description="stage 3a: labels for the head")
+    labels: LabelsConfig = Field(
+        default=LabelsConfig(), description="stage 3a: labels for the head"
+    )
     head: HeadConfig | None = Field(
-        None, description="stage 3: the acceptance head; without it, no head"
+        default=None, description="stage 3: the acceptance head; without it, no head"
     )
     eval: EvalConfig = Field(description="stage 4: methods, prompts and measurement")
-    publish: PublishConfig = Field(PublishConfig(), description="stage 5: cards and uploads")
+    publish: PublishConfig = Field(
+        default=PublishConfig(), description="stage 5: cards and uploads"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,8 @@ def _parser(
 ) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         program,
-        description=description,
+        "%(prog)s [--config FILE] [--KEY VALUE ...] [--plan]",
+        description,
         allow_abbrev=False,
         epilog="Every other key of the file can be given as well; pipeline.py --help lists all.",
     )
@@ -170,9 +175,12 @@ def _metavar(info: FieldInfo) -> str:
 
 
 def _help(info: FieldInfo) -> str:
-    simple = not info.is_required() and not section_type(info.annotation)
-    default = f" (default: {info.get_default(call_default_factory=True)})" if simple else ""
-    return f"{info.description or ''}{default}".replace("%", "%%")
+    if section_type(info.annotation) and get_origin(info.annotation) is not list:
+        return "the whole section" + (", or null to leave it out" if info.default is None else "")
+    text = info.description or ""
+    if not info.is_required():
+        text += f" (default: {info.get_default(call_default_factory=True)})"
+    return text.replace("%", "%%")
 
 
 def _options(kind: type, prefix: str) -> Iterator[tuple[str, FieldInfo]]:

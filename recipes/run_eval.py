@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.measuring.results import read_results, write_results
+from eval.reporting.report import Context, terminal, write_report
 from recipes.config import PipelineConfig
 from recipes.layout import all_stages, draft_in_use, eval_stage, folder, head_in_use
 from recipes.recipe import Recipe
@@ -35,7 +36,6 @@ from specdata.processes import is_main
 from specdata.storage.files import write_json
 
 if TYPE_CHECKING:
-    from eval.reporting.report import Context
     from heads import AcceptanceHead
 
 
@@ -65,8 +65,6 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     if config.head:
         need(folder(config, "head"), "train_head.py")
     result = run_stage(stage, config, lambda: _measure(config, stage))
-    from eval.reporting.terminal import terminal
-
     console.print(terminal(read_results(stage.folder / "results.json")))
     say(f"report: {stage.folder / 'report.html'}")
     return result
@@ -79,7 +77,6 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     from eval.measuring.environment import describe_environment
     from eval.measuring.experiment import Artefacts, run_experiment
     from eval.measuring.methods import calibrates, path_drafts, with_calibration
-    from eval.reporting.report import write_report
     from specdata.models import load_model, load_tokenizer, longest_prompt
     from specdata.prompts.loading import dropped, load_prompts
     from specdata.vocabulary import check_shared_vocabulary
@@ -177,8 +174,6 @@ def _load_head(name: str) -> AcceptanceHead:
 
 def _context(config: PipelineConfig) -> Context:
     """The results of earlier stages, as far as they were run here."""
-    from eval.reporting.report import Context
-
     records = {
         stage.name: stage_record(stage.folder)
         for stage in all_stages(config)
