@@ -44,34 +44,34 @@ class DraftingConfig(Config):
     """Whether parameters of other stopping rules than the chosen one are refused, unless they have
     their defaults. If not, they are ignored, so that one call can name parameters of several."""
 
-    verifier: str = Field("token", description="acceptance rule: a name in `VERIFIERS`")
-    verifier_args: dict[str, Any] = Field({}, description="parameters of the acceptance rule")
+    verifier: str = Field(default="token", description="acceptance rule: a name in `VERIFIERS`")
+    verifier_args: dict[str, Any] = Field(default={}, description="parameters of the acceptance rule")
     drafter: DrafterName = Field(
-        "chain",
+        default="chain",
         description="chain, paths (independent rollouts of one length) or tree (a k-configuration)",
     )
-    paths: int = Field(1, ge=1, description="number of paths")
+    paths: int = Field(default=1, ge=1, description="number of paths")
     widths: tuple[int, ...] = Field(
-        (), description="children of every node of a tree at depth 0, 1, ..., such as [4, 2, 2]"
+        default=(), description="children of every node of a tree at depth 0, 1, ..., such as [4, 2, 2]"
     )
     siblings: SiblingOption = Field(
-        "auto",
+        default="auto",
         description="how a tree's siblings are drawn: iid, distinct, greedy, or auto: what the "
         "verifier has a proof for, iid if that is among them",
     )
     path_temperatures: tuple[float, ...] = Field(
-        (), description="the draft's temperature on each path; empty: as the target's"
+        default=(), description="the draft's temperature on each path; empty: as the target's"
     )
     path_drafts: tuple[int, ...] | tuple[str, ...] = Field(
-        (), description="which of several drafts drafts each path; empty: the first"
+        default=(), description="which of several drafts drafts each path; empty: the first"
     )
     tree_attention: bool = Field(
-        True,
+        default=True,
         description="score paths and trees in one row with a tree mask; false: as a batch of "
         "paths, the same tokens, usually slower (an ablation)",
     )
     stop: SerializeAsAny[StoppingRule] = Field(
-        Fixed(), description="stopping rule of a chain; its parameters stand beside it"
+        default=Fixed(), description="stopping rule of a chain; its parameters stand beside it"
     )
 
     @model_validator(mode="before")
@@ -122,7 +122,7 @@ class DecodeConfig(DraftingConfig):
     STRICT: ClassVar[bool] = False
 
     path_drafts: tuple[int, ...] = Field(
-        (), description="for paths, the index of the draft that drafts each; empty: the first"
+        default=(), description="for paths, the index of the draft that drafts each; empty: the first"
     )
     temperature: float = 1.0
     top_k: int = 0

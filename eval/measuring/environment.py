@@ -45,7 +45,7 @@ class Environment(Strict):
 def describe_environment(*, device: str, dtype: str, batch_size: int = 1) -> Environment:
     """Describe this machine, the packages and the commit this code comes from."""
     import psutil
-    import torch
+    import torch  # here: whoever only reads results does not need it
 
     on_gpu = device.startswith("cuda") and torch.cuda.is_available()
     commit, dirty = _git_state(Path(__file__))

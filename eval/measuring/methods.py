@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from eval.decode_config import DecodeConfig, DraftingConfig
 from eval.measuring.results import PLAIN
 from eval.runtime.engines import Engine
-from specdata.config import Config
+from specdata.config import Config, mistakes
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig
@@ -41,11 +41,11 @@ class MethodConfig(DraftingConfig):
 
     name: str = Field(description="unique name shown in the report")
     decoder: DecoderName = Field(
-        "speculative",
+        default="speculative",
         description="plain (target alone), speculative (ours), or assisted (transformers' own)",
     )
     path_drafts: tuple[str, ...] = Field(
-        (), description="a draft model (folder or Hub id) for each path; '' is the run's draft"
+        default=(), description="a draft model (folder or Hub id) for each path; '' is the run's draft"
     )
 
     @model_validator(mode="before")
@@ -53,6 +53,18 @@ class MethodConfig(DraftingConfig):
     def _rename(cls, given: Any) -> Any:
         """Read keys that were renamed."""
         return renamed(given)[0] if isinstance(given, Mapping) else given
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_mistakes(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Say of which method a mistake is; its place in the list says less."""
+        try:
+            return handler(given)
+        except ValidationError as error:
+            if not isinstance(given, Mapping) or "name" not in given:
+                raise
+            reasons = "; ".join(mistakes(error, cls))
+            raise ConfigError(f"method {given['name']!r}: {reasons}") from error
 
     def decoding(self, sampling: SamplingConfig) -> DecodeConfig:
         """The decoder's configuration.
@@ -111,21 +123,21 @@ class EvalConfig(Config):
 
     sets: list[PromptSet] = Field(description="prompt sets, each a block of the report")
     methods: list[MethodConfig] = Field(description="ways of decoding, plain among them")
-    max_new_tokens: int = Field(128, ge=1, description="longest continuation, in tokens")
+    max_new_tokens: int = Field(default=128, ge=1, description="longest continuation, in tokens")
     engine: Engine = Field(
-        "eager", description="how our forwards run: eager, captured or compiled (README)"
+        default="eager", description="how our forwards run: eager, captured or compiled (README)"
     )
     batch: int = Field(
-        1, ge=1, description="prompts decoded together; above 1 only counts are measured, no times"
+        default=1, ge=1, description="prompts decoded together; above 1 only counts are measured, no times"
     )
     threads: int = Field(
-        0, ge=0, description="threads of torch while measuring; 0 leaves its default"
+        default=0, ge=0, description="threads of torch while measuring; 0 leaves its default"
     )
     warmup_tokens: int = Field(
-        16, ge=1, description="tokens that each method decodes before anything is timed"
+        default=16, ge=1, description="tokens that each method decodes before anything is timed"
     )
     folder: str = Field(
-        "eval",
+        default="eval",
         description="its folder in the run's output: another list of methods needs another",
     )
 

@@ -6,12 +6,13 @@ A metric in the file is never trusted alone: `recompute` derives it again from t
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from eval.measuring.environment import Environment
 from eval.measuring.metrics import (
@@ -74,13 +75,6 @@ class Run(Metrics, Method):
     """One method on one dataset: what was run, its metrics, and its generations."""
 
     generations: list[PromptRecord] = Field(min_length=1)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_removed(cls, stored: Any) -> Any:
-        if not isinstance(stored, Mapping):
-            return stored
-        return {name: value for name, value in stored.items() if name not in REMOVED}
 
 
 class Results(Strict):
@@ -224,7 +218,7 @@ def read_results(path: Path) -> Results:
         ManifestError: if the file is missing, damaged, or of another schema version.
     """
     try:
-        return Results.model_validate_json(path.read_bytes())
+        return Results.model_validate_json(_without_removed(path.read_bytes()))
     except FileNotFoundError as error:
         raise ManifestError(f"no results at {path}; run the evaluation first") from error
     except ValidationError as error:
@@ -234,6 +228,18 @@ def read_results(path: Path) -> Results:
             f"{path} must be a results.json of schema version {SCHEMA_VERSION}: {where}:"
             f" {first['msg']} ({error.error_count()} problems in all); run the evaluation again"
         ) from error
+
+
+def _without_removed(text: bytes) -> bytes | str:
+    """The file's JSON without fields that runs had once; other text as it is."""
+    if not any(f'"{name}"'.encode() in text for name in REMOVED):
+        return text
+    try:
+        stored = json.loads(text)
+        runs = [{n: v for n, v in run.items() if n not in REMOVED} for run in stored["runs"]]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return text  # whatever it is, validation refuses it with the place
+    return json.dumps({**stored, "runs": runs})
 
 
 def _same(left: Any, right: Any) -> bool:

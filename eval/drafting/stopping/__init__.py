@@ -99,14 +99,15 @@ def _check_unread(name: str, value: Any) -> None:
     for rule in STOPPING_RULES.values():
         if field := rule.model_fields.get(name):
             try:
-                TypeAdapter(Annotated[field.annotation, field]).validate_python(value)
+                hint: Any = Annotated[field.annotation, field]
+                TypeAdapter(hint, config=rule.model_config).validate_python(value)
             except ValidationError as refused:
                 error = refused
             else:
                 return
     if error is not None:
         first = error.errors(include_url=False)[0]
-        raise _mistakes({name: first["msg"]}, {name: value})
+        raise _mistakes({name: f"{first['msg']} (got {value!r})"}, {name: value})
 
 
 def _mistakes(messages: Mapping[str, str], values: Mapping[str, Any]) -> ValidationError:

@@ -44,7 +44,7 @@ class CalibratedRule(AdaptiveRule):
     """A stopping rule that reads the logistic model."""
 
     calibration: tuple[float, float] | None = Field(
-        None,
+        default=None,
         description="intercept and slope of the logistic model; an evaluation fits them on the "
         "run's labels unless they are given, a decoder then takes max q itself (0, 1)",
     )

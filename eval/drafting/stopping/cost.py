@@ -45,18 +45,18 @@ class Cost(CalibratedRule):
     family: ClassVar[Family] = "cost"
 
     draft_seconds: float = Field(
-        0.0, ge=0.0, description="cost of one more drafted token, in seconds; 0 measures it"
+        default=0.0, ge=0.0, description="cost of one more drafted token, in seconds; 0 measures it"
     )
     token_seconds: float = Field(
-        0.0, ge=0.0, description="time of an emitted token, in seconds; 0 measures it"
+        default=0.0, ge=0.0, description="time of an emitted token, in seconds; 0 measures it"
     )
     mean_acceptance: float = Field(
-        MEAN_ACCEPTANCE,
+        default=MEAN_ACCEPTANCE,
         gt=0.0,
         le=1.0,
         description="acceptance of a token not drawn yet; where a cost is measured, a first guess",
     )
-    head: bool = Field(True, description="whether to ask the acceptance head, if there is one")
+    head: bool = Field(default=True, description="whether to ask the acceptance head, if there is one")
 
     @property
     def reads_head(self) -> bool:

@@ -23,7 +23,7 @@ class Fixed(StoppingRule):
     adaptive: ClassVar[bool] = False
     family: ClassVar[Family] = "fixed"
 
-    length: int = Field(4, ge=1, description="tokens drafted a round, on each path")
+    length: int = Field(default=4, ge=1, description="tokens drafted a round, on each path")
 
     @property
     def longest(self) -> int:

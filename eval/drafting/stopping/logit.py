@@ -26,7 +26,7 @@ class Logit(CalibratedRule):
     name: ClassVar[str] = "logit"
 
     threshold: float = Field(
-        0.7, ge=0.0, le=1.0, description="stop once a rejection has more probability, by max q"
+        default=0.7, ge=0.0, le=1.0, description="stop once a rejection has more probability, by max q"
     )
 
     def start(self, head: AcceptanceHead | None) -> ActiveRule:
