@@ -67,10 +67,37 @@ def test_the_folder_of_another_run_is_refused_with_the_difference(
     tmp_path: Path, config: PipelineConfig
 ) -> None:
     run_stage(stage(tmp_path), config, dict)
-    with pytest.raises(ConfigError, match=r"settings\.seed: 0 -> 1"):
+    with pytest.raises(ConfigError, match=r"(?s)take another seed.*settings\.seed: 0 -> 1$"):
         run_stage(stage(tmp_path, seed=1), config, dict)
     with pytest.raises(ConfigError, match=r"inputs\.model: 'hub/model' -> 'hub/other'"):
         run_stage(stage(tmp_path, source="hub/other"), config, dict)
+
+
+def test_a_refused_evaluation_shows_the_methods_that_differ_and_names_eval_folder() -> None:
+    stored = eval_stage(parse([], "").config)
+    asked = eval_stage(parse(["--method", "K=2", "--method", "{name: mine, length: 3}"]).config)
+    with pytest.raises(ConfigError, match=r"--eval\.folder NAME") as refusal:
+        asked.settings.check(stored.settings.values, stored.folder)
+    assert "--output" not in str(refusal.value)
+    lines = str(refusal.value).splitlines()[1:]
+    assert all(line.startswith("  eval.methods.") for line in lines)
+    assert "  eval.methods.mine: absent -> {'name': 'mine', 'length': 3}" in lines
+    assert not any(
+        line.startswith(("  eval.methods.K=2", "  eval.methods.plain")) for line in lines
+    )
+
+
+@pytest.mark.parametrize(("section", "option"), [("eval", "batch"), ("sampling", "top_k")])
+def test_an_option_that_an_old_run_did_not_have_counts_as_its_default(
+    section: str, option: str
+) -> None:
+    stage = eval_stage(parse([], "").config)
+    old = json.loads(json.dumps(stage.settings.values))
+    del old[section][option]
+    stage.settings.check(old, stage.folder)
+    changed = eval_stage(parse([f"--{section}.{option}", "2", "--eval.engine", "eager"]).config)
+    with pytest.raises(ConfigError, match=rf"{section}\.{option}: \d -> 2"):
+        changed.settings.check(old, stage.folder)
 
 
 def test_a_folder_with_foreign_files_is_refused(tmp_path: Path, config: PipelineConfig) -> None:
