@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import pytest
 
 from specdata.errors import ManifestError
 from specdata.storage.dataset import fill_dataset, load_stored, stream_stored
-from specdata.storage.files import try_locked
+from specdata.storage.files import locked, try_locked
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, Rollout
@@ -193,6 +195,25 @@ def test_a_lock_is_held_by_one_and_free_when_its_holder_ends(tmp_path: Path) -> 
         assert not second
     with try_locked(path) as third:
         assert third
+
+
+@pytest.mark.parametrize("take", [locked, try_locked])
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_refused_with_what_to_do(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    take: Callable[[Path], AbstractContextManager[object]],
+    code: int,
+) -> None:
+    def without_locks(_descriptor: int, _operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    with (
+        pytest.raises(OSError, match="choose an output folder on one that has"),
+        take(tmp_path / "lock"),
+    ):
+        pytest.fail("nothing keeps a second process out")
 
 
 def driver(folder: Path, count: int, seconds: float) -> list[subprocess.Popen[bytes]]:
