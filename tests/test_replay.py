@@ -117,4 +117,4 @@ def test_a_folder_without_labels_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(tmp_path)]) == 2
-    assert "holds no table" in capsys.readouterr().err
+    assert "holds no dataset" in capsys.readouterr().err

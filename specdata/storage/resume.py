@@ -139,9 +139,9 @@ def differences(
     Args:
         stored: JSON values.
         asked: JSON values.
-        defaults: by dotted key, `*` standing for any item: {"head.depth": 3, "methods.*.length": 4}.
-            An option that no longer exists is only tolerated, in what stored it with the default
-            that it had, if that default is given here.
+        defaults: by dotted key, `*` standing for any item: {"head.depth": 3, "methods.*.name": ""}.
+            An option that was removed differs where it is stored, unless its last default is given
+            here and is what was stored.
 
     Returns:
         A line "dotted.key: stored -> asked" for each difference, ordered by key.
