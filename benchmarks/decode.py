@@ -309,9 +309,9 @@ class Timed(CachedModel):
 
     seconds = 0.0
 
-    def _one(self, *given: Any) -> tuple[Tensor, Tensor | None]:
+    def _run_slot(self, *given: Any) -> tuple[Tensor, Tensor | None]:
         begun = time.perf_counter()
-        out = super()._one(*given)
+        out = super()._run_slot(*given)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seconds += time.perf_counter() - begun

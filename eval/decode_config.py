@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from eval.drafting.calibration import Calibration
 from eval.drafting.cost_rule import MEAN_ACCEPTANCE, CostRule
-from eval.drafting.drafters import BranchingDrafter, ChainDrafter, Drafter, Path
+from eval.drafting.drafters import BranchingDrafter, ChainDrafter, Drafter, DraftPath
 from eval.drafting.stopping import (
     StoppingRule,
     calibrated,
@@ -203,11 +203,11 @@ class DecodeConfig:
         if self.drafter == "chain":
             RULES[self.stop](self, head)  # a missing head is found now
             return lambda row: ChainDrafter(
-                models[0].text(row, self.sampling), RULES[self.stop](self, head), ends
+                models[0].sequence(row, self.sampling), RULES[self.stop](self, head), ends
             )
         if self.drafter == "tree":
             return lambda row: BranchingDrafter(
-                [Path(models[0].text(row, self.sampling))], self.widths, self.how, ends
+                [DraftPath(models[0].sequence(row, self.sampling))], self.widths, self.how, ends
             )
         return lambda row: BranchingDrafter(
             self._make_paths(models, row),
@@ -217,8 +217,8 @@ class DecodeConfig:
             shape="paths",
         )
 
-    def _make_paths(self, models: Sequence[CachedModel], row: int) -> list[Path]:
-        texts = [model.text(row, self.sampling) for model in models]
+    def _make_paths(self, models: Sequence[CachedModel], row: int) -> list[DraftPath]:
+        sequences = [model.sequence(row, self.sampling) for model in models]
         which = self.path_drafts or (0,) * self.paths
         warps: list[SamplingConfig | None] = [None] * self.paths
         if self.path_temperatures:
@@ -226,7 +226,7 @@ class DecodeConfig:
                 SamplingConfig(temperature, self.top_k, self.top_p)
                 for temperature in self.path_temperatures
             ]
-        return [Path(texts[index], warp) for index, warp in zip(which, warps, strict=True)]
+        return [DraftPath(sequences[index], warp) for index, warp in zip(which, warps, strict=True)]
 
 
 def _one_of(what: str, name: str, choices: Collection[str]) -> None:

@@ -137,11 +137,11 @@ def test_tree_attention_gives_each_node_the_logits_of_its_own_path(
     text = [3, 8, 5, 21]
     tokens, parents = [4, 9, 30, 7, 11, 2], [0, 0, 1, 1, 2, 4]
     paths = [[1], [2], [1, 3], [1, 4], [2, 5], [1, 4, 6]]
-    whole = cached.text(0, SamplingConfig())
+    whole = cached.sequence(0, SamplingConfig())
     with torch.inference_mode():
         cached.run(whole.append(text[:2], 1))
         found = cached.run(whole.append_tree(tokens, parents, text[2:]))
-        levels = cached.text(0, SamplingConfig())
+        levels = cached.sequence(0, SamplingConfig())
         cached.run(levels.append(text, 1))
         builder = [
             cached.run(levels.append_tree(tokens[first:last], parents[first:last]))

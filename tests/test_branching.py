@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.drafting.drafters import BranchingDrafter, Path
+from eval.drafting.drafters import BranchingDrafter, DraftPath
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import drive
 from eval.verifiers import VERIFIERS
@@ -80,7 +80,7 @@ def test_greedy_output_is_identical_to_generate(name: str) -> None:
 def test_tree_attention_scores_each_node_as_its_path_alone() -> None:
     model = tiny_llama(3, vocab=30, layers=2)
     runner = CachedModel(model, 30)
-    cached = runner.text(0, SamplingConfig())
+    cached = runner.sequence(0, SamplingConfig())
     text = [2, 9, 4]
     tokens, parents = [5, 6, 7, 8, 9, 7], [0, 0, 1, 1, 2, 4]
     with torch.inference_mode():
@@ -116,7 +116,7 @@ def test_a_branching_draft_keeps_its_promises_within_its_room(
     text = [2, 3]
     for room in (1, 2, 5):
         for seed in range(15):
-            path = Path(CachedModel(draft, 6).text(0, SamplingConfig()))
+            path = DraftPath(CachedModel(draft, 6).sequence(0, SamplingConfig()))
             drafter = BranchingDrafter([path], widths, how, frozenset([END]), shape=shape)  # type: ignore[arg-type]
             generator = torch.Generator().manual_seed(seed)
             with torch.inference_mode():
@@ -147,7 +147,7 @@ def test_candidates_are_fewer_where_the_distribution_has_fewer_tokens() -> None:
     draft = tiny_llama(1, vocab=6)
     sampling = SamplingConfig(top_k=2)
     for how in ("distinct", "greedy"):
-        path = Path(CachedModel(draft, 6).text(0, sampling))
+        path = DraftPath(CachedModel(draft, 6).sequence(0, sampling))
         drafter = BranchingDrafter([path], (4,), how, frozenset(), shape="tree")  # type: ignore[arg-type]
         with torch.inference_mode():
             tree = drive(drafter.propose([2], 3, torch.Generator().manual_seed(0))).checked()

@@ -100,7 +100,7 @@ def test_distributions_are_the_softmax_in_float32_of_the_logits_as_run(
     """A softmax in half precision keeps eight bits; these agree to float32's."""
     model = tiny("llama", 2, dtype=dtype)
     cached = CachedModel(model, 40, engine=engine)
-    text = cached.text(0, SamplingConfig(temperature=0.7))
+    text = cached.sequence(0, SamplingConfig(temperature=0.7))
     with torch.inference_mode():
         cached.run(text.append([2, 3], 1))
         logits = cached.run(text.append([4, 5, 6], 3))
@@ -121,7 +121,7 @@ def test_distributions_move_by_no_more_than_the_logits_do(family: str, dtype: to
     model = tiny(family, 2, dtype=dtype)
     cached = CachedModel(model, 40)
     tokens = [9, 4, 22, 31, 6, 17]
-    alone, together = (cached.text(row, SamplingConfig()) for row in range(2))
+    alone, together = (cached.sequence(row, SamplingConfig()) for row in range(2))
     with torch.inference_mode():
         cached.run(alone.append([2, 3], 1))
         cached.run(together.append([2, 3], 1))
@@ -145,7 +145,7 @@ def test_masks_hide_with_the_smallest_number_of_the_models_type(dtype: torch.dty
         lambda _module, _args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
     )
     cached = CachedModel(model, 40)
-    text = cached.text(0, SamplingConfig())
+    text = cached.sequence(0, SamplingConfig())
     with torch.inference_mode():
         cached.run(text.append([2, 3], 1))
         rows = cached.run(text.append_tree([4, 5, 6], [0, 0, 1], [7]))
