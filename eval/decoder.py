@@ -23,7 +23,7 @@ from eval.drafting.tree_builder import drawn_chain
 from eval.drafts import DraftTree
 from eval.rounds import Generation, Round
 from eval.runtime.batching import run_together
-from eval.runtime.graphs import Engine
+from eval.runtime.engines import Engine
 from eval.runtime.model import CachedModel
 from eval.runtime.model_checks import check_head_width, check_rope, check_trees
 from eval.runtime.sequence import CachedSequence, Forward, ForwardCoroutine, drive

@@ -29,7 +29,7 @@ CASES = {
 
 
 def medium_llama(seed: int) -> LlamaForCausalLM:
-    """In float32 and just large enough that its matrices are packed."""
+    """In float32 and just large enough that its matrices are prepacked."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=512,
@@ -76,15 +76,15 @@ def test_the_captured_engine_gives_the_eager_ones_tokens(name: str) -> None:
 # Inductor imports a part of torch that warns of itself.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("engine", ["captured", pytest.param("compiled", marks=pytest.mark.slow)])
-def test_packed_matrices_with_biases_give_the_eager_logits(engine: str) -> None:
+def test_prepacked_matrices_with_biases_give_the_eager_logits(engine: str) -> None:
     """Greedy, over lengths that outgrow the first buffers: a wrong logit would show in a token."""
     if engine == "compiled" and not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("torch.compile needs a C++ compiler")
     target, draft = medium_llama(0), medium_llama(1)
     config = DecodeConfig(temperature=0.0, length=3)
     eager, graph = (
-        SpeculativeDecoder.from_config(target, draft, config, engine=one)  # type: ignore[arg-type]
-        for one in ("eager", engine)
+        SpeculativeDecoder.from_config(target, draft, config, engine=name)  # type: ignore[arg-type]
+        for name in ("eager", engine)
     )
     assert tokens(eager, 0, 300) == tokens(graph, 0, 300)
 
@@ -105,7 +105,7 @@ def test_graphs_are_shared_by_decoders_until_the_weights_change() -> None:
 
 
 def test_one_decoder_follows_weights_that_change_between_its_generations() -> None:
-    """Packed matrices are copies, which an operation on the weights does not reach."""
+    """Prepacked matrices are copies, which an operation on the weights does not change."""
     target = medium_llama(0)
     config = DecodeConfig(temperature=0.0)
     decoder = SpeculativeDecoder.from_config(target, medium_llama(1), config, engine="captured")
@@ -125,10 +125,10 @@ def test_after_the_warm_up_no_graph_is_made(name: str) -> None:
     )
     decoder.warm_up()
     graphs = [shared_graphs(model, "captured")._graphs for model in (target, draft)]
-    before = [set(one) for one in graphs]
+    before = [set(kinds) for kinds in graphs]
     for seed in range(12):
         tokens(decoder, seed)
-    assert [set(one) for one in graphs] == before
+    assert [set(kinds) for kinds in graphs] == before
 
 
 def test_graphs_do_not_keep_a_model_alive() -> None:

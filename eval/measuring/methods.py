@@ -9,7 +9,7 @@ from typing import Any, Literal
 from eval.decode_config import DecodeConfig, DrafterName, SiblingOption, StopName
 from eval.drafting.cost_rule import MEAN_ACCEPTANCE
 from eval.measuring.results import PLAIN
-from eval.runtime.graphs import Engine
+from eval.runtime.engines import Engine
 from specdata.errors import ConfigError, at_least_one
 from specdata.probability import SamplingConfig
 from specdata.prompts.loading import PromptSet

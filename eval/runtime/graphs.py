@@ -18,21 +18,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import Cache, PreTrainedModel
 
+from eval.runtime.engines import ENGINES, Engine
 from eval.runtime.kv_cache import CacheLayer
 from eval.runtime.model_checks import length_dependent_rope
 from eval.runtime.prepack import Prepacker, can_prepack
 from specdata.errors import ConfigError
-
-Engine = Literal["eager", "captured", "compiled"]
-"""How forwards run."""
-ENGINES: tuple[str, ...] = get_args(Engine)
 
 # Lengths to trace with: for the tokens of a forward, and for the cache. All unlike each other, and
 # candidates enough to be unlike every other size of a model.

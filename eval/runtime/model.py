@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.runtime.graphs import Engine, ForwardGraphs, capturing_hidden, shared_graphs
+from eval.runtime.engines import Engine
+from eval.runtime.graphs import ForwardGraphs, capturing_hidden, shared_graphs
 from eval.runtime.kv_cache import KVCache
 from eval.runtime.layout import Layout, lay_out_batch
 from eval.runtime.model_checks import check_cache, check_forward, takes_masks
