@@ -143,7 +143,7 @@ def test_a_branching_draft_is_what_its_class_promises_and_no_deeper_than_allowed
 
 
 def test_a_branching_drafter_accepts_only_nodes_of_its_last_draft() -> None:
-    """Before a draft nothing is accepted; of a draft, the nodes that got children; then nothing."""
+    """Before a draft nothing; then its nodes that were run, for they had children; then nothing."""
     model = CachedModel(tiny_llama(1, vocab=40), 40)
     sequence = model.sequence(0, SamplingConfig())
     drafter = BranchingDrafter([DraftPath(sequence)], (2, 2, 2), "distinct", frozenset())
@@ -159,13 +159,6 @@ def test_a_branching_drafter_accepts_only_nodes_of_its_last_draft() -> None:
         assert (sequence.length, sequence.in_use) == (4, 4)
         drafter.accept(path, 5)
         assert (sequence.length, sequence.in_use) == (4, 4)
-        # A draft that is never verified leaves nothing behind.
-        committed = [2, 3, *(tree.token_list[node - 1] for node in path), 7]
-        first, second = (
-            drive(drafter.propose(committed, 2, torch.Generator().manual_seed(1))) for _ in range(2)
-        )
-    assert first.token_list == second.token_list
-    torch.testing.assert_close(first.distributions, second.distributions, atol=1e-12, rtol=0)
 
 
 def test_only_nodes_in_the_cache_can_be_accepted() -> None:
@@ -176,7 +169,8 @@ def test_only_nodes_in_the_cache_can_be_accepted() -> None:
     for bad in ([3], [0]):
         with pytest.raises(ValueError, match="not all among the 2 in the cache"):
             sequence.accept(bad)
-    sequence.accept([2])
+    with torch.inference_mode():
+        sequence.accept([2])
     assert (sequence.length, sequence.in_use) == (2, 2)
 
 

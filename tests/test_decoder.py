@@ -55,7 +55,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_joint_distribution_of_four_tokens_equals_plain_samplings(name: str) -> None:
-    """Fails by chance once in 1e6; power > .99 for a quarter of the draft's distribution mixed in."""
+    """Fails by chance once in 1e6; sees a quarter of the draft's distribution (power > .99)."""
     config = CASES[name]
     target, draft = tiny_llama(0), tiny_llama(1)
     distribution = joint_distribution(target, PROMPT, 4, config.sampling)

@@ -28,10 +28,10 @@ class Drafter(Protocol):
     def propose(
         self, committed: list[int], max_depth: int, generator: torch.Generator
     ) -> ForwardCoroutine[DraftTree]:
-        """Draft at most `max_depth` tokens deep.
+        """Draft at most `max_depth` tokens deep. `accept` is due before the next draft.
 
         Args:
-            committed: the tokens of the sequence, at least one; the cache holds a prefix of them.
+            committed: the tokens of the sequence; the cache holds all but the last, or fewer.
             max_depth: no path of the draft is longer; 0 allows no token.
             generator: every draw.
         """
@@ -207,7 +207,6 @@ class BranchingDrafter:
         self, committed: list[int], max_depth: int, generator: torch.Generator
     ) -> ForwardCoroutine[DraftTree]:
         """Draft as many levels as fit."""
-        self._drop_nodes()
         builder = TreeBuilder(self._how, self._shape)
         level = [0]
         for depth, width in enumerate(self._widths[:max_depth]):
@@ -218,11 +217,6 @@ class BranchingDrafter:
             scores = yield from self._score(builder, level, committed)
             level = self._expand(builder, level, scores, width, generator)
         return builder.tree()
-
-    def _drop_nodes(self) -> None:
-        """Drop the nodes of a draft that was never verified."""
-        for draft in self._drafts:
-            draft.accept([])
 
     def _score(
         self, builder: TreeBuilder, level: list[int], committed: list[int]
