@@ -30,21 +30,23 @@ from embedded import BATCH, NEW_TOKENS, PLAIN, VOCABULARY, pair, requests, rolle
 from transformers import PreTrainedModel
 
 from eval.measuring.environment import describe_environment
+from specdata.labels.config import LabelsConfig
 from specdata.labels.labeller import (
     Labeller,
     kept_distributions,
     target_distributions,
     tokens_at_once,
 )
-from specdata.labels.make import LabelsConfig, make_labels
+from specdata.labels.make import make_labels
 from specdata.labels.top_logits import TopLogitDistributions
 from specdata.lm_head import find_lm_head
 from specdata.models import device
 from specdata.probability import SamplingConfig
-from specdata.rollouts.sampling import Request
+from specdata.rollouts.backend import Request
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.files import write_json
 from specdata.storage.manifest import read_manifest
+from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, Rollout
 
 SCHEMA_VERSION = 1
@@ -216,7 +218,7 @@ def worker(folder: Path, kind: str, out: Path) -> int:
     if kind == "rollouts":
         starts = range(0, len(asked), SHARD)
         shards = [partial(rolled_out, target, asked[start : start + SHARD]) for start in starts]
-        fill_dataset(out, ROLLOUTS, {}, shards, lambda rows: None)
+        fill_dataset(out, ROLLOUTS, Settings({}), shards, lambda rows: None)
     else:
         make_labels(
             target,
@@ -226,7 +228,7 @@ def worker(folder: Path, kind: str, out: Path) -> int:
             LabelsConfig(shard_size=SHARD),
             sampling=PLAIN,
             seed=0,
-            settings={},
+            settings=Settings({}),
             report=lambda rows: None,
         )
     return int(read_manifest(out)["counts"]["tokens"])

@@ -133,7 +133,7 @@ def distil(
     plain = copy.deepcopy(student)  # no engine ever wraps this one
     before = mean_acceptance(teacher, plain, dev, sampling) if state.is_main_process else None
 
-    trainer = _trainer(teacher, student, train, out, config, sampling, seed)
+    trainer = draft_trainer(teacher, student, train, out, config, sampling, seed)
     run(trainer, _work(out), settings, label="distilling the draft")
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if before is not None:
@@ -234,7 +234,7 @@ class _DistilTrainer(Trainer):  # type: ignore[misc]
         return (loss, outputs) if return_outputs else loss
 
 
-def _trainer(
+def draft_trainer(
     teacher: PreTrainedModel,
     student: PreTrainedModel,
     train: Dataset,
@@ -242,7 +242,8 @@ def _trainer(
     config: DistilConfig,
     sampling: SamplingConfig,
     seed: int,
-) -> _DistilTrainer:
+) -> Trainer:
+    """The trainer of a draft: `config.batch_size` rollouts a process, seeded, with checkpoints."""
     rows_a_step = config.batch_size * config.accumulation * join_processes().num_processes
     schedule = Schedule(
         steps=math.ceil(config.epochs * len(train) / rows_a_step),

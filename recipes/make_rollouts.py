@@ -21,10 +21,12 @@ from recipes.run import Stage, cli, finished, is_main, process_count, run_stage,
 from specdata.errors import ConfigError
 from specdata.models import hub_commit, load_generation, load_model, load_tokenizer, positions
 from specdata.prompts.loading import dropped, load_prompts
-from specdata.rollouts.make import Dialogue, check_samples, make_rollouts, turns_asked
-from specdata.rollouts.sampling import Backend, TransformersBackend
+from specdata.rollouts.backend import Backend, TransformersBackend
+from specdata.rollouts.config import check_samples
+from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
 from specdata.rollouts.vllm import VllmBackend
 from specdata.storage.manifest import read_manifest
+from specdata.storage.resume import Settings, defaults_of
 from specdata.vocabulary import check_shared_vocabulary
 from specdata.vocabulary import fingerprint as vocabulary
 
@@ -87,12 +89,12 @@ def _complete(
         raise ConfigError("rollouts.sets must name at least one prompt set")
     for line in dropped(loaded.report):
         say(f"  {line}")
-    settings = {
-        **stage.settings,
-        "target": identity,
-        "tokenizer": vocabulary(tokenizer),
-        "prompts": loaded.report,
-    }
+    made_of = {"target": identity, "tokenizer": vocabulary(tokenizer), "prompts": loaded.report}
+    settings = Settings(
+        {**stage.settings, **made_of},
+        defaults_of(PipelineConfig),
+        f"choose another --output, or remove {stage.folder}",
+    )
     asked = turns_asked(loaded.prompts, wanted.samples)
     bar = tqdm(total=asked, desc="rollouts", unit="row", file=sys.stderr, disable=not is_main())
     with bar:

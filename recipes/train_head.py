@@ -23,7 +23,8 @@ from specdata.errors import ConfigError
 from specdata.labels.make import labels_from_cache, load_labels, make_labels, mean_overlap
 from specdata.models import hub_commit, load_model, load_tokenizer
 from specdata.storage.dataset import load_stored
-from specdata.storage.manifest import differences, read_manifest
+from specdata.storage.manifest import read_manifest
+from specdata.storage.resume import Settings, defaults_of, differences
 from specdata.vocabulary import check_shared_vocabulary
 from specdata.vocabulary import fingerprint as vocabulary
 
@@ -66,6 +67,11 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         "tokenizer": vocabulary(tokenizer),
         "rollouts": fingerprint(str(folder(config, "rollouts"))),
     }
+    settings = Settings(
+        {**stage.settings, **source, "draft": _identity(draft_name)},
+        defaults_of(PipelineConfig),
+        f"choose another --output, or remove {stage.folder}",
+    )
     make: Callable[..., int]
     if cache := config.labels.cache:
         _check_cache(Path(cache), {**source, "dtype": models.dtype})
@@ -80,7 +86,7 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
             config.labels,
             sampling=config.sampling,
             seed=config.seed,
-            settings={**stage.settings, **source, "draft": _identity(draft_name)},
+            settings=settings,
             report=bar.update,
         )
     return {"rows": rows, "acceptance": mean_overlap(load_labels(stage.folder, config.sampling))}

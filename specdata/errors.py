@@ -23,5 +23,9 @@ class ManifestError(ValueError):
     """A stored folder is incomplete, damaged, or belongs to another run."""
 
 
+class OtherSettingsError(ManifestError, ConfigError):
+    """An artefact was made with other settings: change the configuration, or where it writes."""
+
+
 class CacheNotRewindableError(RuntimeError):
     """A model's key-value cache cannot drop its last tokens, which every decoding round needs."""

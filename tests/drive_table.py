@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from specdata.storage.dataset import fill_dataset
+from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, Rollout
 
 SHARDS = 12
@@ -40,7 +41,7 @@ def rows(index: int, seconds: float) -> list[Rollout]:
 def fill(folder: Path, seconds: float = 0.0) -> int:
     """The table, in this process."""
     shards = [partial(rows, index, seconds) for index in range(SHARDS)]
-    return fill_dataset(folder, ROLLOUTS, {"seed": 0}, shards, lambda rows: None)
+    return fill_dataset(folder, ROLLOUTS, Settings({"seed": 0}), shards, lambda rows: None)
 
 
 if __name__ == "__main__":

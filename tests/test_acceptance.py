@@ -12,11 +12,13 @@ from transformers import PreTrainedModel
 
 from specdata.errors import ConfigError, ManifestError
 from specdata.labels import labeller as labelling
+from specdata.labels.config import LabelsConfig
 from specdata.labels.labeller import Labeller, target_distributions
-from specdata.labels.make import LabelsConfig, load_labels, make_labels
+from specdata.labels.make import load_labels, make_labels
 from specdata.lm_head import find_lm_head
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import fill_dataset, load_stored
+from specdata.storage.resume import Settings
 from specdata.storage.schema import LABELS, ROLLOUTS, Label, Rollout
 from tests.test_decoder import p_value
 from tests.tiny import tiny_llama
@@ -57,7 +59,7 @@ def rollouts(count: int, *, vocab: int, seed: int = 0) -> list[Rollout]:
 
 
 def stored(folder: Path, rows: list[Rollout]) -> Path:
-    fill_dataset(folder, ROLLOUTS, {}, [lambda: rows], lambda rows: None)
+    fill_dataset(folder, ROLLOUTS, Settings({}), [lambda: rows], lambda rows: None)
     return folder
 
 
@@ -122,7 +124,7 @@ def test_labels_align_with_their_rollouts_and_do_not_depend_on_shards(tmp_path: 
             LabelsConfig(shard_size=size),
             sampling=SamplingConfig(),
             seed=0,
-            settings={},
+            settings=Settings({}),
             report=lambda rows: None,
         )
         tables.append(load_stored(tmp_path / f"labels{size}").to_list())
@@ -191,7 +193,7 @@ def labelled(tmp_path: Path, sampling: SamplingConfig) -> Path:
         LabelsConfig(),
         sampling=sampling,
         seed=0,
-        settings={},
+        settings=Settings({}),
         report=lambda rows: None,
     )
     return tmp_path / "labels"

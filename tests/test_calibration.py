@@ -16,6 +16,7 @@ from recipes import run_eval
 from recipes.config import parse
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset
+from specdata.storage.resume import Settings
 from specdata.storage.schema import LABELS
 
 
@@ -117,7 +118,7 @@ def test_an_evaluation_fits_on_held_out_labels_once_and_says_so_without_labels(
 ) -> None:
     rows = [rows_of(split, n) for n, split in enumerate(("train", "dev", "dev"))]
     settings = {"sampling": asdict(SamplingConfig())}
-    fill_dataset(tmp_path / "labels", LABELS, settings, [lambda: rows], lambda done: None)
+    fill_dataset(tmp_path / "labels", LABELS, Settings(settings), [lambda: rows], lambda done: None)
     config = parse([f"--output={tmp_path}"], "").config
     path = tmp_path / "calibration.json"
     found = run_eval._calibration(config, path)

@@ -21,10 +21,12 @@ from transformers import PreTrainedTokenizerFast
 from specdata.inspect import summary as module
 from specdata.inspect.__main__ import main
 from specdata.inspect.summary import quantiles, summarise
-from specdata.labels.make import LabelsConfig, make_labels
+from specdata.labels.config import LabelsConfig
+from specdata.labels.make import make_labels
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset, load_stored
 from specdata.storage.manifest import read_manifest
+from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, Rollout
 from specdata.vocabulary import fingerprint
 from tests.test_acceptance import rollouts
@@ -39,7 +41,7 @@ def table(folder: Path, **settings: object) -> list[Rollout]:
     for number, row in enumerate(rows):
         row["dataset"], row["finish"] = ("a", "eos") if number < 5 else ("b", "length")
     shards = [lambda start=start: rows[start : start + 3] for start in (0, 3, 6)]
-    fill_dataset(folder, ROLLOUTS, settings, shards, lambda rows: None)
+    fill_dataset(folder, ROLLOUTS, Settings(settings), shards, lambda rows: None)
     return rows
 
 
@@ -53,7 +55,7 @@ def labels(folder: Path) -> Path:
         LabelsConfig(shard_size=4, top_logits=2),
         sampling=SamplingConfig(top_k=5),
         seed=0,
-        settings={},
+        settings=Settings({}),
         report=lambda rows: None,
     )
     return folder / "labels"
@@ -176,14 +178,14 @@ def test_an_unfinished_table_is_shown_with_a_warning(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):  # shards are made from the last to the first
-        fill_dataset(tmp_path, ROLLOUTS, {}, [stop, lambda: rows[3:]], lambda rows: None)
+        fill_dataset(tmp_path, ROLLOUTS, Settings({}), [stop, lambda: rows[3:]], lambda rows: None)
     assert not read_manifest(tmp_path)["finished"]
     assert main([str(tmp_path), "--png", str(tmp_path / "out.png")]) == 0
     shown = capsys.readouterr().out
     assert "3 rows" in shown
     assert "warning: unfinished" in shown
     with pytest.raises(KeyboardInterrupt):
-        fill_dataset(tmp_path / "begun", ROLLOUTS, {}, [stop], lambda rows: None)
+        fill_dataset(tmp_path / "begun", ROLLOUTS, Settings({}), [stop], lambda rows: None)
     assert main([str(tmp_path / "begun"), "--png", str(tmp_path / "none.png")]) == 0
     assert "no rows" in capsys.readouterr().out
 

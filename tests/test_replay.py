@@ -14,6 +14,7 @@ from eval.drafting.calibration import Calibration
 from heads import AcceptanceHead
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset, load_stored
+from specdata.storage.resume import Settings
 from specdata.storage.schema import LABELS
 from tests.test_acceptance import labeller
 from tests.tiny import tiny_llama
@@ -38,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     settings = {"sampling": {"temperature": 0.8, "top_k": 0, "top_p": 1.0}}
     rows = labeller(target, draft, SAMPLING)([row(number) for number in range(12)])  # type: ignore[misc]
-    fill_dataset(root / "labels", LABELS, settings, [lambda: rows], lambda done: None)
+    fill_dataset(root / "labels", LABELS, Settings(settings), [lambda: rows], lambda done: None)
     return root
 
 

@@ -26,17 +26,14 @@ from transformers.cache_utils import DynamicLayer
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig, inverse_cdf, probabilities
 from specdata.prompts.chat_templates import chat_ids
-from specdata.prompts.loading import Prompt, PromptSet
-from specdata.rollouts.make import (
-    Dialogue,
-    RolloutConfig,
-    check_samples,
-    make_rollouts,
-    turns_asked,
-)
-from specdata.rollouts.sampling import Backend, GrowingLayer, TransformersBackend, sample_batch
+from specdata.prompts.config import PromptSet
+from specdata.prompts.loading import Prompt
+from specdata.rollouts.backend import Backend, GrowingLayer, TransformersBackend, sample_batch
+from specdata.rollouts.config import RolloutConfig, check_samples
+from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
 from specdata.storage.dataset import load_stored
 from specdata.storage.manifest import read_manifest
+from specdata.storage.resume import Settings
 from specdata.storage.schema import Rollout
 from tests.test_decoder import p_value
 from tests.tiny import END, joint_distribution, tiny_llama
@@ -164,7 +161,13 @@ def table_of(
 ) -> list[Rollout]:
     config = RolloutConfig([PromptSet("d")], max_new_tokens=30, **changes)
     make_rollouts(
-        made, asked, folder, config, dialogue=dialogue, settings={}, report=lambda rows: None
+        made,
+        asked,
+        folder,
+        config,
+        dialogue=dialogue,
+        settings=Settings({}),
+        report=lambda rows: None,
     )
     return load_stored(folder).to_list()
 

@@ -18,6 +18,7 @@ from specdata.errors import ManifestError
 from specdata.storage.dataset import fill_dataset, load_stored, stream_stored
 from specdata.storage.files import try_locked
 from specdata.storage.manifest import read_manifest
+from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, Rollout
 from tests import drive_table
 
@@ -49,7 +50,7 @@ def shards(made: list[int], stop_at: int | None = None) -> list[Callable[[], lis
 
 
 def fill(folder: Path, parts: list[Callable[[], list[Rollout]]]) -> int:
-    return fill_dataset(folder, ROLLOUTS, SETTINGS, parts, lambda rows: None)
+    return fill_dataset(folder, ROLLOUTS, Settings(SETTINGS), parts, lambda rows: None)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -104,7 +105,7 @@ def test_other_settings_are_refused_with_the_difference(tmp_path: Path) -> None:
         fill_dataset(
             tmp_path,
             ROLLOUTS,
-            {"seed": 0, "sampling": {"temperature": 0.5}},
+            Settings({"seed": 0, "sampling": {"temperature": 0.5}}),
             shards([]),
             lambda rows: None,
         )
@@ -173,7 +174,9 @@ def test_a_shard_is_not_stored_in_a_table_that_was_replaced_while_it_was_made(
         (tmp_path / "manifest.json").unlink()
         (tmp_path / ".progress" / "shard-00003.parquet.json").unlink()
         (tmp_path / "shard-00003.parquet").unlink()
-        fill_dataset(tmp_path, ROLLOUTS, {"seed": 1}, [lambda: [row(1)]], lambda rows: None)
+        fill_dataset(
+            tmp_path, ROLLOUTS, Settings({"seed": 1}), [lambda: [row(1)]], lambda rows: None
+        )
         return [row(0)]
 
     parts = shards([])

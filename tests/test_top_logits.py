@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from specdata.errors import ConfigError
-from specdata.labels.make import LabelsConfig, labels_from_cache, make_labels
+from specdata.labels.config import LabelsConfig
+from specdata.labels.make import labels_from_cache, make_labels
 from specdata.labels.top_logits import TopLogitDistributions, top_logits
 from specdata.probability import SamplingConfig, accept_probability, overlap, probabilities
 from specdata.storage.dataset import load_stored
+from specdata.storage.resume import Settings
 from specdata.storage.schema import Label
 from tests.test_acceptance import close, rollouts, stored
 from tests.tiny import tiny_llama
@@ -48,7 +50,7 @@ def full(folder: Path, sampling: SamplingConfig, draft: int, top: int = 0) -> li
         LabelsConfig(shard_size=4, top_logits=top),
         sampling=sampling,
         seed=5,
-        settings={},
+        settings=Settings({}),
         report=quiet,
     )
     return load_stored(out).to_list()
@@ -66,7 +68,7 @@ def kept(
         LabelsConfig(shard_size=5, bound=bound),
         sampling=sampling,
         seed=5,
-        settings={},
+        settings=Settings({}),
         report=quiet,
     )
     return load_stored(folder / "kept").to_list()

@@ -15,12 +15,15 @@ import torch
 
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
-from specdata.prompts.loading import Prompt, PromptSet
-from specdata.rollouts.make import RolloutConfig, make_rollouts
-from specdata.rollouts.sampling import Request, TransformersBackend
-from specdata.rollouts.vllm import VllmBackend, VllmConfig
+from specdata.prompts.config import PromptSet
+from specdata.prompts.loading import Prompt
+from specdata.rollouts.backend import Request, TransformersBackend
+from specdata.rollouts.config import RolloutConfig, VllmConfig
+from specdata.rollouts.make import make_rollouts
+from specdata.rollouts.vllm import VllmBackend
 from specdata.storage.dataset import load_stored
 from specdata.storage.manifest import read_manifest
+from specdata.storage.resume import Settings
 from tests.tiny import END, tiny_llama
 
 VOCABULARY = 40
@@ -297,7 +300,7 @@ def test_a_table_goes_on_after_the_server_died_and_came_back(tmp_path: Path) -> 
             client(server, retries=1, concurrency=1) as backend,
         ):
             return make_rollouts(
-                backend, asked, folder, config, settings={}, report=lambda rows: None
+                backend, asked, folder, config, settings=Settings({}), report=lambda rows: None
             )
 
     broken = (0, 0, 0, 0, 0, 503)  # the last shard has one prompt, the one before fails

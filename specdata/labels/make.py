@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pyarrow as pa
 from transformers import PreTrainedModel
 
-from specdata.errors import ConfigError, ManifestError, at_least_one
+from specdata.errors import ConfigError, ManifestError
+from specdata.labels.config import LabelsConfig
 from specdata.labels.labeller import (
     Labeller,
     kept_distributions,
@@ -23,33 +22,9 @@ from specdata.labels.top_logits import TopLogitDistributions
 from specdata.lm_head import find_lm_head
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset, load_stored
-from specdata.storage.manifest import differences, read_manifest
+from specdata.storage.manifest import read_manifest
+from specdata.storage.resume import Settings, as_settings, defaults_of, differences
 from specdata.storage.schema import LABELS, TOP_LOGITS, Label
-
-
-@dataclass(frozen=True, slots=True)
-class LabelsConfig:
-    """How rollouts are labelled with the draft's acceptance."""
-
-    shard_size: int = field(default=64, metadata={"help": "rollouts of one shard"})
-    top_logits: int = field(
-        default=0,
-        metadata={"help": "largest target logits kept a position, to label again without it"},
-    )
-    cache: str | None = field(
-        default=None,
-        metadata={"help": "labels with kept logits to make these from, without the target"},
-    )
-    bound: bool = field(
-        default=False, metadata={"help": "with cache: upper bounds will do where not exact"}
-    )
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "labels", "shard_size")
-        if self.top_logits < 0:
-            raise ConfigError(f"labels.top_logits must be 0 (none) or more, got {self.top_logits}")
-        if self.top_logits and self.cache:
-            raise ConfigError("labels.top_logits must be 0 with labels.cache, which keeps them")
 
 
 def make_labels(
@@ -61,7 +36,7 @@ def make_labels(
     *,
     sampling: SamplingConfig,
     seed: int,
-    settings: Mapping[str, Any],
+    settings: Settings,
     report: Callable[[int], object],
 ) -> int:
     """Label every position of every rollout, under the sampler that serving will use.
@@ -77,7 +52,7 @@ def make_labels(
         config: sizes.
         sampling: the distribution that tokens are served from; stored, and checked by `load_labels`.
         seed: the run's seed; a row's own seed is made of it and of what identifies the row.
-        settings: what else identifies the run, stored in the manifest.
+        settings: what else decides the rows; stored in the manifest, compared on resume.
         report: called with the number of rows done.
 
     Returns:
@@ -97,7 +72,9 @@ def make_labels(
         tokens_at_once(p, q),
     )
     schema = pa.schema([*LABELS, *TOP_LOGITS]) if top else LABELS
-    return _fill(rollouts, folder, work, config, schema, {**settings, "top_logits": top}, report)
+    return _fill(
+        rollouts, folder, work, config, schema, settings.extended({"top_logits": top}), report
+    )
 
 
 def labels_from_cache(
@@ -108,7 +85,7 @@ def labels_from_cache(
     *,
     sampling: SamplingConfig,
     seed: int,
-    settings: Mapping[str, Any],
+    settings: Settings,
     report: Callable[[int], object],
 ) -> int:
     """Label the rollouts of another labels table, from the target logits that it keeps.
@@ -122,7 +99,7 @@ def labels_from_cache(
         config: sizes, and whether a bound will do; see `TopLogitDistributions`.
         sampling: the distribution that tokens are served from.
         seed: as in `make_labels`; the same seed draws the same tokens.
-        settings: what else identifies the run.
+        settings: what else decides the rows.
         report: called with the number of rows done.
 
     Raises:
@@ -138,7 +115,7 @@ def labels_from_cache(
     )
     q, kept = find_lm_head(draft), partial(kept_distributions, distributions)
     work = Labeller(kept, q, distributions.vocabulary, sampling, seed, tokens_at_once(q))
-    settings = {**settings, "bound": config.bound}
+    settings = settings.extended({"bound": config.bound})
     return _fill(load_stored(source), folder, work, config, LABELS, settings, report)
 
 
@@ -150,7 +127,7 @@ def load_labels(folder: Path, sampling: SamplingConfig) -> datasets.Dataset:
             learn the acceptance of distributions that are never served.
     """
     stored = read_manifest(folder)["settings"].get("sampling") or {}
-    if changed := differences(stored, asdict(sampling)):
+    if changed := differences(stored, as_settings(sampling), defaults_of(SamplingConfig)):
         raise ManifestError(
             f"the labels in {folder} were made under another sampler than the one asked for: label "
             "the rollouts again, or ask for theirs. Stored -> asked:\n  " + "\n  ".join(changed)
@@ -164,16 +141,16 @@ def _fill(
     work: Labeller,
     config: LabelsConfig,
     schema: pa.Schema,
-    settings: Mapping[str, Any],
+    settings: Settings,
     report: Callable[[int], object],
 ) -> int:
     def shard(start: int) -> list[Label]:
         stop = min(start + config.shard_size, len(rollouts))
         return work(rollouts.select(range(start, stop)).to_list())
 
-    own = {"sampling": asdict(work.sampling), "seed": work.seed, "vocabulary": work.vocabulary}
+    own = {"sampling": as_settings(work.sampling), "seed": work.seed, "vocabulary": work.vocabulary}
     shards = [partial(shard, start) for start in range(0, len(rollouts), config.shard_size)]
-    return fill_dataset(folder, schema, {**settings, **own}, shards, report)
+    return fill_dataset(folder, schema, settings.extended(own), shards, report)
 
 
 def mean_overlap(labels: datasets.Dataset) -> dict[str, float]:

@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,15 @@ from specdata.processes import is_main
 from specdata.storage.files import atomic_write, locked, try_locked, write_json
 from specdata.storage.manifest import (
     MANIFEST,
-    check_same,
+    PROGRESS,
     count,
     describe_shard,
     new_manifest,
     read_manifest,
     verify,
 )
+from specdata.storage.resume import Settings
 
-PROGRESS = ".progress"
 # What a table's folder may hold beside its shards; hidden files are never looked at.
 BESIDE = (MANIFEST, "run.json")
 # Seconds between two looks at what other processes are making.
@@ -47,7 +47,7 @@ PAUSE = 0.2
 def fill_dataset(
     folder: Path,
     schema: pa.Schema,
-    settings: Mapping[str, Any],
+    settings: Settings,
     shards: Sequence[Callable[[], list[Any]]],
     report: Callable[[int], object],
 ) -> int:
@@ -68,12 +68,11 @@ def fill_dataset(
         Number of rows in the table.
 
     Raises:
-        ManifestError: if the folder holds a table made with other settings, a damaged one, or a
-            file that is not part of it.
+        OtherSettingsError: if the folder holds a table made with other settings.
+        ManifestError: if it holds a damaged one, or a file that is not part of it.
         OSError: if a shard cannot be written; those that are finished stay.
     """
-    # JSON is what a resume compares with, so tuples must already be lists here.
-    table = _StoredDataset(folder, schema, json.loads(json.dumps(settings)), len(shards))
+    table = _StoredDataset(folder, schema, settings, len(shards))
     with locked(table.progress / "table.lock"):
         manifest = table.open()
     waiting = list(reversed(range(len(shards))))
@@ -103,7 +102,7 @@ class _StoredDataset:
 
     folder: Path
     schema: pa.Schema
-    settings: Mapping[str, Any]
+    settings: Settings
     size: int
 
     @property
@@ -116,9 +115,9 @@ class _StoredDataset:
         present = sorted(path.name for path in self.folder.glob("[!.]*"))
         if not (self.folder / MANIFEST).exists():
             self._check_foreign(present, [])
-            write_json(self.folder / MANIFEST, new_manifest(self.settings))
+            write_json(self.folder / MANIFEST, new_manifest(self.settings.values))
         manifest = read_manifest(self.folder)
-        check_same(self.folder, manifest, self.settings)
+        self.settings.check(manifest["settings"], self.folder)
         if manifest["finished"]:
             if len(manifest["shards"]) != self.size:
                 raise ManifestError(
@@ -151,7 +150,7 @@ class _StoredDataset:
             made = rows()
             # Somebody may have put another run into the folder, while this process worked on
             # without the launcher that it was killed with.
-            check_same(self.folder, read_manifest(self.folder), self.settings)
+            self.settings.check(read_manifest(self.folder)["settings"], self.folder)
             with atomic_write(self.folder / _name(index)) as temporary:
                 pq.write_table(pa.Table.from_pylist(made, schema=self.schema), temporary)
                 entry = describe_shard(temporary, _name(index), made)
@@ -163,7 +162,7 @@ class _StoredDataset:
         manifest = read_manifest(self.folder)
         if manifest["finished"]:
             return
-        check_same(self.folder, manifest, self.settings)
+        self.settings.check(manifest["settings"], self.folder)
         manifest["shards"] = [self._record(index) for index in range(self.size)]
         manifest["counts"] = count(manifest["shards"])
         manifest["finished"] = True

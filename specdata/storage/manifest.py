@@ -10,9 +10,12 @@ from typing import Any
 
 from specdata.errors import ManifestError
 from specdata.storage.files import sha256
-from specdata.storage.schema import SCHEMA_VERSION
+from specdata.storage.resume import differences as differences
 
 MANIFEST = "manifest.json"
+# The folder, beside it, of what is known of the shards while a dataset is being made.
+PROGRESS = ".progress"
+SCHEMA_VERSION = 2
 
 
 def new_manifest(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,28 +48,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, ManifestError):
             raise
-        raise ManifestError(f"{path} is not a manifest of this program ({error!r})") from error
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Lines "key: old -> new" for every setting that differs, nested keys dotted."""
-    lines = []
-    for key in sorted({*old, *new}):
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            lines += differences(before, after, f"{prefix}{key}.")
-        elif before != after:
-            lines.append(f"{prefix}{key}: {before!r} -> {after!r}")
-    return lines
-
-
-def check_same(folder: Path, manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Raise ManifestError, with the differences, unless a table was made with these settings."""
-    if changed := differences(manifest["settings"], settings):
         raise ManifestError(
-            f"{folder} holds a table made with other settings; choose another output folder or "
-            "remove it. Stored -> asked:\n  " + "\n  ".join(changed)
-        )
+            f"{path} is not a manifest of this program ({error!r}): remove {folder} and make the "
+            "dataset again"
+        ) from error
 
 
 def describe_shard(path: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
