@@ -33,16 +33,16 @@ TREE = DecodeConfig(temperature=0.0, verifier="traversal", drafter="tree", width
 class Shifted(CachedModel):
     """A defect: tokens that are verified together are read one position too late."""
 
-    def _one(self, row, start, ids, positions, mask, keep):  # type: ignore[no-untyped-def]
+    def _run_slot(self, slot, start, ids, positions, mask, logits_to_keep):  # type: ignore[no-untyped-def]
         late = positions + 1 if start and ids.shape[1] > 1 else positions
-        return super()._one(row, start, ids, late, mask, keep)
+        return super()._run_slot(slot, start, ids, late, mask, logits_to_keep)
 
 
 class Leaking(CachedModel):
     """A defect: tokens that are verified together see those that follow."""
 
-    def _causal(self, start, count):  # type: ignore[no-untyped-def]
-        return torch.zeros_like(super()._causal(start, count))
+    def _causal_mask(self, start, count):  # type: ignore[no-untyped-def]
+        return torch.zeros_like(super()._causal_mask(start, count))
 
 
 def decoder(kind: type[CachedModel], target: Any, draft: Any, config: DecodeConfig) -> Any:

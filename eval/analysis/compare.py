@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from eval.analysis.ties import Choice, Comparison, Difference, compare
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
-from eval.runtime.graphs import Engine
+from eval.runtime.engines import Engine
 from heads import AcceptanceHead
 from specdata.errors import CacheNotRewindableError, ConfigError, VocabularyMismatchError
 from specdata.models import DTYPES, check_length, load_model, load_tokenizer

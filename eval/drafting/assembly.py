@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from eval.drafting.drafters import BranchingDrafter, ChainDrafter, Drafter, Path
+from eval.drafting.drafters import BranchingDrafter, ChainDrafter, Drafter, DraftPath
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
 
@@ -46,11 +46,11 @@ def make_drafters(
         )
     if config.drafter == "chain":
         return lambda row: ChainDrafter(
-            models[0].text(row, config.sampling), config.stop.start(head), ends
+            models[0].sequence(row, config.sampling), config.stop.start(head), ends
         )
     if config.drafter == "tree":
         return lambda row: BranchingDrafter(
-            [Path(models[0].text(row, config.sampling))], config.widths, config.how, ends
+            [DraftPath(models[0].sequence(row, config.sampling))], config.widths, config.how, ends
         )
     widths = (config.paths, *[1] * (config.stop.longest - 1))
     return lambda row: BranchingDrafter(
@@ -58,9 +58,9 @@ def make_drafters(
     )
 
 
-def _paths(config: DecodeConfig, models: Sequence[CachedModel], row: int) -> list[Path]:
+def _paths(config: DecodeConfig, models: Sequence[CachedModel], row: int) -> list[DraftPath]:
     """How each path of a slot is drafted."""
-    sequences = [model.text(row, config.sampling) for model in models]
+    sequences = [model.sequence(row, config.sampling) for model in models]
     drafts = config.path_drafts or (0,) * config.paths
     samplings: list[SamplingConfig | None] = [None] * config.paths
     if config.path_temperatures:
@@ -68,4 +68,4 @@ def _paths(config: DecodeConfig, models: Sequence[CachedModel], row: int) -> lis
             SamplingConfig(temperature, config.top_k, config.top_p)
             for temperature in config.path_temperatures
         ]
-    return [Path(sequences[d], sampling) for d, sampling in zip(drafts, samplings, strict=True)]
+    return [DraftPath(sequences[d], sampling) for d, sampling in zip(drafts, samplings, strict=True)]
