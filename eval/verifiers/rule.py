@@ -244,11 +244,7 @@ class Verifier:
         rows = modified_rows(self.carried, tree, target) if self.carried else target
         end = self.rule(tree, rows, GeneratorRng(generator))
         token = draw_one(end.distribution, generator)
-        nodes, node = [], end.node
-        while node:
-            nodes.append(node)
-            node = int(tree.parents[node - 1])
-        return Drawn(nodes[::-1], token, self.after(tree, target, end, token))
+        return Drawn(tree.path_to(end.node), token, self.after(tree, target, end, token))
 
 
 class GeneratorRng:
