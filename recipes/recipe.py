@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from recipes.config import SHARED, PipelineConfig, parse
 from recipes.run import RUN, USER_ERRORS, Stage, console, stage_record
 from specdata.errors import OtherSettingsError
+from specdata.processes import is_main
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +51,10 @@ class Recipe:
         try:
             sections = (*SHARED, *self.sections)
             command = parse(given, self.description, sections, program)
-            if command.plan:
+            if command.plan and is_main():
                 values = {key: value for key, value in command.given.items() if key in sections}
                 show_plan(values, self.stages(command.config))
-            else:
+            elif not command.plan:
                 self.main(command.config)
         except USER_ERRORS as error:
             print(f"error: {error}", file=sys.stderr)
