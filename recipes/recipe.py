@@ -51,10 +51,10 @@ class Recipe:
         try:
             sections = (*SHARED, *self.sections)
             command = parse(given, self.description, sections, program)
-            if command.plan and is_main():
+            if command.plan:
                 values = {key: value for key, value in command.given.items() if key in sections}
                 show_plan(values, self.stages(command.config))
-            elif not command.plan:
+            else:
                 self.main(command.config)
         except USER_ERRORS as error:
             print(f"error: {error}", file=sys.stderr)
@@ -73,12 +73,14 @@ class Recipe:
 
 
 def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
-    """Print what was configured, and what each stage would read and write.
+    """Print, in the main process, what was configured and what stages would read and write.
 
     Args:
         given: values of the file and of the command line that the recipe reads.
         stages: what the recipe would do.
     """
+    if not is_main():
+        return
     text = yaml.safe_dump(dict(given), sort_keys=False, default_flow_style=None, width=100)
     console.print(text + "# everything else has its default: see --help", markup=False)
     for stage in stages:
