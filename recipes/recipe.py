@@ -84,7 +84,7 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
     text = yaml.safe_dump(dict(given), sort_keys=False, default_flow_style=None, width=100)
     console.print(text + "# everything else has its default: see --help", markup=False)
     for stage in stages:
-        console.print(f"\n[bold]{stage.name}[/] ({_state(stage)})")
+        console.print(f"\n{stage.name} ({_state(stage)})", style="bold", markup=False)
         for name, source in stage.inputs.items():
             there = "" if Path(source).exists() else " (from the Hub)"
             if there and Path(source).is_relative_to(str(given.get("output"))):
@@ -101,5 +101,5 @@ def _state(stage: Stage) -> str:
     try:
         stage.settings.check(record["settings"], stage.folder)
     except OtherSettingsError:
-        return "made with other settings, would be refused"
+        return f"made with other settings: {stage.settings.remedy}"
     return "done" if record["finished"] else "begun, would be continued"
