@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import get_int_from_env, parse_flag_from_env
 from tqdm.auto import tqdm
 from transformers import (
     PreTrainedModel,
@@ -48,18 +46,6 @@ class Schedule:
     warmup_ratio: float
     save_steps: int
     accumulation: int = 1
-
-
-def join_processes() -> PartialState:
-    """Join the processes of this run; call it before models are loaded, to have the right device.
-
-    On the CPU accelerate needs the backend named, or DeepSpeed's ranks start as worlds of their
-    own, and needs `cpu` exactly without DeepSpeed: with it, DeepSpeed turns into plain DDP.
-    """
-    launched = get_int_from_env(["WORLD_SIZE"], 1) > 1
-    if not launched or torch.cuda.is_available():
-        return PartialState()
-    return PartialState(cpu=not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"), backend="gloo")
 
 
 def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> TrainingArguments:

@@ -19,9 +19,9 @@ from heads.mixing import (
     MixedRow,
     blank,
     collate,
-    derived_generator,
 )
 from specdata.errors import ConfigError
+from specdata.seeds import numpy_generator_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class LabelRows:
 
     def epoch(self, seed: int, epoch: int, batch_size: int) -> Iterator[list[LabelRow]]:
         """Yield the global batches of one epoch, shuffled; the last one may be short."""
-        order = derived_generator("order", seed, epoch).permutation(len(self))
+        order = numpy_generator_for("order", seed, epoch).permutation(len(self))
         for start in range(0, len(self), batch_size):
             yield [self[int(position)] for position in order[start : start + batch_size]]
 

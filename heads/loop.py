@@ -20,10 +20,12 @@ from torch import Tensor
 from heads.batches import LabelRows, micro_batches, rounds_for
 from heads.checkpoint import Checkpoint, save_checkpoint
 from heads.config import HeadConfig, learning_rate
-from heads.engine import Engine, restore_moments, whole_moments, whole_weights
-from heads.hidden import hidden_states
+from heads.engine import TrainingEngine, restore_moments, whole_moments, whole_weights
+from heads.inputs import HeadInputs, logits_of_states
 from heads.loss import HeadMetrics, head_metrics, loss_mass, weighted_bce
 from heads.mixing import LabelRow, MixedBatch, MixedRow, mix
+from specdata.lm_head import hidden_states
+from specdata.probability import SamplingConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 class Training:
     """One run: its engine, its frozen draft and where it keeps checkpoints."""
 
-    engine: Engine
+    engine: TrainingEngine
     draft: PreTrainedModel
     config: HeadConfig
     seed: int
@@ -120,9 +122,21 @@ class Training:
         ):
             yield part.to(accelerator.device)
 
+    def _features(self, part: MixedBatch) -> tuple[Tensor, ...]:
+        """What the head reads of a micro-batch, in the order of its `forward`; float32."""
+        head = self.engine.head
+        inputs = HeadInputs.from_batch(
+            head.reads,
+            input_ids=part.input_ids,
+            states=hidden_states(self.draft, part.input_ids, part.attention_mask),
+            logits=self.draft_logits,
+            sampling=SamplingConfig(**(head.sampling or {})),
+        )
+        return tuple(inputs[name].float() for name in head.reads)
+
     def _logits(self, part: MixedBatch) -> Tensor:
-        states = hidden_states(self.draft, part.input_ids, part.attention_mask)
-        logits: Tensor = self.engine.model(states.float())
+        # The wrapped model, which gets tensors only: DDP and DeepSpeed look for them in arguments.
+        logits: Tensor = self.engine.model(*self._features(part))
         return logits
 
     def save(self, before: HeadMetrics, losses: Sequence[float]) -> None:

@@ -17,6 +17,7 @@ from eval.drafting.calibration import Calibration, fit_calibration
 from eval.drafting.stopping import DraftedToken, ShouldStop
 from eval.rounds import Round
 from heads import AcceptanceHead
+from heads.inputs import HeadInputs
 
 MEAN_ACCEPTANCE = 0.8
 """Of a drafted token, before anything is known."""
@@ -92,14 +93,16 @@ class CostRule:
     def begin(self) -> ShouldStop:
         """Start a round."""
         seen: list[float] = []
+        drafted: list[DraftedToken] = []
         self._round, head, known = seen, self._head, 1.0
 
         @torch.inference_mode()
         def stop(step: DraftedToken) -> bool:
             nonlocal known
-            if head is not None and seen:
-                assert step.state is not None
-                known *= float(head.probability(step.state))
+            drafted.append(step)
+            inputs = None if head is None else HeadInputs.from_drafted(head.reads, drafted)
+            if head is not None and inputs is not None:
+                known *= float(head.probability(inputs))
             seen.append(float(step.distribution.max()))
             newest = self.calibration.accept(seen[-1])
             if head is None:

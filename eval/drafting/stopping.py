@@ -15,6 +15,7 @@ from torch import Tensor
 from eval.drafting.calibration import Calibration
 from eval.rounds import Round
 from heads import AcceptanceHead
+from heads.inputs import HeadInputs
 from specdata.probability import entropy
 
 
@@ -98,16 +99,16 @@ def predicted_rejection(head: AcceptanceHead, threshold: float, *, limit: int) -
     """
 
     def begin() -> ShouldStop:
-        survival, first = 1.0, True
+        survival, drafted = 1.0, list[DraftedToken]()
 
         @torch.inference_mode()
         def stop(step: DraftedToken) -> bool:
-            nonlocal survival, first
-            if first:
-                first = False
+            nonlocal survival
+            drafted.append(step)
+            inputs = HeadInputs.from_drafted(head.reads, drafted)
+            if inputs is None:
                 return False
-            assert step.state is not None
-            survival *= float(torch.sigmoid(head(step.state)))
+            survival *= float(torch.sigmoid(head.logits(inputs)))
             return 1.0 - survival > threshold
 
         return stop

@@ -16,8 +16,7 @@ Batches and long prompts always run eagerly; a short prompt is never compiled fo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -29,6 +28,7 @@ from eval.runtime.kv_cache import Layer
 from eval.runtime.model_checks import changing_rope
 from eval.runtime.prepack import Prepacker, can_prepack
 from specdata.errors import ConfigError
+from specdata.lm_head import capturing_hidden
 
 Engine = Literal["eager", "captured", "compiled"]
 ENGINES: tuple[str, ...] = get_args(Engine)
@@ -194,17 +194,6 @@ def _step(model: PreTrainedModel, masked: bool, last: bool) -> Graph:
         return logits, hidden[0]
 
     return step
-
-
-@contextmanager
-def capturing_hidden(model: Any, keep: Callable[[Tensor], object]) -> Iterator[None]:
-    """Show `keep` what the output embedding reads, (1, rows, H)."""
-    embedding: torch.nn.Module = model.get_output_embeddings()
-    hook = embedding.register_forward_pre_hook(lambda _module, args: keep(args[0]) and None)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _examples(given: Sequence[Tensor], masked: bool) -> list[Tensor]:

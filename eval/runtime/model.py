@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.runtime.graphs import CapturedModel, Engine, captured, capturing_hidden
+from eval.runtime.graphs import CapturedModel, Engine, captured
 from eval.runtime.kv_cache import KVCache
 from eval.runtime.model_checks import check_cache, check_forward, takes_masks
 from eval.runtime.sequence import CachedSequence, Forward, lay_out, path_to, places
+from specdata.lm_head import capturing_hidden
 from specdata.models import known_ids
 from specdata.probability import SamplingConfig, to_vocabulary
 
