@@ -45,7 +45,8 @@ from eval.runtime.model import CachedModel
 from eval.verifiers.rule import Outcome, Rng
 from specdata.models import device, load_model, load_tokenizer
 from specdata.probability import SamplingConfig, residual
-from specdata.prompts.loading import PromptSet, load_prompts
+from specdata.prompts.config import PromptSet
+from specdata.prompts.loading import load_prompts
 from specdata.seeds import generator_for, seed_for
 from specdata.storage.files import write_json
 

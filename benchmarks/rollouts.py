@@ -30,18 +30,19 @@ from embedded import BATCH, NEW_TOKENS, PLAIN, VOCABULARY, pair, requests, rolle
 from transformers import PreTrainedModel
 
 from eval.measuring.environment import describe_environment
+from specdata.labels.config import LabelsConfig
 from specdata.labels.labeller import (
     Labeller,
     kept_distributions,
     target_distributions,
     tokens_at_once,
 )
-from specdata.labels.make import LabelsConfig, make_labels
+from specdata.labels.make import make_labels
 from specdata.labels.top_logits import TopLogitDistributions
 from specdata.lm_head import find_lm_head
 from specdata.models import device
 from specdata.probability import SamplingConfig
-from specdata.rollouts.sampling import Request
+from specdata.rollouts.backend import Request
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.files import write_json
 from specdata.storage.manifest import read_manifest

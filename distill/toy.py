@@ -27,7 +27,8 @@ from transformers import (
 
 from distill.training import Schedule, check_settings, run, save_model, training_arguments
 from specdata.storage.files import atomic_folder, write_json
-from specdata.toy.corpus import corpus, train_tokenizer
+from specdata.toy.corpus import corpus
+from specdata.toy.tokenizer import train_tokenizer
 
 SETTINGS_FILE = "training.json"
 

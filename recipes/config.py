@@ -22,11 +22,11 @@ from distill.toy import ToyPairConfig
 from eval.measuring.methods import EvalConfig
 from heads.config import HeadConfig
 from specdata.errors import ConfigError
-from specdata.labels.make import LabelsConfig
+from specdata.labels.config import LabelsConfig
 from specdata.models import check_dtype
 from specdata.probability import SamplingConfig
-from specdata.prompts.loading import PromptSet
-from specdata.rollouts.make import RolloutConfig
+from specdata.prompts.config import PromptSet
+from specdata.rollouts.config import RolloutConfig
 
 TOY = Path(__file__).parent / "configs" / "toy.yaml"
 

@@ -9,7 +9,7 @@ from eval.measuring.methods import calibrates, path_drafts
 from recipes.config import PipelineConfig
 from recipes.run import Stage
 from specdata.errors import ConfigError
-from specdata.prompts.loading import prompt_inputs
+from specdata.prompts.sources import prompt_inputs
 
 
 def folder(config: PipelineConfig, stage: str) -> Path:

@@ -21,8 +21,9 @@ from recipes.run import Stage, cli, finished, is_main, process_count, run_stage,
 from specdata.errors import ConfigError
 from specdata.models import hub_commit, load_generation, load_model, load_tokenizer, positions
 from specdata.prompts.loading import dropped, load_prompts
-from specdata.rollouts.make import Dialogue, check_samples, make_rollouts, turns_asked
-from specdata.rollouts.sampling import Backend, TransformersBackend
+from specdata.rollouts.backend import Backend, TransformersBackend
+from specdata.rollouts.config import check_samples
+from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
 from specdata.rollouts.vllm import VllmBackend
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings, defaults_of

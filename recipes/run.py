@@ -31,9 +31,8 @@ from specdata.errors import (
 from specdata.models import device
 from specdata.processes import is_main as is_main
 from specdata.processes import process_count as process_count
-from specdata.storage.dataset import PROGRESS
 from specdata.storage.files import try_locked, write_json
-from specdata.storage.manifest import MANIFEST, differences
+from specdata.storage.manifest import MANIFEST, PROGRESS, differences
 
 RUN = "run.json"
 LOCK = ".lock"

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from specdata.errors import ConfigError
+from specdata.hub import hub_source as hub_source
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -64,12 +65,6 @@ def check_dtype(dtype: str) -> None:
     """Raise ConfigError for a precision that models are not loaded in."""
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-
-
-def hub_source(name: str) -> tuple[str, str | None]:
-    """Split OWNER/NAME@REVISION; anything that exists here is a folder, whatever its name."""
-    source, found, revision = name.partition("@")
-    return (source, revision) if found and not Path(name).exists() else (name, None)
 
 
 def hub_commit(name: str) -> str | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from specdata.errors import VocabularyMismatchError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SHOWN = 3
 

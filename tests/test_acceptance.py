@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from specdata.errors import ConfigError, ManifestError
 from specdata.labels import labeller as labelling
+from specdata.labels.config import LabelsConfig
 from specdata.labels.labeller import Labeller, target_distributions
-from specdata.labels.make import LabelsConfig, load_labels, make_labels
+from specdata.labels.make import load_labels, make_labels
 from specdata.lm_head import find_lm_head
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import fill_dataset, load_stored

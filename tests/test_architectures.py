@@ -15,7 +15,7 @@ from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.runtime.model import CachedModel
 from specdata.errors import CacheNotRewindableError, ConfigError, VocabularyMismatchError
 from specdata.probability import SamplingConfig
-from specdata.toy.corpus import train_tokenizer
+from specdata.toy.tokenizer import train_tokenizer
 from specdata.vocabulary import check_shared_vocabulary
 from tests.families import FAMILIES, SPECIAL, tiny
 from tests.test_decoder import p_value

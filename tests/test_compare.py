@@ -19,7 +19,8 @@ from eval.analysis.ties import NOISE_FACTOR, Choice, compare, find_difference, g
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.runtime.model import CachedModel
 from specdata.errors import ConfigError
-from specdata.toy.corpus import corpus, train_tokenizer
+from specdata.toy.corpus import corpus
+from specdata.toy.tokenizer import train_tokenizer
 from tests.families import tiny
 
 ROOT = Path(__file__).parent.parent

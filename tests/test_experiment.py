@@ -14,7 +14,8 @@ from eval.measuring.results import Results, Run, check_metrics, read_results, wr
 from eval.reporting.report import environment_rows, sections_of
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
-from specdata.prompts.loading import Prompt, PromptSet
+from specdata.prompts.config import PromptSet
+from specdata.prompts.loading import Prompt
 from tests.synthetic_results import ENVIRONMENT
 from tests.test_decoder import head
 from tests.tiny import tiny_llama

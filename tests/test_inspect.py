@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerFast
 from specdata.inspect import summary as module
 from specdata.inspect.__main__ import main
 from specdata.inspect.summary import quantiles, summarise
-from specdata.labels.make import LabelsConfig, make_labels
+from specdata.labels.config import LabelsConfig
+from specdata.labels.make import make_labels
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset, load_stored
 from specdata.storage.manifest import read_manifest

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,16 +42,37 @@ def test_imports_go_down_the_layers_only(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [ROOT / "specdata/probability.py", *sorted((ROOT / "eval/verifiers").glob("*.py"))],
+    [
+        ROOT / "specdata/probability.py",
+        ROOT / "specdata/sampling.py",
+        *sorted((ROOT / "eval/verifiers").glob("*.py")),
+    ],
     ids=lambda path: path.name,
 )
 def test_distributions_and_verifiers_need_nothing_but_torch_and_each_other(path: Path) -> None:
-    ours = ("eval.verifiers", "eval.drafts", "specdata.probability")
+    ours = ("eval.verifiers", "eval.drafts", "specdata.probability", "specdata.sampling")
     for line, module in imported(path):
         if module.split(".")[0] in OURS:
             assert module.startswith(ours), f"{path}:{line} imports {module}"
         else:
             assert module.split(".")[0] not in {"transformers", "datasets"}, f"{path}:{line}"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "specdata.prompts.sources",
+        "specdata.rollouts.config",
+        "specdata.labels.config",
+        "specdata.sampling",
+        "specdata.storage.manifest",
+    ],
+)
+def test_configuration_is_imported_without_heavy_libraries(module: str) -> None:
+    heavy = ("torch", "transformers", "tokenizers", "datasets", "pyarrow", "numpy")
+    command = f"import sys, {module}; print([x for x in {heavy} if x in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 def test_launch_holds_no_python_and_nobody_imports_a_package_named_like_a_builtin() -> None:

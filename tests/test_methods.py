@@ -24,7 +24,7 @@ from recipes.layout import eval_stage, release_stage
 from recipes.run import cli
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
-from specdata.prompts.loading import PromptSet
+from specdata.prompts.config import PromptSet
 
 
 def chosen(*arguments: str) -> list[str]:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from specdata.errors import ConfigError
+from specdata.hub import hub_source
 from specdata.models import (
     check_length,
     end_ids,
     hub_commit,
-    hub_source,
     known_ids,
     load_generation,
     load_model,

@@ -17,7 +17,8 @@ import pytest
 from datasets.exceptions import DatasetGenerationError
 
 from specdata.errors import ConfigError
-from specdata.prompts.loading import PromptSet, check_sets, dropped, load_prompts
+from specdata.prompts.config import PromptSet
+from specdata.prompts.loading import check_sets, dropped, load_prompts
 from specdata.prompts.rows import _or_refuse
 from tests.chats import chat_tokenizer
 from tests.hub import Server

@@ -13,7 +13,9 @@ import pytest
 from specdata.errors import ConfigError
 from specdata.prompts.catalogue import CATALOGUE
 from specdata.prompts.chat_templates import chat_ids
-from specdata.prompts.loading import PromptSet, load_prompts, prompt_inputs
+from specdata.prompts.config import PromptSet
+from specdata.prompts.loading import load_prompts
+from specdata.prompts.sources import prompt_inputs
 from tests.prompt_files import CHAT, PLAIN, datasets_cache, jsonl, parquet, texts
 
 __all__ = ["datasets_cache"]

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from specdata.errors import ConfigError, VocabularyMismatchError
-from specdata.prompts.loading import PromptSet, load_prompts
-from specdata.toy.corpus import FAMILIES, corpus, train_tokenizer
+from specdata.prompts.config import PromptSet
+from specdata.prompts.loading import load_prompts
+from specdata.toy.corpus import FAMILIES, corpus
+from specdata.toy.tokenizer import train_tokenizer
 from specdata.vocabulary import check_shared_vocabulary, fingerprint
 
 

@@ -25,7 +25,7 @@ from eval.reporting.card import best_head_run, best_length, escape_markdown, sho
 from eval.reporting.release import About, release_draft, release_head
 from heads import AcceptanceHead
 from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError
-from specdata.toy.corpus import train_tokenizer
+from specdata.toy.tokenizer import train_tokenizer
 from tests.synthetic_results import synthetic_results
 
 HIDDEN = 16

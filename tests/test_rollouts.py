@@ -26,15 +26,11 @@ from transformers.cache_utils import DynamicLayer
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig, inverse_cdf, probabilities
 from specdata.prompts.chat_templates import chat_ids
-from specdata.prompts.loading import Prompt, PromptSet
-from specdata.rollouts.make import (
-    Dialogue,
-    RolloutConfig,
-    check_samples,
-    make_rollouts,
-    turns_asked,
-)
-from specdata.rollouts.sampling import Backend, GrowingLayer, TransformersBackend, sample_batch
+from specdata.prompts.config import PromptSet
+from specdata.prompts.loading import Prompt
+from specdata.rollouts.backend import Backend, GrowingLayer, TransformersBackend, sample_batch
+from specdata.rollouts.config import RolloutConfig, check_samples
+from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
 from specdata.storage.dataset import load_stored
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings

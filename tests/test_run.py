@@ -14,7 +14,7 @@ from recipes.inputs import fingerprint
 from recipes.layout import eval_stage, rollouts_stage
 from recipes.run import Stage, cli, finished, need, run_stage, wait_for
 from specdata.errors import ConfigError
-from specdata.prompts.loading import PromptSet
+from specdata.prompts.config import PromptSet
 
 
 def stage(folder: Path, seed: int = 0, source: str = "hub/model") -> Stage:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from specdata.errors import ConfigError
-from specdata.labels.make import LabelsConfig, labels_from_cache, make_labels
+from specdata.labels.config import LabelsConfig
+from specdata.labels.make import labels_from_cache, make_labels
 from specdata.labels.top_logits import TopLogitDistributions, top_logits
 from specdata.probability import SamplingConfig, accept_probability, overlap, probabilities
 from specdata.storage.dataset import load_stored

@@ -6,16 +6,8 @@ import re
 
 import pytest
 
-from specdata.toy.corpus import (
-    FAMILIES,
-    SPLITS,
-    corpus,
-    examples,
-    library_texts,
-    prompts,
-    split_of,
-    train_tokenizer,
-)
+from specdata.toy.corpus import FAMILIES, SPLITS, corpus, examples, library_texts, prompts, split_of
+from specdata.toy.tokenizer import train_tokenizer
 
 SMALL = {"examples_per_family": 40, "library_characters": 8_000}
 

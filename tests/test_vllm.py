@@ -15,10 +15,12 @@ import torch
 
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
-from specdata.prompts.loading import Prompt, PromptSet
-from specdata.rollouts.make import RolloutConfig, make_rollouts
-from specdata.rollouts.sampling import Request, TransformersBackend
-from specdata.rollouts.vllm import VllmBackend, VllmConfig
+from specdata.prompts.config import PromptSet
+from specdata.prompts.loading import Prompt
+from specdata.rollouts.backend import Request, TransformersBackend
+from specdata.rollouts.config import RolloutConfig, VllmConfig
+from specdata.rollouts.make import make_rollouts
+from specdata.rollouts.vllm import VllmBackend
 from specdata.storage.dataset import load_stored
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings

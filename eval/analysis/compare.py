@@ -35,7 +35,7 @@ from eval.runtime.graphs import Engine
 from heads import AcceptanceHead
 from specdata.errors import CacheNotRewindableError, ConfigError, VocabularyMismatchError
 from specdata.models import DTYPES, check_length, load_model, load_tokenizer
-from specdata.prompts.catalogue import PromptSet
+from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import dropped, load_prompts
 from specdata.storage.files import write_json
 from specdata.vocabulary import check_shared_vocabulary

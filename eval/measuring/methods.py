@@ -12,7 +12,7 @@ from eval.measuring.results import PLAIN
 from eval.runtime.graphs import Engine
 from specdata.errors import ConfigError, at_least_one
 from specdata.probability import SamplingConfig
-from specdata.prompts.loading import PromptSet
+from specdata.prompts.config import PromptSet
 
 Loop = Literal["plain", "draft", "transformers"]
 UNCALIBRATED = (0.0, 1.0)

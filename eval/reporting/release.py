@@ -28,7 +28,8 @@ from eval.reporting.card import (
 )
 from heads import AcceptanceHead
 from specdata.errors import ConfigError, ManifestError
-from specdata.models import hub_source, load_tokenizer
+from specdata.hub import hub_source
+from specdata.models import load_tokenizer
 from specdata.storage.files import atomic_folder, write_json, write_text
 from specdata.vocabulary import check_shared_vocabulary
 

@@ -19,8 +19,8 @@ from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from specdata.errors import ManifestError
+from specdata.hub import hub_source
 from specdata.inspect.summary import ACCEPTANCE, BINS, Spread, Summary, quantiles, summarise
-from specdata.models import hub_source
 from specdata.prompts.loading import dropped
 from specdata.storage.manifest import MANIFEST
 from specdata.vocabulary import fingerprint

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +10,8 @@ import datasets
 import pyarrow as pa
 from transformers import PreTrainedModel
 
-from specdata.errors import ConfigError, ManifestError, at_least_one
+from specdata.errors import ConfigError, ManifestError
+from specdata.labels.config import LabelsConfig
 from specdata.labels.labeller import (
     Labeller,
     kept_distributions,
@@ -25,31 +25,6 @@ from specdata.storage.dataset import fill_dataset, load_stored
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings, as_settings, defaults_of, differences
 from specdata.storage.schema import LABELS, TOP_LOGITS, Label
-
-
-@dataclass(frozen=True, slots=True)
-class LabelsConfig:
-    """How rollouts are labelled with the draft's acceptance."""
-
-    shard_size: int = field(default=64, metadata={"help": "rollouts of one shard"})
-    top_logits: int = field(
-        default=0,
-        metadata={"help": "largest target logits kept a position, to label again without it"},
-    )
-    cache: str | None = field(
-        default=None,
-        metadata={"help": "labels with kept logits to make these from, without the target"},
-    )
-    bound: bool = field(
-        default=False, metadata={"help": "with cache: upper bounds will do where not exact"}
-    )
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "labels", "shard_size")
-        if self.top_logits < 0:
-            raise ConfigError(f"labels.top_logits must be 0 (none) or more, got {self.top_logits}")
-        if self.top_logits and self.cache:
-            raise ConfigError("labels.top_logits must be 0 with labels.cache, which keeps them")
 
 
 def make_labels(

@@ -12,50 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from specdata.toy.corpus import FAMILIES
-from specdata.toy.library import NAME
+from specdata.toy.library import LIBRARY
 
-EMBEDDED = (*FAMILIES, NAME)
+EMBEDDED = (*FAMILIES, LIBRARY)
 # The Hub's own conversion, for repositories that hold a script, and how it names its files.
 PARQUET_EXPORT = "refs/convert/parquet"
 _EXPORTED = {name: f"*/{name}/*.parquet" for name in ("train", "validation", "test")}
-
-
-@dataclass(frozen=True, slots=True)
-class PromptSet:
-    """Some prompts of one data set."""
-
-    name: str = field(
-        metadata={
-            "help": "embedded (instruct, maths, code, library), catalogued (alpaca, gsm8k, ...), a "
-            "JSONL, JSON or parquet file, a folder, or a Hub id OWNER/NAME[@REVISION]"
-        }
-    )
-    split: str = field(
-        default="test", metadata={"help": "train, dev or test; stored with each row"}
-    )
-    count: int = field(
-        default=100, metadata={"help": "how many prompts are read, from the first; 0 for all"}
-    )
-    source: str | None = field(
-        default=None, metadata={"help": "read a catalogued set from this file, folder or Hub id"}
-    )
-    subset: str | None = field(default=None, metadata={"help": "configuration of a Hub data set"})
-    source_split: str | None = field(
-        default=None, metadata={"help": "the Hub split that is read (default: the one of `split`)"}
-    )
-    template: str | None = field(
-        default=None, metadata={"help": "the prompt's text, with {column} for what a row holds"}
-    )
-    chat: bool | None = field(
-        default=None,
-        metadata={"help": "use the chat template (default: as the set is meant; `prompt`: no)"},
-    )
-    turns: Literal["all", "first", "last"] = field(
-        default="all", metadata={"help": "which of a user's turns in conversations are prompts"}
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +63,6 @@ class CataloguedSet:
         hub: id on the Hub, or the URL of a file to download where the set is not there.
         licence: as its page states it.
         citation: the paper of the data set.
-        used_by: the papers here that measure on it, and how.
         splits: our splits in terms of the source's.
         form: how a row becomes a prompt.
         subset: the source's configuration.
@@ -111,7 +74,6 @@ class CataloguedSet:
     hub: str
     licence: str
     citation: str
-    used_by: str
     splits: Mapping[str, Part]
     form: Form
     subset: str | None = None
@@ -146,7 +108,6 @@ CATALOGUE: Mapping[str, CataloguedSet] = {
         hub="tatsu-lab/alpaca",
         licence="cc-by-nc-4.0",
         citation="Taori et al., Stanford Alpaca, 2023",
-        used_by="SpecDec++ (40k/10k/2k), MCSD, Yin et al. (Alpaca-Farm-Eval)",
         splits={
             "test": Part("train", 0, 2 / 52),
             "dev": Part("train", 2 / 52, 12 / 52),
@@ -168,7 +129,6 @@ CATALOGUE: Mapping[str, CataloguedSet] = {
         hub="anon8231489123/ShareGPT_Vicuna_unfiltered",
         licence="apache-2.0 (of the collection; the texts are users' and ChatGPT's)",
         citation="ShareGPT conversations as used by Vicuna, Chiang et al., 2023",
-        used_by="MCSD (to fine-tune the draft), block verification",
         splits={
             "test": Part("train", 0, 0.02),
             "dev": Part("train", 0.02, 0.04),
@@ -182,7 +142,6 @@ CATALOGUE: Mapping[str, CataloguedSet] = {
         hub="openai/gsm8k",
         licence="mit",
         citation="Cobbe et al., arXiv 2110.14168",
-        used_by="SpecDec++ (test, out of distribution), block verification",
         splits=_dev_of_train(0.05),
         form=Form(ask=("{question}",), plain=("Question: {question}\nAnswer:",)),
         subset="main",
@@ -192,7 +151,6 @@ CATALOGUE: Mapping[str, CataloguedSet] = {
         hub="openai/openai_humaneval",
         licence="mit",
         citation="Chen et al., arXiv 2107.03374",
-        used_by="SpecDec++ (test, out of distribution)",
         splits={"test": Part("test")},
         form=Form(
             ask=("Complete the following Python function.\n\n```python\n{prompt}```",),
@@ -204,7 +162,6 @@ CATALOGUE: Mapping[str, CataloguedSet] = {
         hub="wmt/wmt14",
         licence="unknown",
         citation="Bojar et al., WMT 2014",
-        used_by="MCSD (1000 of test); Khisti et al. (WMT18) and block verification (De-En) alike",
         splits=_OWN,
         form=Form(ask=(_WMT,), plain=(_WMT,)),
         subset="de-en",
@@ -215,7 +172,6 @@ CATALOGUE: Mapping[str, CataloguedSet] = {
         hub="EdinburghNLP/xsum",
         licence="unknown",
         citation="Narayan et al., arXiv 1808.08745",
-        used_by="Khisti et al., block verification",
         splits=_OWN,
         form=Form(
             ask=("Summarize the following article in one sentence.\n\n{document}",),
@@ -229,7 +185,6 @@ CATALOGUE: Mapping[str, CataloguedSet] = {
         hub="databricks/databricks-dolly-15k",
         licence="cc-by-sa-3.0",
         citation="Conover et al., Databricks, 2023",
-        used_by="Khisti et al.",
         splits={
             "test": Part("train", 0, 1 / 15),
             "dev": Part("train", 1 / 15, 2 / 15),
@@ -251,7 +206,6 @@ CATALOGUE: Mapping[str, CataloguedSet] = {
         hub="HuggingFaceH4/mt_bench_prompts",
         licence="apache-2.0",
         citation="Zheng et al., arXiv 2306.05685",
-        used_by="the field's usual chat benchmark; part of Spec-Bench",
         splits={"test": Part("train")},
         form=Form(plain=("USER: {prompt.0}\nASSISTANT:",), questions="prompt"),
         note="80 questions of two turns",
@@ -261,7 +215,6 @@ CATALOGUE: Mapping[str, CataloguedSet] = {
         "question.jsonl",
         licence="not stated with the file; its questions come from six data sets with their own",
         citation="Xia et al., Findings of ACL 2024, arXiv 2401.07851",
-        used_by="comparisons of speculative decoders (480 questions of six tasks)",
         splits={"test": Part("train")},
         form=Form(plain=("USER: {turns.0}\nASSISTANT:",), questions="turns"),
         note="not on the Hub as far as we know: `source` must be a downloaded question.jsonl",
@@ -270,7 +223,6 @@ CATALOGUE: Mapping[str, CataloguedSet] = {
         hub="billion-word-benchmark/lm1b",
         licence="none stated",
         citation="Chelba et al., arXiv 1312.3005",
-        used_by="block verification",
         splits={"train": Part("train"), "test": Part("test")},
         form=Form(plain=("{text}",), keep=0.5),
         revision=PARQUET_EXPORT,
@@ -281,7 +233,6 @@ CATALOGUE: Mapping[str, CataloguedSet] = {
         hub="stanfordnlp/web_questions",
         licence="unknown",
         citation="Berant et al., EMNLP 2013",
-        used_by="block verification",
         splits=_dev_of_train(0.1),
         form=Form(ask=("{question}",), plain=("Question: {question}\nAnswer:",)),
         note="WebQuestions; dev is 10 % of the source's train split (ours)",
@@ -290,7 +241,6 @@ CATALOGUE: Mapping[str, CataloguedSet] = {
         hub="ybisk/piqa",
         licence="unknown",
         citation="Bisk et al., arXiv 1911.11641",
-        used_by="block verification",
         splits=_OWN,
         form=Form(ask=("{goal}",), plain=("Question: {goal}\nAnswer:",)),
         revision=PARQUET_EXPORT,

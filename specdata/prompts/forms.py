@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdata.errors import ConfigError
-from specdata.prompts.catalogue import CATALOGUE, Form, PromptSet
+from specdata.prompts.catalogue import CATALOGUE, Form
 from specdata.prompts.chat_templates import Message, user_turns
+from specdata.prompts.config import PromptSet
 from specdata.prompts.rows import parse, require_columns
 
 _PROMPT = Form(plain=("{prompt}",))

@@ -7,20 +7,19 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from specdata.errors import ConfigError
-from specdata.models import hub_source
-from specdata.prompts.catalogue import CATALOGUE, EMBEDDED, PromptSet
+from specdata.prompts.catalogue import CATALOGUE, EMBEDDED
 from specdata.prompts.chat_templates import Message, TemplateRefusedError, chat_ids
+from specdata.prompts.config import PromptSet
 from specdata.prompts.forms import RawPrompt, form_of, prompts_in, uses_chat
-from specdata.prompts.rows import PromptRow, columns_of, is_file, read_rows, require_columns
+from specdata.prompts.rows import PromptRow, columns_of, read_rows, require_columns
+from specdata.prompts.sources import check_names, short_name, source_of
 from specdata.toy import corpus as toy
-from specdata.toy.library import NAME as LIBRARY
-from specdata.toy.library import library_prompts
+from specdata.toy.library import LIBRARY, library_prompts
 
 REASONS = ("duplicate", "near_empty", "over_long", "undecodable", "no_user_turn", "refused")
 
@@ -72,7 +71,7 @@ def load_prompts(
         ConfigError: for an unknown, absent or unreadable set, a missing column or chat template,
             fewer prompts than `count`, or a set of which nothing can be kept.
     """
-    _check_names(sets)
+    check_names(sets)
     seen: dict[str, Prompt] = {}
     report = []
     for wanted in sets:
@@ -94,25 +93,11 @@ def load_prompts(
 
 def check_sets(sets: Sequence[PromptSet], seed: int) -> None:
     """Find before any model is loaded what `load_prompts` would refuse. Raises ConfigError."""
-    _check_names(sets)
+    check_names(sets)
     for wanted in sets:
         entry = _account(wanted)
         entry["read"] = entry["kept"] = sum(1 for _ in _stream(wanted, seed, has_template=True))
         _check_account(entry, None)
-
-
-def prompt_inputs(sets: Sequence[PromptSet]) -> dict[str, str]:
-    """What prompt sets are read from, by name: each file (of folders too), or the Hub id."""
-    found: dict[str, str] = {}
-    for wanted in sets:
-        source = _source(wanted)
-        if source is None:
-            continue
-        path = Path(source)
-        files = sorted(path.rglob("[!.]*")) if path.is_dir() else [path]
-        names = [str(file) for file in files if file.is_file()] or [source]
-        found |= {f"prompts {name}": name for name in names}
-    return found
 
 
 def dropped(report: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -125,46 +110,11 @@ def dropped(report: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _source(wanted: PromptSet) -> str | None:
-    if wanted.name in EMBEDDED:
-        return None
-    entry = CATALOGUE.get(wanted.name)
-    return (wanted.source or entry.hub) if entry else wanted.name
-
-
-def _short(name: str) -> str:
-    """The name that reports show."""
-    if is_file(name):
-        return Path(name.removesuffix(".gz")).stem
-    return hub_source(name)[0].rstrip("/").split("/")[-1]
-
-
-def _check_names(sets: Sequence[PromptSet]) -> None:
-    names = {wanted.name for wanted in sets}
-    if len({_short(name) for name in names}) < len(names):
-        raise ConfigError(
-            f"prompt sets must have different names, which the report shows; got {sorted(names)}"
-        )
-    for wanted in sets:
-        if not wanted.name or "\0" in wanted.name:
-            raise ConfigError(f"a prompt set must have a name, got {wanted.name!r}")
-        if wanted.count < 0:
-            raise ConfigError(
-                f"prompt set {wanted.name!r}: count must be positive, or 0 for all, got "
-                f"{wanted.count}"
-            )
-        if wanted.source and wanted.name not in CATALOGUE:
-            raise ConfigError(
-                f"prompt set {wanted.name!r}: `source` is where a catalogued set is read from "
-                f"({', '.join(CATALOGUE)}); any other is read from its `name`"
-            )
-
-
 def _account(wanted: PromptSet) -> dict[str, Any]:
     return {
         "name": wanted.name,
         "split": wanted.split,
-        "source": _source(wanted) or "embedded",
+        "source": source_of(wanted) or "embedded",
         "licence": CATALOGUE[wanted.name].licence if wanted.name in CATALOGUE else None,
         "asked": wanted.count,
         "read": 0,
@@ -219,7 +169,7 @@ def _keep(
     if max_tokens is not None and len(ids) > max_tokens:
         return "over_long"
     seen[example_id] = Prompt(
-        example_id, _short(wanted.name), wanted.split, ids, found.messages, found.follow_ups
+        example_id, short_name(wanted.name), wanted.split, ids, found.messages, found.follow_ups
     )
     return None
 
@@ -275,15 +225,3 @@ def _rows(wanted: PromptSet, seed: int) -> Iterator[PromptRow]:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return iter({"prompt": text} for text in texts)
-
-
-__all__ = [
-    "LoadedPrompts",
-    "Message",
-    "Prompt",
-    "PromptSet",
-    "check_sets",
-    "dropped",
-    "load_prompts",
-    "prompt_inputs",
-]

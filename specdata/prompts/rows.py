@@ -25,12 +25,13 @@ from huggingface_hub.errors import (
 )
 
 from specdata.errors import ConfigError
-from specdata.models import hub_source
-from specdata.prompts.catalogue import CATALOGUE, EMBEDDED, CataloguedSet, Form, Part, PromptSet
+from specdata.hub import hub_source
+from specdata.prompts.catalogue import CATALOGUE, EMBEDDED, CataloguedSet, Form, Part
+from specdata.prompts.config import PromptSet
+from specdata.prompts.sources import FORMATS, is_file
 from specdata.seeds import generator_for
 
 T = TypeVar("T")
-FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 _UNREACHED = (ConnectionError, OfflineModeIsEnabled, LocalEntryNotFoundError)
@@ -58,11 +59,6 @@ def read_rows(wanted: PromptSet, seed: int) -> Iterator[PromptRow]:
     split = wanted.source_split or wanted.split
     data = load_rows(wanted.name, wanted.name, split, subset=wanted.subset)
     return _at(data, range(len(data)))
-
-
-def is_file(name: str) -> bool:
-    """Whether a name is a data file's rather than a set's, a folder's or a Hub id."""
-    return Path(name.removesuffix(".gz")).suffix in FORMATS
 
 
 def json_lines(path: Path) -> Iterator[PromptRow]:

@@ -3,68 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from specdata.errors import ConfigError, at_least_one
-from specdata.probability import SamplingConfig
 from specdata.prompts.chat_templates import Message, next_turn
-from specdata.prompts.loading import Prompt, PromptSet
-from specdata.rollouts.sampling import Backend, Completion, Request
-from specdata.rollouts.vllm import VllmConfig
+from specdata.prompts.loading import Prompt
+from specdata.rollouts.backend import Backend, Completion, Request
+from specdata.rollouts.config import RolloutConfig
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, Rollout
-
-BACKENDS = ("transformers", "vllm")
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutConfig:
-    """Which prompts are completed, how far, and by what."""
-
-    sets: list[PromptSet] = field(metadata={"help": "prompt sets to complete"})
-    max_new_tokens: int = field(default=128, metadata={"help": "longest completion, in tokens"})
-    samples: int = field(default=1, metadata={"help": "completions of each prompt"})
-    shard_size: int = field(
-        default=64, metadata={"help": "prompts of one shard, which is made or lost as a whole"}
-    )
-    batch_size: int = field(default=64, metadata={"help": "completions decoded together"})
-    backend: str = field(
-        default="transformers",
-        metadata={"help": "transformers (in this process) or vllm (a server in its own)"},
-    )
-    vllm: VllmConfig = field(
-        default_factory=VllmConfig, metadata={"help": "the server of backend vllm"}
-    )
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "rollouts", "max_new_tokens", "samples", "shard_size", "batch_size")
-        if self.backend not in BACKENDS:
-            raise ConfigError(
-                f"rollouts.backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}"
-            )
-
-    def decisive(self) -> dict[str, Any]:
-        """What the rows depend on; the address of a server, say, may change on resume."""
-        settings = asdict(self)
-        del settings["vllm"]
-        if self.backend == "vllm":
-            del settings["batch_size"]
-        return settings
-
-
-def check_samples(config: RolloutConfig, sampling: SamplingConfig) -> None:
-    """Raise ConfigError for several samples of a distribution that always gives the same one."""
-    if config.samples > 1 and sampling.temperature == 0:
-        raise ConfigError(
-            f"rollouts.samples is {config.samples}, but at temperature 0 every sample of a prompt "
-            "is the same: set samples to 1, or a temperature above 0"
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,44 +18,18 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
 
-from specdata.errors import ConfigError, at_least_one
-from specdata.probability import SamplingConfig
-from specdata.rollouts.sampling import Completion, Request
+from specdata.errors import ConfigError
+from specdata.rollouts.backend import Completion, Request
+from specdata.rollouts.config import VllmConfig
+from specdata.sampling import SamplingConfig
 from specdata.seeds import seed_for
 
 # What a busy or restarting server answers; anything else that is not 200 will not get better.
 PASSING = (408, 425, 429, 500, 502, 503, 504)
-
-
-@dataclass(frozen=True, slots=True)
-class VllmConfig:
-    """Where the server is, and how it is asked."""
-
-    url: str = field(default="http://localhost:8000", metadata={"help": "address of the server"})
-    model: str | None = field(
-        default=None, metadata={"help": "name it is served under (default: models.target)"}
-    )
-    concurrency: int = field(default=64, metadata={"help": "requests under way at once"})
-    timeout: float = field(default=600.0, metadata={"help": "seconds that one request may take"})
-    retries: int = field(
-        default=6, metadata={"help": "tries of a request, 1, 2, 4 ... seconds apart"}
-    )
-    key_variable: str | None = field(
-        default=None, metadata={"help": "environment variable that holds the server's API key"}
-    )
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "rollouts.vllm", "concurrency", "retries")
-        if not self.url.startswith(("http://", "https://")) or self.timeout <= 0:
-            raise ConfigError(
-                "rollouts.vllm needs a url such as http://localhost:8000 and a timeout above 0, "
-                f"got {self.url!r} and {self.timeout}"
-            )
 
 
 class VllmBackend:

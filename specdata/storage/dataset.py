@@ -29,6 +29,7 @@ from specdata.processes import is_main
 from specdata.storage.files import atomic_write, locked, try_locked, write_json
 from specdata.storage.manifest import (
     MANIFEST,
+    PROGRESS,
     count,
     describe_shard,
     new_manifest,
@@ -37,7 +38,6 @@ from specdata.storage.manifest import (
 )
 from specdata.storage.resume import Settings
 
-PROGRESS = ".progress"
 # What a table's folder may hold beside its shards; hidden files are never looked at.
 BESIDE = (MANIFEST, "run.json")
 # Seconds between two looks at what other processes are making.

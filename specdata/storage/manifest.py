@@ -11,9 +11,11 @@ from typing import Any
 from specdata.errors import ManifestError
 from specdata.storage.files import sha256
 from specdata.storage.resume import differences as differences
-from specdata.storage.schema import SCHEMA_VERSION
 
 MANIFEST = "manifest.json"
+# The folder, beside it, of what is known of the shards while a dataset is being made.
+PROGRESS = ".progress"
+SCHEMA_VERSION = 2
 
 
 def new_manifest(settings: Mapping[str, Any]) -> dict[str, Any]:

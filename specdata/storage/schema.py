@@ -6,8 +6,6 @@ from typing import TypedDict
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 2
-
 _IDS = pa.list_(pa.int32())
 _REALS = pa.list_(pa.float32())
 

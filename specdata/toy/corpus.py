@@ -10,25 +10,20 @@ import hashlib
 import random
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from specdata.toy.text import WRITERS, Example, Writer
 
 FAMILIES = tuple(WRITERS)
 SPLITS = ("train", "dev", "test")
-END_TOKEN = "<|end|>"
-PAD_TOKEN = "<|pad|>"  # not the end token: models learn where text ends, and never learn to pad
 
 # A family counts as used up after this many draws in a row without a prompt not seen before.
 _PATIENCE = 2_000
 
 # Modules that every CPython since 3.8 ships, as paths below the standard library.
-LIBRARY = (
+TRAINING_MODULES = (
     "argparse.py",
     "bisect.py",
     "calendar.py",
@@ -93,7 +88,7 @@ def library_texts(characters: int) -> list[str]:
     result depends on the installed Python only.
     """
     folder = Path(sysconfig.get_path("stdlib"))
-    files = [folder / name for name in LIBRARY if (folder / name).is_file()]
+    files = [folder / name for name in TRAINING_MODULES if (folder / name).is_file()]
     texts: list[str] = []
     for path in files:
         room = characters // len(files)
@@ -121,41 +116,6 @@ def corpus(
         documents += [example.prompt + example.completion for example in chosen]
     random.Random(seed).shuffle(documents)
     return documents
-
-
-def train_tokenizer(texts: Sequence[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer; any text can be encoded and decoded back exactly.
-
-    Args:
-        texts: the training documents.
-        vocab_size: tokens in all, the 256 bytes and the two special tokens included.
-
-    Raises:
-        ValueError: if the texts are too few to fill the vocabulary, or it is below 258.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_TOKEN, PAD_TOKEN],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() != vocab_size:
-        raise ValueError(
-            f"vocab_size must be at least 258 and within reach of the texts: {vocab_size} was "
-            f"asked for, {len(texts)} texts gave {tokenizer.get_vocab_size()}"
-        )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_TOKEN,
-        eos_token=END_TOKEN,
-        pad_token=PAD_TOKEN,
-        clean_up_tokenization_spaces=False,
-        padding_side="left",
-    )
 
 
 def _stream(family: str, seed: int) -> Iterator[Example]:

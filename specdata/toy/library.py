@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from specdata.toy.corpus import LIBRARY, SPLITS, split_of
+from specdata.toy.corpus import SPLITS, TRAINING_MODULES, split_of
 
-NAME = "library"
+LIBRARY = "library"
 _SHORTEST, _LONGEST = 60, 1500  # characters of documentation, and of a prompt
 
 
@@ -35,10 +35,10 @@ def library_prompts(split: str, count: int, *, seed: int) -> list[str]:
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}; choose from {', '.join(SPLITS)}")
     texts = [text for text in _functions() if split_of(text) == split]
-    random.Random(f"{NAME}:{split}:{seed}").shuffle(texts)
+    random.Random(f"{LIBRARY}:{split}:{seed}").shuffle(texts)
     if len(texts) < count:
         raise ValueError(
-            f"the {split} split of {NAME!r} has {len(texts)} prompts in this Python, {count} were "
+            f"the {split} split of {LIBRARY!r} has {len(texts)} prompts in this Python, {count} were "
             "asked for: lower `count`"
         )
     return texts[: count or None]
@@ -49,7 +49,7 @@ def _functions() -> tuple[str, ...]:
     folder = Path(sysconfig.get_path("stdlib"))
     packages = ("", "asyncio", "concurrent/futures", "email", "http", "importlib", "urllib")
     files = sorted(path for name in packages for path in (folder / name).glob("*.py"))
-    chosen = [path for path in files if path.relative_to(folder).as_posix() not in LIBRARY]
+    chosen = [path for path in files if path.relative_to(folder).as_posix() not in TRAINING_MODULES]
     return tuple(dict.fromkeys(text for path in chosen for text in _of_module(path)))
 
 

@@ -1,0 +1,31 @@
+"""How tokens are sampled; `specdata.probability` makes distributions of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """How both models turn logits into a distribution.
+
+    Args:
+        temperature: softmax temperature; 0 makes the distribution one-hot at the largest logit.
+        top_k: keep the k largest logits; 0 keeps all.
+        top_p: keep the smallest set of most likely tokens whose mass reaches top_p; 1 keeps all.
+
+    Raises:
+        ValueError: if a value lies outside its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 or larger, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (off) or larger, got {self.top_k}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")

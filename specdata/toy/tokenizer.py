@@ -1,0 +1,46 @@
+"""The tokenizer of the embedded pair, trained on the embedded text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+END_TOKEN = "<|end|>"
+PAD_TOKEN = "<|pad|>"  # not the end token: models learn where text ends, and never learn to pad
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer; any text can be encoded and decoded back exactly.
+
+    Args:
+        texts: the training documents.
+        vocab_size: tokens in all, the 256 bytes and the two special tokens included.
+
+    Raises:
+        ValueError: if the texts are too few to fill the vocabulary, or it is below 258.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_TOKEN, PAD_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ValueError(
+            f"vocab_size must be at least 258 and within reach of the texts: {vocab_size} was "
+            f"asked for, {len(texts)} texts gave {tokenizer.get_vocab_size()}"
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_TOKEN,
+        eos_token=END_TOKEN,
+        pad_token=PAD_TOKEN,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
