@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from datasets import Dataset
@@ -25,44 +23,14 @@ from transformers import (
     set_seed,
 )
 
-from distill.training import Schedule, check_settings, run, save_model, training_arguments
-from specdata.storage.files import atomic_folder, write_json
+from distill.config import ToyPairConfig
+from distill.training import Schedule, run, save_model, training_arguments
+from specdata.storage.files import atomic_folder
+from specdata.storage.resume import Settings, defaults_of
 from specdata.toy.corpus import corpus
 from specdata.toy.tokenizer import train_tokenizer
 
 SETTINGS_FILE = "training.json"
-
-
-@dataclass(frozen=True, slots=True)
-class ToyPairConfig:
-    """The two models and how long they train; the defaults take minutes on two cores."""
-
-    vocab_size: int = field(default=2048, metadata={"help": "tokens of the shared vocabulary"})
-    examples_per_family: int = field(
-        default=2000, metadata={"help": "training documents of each prompt family"}
-    )
-    library_characters: int = field(
-        default=100_000, metadata={"help": "library text in the training documents, at most"}
-    )
-    block_size: int = field(default=128, metadata={"help": "tokens of one packed training block"})
-    batch_size: int = field(default=4, metadata={"help": "blocks of one training step"})
-    target_layers: int = field(default=12, metadata={"help": "layers of the target"})
-    target_width: int = field(default=256, metadata={"help": "hidden size of the target"})
-    target_steps: int = field(default=450, metadata={"help": "training steps of the target"})
-    target_learning_rate: float = field(
-        default=3e-3, metadata={"help": "largest learning rate of the target"}
-    )
-    draft_layers: int = field(default=1, metadata={"help": "layers of the draft"})
-    draft_width: int = field(default=128, metadata={"help": "hidden size of the draft"})
-    draft_steps: int = field(
-        default=400, metadata={"help": "training steps of the base draft; distillation goes on"}
-    )
-    draft_learning_rate: float = field(
-        default=4e-3, metadata={"help": "largest learning rate of the draft"}
-    )
-    save_steps: int = field(
-        default=100, metadata={"help": "steps between checkpoints, from which a killed run goes on"}
-    )
 
 
 def train_toy_pair(folder: Path, config: ToyPairConfig, *, seed: int) -> None:
@@ -79,12 +47,14 @@ def train_toy_pair(folder: Path, config: ToyPairConfig, *, seed: int) -> None:
     for name in ("target", "draft"):
         # A model depends on the settings of its own and the shared ones only.
         other = {"target": "draft_", "draft": "target_"}[name]
-        settings: dict[str, Any] = {
-            key: value for key, value in asdict(config).items() if not key.startswith(other)
-        }
-        settings["seed"] = seed
+        own = {key: v for key, v in config.model_dump().items() if not key.startswith(other)}
+        settings = Settings(
+            {**own, "seed": seed},
+            defaults_of(ToyPairConfig),
+            remedy=f"choose another --output, or remove {folder}",
+        )
         if (folder / name).exists():
-            check_settings(folder / name / SETTINGS_FILE, settings)
+            settings.check_file(folder / name / SETTINGS_FILE)
         else:
             _train(folder / name, config, settings, seed=seed)
 
@@ -142,7 +112,7 @@ def packed(texts: list[str], tokenizer: PreTrainedTokenizerBase, block_size: int
     return Dataset.from_dict({"input_ids": blocks, "labels": blocks})
 
 
-def _train(path: Path, config: ToyPairConfig, settings: dict[str, Any], *, seed: int) -> None:
+def _train(path: Path, config: ToyPairConfig, settings: Settings, *, seed: int) -> None:
     texts = corpus(
         seed=seed,
         examples_per_family=config.examples_per_family,
@@ -179,7 +149,7 @@ def _train(path: Path, config: ToyPairConfig, settings: dict[str, Any], *, seed:
     with atomic_folder(path) as temporary:
         save_model(model, temporary)
         tokenizer.save_pretrained(temporary)
-        write_json(temporary / SETTINGS_FILE, settings)
+        settings.write(temporary / SETTINGS_FILE)
     shutil.rmtree(work)
     del trainer
     torch.cuda.empty_cache()

@@ -18,6 +18,7 @@ from heads.checkpoint import MOMENTS, Checkpoint
 from heads.model import AcceptanceHead
 from specdata.processes import join_processes
 
+
 def start_accelerator() -> Accelerator:
     """Join the processes that the launcher started.
 

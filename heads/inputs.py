@@ -133,9 +133,7 @@ class HeadInputs:
         )
 
     @classmethod
-    def from_drafted(
-        cls, reads: Sequence[str], drafted: Sequence[DrawnToken]
-    ) -> HeadInputs | None:
+    def from_drafted(cls, reads: Sequence[str], drafted: Sequence[DrawnToken]) -> HeadInputs | None:
         """The inputs of the newest token that can be judged in a draft under way.
 
         Args:

@@ -7,21 +7,22 @@ every process knows from the labels, so neither accumulation nor the number of p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import tqdm
 from torch import Tensor
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from heads.batches import LabelRows, micro_batches, rounds_for
 from heads.checkpoint import Checkpoint, save_checkpoint
-from heads.config import HeadConfig, learning_rate
+from heads.config import HeadConfig
 from heads.engine import TrainingEngine, restore_moments, whole_moments, whole_weights
-from heads.inputs import HeadInputs, logits_of_states
+from heads.inputs import HeadInputs
 from heads.loss import HeadMetrics, head_metrics, loss_mass, weighted_bce
 from heads.mixing import LabelRow, MixedBatch, MixedRow, mix
 from specdata.lm_head import hidden_states
@@ -31,16 +32,49 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+def learning_rates(steps: int, config: HeadConfig) -> list[float]:
+    """The rate of each of `steps` updates, and the 0 after them: (steps + 1,).
+
+    Linear from peak / warm-up steps to the peak, then a cosine down to 0. It is listed beforehand,
+    because a resumed run then needs nothing but its step. transformers' cosine schedule would begin
+    at 0 and so waste the first update.
+    """
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate)
+    warmup = math.ceil(config.warmup_ratio * steps)
+    schedules: list[LRScheduler] = [CosineAnnealingLR(optimizer, T_max=max(1, steps - warmup))]
+    if warmup:
+        rise = LinearLR(optimizer, start_factor=1.0 / warmup, total_iters=warmup - 1)
+        schedules.insert(0, rise)
+    schedule = SequentialLR(optimizer, schedules, milestones=[warmup] if warmup else [])
+    rates = [float(schedule.get_last_lr()[0])]
+    for _ in range(steps):
+        optimizer.step()
+        schedule.step()
+        rates.append(float(schedule.get_last_lr()[0]))
+    return rates
+
+
 @dataclass(frozen=True, slots=True)
 class Training:
-    """One run: its engine, its frozen draft and where it keeps checkpoints."""
+    """One training: what it trains, on what, and where it keeps checkpoints.
+
+    Attributes:
+        engine: the head, ready to train.
+        draft: the frozen draft, on the engine's device.
+        config: settings of the head and of its training.
+        seed: of order and mixing.
+        settings: all that the weights depend on; stored with each checkpoint.
+        folder: where checkpoints go.
+        draft_logits: gives the draft's logits of its last hidden states.
+    """
 
     engine: TrainingEngine
     draft: PreTrainedModel
     config: HeadConfig
     seed: int
-    run: str
+    settings: Mapping[str, Any]
     folder: Path
+    draft_logits: Callable[[Tensor], Tensor]
 
     def start(
         self, checkpoint: Checkpoint | None, dev: LabelRows
@@ -48,7 +82,7 @@ class Training:
         """Measure the untrained head, or take up where the checkpoint left off."""
         if checkpoint is None:
             return self.evaluate(dev), []
-        restore_moments(self.engine, checkpoint)
+        restore_moments(self.engine, checkpoint, self._features(next(self._parts_of(dev))))
         return HeadMetrics(**checkpoint.notes["before"]), checkpoint.losses.tolist()
 
     def steps(self, rows: LabelRows, before: HeadMetrics, losses: Sequence[float]) -> list[float]:
@@ -56,6 +90,7 @@ class Training:
         config, losses = self.config, list(losses)
         per_epoch = math.ceil(len(rows) / config.batch_size)
         total = config.epochs * per_epoch
+        rates = learning_rates(total, config)
         main = self.engine.accelerator.is_main_process
         with tqdm(
             total=total, initial=len(losses), desc="acceptance head", disable=not main
@@ -63,7 +98,7 @@ class Training:
             for epoch in range(len(losses) // per_epoch, config.epochs):
                 done = len(losses) - epoch * per_epoch
                 for batch in islice(rows.epoch(self.seed, epoch, config.batch_size), done, None):
-                    self.engine.set_learning_rate(learning_rate(len(losses), total, config))
+                    self.engine.set_learning_rate(rates[len(losses)])
                     losses.append(self.step(batch, epoch))
                     bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
                     bar.update()
@@ -92,12 +127,8 @@ class Training:
     def evaluate(self, rows: LabelRows) -> HeadMetrics:
         """Judge the head on all rows, always mixed in the same way."""
         accelerator = self.engine.accelerator
-        mixed = [self._mixed(rows[position], ("dev",)) for position in range(len(rows))]
-        rounds = rounds_for(
-            len(mixed), size=self.config.micro_batch_size, processes=accelerator.num_processes
-        )
         pairs: list[Tensor] = []  # (n, 2): logit, label
-        for part in self._parts(mixed, rounds):
+        for part in self._parts_of(rows):
             with torch.no_grad():
                 logits = self._logits(part)
             pairs.append(torch.stack([logits[part.mask], part.accept[part.mask]], dim=1))
@@ -107,6 +138,18 @@ class Training:
         padded = padded.view(len(counts), -1, 2)
         seen = torch.cat([padded[i, :count] for i, count in enumerate(counts)])
         return head_metrics(seen[:, 0], seen[:, 1], self.config.rejection_weight)
+
+    def _parts_of(self, rows: LabelRows) -> Iterator[MixedBatch]:
+        """This process's micro-batches of all rows, which are always mixed in the same way."""
+        mixed = [self._mixed(rows[position], ("dev",)) for position in range(len(rows))]
+        return self._parts(
+            mixed,
+            rounds_for(
+                len(mixed),
+                size=self.config.micro_batch_size,
+                processes=self.engine.accelerator.num_processes,
+            ),
+        )
 
     def _mixed(self, row: LabelRow, key: tuple[str | int, ...]) -> MixedRow:
         return mix(row, rate=self.config.mixing, max_length=self.config.max_length, key=key)
@@ -123,7 +166,7 @@ class Training:
             yield part.to(accelerator.device)
 
     def _features(self, part: MixedBatch) -> tuple[Tensor, ...]:
-        """What the head reads of a micro-batch, in the order of its `forward`; float32."""
+        """What the head reads of a micro-batch, in the order of its `forward`."""
         head = self.engine.head
         inputs = HeadInputs.from_batch(
             head.reads,
@@ -132,7 +175,7 @@ class Training:
             logits=self.draft_logits,
             sampling=SamplingConfig(**(head.sampling or {})),
         )
-        return tuple(inputs[name].float() for name in head.reads)
+        return tuple(inputs[name] for name in head.reads)
 
     def _logits(self, part: MixedBatch) -> Tensor:
         # The wrapped model, which gets tensors only: DDP and DeepSpeed look for them in arguments.
@@ -145,7 +188,7 @@ class Training:
         if self.engine.accelerator.is_main_process:
             checkpoint = Checkpoint(
                 step=len(losses),
-                run=self.run,
+                settings=self.settings,
                 notes={"before": asdict(before)},
                 weights=weights,
                 moments=moments,

@@ -17,8 +17,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from distill.offline import DistilConfig
-from distill.toy import ToyPairConfig
+from distill.config import DistilConfig, ToyPairConfig
 from eval.measuring.methods import EvalConfig
 from heads.config import HeadConfig
 from specdata.errors import ConfigError

@@ -5,7 +5,7 @@ compares: `hidden_states` runs the model's body alone, for sequences known befor
 training, replay); `capturing_hidden` sees what reaches the output embedding in any forward, whoever
 makes it (decoding).
 
-`LMHead` applies the output embedding to chosen states, a few at a time, so no (T, V) tensor is made.
+`LMHead` applies the output embedding to chosen states, a few at a time: no (T, V) tensor is made.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ def hidden_states(
 
 
 @contextmanager
-def capturing_hidden(
-    model: PreTrainedModel, capture: Callable[[Tensor], object]
-) -> Iterator[None]:
+def capturing_hidden(model: PreTrainedModel, capture: Callable[[Tensor], object]) -> Iterator[None]:
     """Pass what the output embedding reads to `capture`, in every forward in the `with` block.
 
     Args:

@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from heads import AcceptanceHead
 from heads.batches import micro_batches, rounds_for
-from heads.hidden import check_hidden_states, hidden_states, weights_fingerprint
+from heads.inputs import HeadInputs
 from heads.loss import (
     binary_kl,
     calibration_error,
@@ -26,6 +26,8 @@ from heads.loss import (
     weighted_bce,
 )
 from heads.mixing import LabelRow, collate, mix
+from heads.train import weights_fingerprint
+from specdata.lm_head import check_hidden_states, hidden_states
 from tests.drive_head import tiny_draft
 
 HIDDEN = 8
@@ -86,9 +88,8 @@ def test_probability_undoes_the_bias_of_the_weighted_loss() -> None:
         optimum = accept / (accept + 6.0 * (1.0 - accept))
         assert optimum == pytest.approx(biased, abs=5e-5)
         torch.nn.init.constant_(head.output.bias, math.log(optimum / (1.0 - optimum)))
-        assert float(head.probability(torch.zeros(HIDDEN)).detach()) == pytest.approx(
-            accept, abs=1e-6
-        )
+        inputs = HeadInputs({"hidden": torch.zeros(HIDDEN)})
+        assert float(head.probability(inputs).detach()) == pytest.approx(accept, abs=1e-6)
 
 
 def test_a_saved_head_loads_offline_with_equal_outputs_and_all_its_settings(
@@ -162,7 +163,7 @@ def test_hidden_states_are_the_last_of_output_hidden_states_and_feed_the_output_
         torch.testing.assert_close(states, full.hidden_states[-1])
         torch.testing.assert_close(draft.get_output_embeddings()(states), full.logits)
         assert not states.requires_grad
-        check_hidden_states(draft, ids[:1])
+        check_hidden_states(draft)
 
 
 def test_a_draft_that_changes_its_state_before_the_output_embedding_is_refused() -> None:
@@ -170,7 +171,7 @@ def test_a_draft_that_changes_its_state_before_the_output_embedding_is_refused()
     draft.lm_head = torch.nn.Sequential(torch.nn.Linear(32, 32), draft.lm_head)
     draft.get_output_embeddings = lambda: draft.lm_head[1]
     with pytest.raises(ValueError, match="changes its hidden state"):
-        check_hidden_states(draft, torch.arange(4).view(1, 4))
+        check_hidden_states(draft)
 
 
 def test_right_padding_does_not_change_the_states_of_real_tokens() -> None:
