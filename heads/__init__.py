@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from specdata import __version__
+
 if TYPE_CHECKING:
     from heads.model import AcceptanceHead
 
-__all__ = ["AcceptanceHead"]
+__all__ = ["AcceptanceHead", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

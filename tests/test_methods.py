@@ -21,7 +21,6 @@ from eval.measuring.methods import (
 from recipes import run_eval
 from recipes.config import parse
 from recipes.layout import eval_stage, release_stage
-from recipes.run import cli
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
 from specdata.prompts.config import PromptSet
@@ -61,10 +60,11 @@ def test_the_selection_is_made_among_methods_given_on_the_command_line() -> None
         ("block K=9", "unknown method 'block K=9': did you mean 'block K=8'?"),
         ("zzz", "unknown method 'zzz': known: plain, K=2"),
         ("7", "unknown method '7'"),
-        ("{name: a, widht: [2]}", "unknown key eval.methods.1.widht: did you mean 'widths'?"),
+        ("{name: a, widht: [2]}", "eval.methods.1.widht: unknown key: did you mean 'widths'?"),
         ("{verifier: block}", "eval.methods.1.*name"),
         ("{name: [", "not a YAML value"),
         ("{name: a, length: many}", "length: .*got 'many'"),
+        ("{name: a, stop: logit, calibration: [.nan, 1]}", "calibration.*finite number"),
     ],
 )
 def test_a_mistaken_method_is_named(text: str, message: str) -> None:
@@ -92,7 +92,6 @@ def test_two_methods_of_one_name_are_refused() -> None:
         ("{name: odd, stop: head, token_seconds: 1}", "stop head does not use token_seconds"),
         ("{name: odd, calibration: [1, 2]}", "stop fixed does not use calibration"),
         ("{name: odd, stop: logit, head: false}", "stop logit does not use head"),
-        ("{name: odd, stop: logit, calibration: [.nan, 1]}", "two numbers"),
         ("{name: odd, stop: cost, draft_seconds: -1}", "0 .measured. or larger"),
         ("{name: odd, engine: transformers, stop: logit}", "transformers does not use stop"),
         ("{name: odd, tree_attention: false}", "drafter chain does not use tree_attention"),
@@ -113,7 +112,7 @@ def test_an_impossible_method_is_refused_by_name_before_any_model_is_loaded(
     """The models of this configuration do not exist, so loading one would be another error."""
     flags = ["--method", method, "--output", "nowhere", "--models.target", "nowhere/pair/target"]
     flags += ["--models.draft", "nowhere/pair/draft"]
-    assert cli(run_eval.main, run_eval.stages, "", flags) == 2
+    assert run_eval.RECIPE.run(flags) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert re.search(f"^error: method 'odd': .*{message}", said.err), said.err
@@ -216,7 +215,7 @@ def test_another_list_of_methods_goes_to_another_folder_and_is_read_from_there()
     assert eval_stage(config).folder.name == "eval-k2"
     assert "eval-k2/results.json" in release_stage(config).inputs["results"]
     # Each method has its own key, so a refusal names those that differ.
-    assert set(eval_stage(config).settings["eval"]["methods"]) == {"plain", "K=2"}
+    assert set(eval_stage(config).settings.values["eval"]["methods"]) == {"plain", "K=2"}
     for bad in ("head", "eval/x", "../eval", ""):
         with pytest.raises(ConfigError, match="begins with 'eval'"):
             parse(["--eval.folder", f"'{bad}'"], "")

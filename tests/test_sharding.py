@@ -17,8 +17,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from recipes.make_rollouts import main, stages
-from recipes.run import cli
+from recipes.make_rollouts import RECIPE
 from specdata.storage.dataset import load_stored
 from tests.test_tables import small_disk
 from tests.test_vllm import serving
@@ -183,7 +182,7 @@ def test_what_cannot_work_is_refused_with_what_to_do(
     message: str,
 ) -> None:
     whole = ["--config", str(pair / "pair.yaml"), "--output", str(tmp_path / "out"), *arguments]
-    assert cli(main, stages, "", whole) == 2
+    assert RECIPE.run(whole) == 2
     assert message in capsys.readouterr().err
 
 
@@ -195,11 +194,11 @@ def test_the_recipe_asks_a_vllm_server_that_the_configuration_names(
     whole += ["--rollouts.max_new_tokens", "20"]
     with serving() as server:
         whole += ["--rollouts.vllm.url", server.url]
-        assert cli(main, stages, "", whole) == 2
+        assert RECIPE.run(whole) == 2
         assert f"serves 'served', not '{pair}/target'" in capsys.readouterr().err
         whole += ["--rollouts.vllm.model", "served"]
-        assert cli(main, stages, "", whole) == 0
+        assert RECIPE.run(whole) == 0
         assert len(server.bodies) == 2 * PROMPTS
     assert len(load_stored(tmp_path / "out" / "rollouts")) == 2 * PROMPTS
-    assert cli(main, stages, "", [*whole, "--output", str(tmp_path / "gone")]) == 1
+    assert RECIPE.run([*whole, "--output", str(tmp_path / "gone")]) == 1
     assert "did not answer /v1/models in 1 tries" in capsys.readouterr().err

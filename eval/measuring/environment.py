@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
 from pydantic import BaseModel, ConfigDict
 
 _PACKAGES = ("torch", "transformers", "numpy", "accelerate", "huggingface_hub", "safetensors")
@@ -37,6 +36,8 @@ class Environment(Strict):
 
 def describe_environment(*, device: str, dtype: str, batch_size: int = 1) -> Environment:
     """Describe this machine, the packages and the commit this code comes from."""
+    import torch  # here: whoever only reads results does not need it
+
     on_gpu = device.startswith("cuda") and torch.cuda.is_available()
     commit, dirty = _git_state(Path(__file__))
     return Environment(

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import nnls
 
-from eval.rounds import Round
+if TYPE_CHECKING:
+    from eval.rounds import Round
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,8 @@ def fit_latency(records: Sequence[PromptRecord]) -> LatencyFit | None:
     spread = float(((seconds - seconds.mean()) ** 2).sum())
     if spread == 0.0:
         return None
+    from scipy.optimize import nnls  # here: whoever only reads results does not need it
+
     times, residual = nnls(counts, seconds)
     return LatencyFit(
         t_draft=float(times[0]),
