@@ -38,7 +38,7 @@ class ToyPairConfig(Config):
     library_characters: int = Field(
         100_000, ge=0, description="library text in the training documents, at most"
     )
-    block_size: int = Field(128, ge=1, description="tokens of one packed training block")
+    block_size: int = Field(128, ge=1, description="tokens of one training block")
     batch_size: int = Field(4, ge=1, description="blocks of one training step")
     target_layers: int = Field(12, ge=1, description="layers of the target")
     target_width: int = Field(256, ge=1, description="hidden size of the target")

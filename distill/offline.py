@@ -25,8 +25,8 @@ from distill.config import DistilConfig, Objective
 from distill.losses import LOSSES
 from distill.training import (
     Schedule,
-    run,
     save_model,
+    train_resumably,
     training_arguments,
 )
 from specdata.models import known_ids, load_model, load_tokenizer
@@ -105,7 +105,7 @@ def distil(
             "teacher_dtype": teacher_dtype,
         },
         defaults_of(DistilConfig, "config") | defaults_of(SamplingConfig, "sampling"),
-        remedy=f"choose another --output, or remove {out} and {_work(out)}",
+        remedy=f"choose another output folder, or remove {out} and {_work(out)}",
     )
     if out.exists():
         shutil.rmtree(_work(out), ignore_errors=True)  # of a run killed right before its end
@@ -121,7 +121,7 @@ def distil(
     before = mean_acceptance(teacher, plain, dev, sampling) if state.is_main_process else None
 
     trainer = draft_trainer(teacher, student, train, out, config, sampling, seed)
-    run(trainer, _work(out), settings, label="distilling the draft")
+    train_resumably(trainer, _work(out), settings, label="distilling the draft")
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if before is not None:
         plain.load_state_dict(weights)

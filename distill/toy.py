@@ -1,6 +1,6 @@
-"""The embedded pair: a deep target and a shallow base draft, trained from scratch on `toy` text.
+"""The embedded pair: a deep target and a shallow base draft, trained from scratch on embedded text (`specdata.toy`).
 
-Both become ordinary model folders, so that nothing after this stage knows where they came from.
+Both become ordinary model folders, which later stages treat as any other pair.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from distill.config import ToyPairConfig
-from distill.training import Schedule, run, save_model, training_arguments
+from distill.training import Schedule, save_model, train_resumably, training_arguments
 from specdata.storage.files import atomic_folder
 from specdata.storage.resume import Settings, defaults_of
 from specdata.toy.corpus import corpus
@@ -51,7 +51,7 @@ def train_toy_pair(folder: Path, config: ToyPairConfig, *, seed: int) -> None:
         settings = Settings(
             {**own, "seed": seed},
             defaults_of(ToyPairConfig),
-            remedy=f"choose another --output, or remove {folder}",
+            remedy=f"choose another output folder, or remove {folder}",
         )
         if (folder / name).exists():
             settings.check_file(folder / name / SETTINGS_FILE)
@@ -65,7 +65,7 @@ def language_model(
     """Return a Llama with random weights, tied embeddings and heads of 64 (32 if narrow).
 
     Weights start at about 1/sqrt(width), and layers add to the residual stream at 1/sqrt(2 layers)
-    of that. At the usual 0.02 a narrow deep model spends its whole short training waking up.
+    of that. With the usual 0.02, a narrow deep model learns too slowly for so short a training.
     """
     head_size = 64 if width % 64 == 0 and width > 128 else min(32, width)
     set_seed(seed)
@@ -100,7 +100,7 @@ def language_model(
     return model
 
 
-def packed(texts: list[str], tokenizer: PreTrainedTokenizerBase, block_size: int) -> Dataset:
+def token_blocks(texts: list[str], tokenizer: PreTrainedTokenizerBase, block_size: int) -> Dataset:
     """Return blocks of `block_size` tokens: the documents in a row, each ended by the end token."""
     documents = tokenizer(texts)["input_ids"]
     end = [tokenizer.eos_token_id]
@@ -119,7 +119,7 @@ def _train(path: Path, config: ToyPairConfig, settings: Settings, *, seed: int) 
         library_characters=config.library_characters,
     )
     target = path.name == "target"
-    # The draft speaks the very tokens of the target.
+    # The draft shares the target's tokenizer.
     tokenizer = (
         train_tokenizer(texts, config.vocab_size)
         if target
@@ -142,10 +142,10 @@ def _train(path: Path, config: ToyPairConfig, settings: Settings, *, seed: int) 
     trainer = Trainer(
         model=model,
         args=training_arguments(work, schedule, seed=seed),
-        train_dataset=packed(texts, tokenizer, config.block_size),
+        train_dataset=token_blocks(texts, tokenizer, config.block_size),
         data_collator=default_data_collator,
     )
-    run(trainer, work, settings, label=f"training the {path.name}")
+    train_resumably(trainer, work, settings, label=f"training the {path.name}")
     with atomic_folder(path) as temporary:
         save_model(model, temporary)
         tokenizer.save_pretrained(temporary)

@@ -86,7 +86,7 @@ def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> Training
     return arguments
 
 
-def run(trainer: Trainer, work: Path, settings: Settings, *, label: str) -> None:
+def train_resumably(trainer: Trainer, work: Path, settings: Settings, *, label: str) -> None:
     """Train to the end, from the newest complete checkpoint in `work` if there is one.
 
     Args:

@@ -57,7 +57,7 @@ class TrainingEngine:
         ddp = isinstance(self.model, nn.parallel.DistributedDataParallel)
         return "ddp" if ddp else "single"
 
-    def update(self, loss: Tensor, *, max_norm: float) -> None:
+    def backward(self, loss: Tensor, *, max_norm: float) -> None:
         """Back-propagate one micro-batch; step the optimizer on the last one of a batch."""
         self.accelerator.backward(loss)
         if self.accelerator.sync_gradients:
@@ -169,7 +169,7 @@ def restore_moments(
     engine.set_learning_rate(0.0)
     for _ in range(engine.accelerator.gradient_accumulation_steps):
         with engine.accelerator.accumulate(engine.model):
-            engine.update(0.0 * engine.model(*features).sum(), max_norm=1.0)
+            engine.backward(0.0 * engine.model(*features).sum(), max_norm=1.0)
     for state in engine.optimizer.state.values():
         state["step"].fill_(checkpoint.step)
     for moment in MOMENTS:

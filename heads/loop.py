@@ -1,7 +1,13 @@
-"""The training loop of a head, and its evaluation, over any engine.
+"""The training loop of a head, and its evaluation, in one process, under DDP or DeepSpeed.
 
 The loss of a batch is a sum over its drafted tokens divided by the mass of the whole batch, which
 every process knows from the labels, so neither accumulation nor the number of processes changes it.
+
+Drafts train in `transformers.Trainer` (package `distill`). A head does not, because of the
+Trainer's checkpoints: they are pickles, and depend on the engine. A Trainer (transformers 5.23)
+trains the same head, to the bit in one process. But a training that begins under ZeRO-2 and goes on
+in one process finds no optimizer state there, starts Adam anew without a warning, and ends 1.2e-2
+from the weights that it should have, where 1e-5 is allowed.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from accelerate.utils import tqdm
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from heads.batches import LabelRows, micro_batches, rounds_for
+from heads.batches import LabelRows, micro_batch_count, micro_batches
 from heads.checkpoint import Checkpoint, save_checkpoint
 from heads.config import HeadConfig
 from heads.engine import TrainingEngine, restore_moments, whole_moments, whole_weights
@@ -26,7 +32,6 @@ from heads.inputs import HeadInputs
 from heads.loss import HeadMetrics, head_metrics, loss_mass, weighted_bce
 from heads.mixing import LabelRow, MixedBatch, MixedRow, mix
 from specdata.lm_head import hidden_states
-from specdata.probability import SamplingConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,8 +90,8 @@ class Training:
         restore_moments(self.engine, checkpoint, self._features(next(self._parts_of(dev))))
         return HeadMetrics(**checkpoint.notes["before"]), checkpoint.losses.tolist()
 
-    def steps(self, rows: LabelRows, before: HeadMetrics, losses: Sequence[float]) -> list[float]:
-        """Do all updates that are not done yet; return the losses of all of them."""
+    def train(self, rows: LabelRows, before: HeadMetrics, losses: Sequence[float]) -> list[float]:
+        """Do all steps that are not done yet; return the losses of all of them, float64."""
         config, losses = self.config, list(losses)
         per_epoch = math.ceil(len(rows) / config.batch_size)
         total = config.epochs * per_epoch
@@ -99,28 +104,28 @@ class Training:
                 done = len(losses) - epoch * per_epoch
                 for batch in islice(rows.epoch(self.seed, epoch, config.batch_size), done, None):
                     self.engine.set_learning_rate(rates[len(losses)])
-                    losses.append(self.step(batch, epoch))
+                    losses.append(self.train_step(batch, epoch))
                     bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
                     bar.update()
                     if len(losses) % config.save_steps == 0:
                         self.save(before, losses)
         return losses
 
-    def step(self, batch: Sequence[LabelRow], epoch: int) -> float:
+    def train_step(self, batch: Sequence[LabelRow], epoch: int) -> float:
         """Update the head once on a global batch; return the batch's loss."""
         accelerator, weight = self.engine.accelerator, self.config.rejection_weight
-        rounds = accelerator.gradient_accumulation_steps
         mixed = [self._mixed(row, ("train", self.seed, epoch)) for row in batch]
         mass = sum(float(loss_mass(row.accept, row.mask, weight)) for row in mixed)
         mass = mass or 1.0  # a batch without drafted tokens has loss 0
         # The engines average over processes and over micro-batches; this makes it a sum again.
-        scale = accelerator.num_processes * rounds / mass
+        accumulation = accelerator.gradient_accumulation_steps
+        scale = accelerator.num_processes * accumulation / mass
         total = torch.zeros((), device=accelerator.device)
-        for part in self._parts(mixed, rounds):
+        for part in self._parts(mixed, accumulation):
             with accelerator.accumulate(self.engine.model):
                 logits = self._logits(part)
                 numerator = weighted_bce(logits, part.accept, part.mask, weight)
-                self.engine.update(numerator * scale, max_norm=self.config.max_grad_norm)
+                self.engine.backward(numerator * scale, max_norm=self.config.max_grad_norm)
             total += numerator.detach()
         return float(accelerator.reduce(total, "sum")) / mass
 
@@ -144,7 +149,7 @@ class Training:
         mixed = [self._mixed(rows[position], ("dev",)) for position in range(len(rows))]
         return self._parts(
             mixed,
-            rounds_for(
+            micro_batch_count(
                 len(mixed),
                 size=self.config.micro_batch_size,
                 processes=self.engine.accelerator.num_processes,
@@ -154,12 +159,12 @@ class Training:
     def _mixed(self, row: LabelRow, key: tuple[str | int, ...]) -> MixedRow:
         return mix(row, rate=self.config.mixing, max_length=self.config.max_length, key=key)
 
-    def _parts(self, mixed: Sequence[MixedRow], rounds: int) -> Iterator[MixedBatch]:
+    def _parts(self, mixed: Sequence[MixedRow], count: int) -> Iterator[MixedBatch]:
         accelerator = self.engine.accelerator
         for part in micro_batches(
             mixed,
             size=self.config.micro_batch_size,
-            rounds=rounds,
+            count=count,
             process=accelerator.process_index,
             processes=accelerator.num_processes,
         ):
@@ -173,7 +178,7 @@ class Training:
             input_ids=part.input_ids,
             states=hidden_states(self.draft, part.input_ids, part.attention_mask),
             logits=self.draft_logits,
-            sampling=SamplingConfig(**(head.sampling or {})),
+            sampling=head.sampling_config,
         )
         return tuple(inputs[name] for name in head.reads)
 

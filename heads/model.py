@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from heads.inputs import HeadInputs
+from specdata.sampling import SamplingConfig
 from specdata.storage.files import atomic_write, write_json
 
 
@@ -85,6 +86,11 @@ class AcceptanceHead(
         self.sampling = sampling
         self.blocks = nn.ModuleList(ResidualBlock(hidden_size) for _ in range(depth))
         self.output = nn.Linear(hidden_size, 1)
+
+    @property
+    def sampling_config(self) -> SamplingConfig:
+        """The distribution under which its labels were made; the default one if not recorded."""
+        return SamplingConfig(**(self.sampling or {}))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the raw acceptance logit of the token just consumed.

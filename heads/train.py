@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import datasets
 import torch
 
-from heads.batches import LabelRows, rounds_for
+from heads.batches import LabelRows, micro_batch_count
 from heads.checkpoint import Checkpoint, latest_checkpoint
 from heads.config import HeadConfig
 from heads.engine import (
@@ -34,8 +34,6 @@ from specdata.storage.resume import Settings, defaults_of, read_record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-__all__ = ["METRICS_NAME", "HeadConfig", "HeadResult", "train_head", "weights_fingerprint"]
 
 METRICS_NAME = "metrics.json"
 CHECKPOINTS_NAME = "checkpoints"
@@ -97,7 +95,7 @@ def train_head(
 
     Raises:
         ValueError: if rows or draft cannot be used.
-        ManifestError: if `out` holds another run.
+        ManifestError: if `out` holds a head of other settings, rows or draft.
         RuntimeError: if the launcher's DeepSpeed or processes were silently lost.
     """
     data = (
@@ -111,12 +109,12 @@ def train_head(
     was_training = draft.training
     try:
         with deprecations_of_deepspeed_hidden():
-            return _run(draft.eval(), data, out, config, seed, sampling, settings)
+            return _train(draft.eval(), data, out, config, seed, sampling, settings)
     finally:
         draft.train(was_training)
 
 
-def _run(
+def _train(
     draft: PreTrainedModel,
     data: tuple[LabelRows, LabelRows],
     out: Path,
@@ -139,7 +137,7 @@ def _run(
         logits_of_states(draft),
     )
     before, losses = training.start(checkpoint, data[1])
-    losses = training.steps(data[0], before, losses)
+    losses = training.train(data[0], before, losses)
     result = HeadResult(
         before=before,
         after=training.evaluate(data[1]),
@@ -175,7 +173,7 @@ def _start(
         accelerator,
         head,
         micro_batch_size=config.micro_batch_size,
-        accumulation=rounds_for(
+        accumulation=micro_batch_count(
             config.batch_size, size=config.micro_batch_size, processes=accelerator.num_processes
         ),
         max_norm=config.max_grad_norm,

@@ -95,11 +95,11 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def assert_same_weights(one: Path, other: Path, tolerance: float = 0.0) -> None:
-    ours, theirs = weights(one), weights(other)
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=0.0, atol=tolerance)
+def assert_same_weights(ours: Path, theirs: Path, tolerance: float = 0.0) -> None:
+    actual, expected = weights(ours), weights(theirs)
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], rtol=0.0, atol=tolerance)
 
 
 def test_the_pair_is_two_ordinary_folders_with_one_vocabulary(pair: Path) -> None:
@@ -177,8 +177,8 @@ def test_mean_acceptance_counts_completion_positions_only(pair: Path) -> None:
             # The token at `position` was drawn from the distribution one row earlier.
             values.append(sum(map(min, p[position - 1].tolist(), q[position - 1].tolist())))
     expected = sum(values) / len(values)
-    found = mean_acceptance(target, draft, rows, SamplingConfig())
-    assert found == pytest.approx(expected, abs=1e-5)
+    measured = mean_acceptance(target, draft, rows, SamplingConfig())
+    assert measured == pytest.approx(expected, abs=1e-5)
     assert mean_acceptance(target, target, rows, SamplingConfig()) == pytest.approx(1.0, abs=1e-5)
 
 

@@ -99,10 +99,10 @@ def assert_same_training(out: Path, reference: tuple[Path, HeadResult]) -> None:
         torch.tensor(losses), torch.tensor(reference[1].losses), rtol=1e-5, atol=1e-6
     )
     expected = load_file(reference[0] / "model.safetensors")
-    found = load_file(out / "model.safetensors")
-    assert found.keys() == expected.keys()
+    weights = load_file(out / "model.safetensors")
+    assert weights.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
 
 
 # --- learning

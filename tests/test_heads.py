@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from heads import AcceptanceHead
-from heads.batches import micro_batches, rounds_for
+from heads.batches import micro_batch_count, micro_batches
 from heads.inputs import HeadInputs
 from heads.loss import (
     binary_kl,
@@ -258,12 +258,12 @@ def test_every_token_is_computed_exactly_once_whatever_the_split(
         mix(make_row(n, example_id=str(i)), rate=0.3, max_length=99, key=())
         for i, n in enumerate(lengths)
     ]
-    rounds = rounds_for(len(rows), size=size, processes=processes) + spare
+    count = micro_batch_count(len(rows), size=size, processes=processes) + spare
     parts = [
         part
         for process in range(processes)
         for part in micro_batches(
-            rows, size=size, rounds=rounds, process=process, processes=processes
+            rows, size=size, count=count, process=process, processes=processes
         )
     ]
     assert all(len(part.input_ids) == size for part in parts)
@@ -284,8 +284,8 @@ def test_weighted_bce_by_hand() -> None:
     assert float(numerator) == pytest.approx((1.0 + 0.25 + 4.5) * math.log(2.0))
     assert float(loss_mass(accept, mask, 6.0)) == pytest.approx(5.75)
     # phat = 3/4, a = 1/2, w = 2: -(1/2) log(3/4) - 2 (1/2) log(1/4)
-    one = weighted_bce(torch.tensor([math.log(3.0)]), torch.tensor([0.5]), mask[:1], 2.0)
-    assert float(one) == pytest.approx(-0.5 * math.log(0.75) - math.log(0.25))
+    weighted = weighted_bce(torch.tensor([math.log(3.0)]), torch.tensor([0.5]), mask[:1], 2.0)
+    assert float(weighted) == pytest.approx(-0.5 * math.log(0.75) - math.log(0.25))
 
 
 def test_the_gradient_of_the_loss_is_right_and_vanishes_outside_the_mask() -> None:

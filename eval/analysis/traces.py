@@ -18,7 +18,6 @@ from transformers import DynamicCache, PreTrainedModel
 from heads import AcceptanceHead
 from heads.inputs import HeadInputs, logits_of_states
 from specdata.lm_head import hidden_states
-from specdata.probability import SamplingConfig
 from specdata.seeds import generator_for
 
 
@@ -73,7 +72,7 @@ def head_probabilities(
         input_ids=torch.stack([ids[0, first - 1 :], drafted[0]], dim=1),
         states=torch.stack([before[0], torch.cat(after[::-1])], dim=1),
         logits=logits_of_states(draft),
-        sampling=SamplingConfig(**(head.sampling or {})),
+        sampling=head.sampling_config,
     )
     accepted: list[float] = head.probability(inputs)[:, 1].tolist()
     return accepted
