@@ -1,4 +1,4 @@
-"""The embedded pair: a deep target and a shallow base draft, trained from scratch on embedded text (`specdata.toy`).
+"""The embedded pair: a deep target and a shallow base draft, trained from scratch.
 
 Both become ordinary model folders, which later stages treat as any other pair.
 """

@@ -37,7 +37,16 @@ _COMPLETE = "complete.json"
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How long and how fast to train, in optimizer steps."""
+    """How long and how fast a language model trains.
+
+    Attributes:
+        steps: optimizer steps in all.
+        batch_size: rows of one forward in one process.
+        learning_rate: the largest, reached after the warm-up; a cosine takes it to 0.
+        warmup_ratio: share of the steps over which it rises from 0.
+        save_steps: optimizer steps between checkpoints.
+        accumulation: forwards added up before an optimizer step.
+    """
 
     steps: int
     batch_size: int

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from heads import AcceptanceHead
 from heads.batches import micro_batch_count, micro_batches
@@ -27,7 +26,6 @@ from heads.loss import (
 )
 from heads.mixing import LabelRow, collate, mix
 from heads.train import weights_fingerprint
-from specdata.lm_head import check_hidden_states, hidden_states
 from tests.drive_head import tiny_draft
 
 HIDDEN = 8
@@ -151,35 +149,7 @@ def test_loading_what_is_no_head_says_so(tmp_path: Path) -> None:
         AcceptanceHead.from_pretrained(tmp_path)
 
 
-# --- hidden states
-
-
-def test_hidden_states_are_the_last_of_output_hidden_states_and_feed_the_output_embedding() -> None:
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=48, n_embd=16, n_layer=2, n_head=2)).eval()
-    for draft in (tiny_draft().eval(), gpt2):
-        ids = torch.arange(1, 9).view(2, 4)
-        states = hidden_states(draft, ids, torch.ones_like(ids))
-        full = draft(input_ids=ids, output_hidden_states=True)
-        torch.testing.assert_close(states, full.hidden_states[-1])
-        torch.testing.assert_close(draft.get_output_embeddings()(states), full.logits)
-        assert not states.requires_grad
-        check_hidden_states(draft)
-
-
-def test_a_draft_that_changes_its_state_before_the_output_embedding_is_refused() -> None:
-    draft = tiny_draft().eval()
-    draft.lm_head = torch.nn.Sequential(torch.nn.Linear(32, 32), draft.lm_head)
-    draft.get_output_embeddings = lambda: draft.lm_head[1]
-    with pytest.raises(ValueError, match="changes its hidden state"):
-        check_hidden_states(draft)
-
-
-def test_right_padding_does_not_change_the_states_of_real_tokens() -> None:
-    draft = tiny_draft().eval()
-    ids = torch.tensor([[5, 6, 7, 0, 0]])
-    mask = torch.tensor([[1, 1, 1, 0, 0]])
-    alone = hidden_states(draft, ids[:, :3], mask[:, :3])
-    torch.testing.assert_close(hidden_states(draft, ids, mask)[:, :3], alone)
+# --- fingerprint of the draft
 
 
 def test_the_weights_fingerprint_changes_with_any_parameter() -> None:
