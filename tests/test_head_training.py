@@ -17,7 +17,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from heads import AcceptanceHead
 from heads.config import HeadConfig
@@ -309,6 +309,28 @@ def test_a_folder_of_another_run_is_refused(
     ]:
         with pytest.raises(ManifestError, match="choose another output folder"):
             drive(tmp_path / "head", config, rows=rows, seed=seed)
+
+
+def test_an_option_added_later_leaves_finished_heads_usable(
+    reference: tuple[Path, HeadResult], tmp_path: Path
+) -> None:
+    shutil.copytree(reference[0], tmp_path / "head")
+    stored = metrics(tmp_path / "head")
+    for name in ("mixing", "max_length"):  # as if they had come after this head
+        del stored["settings"]["config"][name]  # type: ignore[index]
+    (tmp_path / "head" / "metrics.json").write_text(json.dumps(stored))
+    assert drive(tmp_path / "head", CONFIG) == reference[1]
+    with pytest.raises(ManifestError) as refusal:
+        drive(tmp_path / "head", changed(CONFIG, mixing=0.2))
+    assert str(refusal.value).endswith("Stored -> asked:\n  config.mixing: 0.15 -> 0.2")
+
+
+def test_a_checkpoint_of_an_older_version_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    save_file({"losses": torch.zeros(1)}, folder / "step-00000001.safetensors", {"run": "0"})
+    with pytest.raises(ManifestError, match=f"older version: delete {tmp_path} or choose"):
+        drive(tmp_path, CONFIG)
 
 
 # --- what cannot be used
