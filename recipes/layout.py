@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eval.measuring.methods import calibrates, path_drafts
+from eval.measuring.methods import calibrates, path_drafts, rewritten
 from recipes.config import PipelineConfig
 from recipes.run import Stage
 from specdata.errors import ConfigError
@@ -122,6 +122,7 @@ def eval_stage(config: PipelineConfig) -> Stage:
             defaults_of(PipelineConfig),
             "choose another folder for another list of methods with --eval.folder NAME, or remove "
             f"{here} to measure again",
+            rewritten,
         ),
         inputs,
         _eval_size(config),

@@ -19,7 +19,7 @@ def process_count() -> int:
 
 
 def is_main() -> bool:
-    """Whether this is the process that keeps run.json and prints."""
+    """Whether this is the process that writes run.json and prints."""
     return int(os.environ.get("RANK", "0")) == 0
 
 

@@ -27,8 +27,8 @@ def labelled(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with rollouts and labels, made by one process, that keep ten logits a position."""
     folder = tmp_path_factory.mktemp("labelled")
     tree = yaml.safe_load((pair / "pair.yaml").read_text())
-    (one,) = tree["rollouts"]["sets"]
-    lines = Path(one["name"]).read_text().splitlines(keepends=True)
+    (prompt_set,) = tree["rollouts"]["sets"]
+    lines = Path(prompt_set["name"]).read_text().splitlines(keepends=True)
     (folder / "dev.jsonl").write_text("".join(lines[:4]))
     (folder / "train.jsonl").write_text("".join(lines[4:20]))
     tree["rollouts"] |= {
@@ -53,8 +53,8 @@ def unlabelled(labelled: Path, out: Path) -> list[str]:
     return ["--config", str(labelled / "pair.yaml"), "--output", str(out)]
 
 
-def content(table: Path) -> dict[str, bytes]:
-    files = [*table.glob("*.parquet"), table / "manifest.json"]
+def content(dataset: Path) -> dict[str, bytes]:
+    files = [*dataset.glob("*.parquet"), dataset / "manifest.json"]
     return {path.name: path.read_bytes() for path in files}
 
 
@@ -121,7 +121,7 @@ def test_kept_logits_that_do_not_fit_the_run_are_refused_before_anything_is_made
     asked = unlabelled(labelled, tmp_path / "out")
     asked += ["--labels.cache", str(labelled / "out" / "labels"), "--labels.top_logits", "0"]
     places = {"draft": str(pair / "draft"), "rollouts": str(tmp_path / "out" / "rollouts")}
-    asked += [places.get(one, one) for one in arguments]
+    asked += [places.get(argument, argument) for argument in arguments]
     assert train_head.RECIPE.run(asked) == 2
     assert message in capsys.readouterr().err
     assert not list((tmp_path / "out" / "labels").glob("[!.]*"))

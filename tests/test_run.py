@@ -165,7 +165,7 @@ def test_prompt_files_are_inputs_and_a_changed_one_is_refused(
         update={
             "output": str(tmp_path / "out"),
             "rollouts": dataclasses.replace(config.rollouts, sets=sets),
-            "eval": dataclasses.replace(config.eval, sets=sets),
+            "eval": config.eval.model_copy(update={"sets": sets}),
         }
     )
     assert str(prompts) in rollouts_stage(changed).inputs.values()
