@@ -13,9 +13,9 @@ from eval.measuring.results import Results, Run, check_metrics, read_results, wr
 from eval.reporting.report import environment_rows, sections_of
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
-from specdata.storage.resume import as_settings
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import Prompt
+from specdata.storage.resume import as_settings
 from tests.synthetic_results import ENVIRONMENT
 from tests.test_decoder import head
 from tests.tiny import tiny_llama
@@ -42,8 +42,7 @@ COUNTS = ("tokens", "finish", "rounds", "n_draft", "accepted", "depth", "draft_f
 
 def evaluate(folder: Path, methods: list[MethodConfig], **settings: object) -> Results:
     sets = [PromptSet("maths", "test", 5), PromptSet("code", "test", 5)]
-    config = EvalConfig(
-        sets=sets, methods=methods, max_new_tokens=12, warmup_tokens=1, **settings)  # type: ignore[arg-type]
+    config = EvalConfig(sets=sets, methods=methods, max_new_tokens=12, warmup_tokens=1, **settings)  # type: ignore[arg-type]
     models = Artefacts(
         tiny_llama(2, vocab=40, layers=2),
         tiny_llama(1, vocab=40),

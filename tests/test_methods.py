@@ -89,7 +89,10 @@ def test_two_methods_of_one_name_are_refused() -> None:
         ("{name: odd, stop: head, token_seconds: 1}", "stop head does not use token_seconds"),
         ("{name: odd, calibration: [1, 2]}", "stop fixed does not use calibration"),
         ("{name: odd, stop: logit, head: false}", "stop logit does not use head"),
-        ("{name: odd, stop: cost, draft_seconds: -1}", "draft_seconds: must be greater than or equal to 0"),
+        (
+            "{name: odd, stop: cost, draft_seconds: -1}",
+            "draft_seconds: must be greater than or equal to 0",
+        ),
         ("{name: odd, decoder: assisted, stop: logit}", "decoder assisted does not use stop"),
         ("{name: odd, tree_attention: false}", "drafter chain does not use tree_attention"),
         ("{name: odd, path_drafts: [other]}", "drafter chain does not use path_drafts"),
