@@ -164,7 +164,7 @@ def test_prompt_files_are_inputs_and_a_changed_one_is_refused(
     changed = config.model_copy(
         update={
             "output": str(tmp_path / "out"),
-            "rollouts": dataclasses.replace(config.rollouts, sets=sets),
+            "rollouts": config.rollouts.model_copy(update={"sets": sets}),
             "eval": dataclasses.replace(config.eval, sets=sets),
         }
     )

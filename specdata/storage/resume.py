@@ -15,12 +15,12 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
-from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
+from specdata.config import fields_of
 from specdata.errors import ManifestError, OtherSettingsError
 from specdata.storage.files import write_json
 
@@ -212,28 +212,14 @@ def defaults_of(kind: type, prefix: str = "") -> dict[str, Any]:
         is left out.
     """
     defaults: dict[str, Any] = {}
-    for name, hint, default in _fields(kind):
+    for name, info in fields_of(kind).items():
         key = f"{prefix}.{name}" if prefix else name
+        default = info.get_default(call_default_factory=True, validated_data={})
         if default is not PydanticUndefined:
             defaults[key] = to_jsonable_python(default)
-        for section, is_item in _sections(hint):
+        for section, is_item in _sections(info.annotation):
             defaults |= defaults_of(section, f"{key}.{ANY}" if is_item else key)
     return defaults
-
-
-def _fields(kind: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Name, type and default of each field; the default is PydanticUndefined if there is none."""
-    if is_pydantic_dataclass(kind) or issubclass(kind, BaseModel):
-        for name, info in kind.__pydantic_fields__.items():
-            default = info.get_default(call_default_factory=True, validated_data={})
-            yield name, info.annotation, default
-        return
-    hints = get_type_hints(kind)
-    for item in dataclasses.fields(kind):
-        default = PydanticUndefined if item.default is dataclasses.MISSING else item.default
-        if item.default_factory is not dataclasses.MISSING:
-            default = item.default_factory()
-        yield item.name, hints[item.name], default
 
 
 def _sections(hint: Any) -> Iterator[tuple[type, bool]]:
