@@ -13,7 +13,8 @@ with random weights, whose distributions nearly agree.
 
 With a GPU, `--shapes 7b` or `--shapes 1.1b` measures models of those shapes (random weights, with a
 68M draft, bfloat16): each drafted token is then accepted with the probability that evaluation
-recorded at its position (`--profile results.json`), since random models do not agree by themselves.
+recorded at its position (`--recorded results.json`), since random models do not agree by
+themselves.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.environment import describe_environment
 from eval.measuring.results import Results, read_results
-from eval.runtime.graphs import ENGINES, Engine
+from eval.runtime.engines import ENGINES, Engine
 from eval.runtime.model import CachedModel
 from eval.verifiers.rule import Outcome, Rng
 from specdata.models import device, load_model, load_tokenizer
@@ -80,7 +81,7 @@ EFFICIENCY = {
 }
 
 Decode = Callable[[Tensor, int, str], Generation]
-"""(prompt, budget, name of the draws) -> text."""
+"""(prompt (T,), most new tokens, what seeds the draws) -> the generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def main() -> None:
         methods = _methods(pair, options.engine, options.seed)
     else:
         pair = _random_pair(options.shapes, options.seed)
-        methods = _replayed(pair, options.engine, read_results(options.profile), options.seed)
+        methods = _replayed(pair, options.engine, read_results(options.recorded), options.seed)
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "environment": describe_environment(
@@ -132,7 +133,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--draft", default=str(TOY / "draft" / "model"))
     parser.add_argument("--engine", choices=ENGINES, default=_fastest())
     parser.add_argument("--shapes", choices=("pair", *SHAPES), default="pair")
-    parser.add_argument("--profile", type=Path, default=TOY / "eval" / "results.json")
+    parser.add_argument("--recorded", type=Path, default=TOY / "eval" / "results.json")
     parser.add_argument("--prompts", type=int, default=4, help="prompts of each embedded set")
     parser.add_argument("--repeats", type=int, default=2, help="seeds of each prompt")
     parser.add_argument("--max-new-tokens", type=int, default=96)
@@ -192,8 +193,9 @@ def _plain(target: PreTrainedModel, seed: int) -> Decode:
         ids = prompt.unsqueeze(0).to(target.device)
         torch.manual_seed(seed_for(seed, name))
         begun = time.perf_counter()
-        text = target.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-        tokens = text[0, len(prompt) :].cpu()
+        mask = torch.ones_like(ids)
+        sequence = target.generate(ids, attention_mask=mask, generation_config=config)
+        tokens = sequence[0, len(prompt) :].cpu()
         return Generation(tokens, (), "length", time.perf_counter() - begun)
 
     return decode
@@ -246,9 +248,9 @@ def _speeds(
         len(pair.prompts), size=(RESAMPLES, len(pair.prompts))
     )
     base = counts["generate"]
-    found = {}
+    speeds = {}
     for name, table in counts.items():
-        found[name] = {
+        speeds[name] = {
             "tokens_per_second": _interval(table, chosen),
             "over_generate": _interval(table, chosen, base),
             "tokens_per_round": sum(r.emitted for r in rounds[name]) / max(1, len(rounds[name])),
@@ -260,14 +262,14 @@ def _speeds(
         if name.startswith("K="):
             other = counts.get(f"transformers {name}")
             if other is not None:
-                found[name]["over_transformers"] = _interval(table, chosen, other)
+                speeds[name]["over_transformers"] = _interval(table, chosen, other)
     fixed = max(
-        (name for name in found if name.startswith("K=")),
-        key=lambda name: found[name]["tokens_per_second"]["value"],
+        (name for name in speeds if name.startswith("K=")),
+        key=lambda name: speeds[name]["tokens_per_second"]["value"],
     )
-    for name in found:
-        found[name]["over_best_fixed"] = _interval(counts[name], chosen, counts[fixed])
-    return found
+    for name in speeds:
+        speeds[name]["over_best_fixed"] = _interval(counts[name], chosen, counts[fixed])
+    return speeds
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -310,9 +312,9 @@ class Timed(CachedModel):
 
     seconds = 0.0
 
-    def _one(self, *given: Any) -> tuple[Tensor, Tensor | None]:
+    def _run_slot(self, *given: Any) -> tuple[Tensor, Tensor | None]:
         begun = time.perf_counter()
-        out = super()._one(*given)
+        out = super()._run_slot(*given)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seconds += time.perf_counter() - begun
@@ -322,7 +324,7 @@ class Timed(CachedModel):
 def _efficiencies(pair: Pair, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Forward time over decoding time, at V = 32768, on models of the pair's shapes."""
     models = [_like(model, seed) for seed, model in enumerate((pair.target, pair.draft))]
-    found = []
+    rows = []
     for engine in dict.fromkeys(("eager", options.engine)):
         for form, configs in EFFICIENCY.items():
             for name, config in configs.items():
@@ -337,17 +339,17 @@ def _efficiencies(pair: Pair, options: argparse.Namespace) -> list[dict[str, Any
                 )
                 shares = []
                 for repeat in range(4):  # the first makes the graphs
-                    before = sum(one.seconds for one in timed)
+                    before = sum(model.seconds for model in timed)
                     out = decoder.generate(
                         torch.arange(2, 62),
                         max_new_tokens=options.max_new_tokens,
                         generator=generator_for(options.seed, "efficiency", repeat),
                     )
-                    inside = sum(one.seconds for one in timed) - before
+                    inside = sum(model.seconds for model in timed) - before
                     shares.append(inside / out.seconds)
                 goal = EFFICIENCY_GOALS[form]
                 share = float(np.median(shares[1:]))
-                found.append(
+                rows.append(
                     {
                         "engine": engine,
                         "method": name,
@@ -360,7 +362,7 @@ def _efficiencies(pair: Pair, options: argparse.Namespace) -> list[dict[str, Any
                         "met": share >= goal,
                     }
                 )
-    return found
+    return rows
 
 
 def _like(model: PreTrainedModel, seed: int) -> PreTrainedModel:
@@ -390,7 +392,7 @@ def _random_pair(shape: str, seed: int) -> Pair:
         with torch.device(device()):
             config = LlamaConfig(vocab_size=32000, max_position_embeddings=2048, **sizes)
             model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
-        # No end token: every text has its full length.
+        # No end token: every sequence has its full length.
         model.generation_config.eos_token_id = None
         model.generation_config.pad_token_id = 0
         models.append(model)
@@ -407,16 +409,16 @@ def _replayed(pair: Pair, engine: Engine, recorded: Results, seed: int) -> dict[
         (run for run in recorded.runs if run.drafter == "chain" and run.verifier == "token"),
         key=lambda run: len(run.acceptance_by_position),
     )
-    profile = [one or 0.0 for one in longest.conditional_by_position]
+    acceptance = [share or 0.0 for share in longest.conditional_by_position]
     methods: dict[str, Decode] = {"generate": _plain(pair.target, seed)}
     methods["plain"] = _ours(pair.target, None, DecodeConfig(), engine, seed)
     for name, config in CHAINS.items():
-        models = [CachedModel(one, 32000, engine=engine) for one in (pair.target, pair.draft)]
+        models = [CachedModel(model, 32000, engine=engine) for model in (pair.target, pair.draft)]
         decoder = SpeculativeDecoder(
             models[0],
             config.sampling,
             config.make_drafters(models[1:], None, frozenset()),
-            replace(config.make_verifier(), rule=_as_recorded(profile)),
+            replace(config.make_verifier(), rule=_as_recorded(acceptance)),
             frozenset(),
             drafts=models[1:],
         )
@@ -426,12 +428,12 @@ def _replayed(pair: Pair, engine: Engine, recorded: Results, seed: int) -> dict[
     return methods
 
 
-def _as_recorded(profile: Sequence[float]) -> Any:
-    """A rule that looks at nothing but the position. Its output has no distribution: for timing only."""
+def _as_recorded(acceptance: Sequence[float]) -> Any:
+    """A rule that accepts by position alone, for timing: what it emits has no meaning."""
 
     def rule(tree: Any, target: Tensor, rng: Rng) -> Outcome:
         for node in range(len(tree)):
-            if not rng.bernoulli(profile[min(node, len(profile) - 1)]):
+            if not rng.bernoulli(acceptance[min(node, len(acceptance) - 1)]):
                 return Outcome(node, residual(target[node], tree.distribution_of(node + 1)))
         return Outcome(len(tree), target[len(tree)])
 

@@ -1,8 +1,9 @@
-"""Speculative decoding, of one text or of many: any draft, any stopping rule, any verifier.
+"""Speculative decoding, of one sequence or of many: any draft, any stopping rule, any verifier.
 
-Each round drafts after the committed text, scores the draft in one forward of the target, lets the
-verifier choose how much of it stays and what follows, and rewinds both caches to the result. The
-emitted text has the distribution of plain sampling from the target (unless the verifier is a biased one).
+Each round drafts after the committed tokens, scores the draft in one forward of the target, lets
+the verifier choose how much of it is accepted and what follows, and crops both KV caches to the
+result. The emitted tokens have the distribution of plain sampling from the target (unless the
+verifier is a biased one).
 """
 
 from __future__ import annotations
@@ -17,36 +18,37 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.decode_config import DecodeConfig
+from eval.drafting.assembly import make_drafters
 from eval.drafting.drafters import Drafter
-from eval.drafting.tree_builder import chain
+from eval.drafting.tree_builder import drawn_chain
 from eval.drafts import DraftTree
 from eval.rounds import Generation, Round
 from eval.runtime.batching import run_together
-from eval.runtime.graphs import Engine
+from eval.runtime.engines import Engine
 from eval.runtime.model import CachedModel
-from eval.runtime.model_checks import check_ropes, check_trees
+from eval.runtime.model_checks import check_head_width, check_rope, check_trees
 from eval.runtime.sequence import CachedSequence, Forward, ForwardCoroutine, drive
+from eval.runtime.stopwatch import Stopwatch
 from eval.verifiers import Verifier
 from eval.verifiers.rule import Drawn
 from heads import AcceptanceHead
-from specdata.errors import ConfigError
 from specdata.models import end_ids
 from specdata.probability import SamplingConfig, draw_one
 
 __all__ = ["DecodeConfig", "Generation", "SpeculativeDecoder"]
 
-NOTHING = chain([], [], 0)
+NO_DRAFT = drawn_chain([], [], 0)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Slot:
-    """The caches of one text: the target's, and the drafter's."""
+    """What decodes one sequence at a time: the target's KV cache of it, and a drafter."""
 
     target: CachedSequence
     drafter: Drafter | None
 
-    def begin(self) -> None:
-        """Forget the text before."""
+    def reset(self) -> None:
+        """Forget the sequence before."""
         self.target.reset()
         if self.drafter is not None:
             self.drafter.reset()
@@ -57,12 +59,12 @@ class SpeculativeDecoder:
 
     Args:
         target: the target.
-        sampling: the distribution that texts are drawn from.
-        drafters: makes what proposes tokens for the text in a row of a batch (0 for a single
-            text); None is plain decoding.
-        drafts: the models behind the drafters.
+        sampling: the target distribution: how the target's logits become distributions.
+        make_drafter: makes the drafter of a slot of a batch (0 for a single sequence); None is
+            plain decoding.
         verifier: the acceptance rule.
-        ends: token ids that end a text.
+        end_tokens: token ids that end a sequence.
+        drafts: the models behind the drafters.
         tree_attention: score branching drafts in one forward of one row; if not, as a batch of
             paths, which gives the same distributions (an ablation).
     """
@@ -71,19 +73,19 @@ class SpeculativeDecoder:
         self,
         target: CachedModel,
         sampling: SamplingConfig,
-        drafters: Callable[[int], Drafter] | None,
+        make_drafter: Callable[[int], Drafter] | None,
         verifier: Verifier,
-        ends: frozenset[int],
+        end_tokens: frozenset[int],
         *,
         drafts: Sequence[CachedModel] = (),
         tree_attention: bool = True,
     ) -> None:
         self._target = target
         self._sampling = sampling
-        self._drafters = drafters
+        self._make_drafter = make_drafter
         self._drafts = tuple(drafts)
         self._verifier = verifier
-        self._ends = ends
+        self._end_tokens = end_tokens
         self._tree_attention = tree_attention
         self._slots: list[Slot] = []
 
@@ -101,9 +103,11 @@ class SpeculativeDecoder:
 
         Args:
             target: the target.
-            draft: the draft; several, if `config.path_drafts` names one for each path.
+            draft: the draft; several, if `config.path_drafts` names one for each path; None is
+                plain decoding.
             config: how to decode.
-            head: the acceptance head, for stop="head" (and "cost", if there is one).
+            head: the acceptance head, for stop="head" (and "cost", if there is one). The module
+                itself is moved to the draft's device, as `head.to` does.
             engine: how forwards run: see `eval.runtime.graphs`.
 
         Raises:
@@ -112,32 +116,32 @@ class SpeculativeDecoder:
                 asked.
             CacheNotRewindableError: if a model's cache cannot be cropped.
         """
-        vocabulary, ends = target.config.get_text_config().vocab_size, end_ids(target)
-        model = CachedModel(target, vocabulary, engine=engine)
-        made: tuple[CachedModel, ...] = ()
-        drafters = None
+        vocabulary, end_tokens = target.config.get_text_config().vocab_size, end_ids(target)
+        cached_target = CachedModel(target, vocabulary, engine=engine)
+        cached_drafts: tuple[CachedModel, ...] = ()
+        make_drafter = None
         if draft is not None:
-            given = tuple(draft) if isinstance(draft, Sequence) else (draft,)
+            drafts = tuple(draft) if isinstance(draft, Sequence) else (draft,)
             if head is not None:
-                head = head.to(given[0].device)
-            capture_hidden = config.reads_states(head)
-            if capture_hidden and head is not None:
-                check_head(head, given[0])
-            made = tuple(
-                CachedModel(one, vocabulary, engine=engine, capture_hidden=capture_hidden)
-                for one in given
+                head = head.to(drafts[0].device)
+            capture_hidden = head is not None and config.stop.reads_head
+            if head is not None and capture_hidden:
+                check_head_width(drafts[0], head.hidden_size)
+            cached_drafts = tuple(
+                CachedModel(model, vocabulary, engine=engine, capture_hidden=capture_hidden)
+                for model in drafts
             )
             if config.drafter != "chain":
-                for one in (target, *given) if config.tree_attention else given:
-                    check_trees(one)
-            drafters = config.make_drafters(made, head, ends)
+                for model in (target, *drafts) if config.tree_attention else drafts:
+                    check_trees(model)
+            make_drafter = make_drafters(config, cached_drafts, head, end_tokens)
         return cls(
-            model,
+            cached_target,
             config.sampling,
-            drafters,
+            make_drafter,
             config.make_verifier(),
-            ends,
-            drafts=made,
+            end_tokens,
+            drafts=cached_drafts,
             tree_attention=config.tree_attention,
         )
 
@@ -154,15 +158,15 @@ class SpeculativeDecoder:
 
         Raises:
             ValueError: for an empty prompt or a budget below 1.
-            ConfigError: if drafting would change the target's distribution (`check_ropes`).
+            ConfigError: if drafting would change the target's distribution (`check_rope`).
         """
-        self._renew()
-        clock = Stopwatch(self._target.device)
-        steps = self._decode(self._slot(0), prompt_ids, max_new_tokens, generator, clock)
+        self._refresh_graphs()
+        stopwatch = Stopwatch(self._target.device)
+        coroutine = self._decode(self._slot(0), prompt_ids, max_new_tokens, generator, stopwatch)
         try:
-            return drive(steps)
+            return drive(coroutine)
         finally:
-            self._forget()
+            self._free_caches()
 
     @torch.inference_mode()
     def generate_batch(
@@ -176,20 +180,24 @@ class SpeculativeDecoder:
     ) -> list[Generation]:
         """Continue many prompts, several at a time; a finished one makes room for the next.
 
-        Each text is decoded as `generate` would with its generator, whatever its neighbours do:
-        forwards of one model that are wanted at the same time run as one. Batching changes
-        logits by rounding only. Times of single rounds are not known and recorded as 0, and
+        Each sequence is decoded as `generate` would with its generator, whatever runs beside it:
+        forwards of one model that wait at the same time run as one. Batching changes logits by
+        rounding only. Times of single rounds are not known and recorded as 0, and
         `Generation.seconds` is that of the whole call.
 
         Args:
             prompts: each (T,) int64, T >= 1.
             max_new_tokens: as in `generate`.
             generators: one for each prompt, used for no other.
-            size: texts decoded at the same time.
+            size: sequences decoded at the same time.
             report: called with 1 when a prompt is done.
+
+        Returns:
+            A generation for each prompt, in their order.
 
         Raises:
             ValueError: as `generate`, or if there is not one generator for each prompt.
+            ConfigError: as `generate`.
         """
         if len(generators) != len(prompts) or len({*map(id, generators)}) < len(generators):
             raise ValueError(
@@ -198,7 +206,7 @@ class SpeculativeDecoder:
             )
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
-        self._renew()
+        self._refresh_graphs()
         begun = time.perf_counter()
         jobs = [
             partial(
@@ -206,41 +214,41 @@ class SpeculativeDecoder:
                 prompt_ids=prompt,
                 max_new_tokens=max_new_tokens,
                 generator=generator,
-                clock=None,
+                stopwatch=None,
             )
             for prompt, generator in zip(prompts, generators, strict=True)
         ]
         try:
-            slots = [self._slot(row) for row in range(min(size, len(prompts)))]
-            outs = run_together(jobs, slots, last=self._target, report=report)
+            slots = [self._slot(number) for number in range(min(size, len(prompts)))]
+            generations = run_together(jobs, slots, last=self._target, report=report)
         finally:
-            self._forget()
+            self._free_caches()
         seconds = time.perf_counter() - begun
-        return [replace(out, seconds=seconds) for out in outs]
+        return [replace(generation, seconds=seconds) for generation in generations]
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Make every graph now that decoding may need (engines other than eager)."""
-        self._renew()
+        self._refresh_graphs()
         self._target.warm_up([(1, 1), (2, 2)])
         for model in self._drafts:
             model.warm_up([(1, 1), (2, 1)], nodes=(1, 2))
 
-    def _slot(self, row: int) -> Slot:
-        """The caches of one text; a drafter keeps what its rule has learnt."""
-        while len(self._slots) <= row:
-            number = len(self._slots)
-            drafter = self._drafters(number) if self._drafters else None
-            self._slots.append(Slot(self._target.text(number, self._sampling), drafter))
-        return self._slots[row]
+    def _slot(self, number: int) -> Slot:
+        """A slot, made when it is first used. Its drafter keeps what its rule has measured."""
+        while len(self._slots) <= number:
+            new = len(self._slots)
+            drafter = self._make_drafter(new) if self._make_drafter else None
+            self._slots.append(Slot(self._target.sequence(new, self._sampling), drafter))
+        return self._slots[number]
 
-    def _renew(self) -> None:
+    def _refresh_graphs(self) -> None:
         """Weights may have changed since the last call, in training for example."""
         for model in (self._target, *self._drafts):
-            model.renew()
+            model.refresh_graphs()
 
-    def _forget(self) -> None:
-        """Free the caches: several decoders may share one GPU."""
+    def _free_caches(self) -> None:
+        """Forget all sequences and free their memory: several decoders may share one GPU."""
         for model in (self._target, *self._drafts):
             model.reset()
 
@@ -250,33 +258,34 @@ class SpeculativeDecoder:
         prompt_ids: Tensor,
         max_new_tokens: int,
         generator: torch.Generator,
-        clock: Stopwatch | None,
+        stopwatch: Stopwatch | None,
     ) -> ForwardCoroutine[Generation]:
-        """Decode one text, yielding the forwards that it needs."""
+        """Decode one sequence, yielding the forwards that it needs."""
         if prompt_ids.ndim != 1 or len(prompt_ids) == 0 or max_new_tokens < 1:
             raise ValueError(
                 "prompt_ids must be (T,) with T >= 1 and max_new_tokens >= 1, got shape "
                 f"{tuple(prompt_ids.shape)} and {max_new_tokens}"
             )
         begun = time.perf_counter()
-        slot.begin()
-        text: list[int] = prompt_ids.tolist()
-        goal, verifier = len(text) + max_new_tokens, self._verifier
-        if slot.drafter is not None or clock is None:
-            check_ropes(self._target.model, len(text), goal, alone=clock is not None)
+        slot.reset()
+        committed: list[int] = prompt_ids.tolist()
+        max_length, verifier = len(committed) + max_new_tokens, self._verifier
+        if slot.drafter is not None or stopwatch is None:
+            alone = stopwatch is not None
+            check_rope(self._target.model, len(committed), max_length, alone=alone)
         rounds: list[Round] = []
         ended = False
-        while len(text) < goal and not ended:
+        while len(committed) < max_length and not ended:
             emitted, verifier, record = yield from self._round(
-                slot, text, goal, verifier, generator, clock
+                slot, committed, max_length, verifier, generator, stopwatch
             )
-            text += emitted
+            committed += emitted
             rounds.append(record)
             if slot.drafter is not None:
                 slot.drafter.observe(record)
-            ended = text[-1] in self._ends
+            ended = committed[-1] in self._end_tokens
         return Generation(
-            torch.tensor(text[len(prompt_ids) :]),
+            torch.tensor(committed[len(prompt_ids) :]),
             tuple(rounds),
             "eos" if ended else "length",
             time.perf_counter() - begun,
@@ -285,24 +294,25 @@ class SpeculativeDecoder:
     def _round(
         self,
         slot: Slot,
-        text: list[int],
-        goal: int,
+        committed: list[int],
+        max_length: int,
         verifier: Verifier,
         generator: torch.Generator,
-        clock: Stopwatch | None,
+        stopwatch: Stopwatch | None,
     ) -> ForwardCoroutine[tuple[list[int], Verifier, Round]]:
-        lap = clock.lap if clock else lambda: 0.0
+        """One round: the emitted tokens, the verifier of the next round, and the record."""
+        lap = stopwatch.lap if stopwatch else lambda: 0.0
         lap()
-        drafter, forwards, tree = slot.drafter, 0, NOTHING
+        drafter, draft_forwards, tree = slot.drafter, 0, NO_DRAFT
         if drafter is not None:
-            forwards = -drafter.forwards
-            # One place of the budget belongs to the token that the verifier adds.
-            tree = yield from drafter.propose(text, goal - len(text) - 1, generator)
+            before = drafter.forwards
+            # One token of the budget is for the verifier to add.
+            tree = yield from drafter.propose(committed, max_length - len(committed) - 1, generator)
             if verifier.needs_tail(len(tree)):
-                tree = yield from drafter.with_tail(tree, text)
-            forwards += drafter.forwards
+                tree = yield from drafter.with_tail(tree, committed)
+            draft_forwards = drafter.forwards - before
         draft_seconds = lap()
-        logits = yield self._scoring(slot.target, text[slot.target.length :], tree)
+        logits = yield self._scoring(slot.target, committed[slot.target.length :], tree)
         distributions = slot.target.distribution(logits)
         target_seconds = lap()
         if len(tree) or verifier.carries_residual:
@@ -310,71 +320,37 @@ class SpeculativeDecoder:
         else:
             drawn = Drawn([], draw_one(distributions[0], generator), verifier)
         accepted = [tree.token_list[node - 1] for node in drawn.nodes]
-        # After an accepted end token nothing follows.
-        over = bool(accepted) and accepted[-1] in self._ends
-        emitted = accepted if over else [*accepted, drawn.token]
-        committed = len(text) + len(accepted)
+        # Nothing follows an accepted end token.
+        ended = bool(accepted) and accepted[-1] in self._end_tokens
+        emitted = accepted if ended else [*accepted, drawn.token]
+        length = len(committed) + len(accepted)
         if tree.shape == "chain":
-            slot.target.crop(committed)
+            slot.target.crop(length)
         else:
             slot.target.accept(drawn.nodes)
         if drafter is not None:
-            drafter.accept(drawn.nodes, committed)
+            drafter.accept(drawn.nodes, length)
         record = Round(
             drafted=len(tree),
-            depth=depth_of(tree),
+            depth=tree.depth,
             accepted=len(accepted),
             emitted=len(emitted),
-            draft_forwards=forwards,
+            draft_forwards=draft_forwards,
             draft_seconds=draft_seconds,
             target_seconds=target_seconds,
             overhead_seconds=lap(),
         )
         return emitted, drawn.verifier, record
 
-    def _scoring(self, target: CachedSequence, unseen: list[int], tree: DraftTree) -> Forward:
-        """The forward that gives the target's logits after the text and every node: (N+1, V)."""
+    def _scoring(self, target: CachedSequence, uncached: list[int], tree: DraftTree) -> Forward:
+        """The forward for the target's logits after the committed tokens and every node (N+1, V).
+
+        Args:
+            target: the target's sequence.
+            uncached: committed tokens that are not in its cache yet.
+            tree: the draft.
+        """
         if tree.shape == "chain":
-            return target.append(unseen + tree.token_list, len(tree) + 1)
-        parents = [int(parent) for parent in tree.parents.tolist()]
+            return target.append(uncached + tree.token_list, len(tree) + 1)
         unrolled = not self._tree_attention
-        return target.append_tree(tree.token_list, parents, unseen, unrolled=unrolled)
-
-
-def check_head(head: AcceptanceHead, draft: PreTrainedModel) -> None:
-    """Raise ConfigError unless the head reads states as wide as the draft's output embedding."""
-    width = int(draft.get_output_embeddings().weight.shape[-1])
-    if head.hidden_size != width:
-        raise ConfigError(
-            f"the head reads states of width {head.hidden_size}, and this draft has {width}: give "
-            "the head that was trained for this draft"
-        )
-
-
-def depth_of(tree: DraftTree) -> int:
-    """The deepest position of a draft."""
-    if tree.shape == "chain":
-        return len(tree)
-    depths = [0]
-    for parent in tree.parents.tolist():
-        depths.append(depths[int(parent)] + 1)
-    return max(depths)
-
-
-class Stopwatch:
-    """Seconds between laps; waits for a GPU so that its work is counted where it was asked for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._last = self._now()
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        now = self._now()
-        seconds, self._last = now - self._last, now
-        return seconds
+        return target.append_tree(tree.token_list, tree.parent_list, uncached, unrolled=unrolled)

@@ -1,4 +1,4 @@
-"""What a draft is: tokens, who follows whom, and the distribution each token was drawn from.
+"""A draft: tokens, the node that each follows, and the distribution that each was drawn from.
 
 Nodes are numbered from 1 in draft order; node 0 is the last committed token. Siblings keep their
 draw order and may repeat a token: multiplicity is part of the verifiers' proofs.
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 How = Literal["iid", "distinct", "greedy"]
+"""How siblings were drawn: independently, without replacement, or the top K - 1 and one draw."""
 TreeShape = Literal["chain", "siblings", "paths", "tree"]
+"""One path; candidates for one position; independent paths from the root; a k-configuration."""
 
-# Rows that should be one distribution (same context, same draft) may differ by a forward's rounding.
+# Rows that are one distribution (same context, same draft) may differ by rounding in a forward.
 SAME_DISTRIBUTION_EPSILONS = 64
 # A distribution that sums to 1 + d biases the output by about d.
 SUM_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
@@ -36,14 +38,18 @@ class DraftTree:
     Args:
         tokens: (N,) int64, the token of node i+1.
         parents: (N,) int64, the node that node i+1 follows; parents[i] <= i.
-        distributions: (M, V) the distinct distributions tokens were drawn from (q), rows sum to 1.
-        distribution_index: (N,) int64, row of `distributions` that node i+1's token was drawn from. For "distinct" and
-            "greedy" siblings this is the distribution before earlier picks were removed.
+        distributions: (M, V) the distinct distributions that tokens were drawn from (q), float32 or
+            float64; rows sum to 1.
+        distribution_index: (N,) int64, the row of `distributions` that node i+1's token was drawn
+            from. For "distinct" and "greedy" siblings this is the distribution before earlier picks
+            were removed.
         shape: the form of the tree.
-        how: how siblings were drawn: "iid" (independently; with several distributions: independent),
+        how: how siblings were drawn: "iid" (independently, from one distribution or several),
             "distinct" (without replacement, in draw order) or "greedy" (top K-1, then one draw).
-        tail: (V,) the draft's distribution after the last node of a chain, where a verifier asked for it.
-        planned: tokens that a chain was to have, if an end token cut it short; None: all are there.
+        tail: (V,) the draft's distribution after the last node of a chain, where a verifier asked
+            for it.
+        planned: the length that a chain was to have, where an end token or a stopping rule may have
+            cut it short; None: all planned tokens are there.
     """
 
     tokens: Tensor
@@ -70,6 +76,11 @@ class DraftTree:
         return list(self.tokens.tolist())
 
     @cached_property
+    def parent_list(self) -> list[int]:
+        """Parents as Python ints, read from the device once."""
+        return list(self.parents.tolist())
+
+    @cached_property
     def distribution_indices(self) -> list[int]:
         """Rows of `distributions` as Python ints."""
         return list(self.distribution_index.tolist())
@@ -78,19 +89,35 @@ class DraftTree:
     def children_of(self) -> list[list[int]]:
         """Children of every node, in draw order: N+1 lists."""
         children_of: list[list[int]] = [[] for _ in range(len(self) + 1)]
-        for index, parent in enumerate(self.parents.tolist()):
-            children_of[int(parent)].append(index + 1)
+        for node, parent in enumerate(self.parent_list, start=1):
+            children_of[parent].append(node)
         return children_of
+
+    @cached_property
+    def depth(self) -> int:
+        """Tokens on the longest path from the root."""
+        depths = [0]
+        for parent in self.parent_list:
+            depths.append(depths[parent] + 1)
+        return max(depths)
+
+    def path_to(self, node: int) -> list[int]:
+        """Nodes from the root's child down to a node; empty for node 0."""
+        return path_to(self.parent_list, node)
 
     def children(self, group: Sequence[int]) -> list[int]:
         """Nodes that follow any node of a group, in draw order."""
         return [child for node in group for child in self.children_of[node]]
 
     def follow(self, children: Sequence[int], chosen: int) -> list[int]:
-        """The group that an accepted child leads to.
+        """The nodes that an accepted child leads to, whose children compete next.
 
-        On paths that is every path which carries the accepted token; elsewhere the child itself
-        (its twins keep their own subtrees, as in MCSD and SpecTr).
+        On paths these are the children with the accepted token; elsewhere it is the child itself
+        (siblings with the same token keep their own subtrees, as in MCSD and SpecTr).
+
+        Args:
+            children: nodes that compete for one position.
+            chosen: index in `children` of the accepted one.
         """
         if self.shape != "paths":
             return [children[chosen]]
@@ -98,12 +125,12 @@ class DraftTree:
         return [child for child in children if self.token_list[child - 1] == token]
 
     def distribution_of(self, node: int) -> Tensor:
-        """(V,) the distribution that a drafted node's token was drawn from."""
+        """The distribution (V,) that the token of a drafted node was drawn from."""
         return self.distributions[self.distribution_indices[node - 1]]
 
     @cached_property
     def identical(self) -> bool:
-        """True if tokens that compete for one place were all drawn from one distribution."""
+        """Whether tokens that compete for one position were drawn from one distribution."""
         groups: list[Sequence[int]] = [(0,)]
         while groups:
             children = self.children(groups.pop())
@@ -114,14 +141,19 @@ class DraftTree:
 
     @property
     def kind(self) -> str:
-        """What verifiers are asked to have a proof for, for example "paths, independent"."""
+        """What a verifier must have a proof for, for example "paths, independent"."""
         if self.shape == "chain":
             return "chain"
         return f"{self.shape}, {self.how if self.identical else 'independent'}"
 
     @classmethod
     def chain(cls, tokens: Tensor, q: Tensor, tail: Tensor | None = None) -> DraftTree:
-        """One path: tokens (L,), q (L, V); tail (V,) is the distribution after the last token, if known.
+        """One path.
+
+        Args:
+            tokens: (L,).
+            q: (L, V) the distribution that each token was drawn from.
+            tail: (V,) the distribution after the last token, if known.
 
         Raises:
             ValueError: if shapes, ids or distributions are not as described.
@@ -129,12 +161,16 @@ class DraftTree:
         _require(tokens.ndim == 1 and q.ndim == 2, "a chain needs tokens (L,) and q (L, V)", q)
         length = tokens.shape[0]
         _require(q.shape[0] == length, f"q needs one row a token, {length}", q)
-        steps = torch.arange(length)
-        return cls(tokens, steps, q, steps, "chain", "iid", tail).checked()
+        order = torch.arange(length)
+        return cls(tokens, order, q, order, "chain", "iid", tail).checked()
 
     @classmethod
     def paths(cls, tokens: Tensor, q: Tensor) -> DraftTree:
-        """K independent rollouts: tokens (K, L), q (K, L, V); distributions may differ by path.
+        """K independent rollouts.
+
+        Args:
+            tokens: (K, L).
+            q: (K, L, V) the distribution that each token was drawn from; it may differ by path.
 
         Raises:
             ValueError: if shapes, ids or distributions are not as described.
@@ -148,12 +184,18 @@ class DraftTree:
         flat = tokens.reshape(-1)
         distributions = q.reshape(count * length, -1)
         prefixes = [tuple(row[:depth]) for row in tokens.tolist() for depth in range(length)]
-        distribution = _share_distributions(prefixes, distributions)
-        return cls(flat, parents, distributions, distribution, "paths").checked()
+        distribution_index = _share_distributions(prefixes, distributions)
+        return cls(flat, parents, distributions, distribution_index, "paths").checked()
 
     @classmethod
     def siblings(cls, tokens: Tensor, q: Tensor, how: How = "iid") -> DraftTree:
-        """K candidates for one place: tokens (K,), q (V,), or (K, V) with "iid".
+        """K candidates for one position.
+
+        Args:
+            tokens: (K,) in draw order.
+            q: (V,) the distribution that all were drawn from, or (K, V) one for each if
+                how="iid".
+            how: how they were drawn.
 
         Raises:
             ValueError: if shapes, ids or distributions are not as described.
@@ -164,11 +206,11 @@ class DraftTree:
         if q.ndim == 2:
             _require(how == "iid", f"q (K, V) needs how='iid', not {how!r}; give q (V,)", q)
             _require(q.shape[0] == count, f"q needs one row a token, {count}", q)
-            distribution = _share_distributions([()] * count, q)
+            distribution_index = _share_distributions([()] * count, q)
         else:
-            q, distribution = q.unsqueeze(0), torch.zeros(count, dtype=torch.long)
+            q, distribution_index = q.unsqueeze(0), torch.zeros(count, dtype=torch.long)
         parents = torch.zeros(count, dtype=torch.long)
-        return cls(tokens, parents, q, distribution, "siblings", how).checked()
+        return cls(tokens, parents, q, distribution_index, "siblings", how).checked()
 
     @classmethod
     def tree(cls, widths: Sequence[int], tokens: Tensor, q: Tensor, how: How = "iid") -> DraftTree:
@@ -194,14 +236,15 @@ class DraftTree:
             tokens.shape == (len(parents),), f"widths {tuple(widths)} need {len(parents)} tokens", q
         )
         _require(q.ndim == 2 and q.shape[0] == inner, f"q needs {inner} rows", q)
+        # Rows of q are numbered as the nodes that have children: by the parent.
         parent = torch.tensor(parents)
         return cls(tokens, parent, q, parent, "tree", how).checked()
 
     def checked(self) -> DraftTree:
-        """Return self if every promise of the class holds.
+        """Return self if everything that the class promises holds.
 
         Raises:
-            ValueError: that says what must hold and what came.
+            ValueError: that states what must hold and what was given.
         """
         self._check_form()
         self._check_distributions()
@@ -233,7 +276,7 @@ class DraftTree:
             node = int(late.nonzero()[0]) + 1
             raise ValueError(
                 f"a parent must come before its child: node {node} follows"
-                f" node {int(self.parents[node - 1])}"
+                f" node {self.parent_list[node - 1]}"
             )
         self._check_shape()
 
@@ -287,9 +330,23 @@ class DraftTree:
                 token = self.token_list[child - 1]
                 if not float(self.distribution_of(child)[token]) > 0:
                     raise ValueError(
-                        f"node {child} holds token {token}, to which its distribution q gives probability 0:"
-                        " pass the distribution the token was really drawn from"
+                        f"node {child} holds token {token}, to which its distribution q gives"
+                        " probability 0: pass the distribution the token was really drawn from"
                     )
+
+
+def path_to(parents: Sequence[int], node: int) -> list[int]:
+    """Nodes from the root's child down to a node; empty for node 0.
+
+    Args:
+        parents: the node that each of nodes 1, 2, ... follows.
+        node: the last node of the path.
+    """
+    path = []
+    while node:
+        path.append(node)
+        node = parents[node - 1]
+    return path[::-1]
 
 
 def _require(holds: bool, message: str, got: Tensor) -> None:
@@ -303,17 +360,18 @@ def _in_range(name: str, index: Tensor, size: int) -> None:
         raise ValueError(f"{name} must lie in [0, {size}), got {low} to {high}")
 
 
-def _same_distribution(one: Tensor, other: Tensor) -> bool:
-    """Equal but for the last bits, each probability relative to itself, so zeros coincide.
+def _same_distribution(first: Tensor, second: Tensor) -> bool:
+    """Whether two distributions are equal but for rounding.
 
-    An absolute tolerance would merge distributions of many small probabilities that differ as a whole.
+    The tolerance is relative to each probability, so zeros must coincide; an absolute one would
+    merge distributions of many small probabilities that differ as a whole.
     """
-    tolerance = SAME_DISTRIBUTION_EPSILONS * torch.finfo(one.dtype).eps
-    return bool(((one - other).abs() <= tolerance * torch.minimum(one, other)).all())
+    tolerance = SAME_DISTRIBUTION_EPSILONS * torch.finfo(first.dtype).eps
+    return bool(((first - second).abs() <= tolerance * torch.minimum(first, second)).all())
 
 
 def _share_distributions(contexts: Sequence[tuple[int, ...]], distributions: Tensor) -> Tensor:
-    """Index of the first equal distribution of the same context, for every row of `distributions`: (rows,)."""
+    """For every row of `distributions` the first equal row of the same context: (rows,)."""
     index = list(range(len(contexts)))
     order = sorted(index, key=lambda row: (contexts[row], row))
     for previous, row in pairwise(order):

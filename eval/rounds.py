@@ -1,4 +1,4 @@
-"""What decoding did: one record a round, and the generation that the rounds made."""
+"""What a decoding did: one record a round, and the generation that the rounds made."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One forward of the target and the draft work before it. Plain decoding: drafted=0, emitted=1.
+    """One forward of the target, and the draft before it.
+
+    A round of plain decoding has drafted=0 and emitted=1.
 
     Args:
         drafted: drafted nodes that the target scored in this round.
-        depth: deepest drafted position; equals `drafted` for a chain.
-        accepted: accepted drafted tokens.
-        emitted: tokens added to the text, the bonus token included; accepted + 1, or accepted in a
-            last round whose accepted path already ended the text.
+        depth: length of the longest drafted path; equals `drafted` for a chain.
+        accepted: drafted tokens that were accepted.
+        emitted: tokens added to the sequence: accepted + 1, the bonus token included, or accepted
+            if the last accepted token ended the sequence.
         draft_forwards: forwards of the draft.
-        draft_seconds: time in the draft, its stop rule included.
+        draft_seconds: time in the draft, its stopping rule included.
         target_seconds: time in the target.
-        overhead_seconds: verification, cache work and bookkeeping.
+        overhead_seconds: time in verification, cache work and bookkeeping.
     """
 
     drafted: int
@@ -36,12 +38,12 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One decoded text.
+    """One decoded sequence.
 
     Args:
         tokens: (n,) new tokens; n <= max_new_tokens; the last is an end token if finish == "eos".
-        rounds: one record a forward of the target.
-        finish: why it ended.
+        rounds: one record for each forward of the target.
+        finish: why it ended: by an end token, or at max_new_tokens.
         seconds: wall time of the call.
     """
 

@@ -40,15 +40,14 @@ def check(config: PipelineConfig) -> None:
             if trained is None:
                 raise ConfigError(f"publish.{what} is set, but this configuration trains none")
     if config.draft and not any(
-        method.engine == "transformers"
-        or (method.engine, method.drafter, method.stop) == ("draft", "chain", "fixed")
+        method.decoder != "plain" and method.drafter == "chain" and not method.stop.adaptive
         for method in methods
     ):
         raise ConfigError(
             "a draft's card needs a measured draft length: add a method with stop: fixed, such as "
             "{name: K=4, length: 4}, to eval.methods"
         )
-    if config.head and not any(method.stop == "head" for method in methods):
+    if config.head and not any(method.stop.needs_head for method in methods):
         raise ConfigError(
             "a head's card needs a measurement: add a method with stop: head to eval.methods"
         )

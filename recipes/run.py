@@ -193,6 +193,7 @@ def _decisive(stage: Stage, config: PipelineConfig) -> Settings:
         },
         {f"settings.{key}": value for key, value in stage.settings.defaults.items()},
         stage.settings.remedy,
+        lambda stored: {**stored, "settings": stage.settings.rewrite(stored["settings"])},
     )
 
 

@@ -143,11 +143,10 @@ def _calibration(config: PipelineConfig, path: Path) -> dict[str, Any]:
     if path.is_file():
         stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return stored
-    from eval.drafting.calibration import Calibration, calibrate
-    from eval.measuring.methods import UNCALIBRATED
+    from eval.drafting.stopping.calibration import Calibration, calibrate
     from specdata.labels.make import load_labels
 
-    calibration, rows = Calibration(*UNCALIBRATED), 0
+    calibration, rows = Calibration(), 0
     if config.head:
         # Not on the rollouts that the draft was distilled on: there it is accepted more often.
         where = folder(config, "labels")

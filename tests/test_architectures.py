@@ -1,4 +1,4 @@
-"""Every family decodes as `generate` does, and what cannot be rewound is refused."""
+"""Every family decodes as `generate` does, and caches that cannot be cropped are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CASES = {
 
 
 def greedy(model: Any, prompt: Tensor, budget: int = BUDGET) -> list[int]:
-    """What transformers writes."""
+    """The tokens that transformers decodes greedily."""
     out = model.generate(
         prompt.unsqueeze(0),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -55,7 +55,7 @@ def greedy(model: Any, prompt: Tensor, budget: int = BUDGET) -> list[int]:
 
 
 def nearby(family: str, **changes: Any) -> Any:
-    """A draft that agrees with the model now and then, so that caches are rewound in the middle."""
+    """A draft that agrees with the model now and then, so that caches are cropped in the middle."""
     draft, noise = tiny(family, 2, **changes), tiny(family, 3, **changes)
     with torch.no_grad():
         for mine, other in zip(draft.parameters(), noise.parameters(), strict=True):
@@ -71,7 +71,7 @@ def outputs(target: Any, draft: Any, config: DecodeConfig, engine: Any = "eager"
     ]
 
 
-def check_rewinds(outs: list[Any]) -> None:
+def check_both_outcomes(outs: list[Any]) -> None:
     rounds = [record for out in outs for record in out.rounds]
     assert any(record.accepted for record in rounds), "nothing was accepted"
     assert any(record.accepted < record.depth for record in rounds), "nothing was rejected"
@@ -83,11 +83,11 @@ def test_greedy_output_of_every_drafter_is_that_of_generate(family: str, attenti
     target = tiny(family, 2, attention=attention)
     draft = nearby(family, attention=attention)
     plain = [greedy(target, prompt) for prompt in PROMPTS]
-    assert len({token for text in plain for token in text}) > 3, "the texts say nothing"
+    assert len({token for tokens in plain for token in tokens}) > 3, "too few tokens differ"
     for name, config in CASES.items():
         outs = outputs(target, draft, config)
         assert [out.tokens.tolist() for out in outs] == plain, name
-        check_rewinds(outs)
+        check_both_outcomes(outs)
         decoder = SpeculativeDecoder.from_config(target, draft, config)
         seeds = [torch.Generator() for _ in PROMPTS]
         batch = decoder.generate_batch(PROMPTS, max_new_tokens=BUDGET, generators=seeds, size=2)
@@ -100,14 +100,14 @@ def test_greedy_output_of_every_drafter_is_that_of_generate(family: str, attenti
     [(name, "sdpa") for name in FAMILIES]
     + [(name, "eager") for name in ("llama, grouped queries", "opt", "gpt2")],
 )
-def test_the_captured_engine_gives_the_same_text(family: str, attention: str) -> None:
+def test_the_captured_engine_gives_the_same_tokens(family: str, attention: str) -> None:
     target = tiny(family, 2, attention=attention)
     draft = nearby(family, attention=attention)
     plain = [greedy(target, prompt) for prompt in PROMPTS]
     for name in ("chain", "tree"):
         outs = outputs(target, draft, CASES[name], "captured")
         assert [out.tokens.tolist() for out in outs] == plain, name
-        check_rewinds(outs)
+        check_both_outcomes(outs)
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_the_captured_engine_gives_the_same_text(family: str, attention: str) ->
     not (shutil.which("g++") or shutil.which("clang++")),
     reason="torch.compile needs a C++ compiler",
 )
-def test_the_compiled_engine_gives_the_same_text() -> None:
+def test_the_compiled_engine_gives_the_same_tokens() -> None:
     """One family other than Llama, whose compiled graph `test_engines` compares."""
     target = tiny("gpt_neox", 2)
     draft = nearby("gpt_neox")
@@ -131,28 +131,28 @@ def test_the_compiled_engine_gives_the_same_text() -> None:
 def test_tree_attention_gives_each_node_the_logits_of_its_own_path(
     family: str, attention: str
 ) -> None:
-    """Grown level by level and fed at once, against a forward over the path without a cache."""
+    """Appended level by level and at once, against a forward over the path without a cache."""
     model = tiny(family, 2, attention=attention)
     cached = CachedModel(model, 40)
-    text = [3, 8, 5, 21]
+    committed = [3, 8, 5, 21]
     tokens, parents = [4, 9, 30, 7, 11, 2], [0, 0, 1, 1, 2, 4]
     paths = [[1], [2], [1, 3], [1, 4], [2, 5], [1, 4, 6]]
-    whole = cached.text(0, SamplingConfig())
+    whole = cached.sequence(0, SamplingConfig())
     with torch.inference_mode():
-        cached.run(whole.append(text[:2], 1))
-        found = cached.run(whole.append_tree(tokens, parents, text[2:]))
-        levels = cached.text(0, SamplingConfig())
-        cached.run(levels.append(text, 1))
-        builder = [
+        cached.run(whole.append(committed[:2], 1))
+        at_once = cached.run(whole.append_tree(tokens, parents, committed[2:]))
+        levels = cached.sequence(0, SamplingConfig())
+        cached.run(levels.append(committed, 1))
+        by_level = [
             cached.run(levels.append_tree(tokens[first:last], parents[first:last]))
             for first, last in ((0, 2), (2, 5), (5, 6))
         ]
         for node, path in enumerate([[], *paths]):
-            ids = text + [tokens[step - 1] for step in path]
+            ids = committed + [tokens[step - 1] for step in path]
             alone = model(input_ids=torch.tensor([ids])).logits[0, -1]
-            torch.testing.assert_close(found[node], alone, rtol=0, atol=1e-9)
+            torch.testing.assert_close(at_once[node], alone, rtol=0, atol=1e-9)
             if node:
-                torch.testing.assert_close(torch.cat(builder)[node - 1], alone, rtol=0, atol=1e-9)
+                torch.testing.assert_close(torch.cat(by_level)[node - 1], alone, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt_neox", "gemma"])
@@ -175,7 +175,7 @@ def test_the_joint_distribution_of_three_tokens_is_that_of_plain_sampling(
 
 @pytest.mark.parametrize("family", ["opt", "gpt_neox", "qwen2", "gemma"])
 @pytest.mark.parametrize(("ours", "theirs"), [(40, 48), (48, 40)])
-def test_vocabularies_padded_to_other_sizes_give_the_targets_text(
+def test_vocabularies_padded_to_other_sizes_give_the_targets_tokens(
     family: str, ours: int, theirs: int
 ) -> None:
     target, draft = tiny(family, 2, vocab=ours), tiny(family, 3, vocab=theirs)
@@ -187,9 +187,12 @@ def test_vocabularies_padded_to_other_sizes_give_the_targets_text(
 def test_other_tokenizers_are_refused_with_the_first_ids_that_differ() -> None:
     ours = train_tokenizer(["one two three four five six"] * 3, vocab_size=262)
     theirs = train_tokenizer(["seven eight nine ten eleven"] * 3, vocab_size=262)
-    tables = [{index: token for token, index in one.get_vocab().items()} for one in (ours, theirs)]
-    first = next(i for i in sorted(tables[0]) if tables[0][i] != tables[1].get(i))
-    expected = f"{first} is {tables[0][first]!r} in the target and {tables[1].get(first)!r}"
+    in_target, in_draft = (
+        {index: token for token, index in tokenizer.get_vocab().items()}
+        for tokenizer in (ours, theirs)
+    )
+    first = next(i for i in sorted(in_target) if in_target[i] != in_draft.get(i))
+    expected = f"{first} is {in_target[first]!r} in the target and {in_draft.get(first)!r}"
     with pytest.raises(VocabularyMismatchError) as caught:
         check_shared_vocabulary(ours, theirs)
     assert f"first: {expected}" in str(caught.value)
@@ -223,7 +226,7 @@ UNCROPPABLE: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", UNCROPPABLE)
-def test_a_cache_that_cannot_forget_is_refused_with_the_reason(name: str) -> None:
+def test_a_cache_that_cannot_be_cropped_is_refused_with_the_reason(name: str) -> None:
     reason, changes = UNCROPPABLE[name]
     config = getattr(transformers, f"{name}Config")(**(SIZES | changes))
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -242,20 +245,20 @@ def test_positions_that_follow_the_cache_are_refused(name: str) -> None:
         SpeculativeDecoder.from_config(model, None, DecodeConfig())
 
 
-def test_attention_without_a_mask_of_our_own_reads_chains_only() -> None:
+def test_attention_that_takes_no_mask_reads_chains_only() -> None:
     """Flash attention needs a GPU; what is read of it is its name."""
     target, draft = tiny("llama", 2), tiny("llama", 3)
     target.config._attn_implementation = "flash_attention_2"
     SpeculativeDecoder.from_config(target, draft, CASES["chain"])
     with pytest.raises(ConfigError, match="flash_attention_2 takes no tree mask"):
         SpeculativeDecoder.from_config(target, draft, CASES["tree"])
-    # Only the target scores paths one by one: a draft grows its tree in one row.
+    # Only the target scores paths one by one: the draft extends its tree in one row.
     SpeculativeDecoder.from_config(target, draft, CASES["tree as a batch"])
     with pytest.raises(ConfigError, match="flash_attention_2 takes no tree mask"):
         SpeculativeDecoder.from_config(draft, target, CASES["tree as a batch"])
 
 
-def test_windows_counted_in_cells_read_chains_only() -> None:
+def test_windows_over_cache_positions_read_chains_only() -> None:
     config = transformers.GPTNeoConfig(
         vocab_size=40,
         hidden_size=16,
@@ -271,7 +274,7 @@ def test_windows_counted_in_cells_read_chains_only() -> None:
     model = transformers.GPTNeoForCausalLM(config).double().eval()
     for out, prompt in zip(outputs(model, model, CASES["chain"]), PROMPTS, strict=True):
         assert out.tokens.tolist() == greedy(model, prompt)
-    with pytest.raises(ConfigError, match="gpt_neo has layers that count cells"):
+    with pytest.raises(ConfigError, match="gpt_neo has layers with a window over cache positions"):
         SpeculativeDecoder.from_config(model, model, CASES["tree"])
 
 
@@ -318,8 +321,8 @@ def test_scaled_ropes_decode_as_generate_does_beyond_their_first_length(rope: st
 
 
 @pytest.mark.parametrize("rope", LENGTH_DEPENDENT)
-def test_ropes_of_the_length_decode_within_it_and_are_refused_beyond(rope: str) -> None:
-    """Beyond it a key depends on the forward it was made in, so drafting would change the distribution."""
+def test_length_dependent_ropes_decode_within_the_length_and_are_refused_beyond(rope: str) -> None:
+    """Beyond it a key depends on the forward that wrote it: drafting would change distributions."""
     target, draft = roped(rope)
     with pytest.raises(ConfigError, match="use engine 'eager'"):
         SpeculativeDecoder.from_config(target, draft, CASES["chain"], engine="captured")
@@ -338,7 +341,7 @@ def test_ropes_of_the_length_decode_within_it_and_are_refused_beyond(rope: str) 
         plain.generate_batch([prompt], max_new_tokens=40, generators=[seed])
 
 
-def test_a_longrope_text_that_begins_beyond_its_first_length_decodes_as_generate_does() -> None:
+def test_longrope_prompts_beyond_the_original_length_decode_as_generate_does() -> None:
     target, draft = roped("longrope")
     prompt = torch.arange(2, 20)
     for name in ("chain", "tree"):

@@ -1,4 +1,4 @@
-"""A batch decodes each text as if it were alone, and keeps its slots busy."""
+"""A batch decodes each sequence as if it were alone, and keeps its slots busy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def counts(out: Generation) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("size", [1, 3, 8])
-def test_each_row_of_a_batch_is_what_decoding_it_alone_gives(name: str, size: int) -> None:
+def test_each_sequence_of_a_batch_is_what_decoding_it_alone_gives(name: str, size: int) -> None:
     """In float64, so that rounding cannot decide a draw."""
     target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(1, vocab=40)
     decoder = SpeculativeDecoder.from_config(
@@ -62,7 +62,7 @@ def test_each_row_of_a_batch_is_what_decoding_it_alone_gives(name: str, size: in
 
 
 class Counted(CachedModel):
-    """A model that notes how many texts each of its forwards served."""
+    """A model that counts the sequences that each of its forwards served."""
 
     served: list[int]
 
@@ -71,8 +71,8 @@ class Counted(CachedModel):
         return super().run_all(forwards)
 
 
-def test_a_finished_row_is_taken_up_by_the_next_prompt() -> None:
-    """Texts of very different lengths: without refill, most forwards would serve few texts."""
+def test_a_slot_that_is_free_is_given_to_the_next_prompt() -> None:
+    """Lengths differ much: if slots stayed empty, most forwards would serve few sequences."""
     target = tiny_llama(2, vocab=40)
     model = Counted(target, 40)
     model.served = []
@@ -82,15 +82,15 @@ def test_a_finished_row_is_taken_up_by_the_next_prompt() -> None:
     seeds = [torch.Generator().manual_seed(index) for index in range(24)]
     outs = decoder.generate_batch(prompts, max_new_tokens=60, generators=seeds, size=4)
     lengths = sorted(len(out.tokens) for out in outs)
-    assert lengths[0] < 5 < 55 < lengths[-1], "the lengths must differ for this test to say much"
+    assert lengths[0] < 5 < 55 < lengths[-1], "the lengths must differ for this test to mean much"
     total = sum(lengths)
     assert sum(model.served) == total
-    # Only the last texts, when no prompt is left, may have the model for themselves.
+    # Only when no prompt is left may a forward serve fewer sequences.
     alone = sum(served for served in model.served if served < 4)
     assert alone <= 3 * 60
 
 
-def test_a_batch_runs_one_forward_where_its_texts_want_one() -> None:
+def test_sequences_that_need_the_same_model_share_its_forwards() -> None:
     target, draft = tiny_llama(2, vocab=40), tiny_llama(2, vocab=40)
     config = DecodeConfig(length=3)
     models = [Counted(target, 40), Counted(draft, 40)]
@@ -104,7 +104,7 @@ def test_a_batch_runs_one_forward_where_its_texts_want_one() -> None:
         frozenset(),
         drafts=models[1:],
     )
-    # The draft equals the target, so every round of every text has the same length.
+    # The draft equals the target, so every round of every sequence has the same length.
     prompts = [torch.tensor([3, 4]), torch.tensor([5])]
     seeds = [torch.Generator().manual_seed(index) for index in range(2)]
     decoder.generate_batch(prompts, max_new_tokens=16, generators=seeds, size=2)
@@ -116,17 +116,17 @@ def test_a_batch_of_nothing_is_nothing_and_wrong_generators_are_refused() -> Non
     decoder = SpeculativeDecoder.from_config(tiny_llama(0), None, DecodeConfig())
     assert decoder.generate_batch([], max_new_tokens=4, generators=[]) == []
     prompts = [torch.tensor([2]), torch.tensor([3])]
-    one = torch.Generator()
-    for bad in ([one], [one, one]):
+    shared = torch.Generator()
+    for bad in ([shared], [shared, shared]):
         with pytest.raises(ValueError, match="generator of its own"):
             decoder.generate_batch(prompts, max_new_tokens=4, generators=bad)
     with pytest.raises(ValueError, match="size"):
         decoder.generate_batch(
-            prompts, max_new_tokens=4, generators=[one, torch.Generator()], size=0
+            prompts, max_new_tokens=4, generators=[shared, torch.Generator()], size=0
         )
 
 
-def test_an_error_in_one_text_leaves_the_decoder_usable() -> None:
+def test_an_error_in_one_sequence_leaves_the_decoder_usable() -> None:
     decoder = SpeculativeDecoder.from_config(
         tiny_llama(0, vocab=40), tiny_llama(1, vocab=40), DecodeConfig(length=3)
     )
@@ -151,13 +151,13 @@ def test_scoring_without_tree_attention_gives_the_same_tokens_for_the_same_draws
     accepted = 0
     for seed in range(12):
         prompt = PROMPTS[seed % len(PROMPTS)]
-        one, other = (
+        masked, unrolled = (
             decoder.generate(
                 prompt, max_new_tokens=25, generator=torch.Generator().manual_seed(seed)
             )
             for decoder in (with_mask, as_batch)
         )
-        assert one.tokens.tolist() == other.tokens.tolist()
-        assert counts(one) == counts(other)
-        accepted += sum(r.accepted for r in one.rounds)
+        assert masked.tokens.tolist() == unrolled.tokens.tolist()
+        assert counts(masked) == counts(unrolled)
+        accepted += sum(r.accepted for r in masked.rounds)
     assert accepted > 20, "only accepted nodes move in the cache"

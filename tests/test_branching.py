@@ -1,4 +1,4 @@
-"""Paths and trees in the decoder: tree attention is exact, and every verifier keeps the distribution."""
+"""Paths and trees: tree attention is exact, and every verifier keeps the distribution."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.drafting.drafters import BranchingDrafter, Path
+from eval.drafting.drafters import BranchingDrafter, DraftPath
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import drive
 from eval.verifiers import VERIFIERS
@@ -47,8 +47,8 @@ def test_every_lossless_verifier_is_decoded_with() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_the_joint_distribution_over_rounds_is_plain_samplings(name: str) -> None:
-    """Fails by chance once in a million; wrong KV caches or distributions shift far more than noise."""
+def test_the_joint_distribution_over_rounds_is_that_of_plain_sampling(name: str) -> None:
+    """Fails by chance once in a million; a wrong cache or distribution is far beyond noise."""
     config = CASES[name]
     target, draft = tiny_llama(0), tiny_llama(1)
     distribution = joint_distribution(target, PROMPT, 4, SamplingConfig())
@@ -80,13 +80,13 @@ def test_greedy_output_is_identical_to_generate(name: str) -> None:
 def test_tree_attention_scores_each_node_as_its_path_alone() -> None:
     model = tiny_llama(3, vocab=30, layers=2)
     runner = CachedModel(model, 30)
-    cached = runner.text(0, SamplingConfig())
-    text = [2, 9, 4]
+    cached = runner.sequence(0, SamplingConfig())
+    committed = [2, 9, 4]
     tokens, parents = [5, 6, 7, 8, 9, 7], [0, 0, 1, 1, 2, 4]
     with torch.inference_mode():
-        runner.run(cached.append(text[:2], 1))
-        # In two parts, as a draft grows, after text that is not in the cache yet.
-        first = runner.run(cached.append_tree(tokens[:2], parents[:2], text[2:]))
+        runner.run(cached.append(committed[:2], 1))
+        # In two parts, as a draft grows, after a token that is not in the cache yet.
+        first = runner.run(cached.append_tree(tokens[:2], parents[:2], committed[2:]))
         rest = runner.run(cached.append_tree(tokens[2:], parents[2:]))
         logits = torch.cat([first, rest])
         for node in range(len(tokens) + 1):
@@ -94,13 +94,13 @@ def test_tree_attention_scores_each_node_as_its_path_alone() -> None:
             while at:
                 path.append(tokens[at - 1])
                 at = parents[at - 1]
-            alone = model(input_ids=torch.tensor([text + path[::-1]])).logits[0, -1]
+            alone = model(input_ids=torch.tensor([committed + path[::-1]])).logits[0, -1]
             torch.testing.assert_close(logits[node], alone, atol=1e-10, rtol=0)
-        # The accepted path stays, in its place; what follows is scored as after plain text.
+        # The accepted path is committed; what follows is scored as after committed tokens.
         cached.accept([1, 4, 6])
         assert cached.length == 6
         after = cached.distribution(runner.run(cached.append([11], 1))[0])
-        alone = model(input_ids=torch.tensor([[*text, 5, 8, 7, 11]])).logits[0, -1].softmax(-1)
+        alone = model(input_ids=torch.tensor([[*committed, 5, 8, 7, 11]])).logits[0, -1].softmax(-1)
         torch.testing.assert_close(after, alone.to(after), atol=1e-6, rtol=0)
 
 
@@ -109,28 +109,28 @@ def test_tree_attention_scores_each_node_as_its_path_alone() -> None:
     [((3, 2), "iid", "tree"), ((3, 2), "distinct", "tree"), ((3, 2), "greedy", "tree"),
      ((3, 1, 1), "iid", "paths")],
 )  # fmt: skip
-def test_a_branching_draft_keeps_its_promises_within_its_room(
+def test_a_branching_draft_is_what_its_class_promises_and_no_deeper_than_allowed(
     widths: tuple[int, ...], how: str, shape: str
 ) -> None:
     draft = tiny_llama(1, vocab=6)
-    text = [2, 3]
+    committed = [2, 3]
     for room in (1, 2, 5):
         for seed in range(15):
-            path = Path(CachedModel(draft, 6).text(0, SamplingConfig()))
+            path = DraftPath(CachedModel(draft, 6).sequence(0, SamplingConfig()))
             drafter = BranchingDrafter([path], widths, how, frozenset([END]), shape=shape)  # type: ignore[arg-type]
             generator = torch.Generator().manual_seed(seed)
             with torch.inference_mode():
-                tree = drive(drafter.propose(text, room, generator)).checked()
+                tree = drive(drafter.propose(committed, room, generator)).checked()
             assert tree.kind == f"{shape}, {how}"
             depth = {0: 0}
             for node, parent in enumerate(tree.parents.tolist(), start=1):
                 depth[node] = depth[parent] + 1
-                path = [tree.token_list[node - 1]]
+                tokens = [tree.token_list[node - 1]]
                 while parent:
                     assert tree.token_list[parent - 1] != END, "nothing follows an end token"
-                    path.append(tree.token_list[parent - 1])
+                    tokens.append(tree.token_list[parent - 1])
                     parent = int(tree.parents[parent - 1])
-                context = torch.tensor([text + path[:0:-1]])
+                context = torch.tensor([committed + tokens[:0:-1]])
                 with torch.inference_mode():
                     distribution = draft(input_ids=context).logits[0, -1].float().softmax(-1)
                 torch.testing.assert_close(
@@ -142,12 +142,44 @@ def test_a_branching_draft_keeps_its_promises_within_its_room(
             assert max(depth.values()) <= min(room, len(widths))
 
 
+def test_a_branching_drafter_accepts_only_nodes_of_its_last_draft() -> None:
+    """Before a draft nothing; then its nodes that were run, for they had children; then nothing."""
+    model = CachedModel(tiny_llama(1, vocab=40), 40)
+    sequence = model.sequence(0, SamplingConfig())
+    drafter = BranchingDrafter([DraftPath(sequence)], (2, 2, 2), "distinct", frozenset())
+    with torch.inference_mode():
+        drafter.accept([1, 3], 3)
+        assert sequence.in_use == 0
+        generator = torch.Generator().manual_seed(0)
+        tree = drive(drafter.propose([2, 3], 3, generator))
+        assert (sequence.length, sequence.in_use) == (2, 2 + 6)
+        path = tree.path_to(len(tree))
+        assert len(path) == 3
+        drafter.accept(path, 5)
+        assert (sequence.length, sequence.in_use) == (4, 4)
+        drafter.accept(path, 5)
+        assert (sequence.length, sequence.in_use) == (4, 4)
+
+
+def test_only_nodes_in_the_cache_can_be_accepted() -> None:
+    model = CachedModel(tiny_llama(1, vocab=40), 40)
+    sequence = model.sequence(0, SamplingConfig())
+    with torch.inference_mode():
+        model.run(sequence.append_tree([4, 5], [0, 0], [2]))
+    for bad in ([3], [0]):
+        with pytest.raises(ValueError, match="not all among the 2 in the cache"):
+            sequence.accept(bad)
+    with torch.inference_mode():
+        sequence.accept([2])
+    assert (sequence.length, sequence.in_use) == (2, 2)
+
+
 def test_candidates_are_fewer_where_the_distribution_has_fewer_tokens() -> None:
     """Top-k 2 leaves two tokens: distinct and greedy siblings never include a third."""
     draft = tiny_llama(1, vocab=6)
     sampling = SamplingConfig(top_k=2)
     for how in ("distinct", "greedy"):
-        path = Path(CachedModel(draft, 6).text(0, sampling))
+        path = DraftPath(CachedModel(draft, 6).sequence(0, sampling))
         drafter = BranchingDrafter([path], (4,), how, frozenset(), shape="tree")  # type: ignore[arg-type]
         with torch.inference_mode():
             tree = drive(drafter.propose([2], 3, torch.Generator().manual_seed(0))).checked()
@@ -185,6 +217,6 @@ def test_rounds_of_a_tree_count_nodes_and_depth() -> None:
     )
     first = out.rounds[0]
     assert (first.drafted, first.depth, first.draft_forwards) == (6, 2, 2)
-    assert sum(one.emitted for one in out.rounds) == len(out.tokens)
+    assert sum(record.emitted for record in out.rounds) == len(out.tokens)
     with pytest.raises(ConfigError, match="unknown siblings"):
         DecodeConfig(siblings="twins")  # type: ignore[arg-type]

@@ -33,16 +33,16 @@ TREE = DecodeConfig(temperature=0.0, verifier="traversal", drafter="tree", width
 class Shifted(CachedModel):
     """A defect: tokens that are verified together are read one position too late."""
 
-    def _one(self, row, start, ids, positions, mask, keep):  # type: ignore[no-untyped-def]
+    def _run_slot(self, slot, start, ids, positions, mask, logits_to_keep):  # type: ignore[no-untyped-def]
         late = positions + 1 if start and ids.shape[1] > 1 else positions
-        return super()._one(row, start, ids, late, mask, keep)
+        return super()._run_slot(slot, start, ids, late, mask, logits_to_keep)
 
 
 class Leaking(CachedModel):
     """A defect: tokens that are verified together see those that follow."""
 
-    def _causal(self, start, count):  # type: ignore[no-untyped-def]
-        return torch.zeros_like(super()._causal(start, count))
+    def _causal_mask(self, start, count):  # type: ignore[no-untyped-def]
+        return torch.zeros_like(super()._causal_mask(start, count))
 
 
 def decoder(kind: type[CachedModel], target: Any, draft: Any, config: DecodeConfig) -> Any:
@@ -234,8 +234,8 @@ def test_methods_are_greedy_and_mistakes_in_them_are_named() -> None:
     assert read_method("{length: 7}") == DecodeConfig(length=7, temperature=0.0)
     assert read_method("{verifier: rrs, drafter: tree, widths: [2, 1]}").widths == (2, 1)
     for text, reason in {
-        "{length: 0}": "1 or larger",
-        "{lenght: 2}": "no setting of it is 'lenght'",
+        "{length: 0}": "length: must be greater than or equal to 1",
+        "{lenght: 2}": "lenght: unknown key: did you mean 'length'",
         "{temperature: 0.5}": "no setting of it is 'temperature'",
         "[1": "method",
         "K=4": "must be a mapping",

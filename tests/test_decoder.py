@@ -1,4 +1,4 @@
-"""The decoder's distribution is the target's: over several rounds, with every stopping rule."""
+"""What is decoded has the target's distribution: over several rounds, with every stopping rule."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_joint_distribution_of_four_tokens_equals_plain_samplings(name: str) -> None:
-    """Fails by chance once in 1e6; a quarter of the draft's distribution mixed in is seen, power > .99."""
+    """Fails by chance once in 1e6; sees a quarter of the draft's distribution (power > .99)."""
     config = CASES[name]
     target, draft = tiny_llama(0), tiny_llama(1)
     distribution = joint_distribution(target, PROMPT, 4, config.sampling)
@@ -110,7 +110,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         out = decoder.generate(torch.tensor([2]), max_new_tokens=25, generator=generator)
-        assert all(one.accepted == one.drafted for one in out.rounds)
+        assert all(record.accepted == record.drafted for record in out.rounds)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 7])
@@ -127,11 +127,11 @@ def test_nothing_is_drafted_or_emitted_past_the_budget_or_an_end_token(budget: i
         assert END not in tokens[:-1]
         assert (out.finish == "eos") == (tokens[-1] == END)
         assert out.finish == "eos" or len(tokens) == budget
-        assert len(tokens) == sum(one.emitted for one in out.rounds)
+        assert len(tokens) == sum(record.emitted for record in out.rounds)
         room = budget
-        for one in out.rounds:
-            assert one.drafted <= room - 1
-            room -= one.emitted
+        for record in out.rounds:
+            assert record.drafted <= room - 1
+            room -= record.emitted
         ended += out.finish == "eos"
     assert 0 < ended < 60
 
@@ -219,7 +219,7 @@ def test_a_draft_with_adapters_drafts_from_the_distribution_of_its_merged_weight
         )  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(2)
         out = decoder.generate(prompt, max_new_tokens=40, generator=generator)
-        return [(one.drafted, one.accepted) for one in out.rounds]
+        return [(record.drafted, record.accepted) for record in out.rounds]
 
     assert decode(draft) == decode(merged) != decode(tiny_llama(1, vocab=40))
 

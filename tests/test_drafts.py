@@ -1,4 +1,4 @@
-"""Drafts: forms, kinds, and what a bad one is told."""
+"""Drafts: their shapes and kinds, and the errors for bad ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def ids(*tokens: int) -> Tensor:
     return torch.tensor(tokens)
 
 
-# --- forms ---
+# --- shapes ---
 
 
 def test_a_chain_follows_itself() -> None:
@@ -29,7 +29,7 @@ def test_a_chain_follows_itself() -> None:
 
 def test_an_empty_chain_is_a_draft() -> None:
     tree = DraftTree.chain(torch.zeros(0, dtype=torch.long), torch.zeros(0, 3), tail=Q2[0])
-    assert (len(tree), tree.kind, tree.children_of) == (0, "chain", [[]])
+    assert (len(tree), tree.kind, tree.children_of, tree.depth) == (0, "chain", [[]], 0)
 
 
 def test_paths_branch_at_the_root_only_and_are_never_merged() -> None:
@@ -88,6 +88,8 @@ def test_a_k_configuration_is_numbered_breadth_first() -> None:
     assert tree.children_of == [[1, 2], [3, 4], [5, 6], [], [], [], []]
     assert tree.distribution_index.tolist() == [0, 0, 1, 1, 2, 2]
     assert tree.follow([1, 2], 1) == [2]
+    assert tree.depth == 2
+    assert [tree.path_to(node) for node in (0, 2, 5)] == [[], [2], [2, 5]]
 
 
 def test_a_ragged_tree_is_checked_too() -> None:
@@ -126,7 +128,8 @@ BAD: dict[str, tuple[Callable[[], DraftTree], str]] = {
     ),
     "never drawn": (
         lambda: DraftTree.chain(ids(2, 0), Q2),
-        "node 1 holds token 2, to which its distribution q gives probability 0: pass the distribution",
+        "node 1 holds token 2, to which its distribution q gives probability 0:"
+        " pass the distribution",
     ),
     "repeated": (
         lambda: DraftTree.siblings(ids(1, 1), Q2[1], "distinct"),
@@ -177,7 +180,7 @@ BAD: dict[str, tuple[Callable[[], DraftTree], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_draft_is_told_what_must_hold_and_what_came(name: str) -> None:
+def test_a_bad_draft_is_refused_with_what_must_hold_and_what_was_given(name: str) -> None:
     build, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         build()

@@ -1,4 +1,4 @@
-"""CapturedModel and compiled forwards give what the eager model gives."""
+"""Captured and compiled forwards give what the eager model gives."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.runtime.graphs import captured
-from eval.runtime.prepack import SMALLEST_PACKED
+from eval.runtime.graphs import shared_graphs
+from eval.runtime.prepack import SMALLEST_PREPACKED
 from specdata.errors import ConfigError
 from tests.test_decoder import head
 from tests.tiny import tiny_llama
@@ -29,7 +29,7 @@ CASES = {
 
 
 def medium_llama(seed: int) -> LlamaForCausalLM:
-    """In float32 and just large enough that its matrices are packed."""
+    """In float32 and just large enough that its matrices are prepacked."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=512,
@@ -44,7 +44,7 @@ def medium_llama(seed: int) -> LlamaForCausalLM:
         initializer_range=0.1,
         eos_token_id=1,
     )
-    assert config.hidden_size * config.intermediate_size >= SMALLEST_PACKED
+    assert config.hidden_size * config.intermediate_size >= SMALLEST_PREPACKED
     model = LlamaForCausalLM(config).eval()
     for name, value in model.named_parameters():
         if name.endswith("bias"):
@@ -76,23 +76,23 @@ def test_the_captured_engine_gives_the_eager_ones_tokens(name: str) -> None:
 # Inductor imports a part of torch that warns of itself.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("engine", ["captured", pytest.param("compiled", marks=pytest.mark.slow)])
-def test_packed_matrices_with_biases_give_the_eager_logits(engine: str) -> None:
+def test_prepacked_matrices_with_biases_give_the_eager_logits(engine: str) -> None:
     """Greedy, over lengths that outgrow the first buffers: a wrong logit would show in a token."""
     if engine == "compiled" and not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("torch.compile needs a C++ compiler")
     target, draft = medium_llama(0), medium_llama(1)
     config = DecodeConfig(temperature=0.0, length=3)
     eager, graph = (
-        SpeculativeDecoder.from_config(target, draft, config, engine=one)  # type: ignore[arg-type]
-        for one in ("eager", engine)
+        SpeculativeDecoder.from_config(target, draft, config, engine=name)  # type: ignore[arg-type]
+        for name in ("eager", engine)
     )
     assert tokens(eager, 0, 300) == tokens(graph, 0, 300)
 
 
 def test_graphs_are_shared_by_decoders_until_the_weights_change() -> None:
     model = tiny_llama(0, vocab=40)
-    first = captured(model, "captured")
-    assert captured(model, "captured") is first
+    first = shared_graphs(model, "captured")
+    assert shared_graphs(model, "captured") is first
     config = DecodeConfig(temperature=0.0)
     before = tokens(SpeculativeDecoder.from_config(model, None, config, engine="captured"), 0)
     with torch.no_grad():
@@ -101,11 +101,11 @@ def test_graphs_are_shared_by_decoders_until_the_weights_change() -> None:
     after = tokens(SpeculativeDecoder.from_config(model, None, config, engine="captured"), 0)
     assert after == tokens(SpeculativeDecoder.from_config(model, None, config), 0)
     assert before != after
-    assert captured(model, "captured") is not first
+    assert shared_graphs(model, "captured") is not first
 
 
 def test_one_decoder_follows_weights_that_change_between_its_generations() -> None:
-    """Packed matrices are copies, which an operation on the weights does not reach."""
+    """Prepacked matrices are copies, which an operation on the weights does not change."""
     target = medium_llama(0)
     config = DecodeConfig(temperature=0.0)
     decoder = SpeculativeDecoder.from_config(target, medium_llama(1), config, engine="captured")
@@ -124,11 +124,11 @@ def test_after_the_warm_up_no_graph_is_made(name: str) -> None:
         target, drafts, CASES[name], head().double(), engine="captured"
     )
     decoder.warm_up()
-    graphs = [captured(model, "captured")._graphs for model in (target, draft)]
-    before = [set(one) for one in graphs]
+    graphs = [shared_graphs(model, "captured")._graphs for model in (target, draft)]
+    before = [set(kinds) for kinds in graphs]
     for seed in range(12):
         tokens(decoder, seed)
-    assert [set(one) for one in graphs] == before
+    assert [set(kinds) for kinds in graphs] == before
 
 
 def test_graphs_do_not_keep_a_model_alive() -> None:

@@ -30,37 +30,37 @@ CASES = {
 PROMPTS = [torch.tensor([2, 3, 7]), torch.tensor([5])]
 
 
-class Noted:
-    """A verifier that notes what it was given and does what another does."""
+class Recording:
+    """A verifier that records what it is given and does what another does."""
 
-    def __init__(self, inner: Verifier, seen: list[tuple[DraftTree, torch.Tensor]]) -> None:
-        self.inner, self.seen = inner, seen
+    def __init__(self, inner: Verifier, given: list[tuple[DraftTree, torch.Tensor]]) -> None:
+        self.inner, self.given = inner, given
 
     def draw(
         self, draft: DraftTree, distributions: torch.Tensor, generator: torch.Generator
     ) -> Drawn:
-        self.seen.append((draft, distributions))
+        self.given.append((draft, distributions))
         return replace(self.inner.draw(draft, distributions, generator), verifier=self)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
 
-def noted(
+def recording_decoder(
     target: Any, draft: Any, config: DecodeConfig, engine: Any = "eager"
 ) -> tuple[SpeculativeDecoder, list[tuple[DraftTree, torch.Tensor]]]:
-    seen: list[tuple[DraftTree, torch.Tensor]] = []
-    models = [CachedModel(one, 40, engine=engine) for one in (target, draft)]
-    made = SpeculativeDecoder(
+    given: list[tuple[DraftTree, torch.Tensor]] = []
+    models = [CachedModel(model, 40, engine=engine) for model in (target, draft)]
+    decoder = SpeculativeDecoder(
         models[0],
         config.sampling,
         config.make_drafters(models[1:], None, frozenset({END})),
-        Noted(config.make_verifier(), seen),  # type: ignore[arg-type]
+        Recording(config.make_verifier(), given),  # type: ignore[arg-type]
         frozenset({END}),
         drafts=models[1:],
         tree_attention=config.tree_attention,
     )
-    return made, seen
+    return decoder, given
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -70,19 +70,19 @@ def test_verifiers_get_float32_distributions_without_nan(
     family: str, name: str, dtype: torch.dtype
 ) -> None:
     target, draft = tiny(family, 2, dtype=dtype), tiny(family, 3, dtype=dtype)
-    made, seen = noted(target, draft, CASES[name])
+    decoder, given = recording_decoder(target, draft, CASES[name])
     for seed, prompt in enumerate(PROMPTS):
         generator = torch.Generator().manual_seed(seed)
-        out = made.generate(prompt, max_new_tokens=16, generator=generator)
+        out = decoder.generate(prompt, max_new_tokens=16, generator=generator)
         assert 1 <= len(out.tokens) <= 16
-    batch = made.generate_batch(
+    batch = decoder.generate_batch(
         PROMPTS,
         max_new_tokens=16,
         generators=[torch.Generator().manual_seed(seed) for seed in range(2)],
     )
     assert all(1 <= len(out.tokens) <= 16 for out in batch)
-    assert any(len(draft) for draft, _ in seen)
-    for drafted, distributions in seen:
+    assert any(len(draft) for draft, _ in given)
+    for drafted, distributions in given:
         for distribution in (
             (distributions, drafted.distributions) if len(drafted) else (distributions,)
         ):
@@ -100,12 +100,12 @@ def test_distributions_are_the_softmax_in_float32_of_the_logits_as_run(
     """A softmax in half precision keeps eight bits; these agree to float32's."""
     model = tiny("llama", 2, dtype=dtype)
     cached = CachedModel(model, 40, engine=engine)
-    text = cached.text(0, SamplingConfig(temperature=0.7))
+    sequence = cached.sequence(0, SamplingConfig(temperature=0.7))
     with torch.inference_mode():
-        cached.run(text.append([2, 3], 1))
-        logits = cached.run(text.append([4, 5, 6], 3))
+        cached.run(sequence.append([2, 3], 1))
+        logits = cached.run(sequence.append([4, 5, 6], 3))
     assert logits.dtype == dtype
-    distribution = text.distribution(logits)
+    distribution = sequence.distribution(logits)
     exact = (logits.double() / 0.7).softmax(-1)
     torch.testing.assert_close(distribution.double(), exact, rtol=1e-5, atol=1e-9)
     assert float(((logits / 0.7).softmax(-1).double() - exact).abs().max()) > 1e-5
@@ -116,21 +116,23 @@ def test_distributions_are_the_softmax_in_float32_of_the_logits_as_run(
 def test_distributions_move_by_no_more_than_the_logits_do(family: str, dtype: torch.dtype) -> None:
     """Softmax: if no logit moves by more than d, the total variation is at most tanh(d / 2).
 
-    Distributions of verification against those of plain, one-token decoding of the same text.
+    Distributions of verification against those of plain, one-token decoding of the same sequence.
     """
     model = tiny(family, 2, dtype=dtype)
     cached = CachedModel(model, 40)
     tokens = [9, 4, 22, 31, 6, 17]
-    alone, together = (cached.text(row, SamplingConfig()) for row in range(2))
+    alone, together = (cached.sequence(row, SamplingConfig()) for row in range(2))
     with torch.inference_mode():
         cached.run(alone.append([2, 3], 1))
         cached.run(together.append([2, 3], 1))
         single = torch.cat([cached.run(alone.append([token], 1)) for token in tokens]).float()
         block = cached.run(together.append(tokens, len(tokens))).float()
     moved = (single - block).abs().amax(-1).double()
-    one, other = (probabilities(rows, SamplingConfig()).double() for rows in (single, block))
-    apart = (one - other).abs().sum(-1) / 2
-    assert bool((apart <= (moved / 2).tanh() + 1e-6).all())
+    plain, verified = (
+        probabilities(logits, SamplingConfig()).double() for logits in (single, block)
+    )
+    total_variation = (plain - verified).abs().sum(-1) / 2
+    assert bool((total_variation <= (moved / 2).tanh() + 1e-6).all())
     # Rounding, not another context: a mask or position that were wrong would move logits by far.
     scale = single.abs().max()
     assert float(moved.max()) < 32 * torch.finfo(dtype).eps * float(scale)
@@ -140,37 +142,37 @@ def test_distributions_move_by_no_more_than_the_logits_do(family: str, dtype: to
 def test_masks_hide_with_the_smallest_number_of_the_models_type(dtype: torch.dtype) -> None:
     """-inf would make nan of a row that sees nothing; float32's smallest is -inf in float16."""
     model = tiny("llama", 2, dtype=dtype)
-    seen: list[torch.Tensor] = []
+    masks: list[torch.Tensor] = []
     hook = model.model.layers[0].self_attn.register_forward_pre_hook(
-        lambda _module, _args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+        lambda _module, _args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
     )
     cached = CachedModel(model, 40)
-    text = cached.text(0, SamplingConfig())
+    sequence = cached.sequence(0, SamplingConfig())
     with torch.inference_mode():
-        cached.run(text.append([2, 3], 1))
-        rows = cached.run(text.append_tree([4, 5, 6], [0, 0, 1], [7]))
+        cached.run(sequence.append([2, 3], 1))
+        rows = cached.run(sequence.append_tree([4, 5, 6], [0, 0, 1], [7]))
     hook.remove()
-    assert seen[-1].dtype == dtype
-    assert set(seen[-1].unique().tolist()) == {0.0, torch.finfo(dtype).min}
+    assert masks[-1].dtype == dtype
+    assert set(masks[-1].unique().tolist()) == {0.0, torch.finfo(dtype).min}
     assert bool(rows.isfinite().all())
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("name", ["chain", "tree"])
-def test_a_text_in_half_precision_is_drawn_as_its_own_distributions_say(
+def test_tokens_in_half_precision_are_drawn_from_their_own_distributions(
     name: str, dtype: torch.dtype
 ) -> None:
-    """Every emitted token has a chance in the distribution that the verifier was shown for its place."""
+    """Each emitted token has a probability above 0 in the distribution that the verifier got."""
     target, draft = tiny("llama", 2, dtype=dtype), tiny("llama", 3, dtype=dtype)
     config = replace(CASES[name], top_k=3)
-    made, seen = noted(target, draft, config)
+    decoder, given = recording_decoder(target, draft, config)
     for seed in range(10):
-        seen.clear()
-        out = made.generate(
+        given.clear()
+        out = decoder.generate(
             PROMPTS[0], max_new_tokens=12, generator=torch.Generator().manual_seed(seed)
         )
         tokens = out.tokens.tolist()
-        for (drafted, distributions), record in zip(seen, out.rounds, strict=False):
+        for (drafted, distributions), record in zip(given, out.rounds, strict=False):
             node = 0
             for token in tokens[: record.emitted]:
                 assert float(distributions[node, token]) > 0

@@ -51,7 +51,7 @@ def test_a_hub_id_may_carry_a_revision_and_a_folder_any_name(tmp_path: Path) -> 
     assert hub_source(str(folder)) == (str(folder), None)
 
 
-def test_texts_beyond_the_models_positions_are_refused() -> None:
+def test_sequences_beyond_the_models_positions_are_refused() -> None:
     model = tiny_llama(0)
     check_length(model, 256)
     with pytest.raises(ConfigError, match=r"make 257 tokens, but .* has positions for 256"):
@@ -63,7 +63,9 @@ def test_ids_beyond_a_models_matrix_get_a_stand_in_and_others_none() -> None:
     assert known_ids(ids, tiny_llama(0, vocab=4)).tolist() == [[0, 3, 0, 0]]
 
 
-def test_a_configuration_says_without_weights_what_the_model_says_with_them(tmp_path: Path) -> None:
+def test_the_configuration_alone_gives_the_end_tokens_and_positions_of_the_model(
+    tmp_path: Path,
+) -> None:
     model = tiny_llama(0)
     model.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()

@@ -10,7 +10,7 @@ import torch
 
 from eval.analysis.replay import best_of_each, compare, main, shown
 from eval.analysis.traces import AcceptanceTrace, acceptance_traces, head_probabilities
-from eval.drafting.calibration import Calibration
+from eval.drafting.stopping.calibration import Calibration
 from heads import AcceptanceHead
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset, load_stored

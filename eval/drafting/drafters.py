@@ -1,7 +1,7 @@
 """What proposes tokens: a chain, independent paths, or a tree.
 
-Each returns a `DraftTree` with the very distributions that it drew from, and keeps its own cache in step
-with the committed text. No drafter proposes anything after a drafted end token.
+Each drafter returns a `DraftTree` with the very distributions that it drew from, and keeps its own
+KV cache in step with the committed sequence. None proposes anything after a drafted end token.
 """
 
 from __future__ import annotations
@@ -14,33 +14,47 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eval.drafting.stopping import DraftedToken, StoppingRule
-from eval.drafting.tree_builder import TreeBuilder, chain
+from eval.drafting.stopping import ActiveRule, DraftedToken
+from eval.drafting.tree_builder import TreeBuilder, drawn_chain
 from eval.drafts import DraftTree, How, TreeShape
 from eval.rounds import Round
-from eval.runtime.sequence import CachedSequence, ForwardCoroutine
+from eval.runtime.sequence import CachedSequence, Forward, ForwardCoroutine
 from specdata.probability import SamplingConfig, draw_one, draw_several
 
 
 class Drafter(Protocol):
-    """Proposes tokens after the committed text of one decoding."""
+    """Proposes tokens after the committed tokens of one sequence."""
 
     def propose(
-        self, text: list[int], room: int, generator: torch.Generator
+        self, committed: list[int], max_depth: int, generator: torch.Generator
     ) -> ForwardCoroutine[DraftTree]:
-        """Draft at most `room` tokens deep after `text`, of which the cache holds a prefix."""
+        """Draft at most `max_depth` tokens deep. `accept` is due before the next draft.
 
-    def with_tail(self, draft: DraftTree, text: list[int]) -> ForwardCoroutine[DraftTree]:
-        """The same draft with the distribution after its last token, for a verifier that needs it."""
+        Args:
+            committed: the tokens of the sequence; the cache holds all but the last, or fewer.
+            max_depth: no path of the draft is longer; 0 allows no token.
+            generator: every draw.
+        """
 
-    def accept(self, nodes: list[int], committed: int) -> None:
-        """Keep the accepted nodes, so that the cache holds a prefix of `committed` tokens."""
+    def with_tail(self, draft: DraftTree, committed: list[int]) -> ForwardCoroutine[DraftTree]:
+        """The same draft with the distribution after its last token, which some verifiers need."""
+
+    def accept(self, nodes: list[int], length: int) -> None:
+        """Bring the cache in step with the sequence after the verification of a draft.
+
+        Before the first draft there is nothing to accept, and this changes nothing.
+
+        Args:
+            nodes: the accepted nodes of the last draft, from the root down.
+            length: committed tokens of the sequence, those of the nodes included; the cache then
+                holds at most as many.
+        """
 
     def observe(self, record: Round) -> None:
         """Take note of a finished round."""
 
     def reset(self) -> None:
-        """Forget the text; what a stopping rule has learnt of times stays."""
+        """Forget the sequence; what a stopping rule has measured is kept."""
 
     @property
     def forwards(self) -> int:
@@ -48,146 +62,189 @@ class Drafter(Protocol):
 
 
 class ChainDrafter:
-    """One path, until the stopping rule, the room or an end token ends it.
+    """Drafts one path, until the stopping rule, the maximal depth or an end token ends it.
 
     Args:
-        text: the draft's.
+        sequence: the draft model's.
         rule: when to stop.
-        ends: token ids after which nothing is drafted.
+        end_tokens: token ids after which nothing is drafted.
     """
 
-    def __init__(self, text: CachedSequence, rule: StoppingRule, ends: frozenset[int]) -> None:
-        self._text = text
+    def __init__(
+        self, sequence: CachedSequence, rule: ActiveRule, end_tokens: frozenset[int]
+    ) -> None:
+        self._sequence = sequence
         self._rule = rule
-        self._ends = ends
+        self._end_tokens = end_tokens
 
     def propose(
-        self, text: list[int], room: int, generator: torch.Generator
+        self, committed: list[int], max_depth: int, generator: torch.Generator
     ) -> ForwardCoroutine[DraftTree]:
         """Draft a chain."""
-        stop = self._rule.begin()
-        mine = self._text
-        unseen = text[mine.length :]
-        planned = min(room, self._rule.limit)
+        should_stop = self._rule.begin()
+        sequence = self._sequence
+        uncached = committed[sequence.length :]
+        planned = min(max_depth, self._rule.longest)
         tokens: list[int] = []
         distributions: list[Tensor] = []
         while len(tokens) < planned:
-            logits = yield mine.append(unseen, 1)
-            distribution = mine.distribution(logits[0])
+            logits = yield sequence.append(uncached, 1)
+            distribution = sequence.distribution(logits[0])
             token = draw_one(distribution, generator)
             tokens.append(token)
             distributions.append(distribution)
-            if token in self._ends or stop(DraftedToken(token, distribution, mine.state)):
+            if token in self._end_tokens:
                 break
-            unseen = [token]
-        return chain(tokens, distributions, planned)
+            if should_stop(DraftedToken(token, distribution, sequence.hidden)):
+                break
+            uncached = [token]
+        return drawn_chain(tokens, distributions, planned)
 
-    def with_tail(self, draft: DraftTree, text: list[int]) -> ForwardCoroutine[DraftTree]:
-        """Run the draft once more, over what it has not seen of text and draft."""
-        unseen = [*text, *draft.token_list][self._text.length :]
-        logits = yield self._text.append(unseen, 1)
-        tail = self._text.distribution(logits[0])
-        return chain(draft.token_list, list(draft.distributions), draft.planned or 0, tail)
+    def with_tail(self, draft: DraftTree, committed: list[int]) -> ForwardCoroutine[DraftTree]:
+        """Run the draft model once more, over the tokens that are not in its cache."""
+        uncached = [*committed, *draft.token_list][self._sequence.length :]
+        logits = yield self._sequence.append(uncached, 1)
+        tail = self._sequence.distribution(logits[0])
+        return drawn_chain(draft.token_list, list(draft.distributions), draft.planned or 0, tail)
 
-    def accept(self, nodes: list[int], committed: int) -> None:
-        """The chain is part of the text already; drop what was rejected."""
-        self._text.crop(committed)
+    def accept(self, nodes: list[int], length: int) -> None:
+        """Drop what was rejected; the accepted tokens of a chain are where they belong."""
+        self._sequence.crop(length)
 
     def observe(self, record: Round) -> None:
-        """Show it to the stopping rule."""
+        """Show the round to the stopping rule."""
         self._rule.observe(record)
 
     def reset(self) -> None:
-        """Forget the text."""
-        self._text.reset()
+        """Forget the sequence."""
+        self._sequence.reset()
 
     @property
     def forwards(self) -> int:
         """Forwards of the draft so far."""
-        return self._text.forwards
+        return self._sequence.forwards
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class DraftPath:
     """How one of several paths is drafted.
 
     Args:
-        text: of the draft that drafts it; paths may share one.
-        sampling: the warp of its distributions, if not the text's own.
+        sequence: of the draft model that drafts it; paths may share one.
+        sampling: the sampling of its distributions, if not the sequence's own.
     """
 
-    text: CachedSequence
+    sequence: CachedSequence
     sampling: SamplingConfig | None = None
 
 
+class _CachedDraft:
+    """The nodes of the current draft that are in the cache of one draft model.
+
+    Only nodes that get children are run, and only by the model that drafts their path. So a node
+    has one number in the draft and another in a cache; node 0 is 0 in both.
+    """
+
+    def __init__(self, sequence: CachedSequence) -> None:
+        self.sequence = sequence
+        self._cached_number: dict[int, int] = {0: 0}
+
+    def append(self, nodes: Sequence[int], builder: TreeBuilder) -> Forward:
+        """The forward that appends nodes of the draft, whose parents are in the cache."""
+        for node in nodes:
+            self._cached_number[node] = len(self._cached_number)
+        parents = [self._cached_number[builder.parents[node - 1]] for node in nodes]
+        return self.sequence.append_tree([builder.tokens[node - 1] for node in nodes], parents)
+
+    def accept(self, nodes: Sequence[int]) -> None:
+        """Commit the accepted nodes, as far as they are in the cache, and drop the others.
+
+        The tokens of the rest are run with the committed ones when the next draft is made.
+        """
+        cached = takewhile(self._cached_number.__contains__, nodes)
+        self.sequence.accept([self._cached_number[node] for node in cached])
+        self._cached_number = {0: 0}
+
+    def reset(self) -> None:
+        """Forget the sequence and the draft."""
+        self.sequence.reset()
+        self._cached_number = {0: 0}
+
+
 class BranchingDrafter:
-    """Several candidates for a place, drafted level by level, a level in one forward a draft.
+    """Drafts several candidates for a position, level by level: one forward a level and model.
 
     Args:
-        paths: for a tree one; for paths one of each, or one that all share.
+        paths: for a tree one; for paths one for each, or one that all share.
         widths: children of every node at depth 0, 1, ...; for paths (K, 1, 1, ...).
         how: how siblings are drawn.
-        ends: token ids after which nothing is drafted.
+        end_tokens: token ids after which nothing is drafted.
         shape: "paths" for independent rollouts, else "tree".
     """
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        paths: Sequence[DraftPath],
         widths: Sequence[int],
         how: How,
-        ends: frozenset[int],
+        end_tokens: frozenset[int],
         *,
         shape: TreeShape = "tree",
     ) -> None:
         self._paths = list(paths) * (widths[0] if len(paths) == 1 else 1)
-        self._texts = list({id(path.text): path.text for path in paths}.values())
-        # Distributions of a level are made together unless paths warp them differently.
-        self._warped = any(path.sampling is not None for path in paths)
+        sequences = list(dict.fromkeys(path.sequence for path in paths))
+        self._drafts = [_CachedDraft(sequence) for sequence in sequences]
+        # The draft, by its index, that drafts each path.
+        self._draft_of = [sequences.index(path.sequence) for path in self._paths]
+        # Distributions of a level are made together, unless paths have samplings of their own.
+        self._own_samplings = any(path.sampling is not None for path in paths)
         self._widths = tuple(widths)
         self._how = how
-        self._ends = ends
+        self._end_tokens = end_tokens
         self._shape = shape
 
     def propose(
-        self, text: list[int], room: int, generator: torch.Generator
+        self, committed: list[int], max_depth: int, generator: torch.Generator
     ) -> ForwardCoroutine[DraftTree]:
         """Draft as many levels as fit."""
-        widths = self._widths[:room]
         builder = TreeBuilder(self._how, self._shape)
-        # Only nodes that get children are fed; numbering in a cache is that of feeding.
-        self._fed: list[dict[int, int]] = [{0: 0} for _ in self._texts]
         level = [0]
-        for depth, width in enumerate(widths):
+        for depth, width in enumerate(self._widths[:max_depth]):
             if depth:
-                level = [node for node in level if builder.tokens[node - 1] not in self._ends]
+                level = [node for node in level if builder.tokens[node - 1] not in self._end_tokens]
             if not level:
                 break
-            scores = yield from self._score(builder, level, text)
+            scores = yield from self._score(builder, level, committed)
             level = self._expand(builder, level, scores, width, generator)
         return builder.tree()
 
     def _score(
-        self, builder: TreeBuilder, level: list[int], text: list[int]
+        self, builder: TreeBuilder, level: list[int], committed: list[int]
     ) -> ForwardCoroutine[dict[tuple[int, int], Tensor]]:
-        """Distributions (logits, if paths warp them) by the draft that scores a node and the node."""
-        found = {}
-        for index, mine in enumerate(self._texts):
+        """Run the nodes of a level.
+
+        Returns:
+            By the index of the draft that ran a node and the node: the distribution (V,) after it,
+            or the logits if paths have samplings of their own.
+        """
+        scores: dict[tuple[int, int], Tensor] = {}
+        for index, draft in enumerate(self._drafts):
+            sequence = draft.sequence
             if level == [0]:
-                logits = yield mine.append(text[mine.length :], 1)
-                found[index, 0] = (logits if self._warped else mine.distribution(logits))[0]
-                continue
-            own = [node for node in level if self._paths[builder.path[node - 1]].text is mine]
-            if not own:
-                continue
-            fed = self._fed[index]
-            for node in own:
-                fed[node] = len(fed)
-            parents = [fed[builder.parents[node - 1]] for node in own]
-            logits = yield mine.append_tree([builder.tokens[node - 1] for node in own], parents)
-            rows = logits if self._warped else mine.distribution(logits)
-            found |= {(index, node): row for node, row in zip(own, rows, strict=True)}
-        return found
+                nodes = level
+                logits = yield sequence.append(committed[sequence.length :], 1)
+            else:
+                nodes = [
+                    node
+                    for node in level
+                    if self._draft_of[builder.path_numbers[node - 1]] == index
+                ]
+                if not nodes:
+                    continue
+                logits = yield draft.append(nodes, builder)
+            rows = logits if self._own_samplings else sequence.distribution(logits)
+            scores |= {(index, node): row for node, row in zip(nodes, rows, strict=True)}
+        return scores
 
     def _expand(
         self,
@@ -197,54 +254,66 @@ class BranchingDrafter:
         width: int,
         generator: torch.Generator,
     ) -> list[int]:
-        """Draw the next level; return its nodes."""
+        """Draw the children of a level's nodes; return their nodes."""
         children: list[int] = []
         for node in level:
             if self._shape == "paths":
-                paths = [builder.path[node - 1]] if node else range(len(self._paths))
-                for number in paths:
-                    path = self._paths[number]
-                    index = self._texts.index(path.text)
-                    distribution = scores[index, node]
-                    if self._warped:
-                        distribution = path.text.distribution(distribution, path.sampling)
-                    known = builder.distribution(node, distribution, (index, path.sampling))
-                    token = draw_one(builder.distributions[known], generator)
-                    children += builder.add(node, known, [token])
+                numbers = [builder.path_numbers[node - 1]] if node else range(len(self._paths))
+                for number in numbers:
+                    children += self._extend_path(builder, number, node, scores, generator)
             else:
-                known = builder.distribution(node, scores[0, node])
-                tokens = _candidates(builder.distributions[known], width, self._how, generator)
-                children += builder.add(node, known, tokens)
+                index = builder.add_distribution(node, scores[0, node])
+                tokens = _candidates(builder.distributions[index], width, self._how, generator)
+                children += builder.add(node, index, tokens)
         return children
 
-    def with_tail(self, draft: DraftTree, text: list[int]) -> ForwardCoroutine[DraftTree]:
-        """No verifier of branching drafts carries a residual."""
+    def _extend_path(
+        self,
+        builder: TreeBuilder,
+        number: int,
+        node: int,
+        scores: dict[tuple[int, int], Tensor],
+        generator: torch.Generator,
+    ) -> list[int]:
+        """Draw the next token of one path, whose last node is given."""
+        path, draft = self._paths[number], self._draft_of[number]
+        distribution = scores[draft, node]
+        if self._own_samplings:
+            distribution = path.sequence.distribution(distribution, path.sampling)
+        index = builder.add_distribution(node, distribution, (draft, path.sampling))
+        token = draw_one(builder.distributions[index], generator)
+        return builder.add(node, index, [token])
+
+    def with_tail(self, draft: DraftTree, committed: list[int]) -> ForwardCoroutine[DraftTree]:
+        """Raise ValueError: no verifier of branching drafts carries a residual."""
         raise ValueError("a branching draft has no distribution after its last token")
 
-    def accept(self, nodes: list[int], committed: int) -> None:
-        """Move the accepted path together and drop the rest."""
-        for text, fed in zip(self._texts, self._fed, strict=True):
-            # Another draft's nodes are not there: it reads them with the text, next round.
-            text.accept([fed[node] for node in takewhile(fed.__contains__, nodes)])
+    def accept(self, nodes: list[int], length: int) -> None:
+        """Commit the accepted path in every cache and drop the other nodes."""
+        for draft in self._drafts:
+            draft.accept(nodes)
 
     def observe(self, record: Round) -> None:
-        """The number of nodes is fixed."""
+        """Nothing to learn: the number of nodes is fixed."""
 
     def reset(self) -> None:
-        """Forget the text."""
-        for text in self._texts:
-            text.reset()
+        """Forget the sequence."""
+        for draft in self._drafts:
+            draft.reset()
 
     @property
     def forwards(self) -> int:
         """Forwards of all drafts so far."""
-        return sum(text.forwards for text in self._texts)
+        return sum(draft.sequence.forwards for draft in self._drafts)
 
 
 def _candidates(
     distribution: Tensor, count: int, how: How, generator: torch.Generator
 ) -> list[int]:
-    """Draw siblings from one distribution; fewer than `count` if its support is smaller (not for iid)."""
+    """Draw siblings from one distribution (V,), in order.
+
+    There are fewer than `count` if its support is smaller, except with "iid".
+    """
     if how == "iid":
         return draw_several(distribution, count, generator)
     rest, tokens = distribution.clone(), []

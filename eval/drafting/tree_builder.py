@@ -1,80 +1,108 @@
-"""Draft trees while they are drawn: tokens and their distributions come together, so none needs a check."""
+"""Draft trees under construction.
+
+Tokens and the distributions that they were just drawn from come together, so the drafts made here
+need no check.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
-from eval.drafts import DraftTree, How, TreeShape
+from eval.drafts import DraftTree, How, TreeShape, path_to
 
 
 class TreeBuilder:
-    """A draft tree under construction."""
+    """A draft tree to which nodes are added, parents before their children.
+
+    Args:
+        how: how siblings are drawn.
+        shape: "paths" or "tree".
+
+    Attributes:
+        tokens: the token of node i + 1.
+        parents: the node that node i + 1 follows.
+        path_numbers: which path node i + 1 is on; paths are numbered by their first node.
+        distributions: the distinct distributions (V,) that tokens were drawn from.
+    """
 
     def __init__(self, how: How, shape: TreeShape) -> None:
         self.tokens: list[int] = []
         self.parents: list[int] = []
-        self.path: list[int] = []
-        self._how, self._shape = how, shape
+        self.path_numbers: list[int] = []
         self.distributions: list[Tensor] = []
-        self._distribution: list[int] = []
-        self._known: dict[tuple[tuple[int, ...], object], int] = {}
+        self._how, self._shape = how, shape
+        self._distribution_index: list[int] = []
+        self._index_of: dict[Hashable, int] = {}
 
-    def distribution(self, parent: int, distribution: Tensor, source: object = None) -> int:
-        """Index of the distribution that children of a node are to be drawn from.
+    def add_distribution(self, parent: int, distribution: Tensor, source: Hashable = None) -> int:
+        """The index of the distribution that children of a node are to be drawn from.
 
-        Rollouts that agree so far continue from one distribution: rows that rounding made different would
-        leave a token recorded with another distribution than its own.
+        Paths with the same tokens so far continue from one distribution, the first that was given:
+        rows that differ by rounding would leave a token recorded with another distribution than the
+        one that its competitors were drawn from.
+
+        Args:
+            parent: the node.
+            distribution: (V,).
+            source: what made it, where paths of one tree have several drafts or temperatures.
         """
-        key = (self._text(parent) if self._shape == "paths" else (parent,), source)
-        if key not in self._known:
-            self._known[key] = len(self.distributions)
+        context = self._prefix(parent) if self._shape == "paths" else (parent,)
+        key = context, source
+        if key not in self._index_of:
+            self._index_of[key] = len(self.distributions)
             self.distributions.append(distribution)
-        return self._known[key]
+        return self._index_of[key]
 
     def add(self, parent: int, distribution: int, tokens: list[int]) -> list[int]:
-        """Add children drawn from the distribution of that index; return their numbers."""
+        """Add children that were drawn from the distribution of that index; return their nodes."""
         first = len(self.tokens) + 1
         for token in tokens:
-            self.path.append(self.path[parent - 1] if parent else len(self.path))
+            number = self.path_numbers[parent - 1] if parent else len(self.path_numbers)
+            self.path_numbers.append(number)
             self.tokens.append(token)
             self.parents.append(parent)
-            self._distribution.append(distribution)
+            self._distribution_index.append(distribution)
         return list(range(first, first + len(tokens)))
 
-    def _text(self, node: int) -> tuple[int, ...]:
-        text: list[int] = []
-        while node:
-            text.append(self.tokens[node - 1])
-            node = self.parents[node - 1]
-        return tuple(reversed(text))
+    def _prefix(self, node: int) -> tuple[int, ...]:
+        """The drafted tokens down to a node."""
+        return tuple(self.tokens[step - 1] for step in path_to(self.parents, node))
 
     def tree(self) -> DraftTree:
-        """The finished draft."""
-        distributions = torch.stack(self.distributions) if self.distributions else torch.empty(0, 0)
+        """The finished draft; an empty chain if no node was added."""
         if not self.tokens:
-            return chain([], [], 0)
+            return drawn_chain([], [], 0)
         return DraftTree(
             torch.tensor(self.tokens),
             torch.tensor(self.parents),
-            distributions,
-            torch.tensor(self._distribution),
+            torch.stack(self.distributions),
+            torch.tensor(self._distribution_index),
             self._shape,
             self._how,
         )
 
 
-def chain(
+def drawn_chain(
     tokens: list[int], distributions: list[Tensor], planned: int, tail: Tensor | None = None
 ) -> DraftTree:
-    """A chain whose tokens were just drawn from `distributions`, so nothing needs a check."""
-    steps = torch.arange(len(tokens))
+    """A chain whose tokens were just drawn, without the checks of `DraftTree.chain`.
+
+    Args:
+        tokens: L tokens.
+        distributions: the distribution (V,) that each was drawn from.
+        planned: the length that the chain was to have; at least L.
+        tail: (V,) the draft's distribution after the last token, if known.
+    """
+    order = torch.arange(len(tokens))
     stacked = torch.stack(distributions) if distributions else torch.empty(0, 0)
     return DraftTree(
         torch.tensor(tokens, dtype=torch.long),
-        steps,
+        order,
         stacked,
-        steps,
+        order,
         "chain",
         tail=tail,
         planned=planned,

@@ -1,15 +1,25 @@
-"""Texts that are decoded side by side: the forwards that they want of one model run as one."""
+"""Sequences that are decoded side by side: their forwards through one model run as one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import Forward, ForwardCoroutine
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting(Generic[S, T]):
+    """A job that waits for the logits of a forward."""
+
+    slot: S
+    coroutine: ForwardCoroutine[T]
+    forward: Forward
 
 
 def run_together(
@@ -19,40 +29,43 @@ def run_together(
     last: CachedModel,
     report: Callable[[int], object],
 ) -> list[T]:
-    """Run procedures side by side, with the forwards that are wanted of one model run as one.
+    """Run jobs side by side; forwards that wait for the same model run as one.
 
     Args:
-        jobs: one procedure for each text, which is given a slot.
-        slots: as many run at a time; a slot whose procedure ends takes up the next.
-        last: the model that waits until no other has anything to do: the target, so that texts
-            whose drafts have different lengths are verified together.
-        report: called with 1 when a procedure ends.
+        jobs: one for each sequence; called with a slot, it returns the coroutine to run.
+        slots: as many jobs run at a time; a slot whose job ends takes the next one.
+        last: the model whose forwards run only when no other model has any to run. With the target
+            here, sequences whose drafts differ in length are still verified together.
+        report: called with 1 when a job ends.
+
+    Returns:
+        What each coroutine returned, in the order of the jobs.
     """
-    found: dict[int, T] = {}
-    waiting: dict[int, tuple[S, ForwardCoroutine[T], Forward]] = {}
+    results: dict[int, T] = {}
+    waiting: dict[int, _Waiting[S, T]] = {}
     queue = iter(enumerate(jobs))
 
-    def advance(number: int, slot: S, steps: ForwardCoroutine[T], answer: Any) -> None:
+    def advance(number: int, slot: S, coroutine: ForwardCoroutine[T], logits: Any) -> None:
         try:
-            waiting[number] = slot, steps, steps.send(answer)
-        except StopIteration as done:
-            found[number] = done.value
+            waiting[number] = _Waiting(slot, coroutine, coroutine.send(logits))
+        except StopIteration as stopped:
+            results[number] = stopped.value
             report(1)
-            take(slot)
+            start_next(slot)
 
-    def take(slot: S) -> None:
-        if entry := next(queue, None):
-            number, job = entry
+    def start_next(slot: S) -> None:
+        if queued := next(queue, None):
+            number, job = queued
             advance(number, slot, job(slot), None)
 
     for slot in slots:
-        take(slot)
+        start_next(slot)
     while waiting:
-        models = {id(forward.model): forward.model for _, _, forward in waiting.values()}
-        model = next((one for one in models.values() if one is not last), last)
-        ready = [number for number, entry in waiting.items() if entry[2].model is model]
-        answers = model.run_all([waiting[number][2] for number in ready])
-        entries = [waiting.pop(number) for number in ready]
-        for number, (slot, steps, _), answer in zip(ready, entries, answers, strict=True):
-            advance(number, slot, steps, answer)
-    return [found[number] for number in range(len(jobs))]
+        models = {id(entry.forward.model): entry.forward.model for entry in waiting.values()}
+        model = next((model for model in models.values() if model is not last), last)
+        ready = [number for number, entry in waiting.items() if entry.forward.model is model]
+        answers = model.run_all([waiting[number].forward for number in ready])
+        served = [waiting.pop(number) for number in ready]
+        for number, entry, logits in zip(ready, served, answers, strict=True):
+            advance(number, entry.slot, entry.coroutine, logits)
+    return [results[number] for number in range(len(jobs))]

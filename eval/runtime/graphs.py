@@ -1,8 +1,8 @@
 """Forwards of a few tokens as one graph of tensor operations, without the model's Python.
 
 A draft is so small that what lies between its matrices costs more than its arithmetic, and on a CPU
-the matrix library is slow for the handful of rows that a verification has. So there are three
-engines behind `CachedModel`, with the same results but for rounding:
+the matrix library is slow for the handful of rows that a verification has. `CachedModel` therefore
+runs forwards by one of three engines, with the same results but for rounding:
 
 * "eager": the model's own forward;
 * "captured": the forward is traced once with symbolic lengths (`make_fx`) and run as a graph; on a
@@ -10,7 +10,7 @@ engines behind `CachedModel`, with the same results but for rounding:
 * "compiled": the captured graph through `torch.compile` (Inductor), which fuses what lies between
   the matrices. It needs a C++ compiler and takes seconds to a minute a model.
 
-Batches and long prompts always run eagerly; a short prompt is never compiled for.
+Batches and long prompts always run eagerly; nothing is compiled for a short prompt.
 """
 
 from __future__ import annotations
@@ -18,53 +18,65 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import Cache, PreTrainedModel
 
-from eval.runtime.kv_cache import Layer
-from eval.runtime.model_checks import changing_rope
+from eval.runtime.engines import ENGINES, Engine
+from eval.runtime.kv_cache import CacheLayer
+from eval.runtime.model_checks import length_dependent_rope
 from eval.runtime.prepack import Prepacker, can_prepack
 from specdata.errors import ConfigError
 
-Engine = Literal["eager", "captured", "compiled"]
-ENGINES: tuple[str, ...] = get_args(Engine)
-
-# Lengths to trace with: unlike each other, and chosen unlike every other size.
-LENGTHS = (11, 13, 17, 19, 23, 131, 137, 139, 149, 151)
+# Lengths to trace with: for the tokens of a forward, and for the cache. All unlike each other, and
+# candidates enough to be unlike every other size of a model.
+TOKEN_LENGTHS = (11, 13, 17, 19, 23)
+CACHE_LENGTHS = (131, 137, 139, 149, 151)
 # A graph must reproduce the eager logits to this share of their largest; ropes are in float32.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 
 Graph = Callable[..., tuple[Tensor, Tensor]]
+"""A forward of tensors: (token ids, positions, mask if there is one, keys and values of each layer)
+to (logits, hidden states); see `ForwardGraphs.__call__` for the shapes."""
 
-_KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, CapturedModel]] = (
+WeightVersions = list[tuple[int, int]]
+"""Address and version counter of each parameter; equal lists mean unchanged weights."""
+
+_SHARED: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, ForwardGraphs]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def captured(model: PreTrainedModel, engine: Engine) -> CapturedModel:
+def shared_graphs(model: PreTrainedModel, engine: Engine) -> ForwardGraphs:
     """The graphs of a model, shared by all decoders that use it while its weights stay the same.
 
-    Changes are found by the version counters of the weights, which every in-place operation but
-    those on `.data` advances.
+    Changed weights are found by their version counters, which every in-place operation advances,
+    except operations on `.data`.
 
     Raises:
         ConfigError: for an unknown engine, and for models whose forward cannot be one graph.
     """
     if engine not in ENGINES:
         raise ConfigError(f"unknown engine {engine!r}; choose from {', '.join(ENGINES)}")
-    known = _KNOWN.setdefault(model, {})
-    state = [(one.data_ptr(), one._version) for one in model.parameters()]
-    if engine not in known or known[engine].state != state:
-        known[engine] = CapturedModel(model, state, compiled=engine == "compiled")
-    return known[engine]
+    by_engine = _SHARED.setdefault(model, {})
+    versions = [(weight.data_ptr(), weight._version) for weight in model.parameters()]
+    if engine not in by_engine or by_engine[engine].versions != versions:
+        by_engine[engine] = ForwardGraphs(model, versions, compiled=engine == "compiled")
+    return by_engine[engine]
 
 
-class _Kind(NamedTuple):
-    """What a graph is for: one token or several, with a mask, all logits or the last, how run."""
+class _GraphKind(NamedTuple):
+    """Which forwards a graph serves.
+
+    Args:
+        single: one token; else several.
+        masked: with a mask.
+        last: logits after the last token only; else after all.
+        compiled: run through `torch.compile`.
+    """
 
     single: bool
     masked: bool
@@ -72,36 +84,32 @@ class _Kind(NamedTuple):
     compiled: bool
 
 
-class CapturedModel:
-    """The graphs of one model, made when they are first needed.
-
-    One each for one token or several, with or without a mask, and for all logits or the last.
+class ForwardGraphs:
+    """The graphs of one model, one for each `_GraphKind`, made when they are first needed.
 
     Args:
         model: the model, which is not kept alive.
-        state: what identifies its weights.
+        versions: of its weights; the graphs are valid for these only.
         compiled: whether graphs go through `torch.compile`.
 
     Raises:
-        ConfigError: if the model's forward depends on the length of the text, or is spread over
-            devices.
+        ConfigError: if the model's forward depends on the length of the sequence, or is spread
+            over devices.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, state: list[tuple[int, int]], *, compiled: bool
-    ) -> None:
-        self.state = state
+    def __init__(self, model: PreTrainedModel, versions: WeightVersions, *, compiled: bool) -> None:
+        self.versions = versions
         self._model = weakref.ref(model)
         self._compiled = compiled
-        self._packer = Prepacker()
-        self._graphs: dict[_Kind, Graph] = {}
-        if rope := changing_rope(model):
+        self._prepacker = Prepacker()
+        self._graphs: dict[_GraphKind, Graph] = {}
+        if rope := length_dependent_rope(model):
             # A graph would keep the frequencies of one length.
             raise ConfigError(
-                f"{model.config.model_type} has a rope that depends on the length of the text "
+                f"{model.config.model_type} has a rope that depends on the length of the sequence "
                 f"({rope}), so it cannot be captured: use engine 'eager'"
             )
-        if len({one.device for one in model.parameters()}) > 1:
+        if len({weight.device for weight in model.parameters()}) > 1:
             raise ConfigError("a model spread over devices cannot be captured: use engine 'eager'")
 
     def __call__(
@@ -109,56 +117,61 @@ class CapturedModel:
         ids: Tensor,
         positions: Tensor,
         mask: Tensor | None,
-        states: Sequence[Tensor],
-        rows: int,
+        cache: Sequence[Tensor],
+        logits_to_keep: int,
     ) -> tuple[Tensor, Tensor]:
-        """Run one forward.
+        """Run one forward, which writes keys and values of the new tokens into the cache.
 
         Args:
             ids: (1, n) new tokens.
             positions: (1, n).
-            mask: (1, 1, n, cells) additive, or None for one token that sees everything.
-            states: keys and values of each layer, (1, heads, cells, size), the last n cells free.
-            rows: logits are needed after the last `rows` tokens.
+            mask: (1, 1, n, length) additive, or None for one token that attends to everything.
+            cache: keys and values of each layer, (1, heads, length, size); the new tokens take the
+                last n positions.
+            logits_to_keep: logits are needed after this many of the last tokens.
 
         Returns:
-            Logits (1, rows or more, V') and the inputs of the output embedding (1, as many, H).
+            Logits (1, logits_to_keep or more, V') and what the lm_head read (1, as many, H).
+
+        Raises:
+            ConfigError: if the forward cannot be captured, or its graph gives other logits.
         """
         count = ids.shape[1]
-        # Prompts would be compiled for themselves, because nothing comes before them.
-        kind = _Kind(
-            count == 1,
-            mask is not None,
-            rows == 1 < count,
-            self._compiled and count < states[0].shape[2],
+        # Forwards with an empty cache would be compiled for separately.
+        kind = _GraphKind(
+            single=count == 1,
+            masked=mask is not None,
+            last=logits_to_keep == 1 < count,
+            compiled=self._compiled and count < cache[0].shape[2],
         )
         graph = self._graphs.get(kind)
-        given = (ids, positions, *(() if mask is None else (mask,)), *states)
+        inputs = (ids, positions, *(() if mask is None else (mask,)), *cache)
         if graph is None:
-            graph = self._graphs[kind] = self._capture(given, kind)
-        return graph(*given)
+            graph = self._graphs[kind] = self._capture(inputs, kind)
+        return graph(*inputs)
 
     def _trace(
-        self, model: PreTrainedModel, step: Graph, examples: Sequence[Tensor], *, compiled: bool
+        self, model: PreTrainedModel, forward: Graph, examples: Sequence[Tensor], *, compiled: bool
     ) -> Graph:
         with torch.inference_mode(False), torch.no_grad():
             traced = make_fx(
-                step, tracing_mode="symbolic", _allow_non_fake_inputs=True, pre_dispatch=True
+                forward, tracing_mode="symbolic", _allow_non_fake_inputs=True, pre_dispatch=True
             )(*examples)
             if can_prepack(model):
-                self._packer.pack(traced)
+                self._prepacker.rewrite(traced)
             graph: Graph = torch.compile(traced, dynamic=True) if compiled else traced
         return graph
 
-    def _capture(self, given: Sequence[Tensor], kind: _Kind) -> Graph:
+    def _capture(self, inputs: Sequence[Tensor], kind: _GraphKind) -> Graph:
+        """Make the graph of a kind, and compare it with the eager forward on the given inputs."""
         model = self._model()
         assert model is not None
-        step = _step(model, kind.masked, kind.last)
+        forward = _eager_forward(model, kind.masked, kind.last)
         try:
-            examples = _examples(given, kind.masked)
-            graph = self._trace(model, step, examples, compiled=kind.compiled)
-            # Neither order changes the result: both write the same cells.
-            expected, found = step(*given)[0], graph(*given)[0]
+            examples = _examples(inputs, kind.masked)
+            graph = self._trace(model, forward, examples, compiled=kind.compiled)
+            # Either may run first: both write the same keys and values to the same positions.
+            expected, actual = forward(*inputs)[0], graph(*inputs)[0]
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, LookupError, TypeError, ValueError) as error:
@@ -168,7 +181,7 @@ class CapturedModel:
             ) from error
         # Logits of a padding token may all be 0.
         scale = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
-        gap = float((expected - found).abs().max() / scale)
+        gap = float((expected - actual).abs().max() / scale)
         if not gap < TOLERANCE[expected.dtype]:
             raise ConfigError(
                 f"the captured forward of {model.config.model_type} differs from the eager one by "
@@ -177,65 +190,66 @@ class CapturedModel:
         return graph
 
 
-def _step(model: PreTrainedModel, masked: bool, last: bool) -> Graph:
-    """The forward as a function of tensors only."""
+def _eager_forward(model: PreTrainedModel, masked: bool, last: bool) -> Graph:
+    """The model's forward as a function of tensors only."""
 
-    def step(ids: Tensor, positions: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ids: Tensor, positions: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
         hidden: list[Tensor] = []
         with capturing_hidden(model, hidden.append):
             logits: Tensor = model(
                 input_ids=ids,
                 position_ids=positions,
                 attention_mask=rest[0] if masked else None,
-                past_key_values=_Views(rest[1:] if masked else rest),
+                past_key_values=_CacheView(rest[1:] if masked else rest),
                 use_cache=True,
                 logits_to_keep=int(last),  # 0: all
             ).logits
         return logits, hidden[0]
 
-    return step
+    return forward
 
 
 @contextmanager
 def capturing_hidden(model: Any, keep: Callable[[Tensor], object]) -> Iterator[None]:
-    """Show `keep` what the output embedding reads, (1, rows, H)."""
-    embedding: torch.nn.Module = model.get_output_embeddings()
-    hook = embedding.register_forward_pre_hook(lambda _module, args: keep(args[0]) and None)
+    """Call `keep` with what the lm_head reads in each forward, (B, logits_to_keep, H)."""
+    lm_head: torch.nn.Module = model.get_output_embeddings()
+    hook = lm_head.register_forward_pre_hook(lambda _module, args: keep(args[0]) and None)
     try:
         yield
     finally:
         hook.remove()
 
 
-def _examples(given: Sequence[Tensor], masked: bool) -> list[Tensor]:
-    """Inputs to trace with: all lengths unlike each other and every other size.
+def _examples(inputs: Sequence[Tensor], masked: bool) -> list[Tensor]:
+    """Inputs to trace with, whose lengths are unlike each other and every other size.
 
     Sizes that are equal while tracing would be taken for one.
     """
-    ids, states = given[0], given[3:] if masked else given[2:]
-    taken = {size for state in states for size in state.shape}
-    few, many = (
-        next(size for size in sizes if size not in taken) for sizes in (LENGTHS[:5], LENGTHS[5:])
-    )
-    count = 1 if ids.shape[1] == 1 else few
+    ids, cache = inputs[0], inputs[3:] if masked else inputs[2:]
+    sizes = {size for buffer in cache for size in buffer.shape}
+    count = 1 if ids.shape[1] == 1 else next(n for n in TOKEN_LENGTHS if n not in sizes)
+    length = next(n for n in CACHE_LENGTHS if n not in sizes)
     examples = [ids.new_zeros(1, count), ids.new_zeros(1, count)]
     if masked:
-        examples.append(torch.zeros(1, 1, count, many, dtype=given[2].dtype, device=ids.device))
+        mask = inputs[2]
+        examples.append(torch.zeros(1, 1, count, length, dtype=mask.dtype, device=ids.device))
     return examples + [
-        torch.zeros(1, state.shape[1], many, state.shape[3], dtype=state.dtype, device=state.device)
-        for state in states
+        torch.zeros(
+            1, buffer.shape[1], length, buffer.shape[3], dtype=buffer.dtype, device=buffer.device
+        )
+        for buffer in cache
     ]
 
 
-class _Views(Cache):  # type: ignore[misc]
-    """A cache over views whose last cells are free for the new tokens."""
+class _CacheView(Cache):  # type: ignore[misc]
+    """A cache over given keys and values, whose last positions are free for the new tokens."""
 
-    def __init__(self, states: Sequence[Tensor]) -> None:
-        pairs = zip(states[::2], states[1::2], strict=True)
-        super().__init__(layers=[_View(keys, values) for keys, values in pairs])
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        pairs = zip(buffers[::2], buffers[1::2], strict=True)
+        super().__init__(layers=[_LayerView(keys, values) for keys, values in pairs])
 
 
-class _View(Layer):
+class _LayerView(CacheLayer):
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self.keys, self.values = keys, values

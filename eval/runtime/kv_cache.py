@@ -1,7 +1,8 @@
-"""Where keys and values are kept: one buffer a layer, of cells that are written in place.
+"""The KV cache: one buffer of keys and one of values a layer, written in place.
 
-A text of a batch owns a row; its tokens fill the row's cells from the left. Forgetting tokens is
-forgetting a number; what is left in their cells is masked until it is written over.
+Each sequence of a batch has a slot, a row of the buffers, and its tokens take the slot's cache
+positions from the left. Dropping tokens changes only the number of positions in use; what they left
+behind is masked until it is written over.
 """
 
 from __future__ import annotations
@@ -13,93 +14,112 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-# KVCache are added in steps of at least this many.
-STEP = 256
+# Buffers have a multiple of this many cache positions.
+CAPACITY_STEP = 256
 
 
 class KVCache(Cache):  # type: ignore[misc]
-    """A key-value cache of several texts for models of transformers.
+    """Keys and values of several sequences, for models of transformers.
 
-    Before a forward, `place` says where the new tokens go; each layer's `update` then stores its
-    keys and values there and returns the cells that may be attended to.
+    Before a forward, `place` says where the new tokens go; each layer's `update` then stores their
+    keys and values there and returns those of all positions that may be attended to.
 
     Args:
-        layers: of the model.
+        layers: number of layers of the model.
     """
 
     def __init__(self, layers: int) -> None:
-        super().__init__(layers=[Layer() for _ in range(layers)])
+        super().__init__(layers=[CacheLayer() for _ in range(layers)])
 
     def free(self) -> None:
         """Drop the buffers; new ones are made when they are needed."""
         for layer in self.layers:
             layer.keys = layer.values = None
 
-    def make_room(self, rows: int, cells: int) -> bool:
-        """Make buffers before a forward; False if no forward has shown their sizes yet."""
-        layers: list[Layer] = self.layers
-        if layers[0].like is None:
+    def reserve(self, slots: int, capacity: int) -> bool:
+        """Have buffers of at least (slots, heads, capacity, size); what is stored stays.
+
+        Returns:
+            False if no forward has shown the number of heads and their size yet.
+        """
+        layers: list[CacheLayer] = self.layers
+        if layers[0].template is None:
             return False
         for layer in layers:
-            layer.make_room(rows, cells)
+            layer.reserve(slots, capacity)
         return True
 
-    def place(self, rows: slice, start: int, end: int, cells: Tensor | None = None) -> None:
-        """Say where the tokens of the next forward go.
+    def place(
+        self, slots: slice, start: int, end: int, cache_positions: Tensor | None = None
+    ) -> None:
+        """Set where the tokens of the next forward go.
 
         Args:
-            rows: which texts.
-            start: cells that hold tokens already, in the fullest row.
-            end: cells that the forward may attend to; the new tokens fill start to end.
-            cells: (B, n) the cell of each new token, where rows differ.
+            slots: B consecutive slots.
+            start: cache positions in use before, in the fullest slot.
+            end: cache positions that the forward may attend to; the new tokens take start to end.
+            cache_positions: (B, n) where each new token is written, if the slots differ in it.
         """
         for layer in self.layers:
-            layer.rows, layer.start, layer.end, layer.cells = rows, start, end, cells
+            layer.slots, layer.start, layer.end = slots, start, end
+            layer.cache_positions = cache_positions
 
-    def states(self, row: int, end: int) -> list[Tensor] | None:
-        """Keys and values of every layer as views (1, heads, end, size) of one row.
+    def views(self, slot: int, end: int) -> list[Tensor] | None:
+        """Keys and values of every layer, as views (1, heads, end, size) of one slot.
 
-        None before the first forward, which shows the sizes.
+        Returns:
+            None before the first forward, which shows the sizes.
         """
         first = self.layers[0].keys
-        fits = first is not None and row < first.shape[0] and end <= first.shape[2]
-        if not fits and not self.make_room(row + 1, end):
+        fits = first is not None and slot < first.shape[0] and end <= first.shape[2]
+        if not fits and not self.reserve(slot + 1, end):
             return None
-        here = slice(row, row + 1)
+        row = slice(slot, slot + 1)
         return [
-            states[here, :, :end] for layer in self.layers for states in (layer.keys, layer.values)
+            buffer[row, :, :end] for layer in self.layers for buffer in (layer.keys, layer.values)
         ]
 
-    def move(self, row: int, source: list[int], target: int) -> None:
-        """Copy cells of one row, in order, to those from `target` on."""
+    def move(self, slot: int, source: list[int], target: int) -> None:
+        """Copy the `source` cache positions of a slot, in order, to those from `target` on."""
         for layer in self.layers:
             index = torch.tensor(source, device=layer.keys.device)
-            for states in (layer.keys[row], layer.values[row]):
-                states[:, target : target + len(source)] = states[:, index]
+            for buffer in (layer.keys[slot], layer.values[slot]):
+                buffer[:, target : target + len(source)] = buffer[:, index]
 
-    def spread(self, row: int, length: int, copies: int) -> KVCache:
-        """A cache of its own whose rows are `copies` of the first `length` cells of one row."""
-        other = KVCache(len(self.layers))
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
+    def repeat_prefix(self, slot: int, length: int, copies: int) -> KVCache:
+        """A new cache whose slots are `copies` of the first `length` cache positions of one."""
+        copy = KVCache(len(self.layers))
+        for mine, theirs in zip(self.layers, copy.layers, strict=True):
             if length:
-                theirs.keys = mine.keys[row, :, :length].repeat(copies, 1, 1, 1)
-                theirs.values = mine.values[row, :, :length].repeat(copies, 1, 1, 1)
-        return other
+                theirs.keys = mine.keys[slot, :, :length].repeat(copies, 1, 1, 1)
+                theirs.values = mine.values[slot, :, :length].repeat(copies, 1, 1, 1)
+        return copy
 
-    def gather(
-        self, row: int, target: int, other: KVCache, rows: list[int], cells: list[int]
+    def copy_from(
+        self, other: KVCache, slots: list[int], cache_positions: list[int], *, slot: int, start: int
     ) -> None:
-        """Store cells of another cache, given by row and cell, from `target` on."""
-        self.place(slice(row, row + 1), target, target + len(rows))
+        """Store n entries of another cache in one slot, from cache position `start` on.
+
+        Args:
+            other: the cache to copy from.
+            slots: n slots of it.
+            cache_positions: n cache positions, one in each of those.
+            slot: the slot of this cache.
+            start: cache positions in use there.
+        """
+        self.place(slice(slot, slot + 1), start, start + len(slots))
         for mine, theirs in zip(self.layers, other.layers, strict=True):
-            picked = [states[rows, :, cells] for states in (theirs.keys, theirs.values)]
-            # (tokens, heads, size) -> (1, heads, tokens, size)
-            keys, values = (states.transpose(0, 1).unsqueeze(0) for states in picked)
+            entries = [buffer[slots, :, cache_positions] for buffer in (theirs.keys, theirs.values)]
+            # (n, heads, size) -> (1, heads, n, size)
+            keys, values = (entry.transpose(0, 1).unsqueeze(0) for entry in entries)
             mine.update(keys, values)
 
 
-class Layer(CacheLayerMixin):  # type: ignore[misc]
-    """The buffers of one layer and where the next forward writes in them."""
+class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
+    """The buffers of one layer, (slots, heads, capacity, size), and where the next forward writes.
+
+    The methods are those that models of transformers call.
+    """
 
     is_croppable = True
     is_sliding = False
@@ -109,60 +129,71 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         self.keys: Any = None
         self.values: Any = None
         self.is_initialized = True
-        self.rows = slice(0, 1)
+        self.slots = slice(0, 1)
         self.start = 0
         self.end = 0
-        self.cells: Tensor | None = None
-        # Empty tensors of the states' type and sizes, which stay when the buffers are freed.
-        self.like: tuple[Tensor, Tensor] | None = None
+        self.cache_positions: Tensor | None = None
+        # Empty keys and values of the right type and sizes, kept when the buffers are freed.
+        self.template: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Buffers are made and builder by `update`."""
+        """Nothing to do: `update` makes the buffers and enlarges them."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the new tokens and return all cells up to `end`."""
-        self.like = key_states[:0, :, :0], value_states[:0, :, :0]
-        self.make_room(self.rows.stop, self.end)
-        keys, values = self.keys[self.rows, :, : self.end], self.values[self.rows, :, : self.end]
-        if self.cells is None:
+        """Store the new tokens.
+
+        Args:
+            key_states: (B, heads, n, size).
+            value_states: (B, heads, n, size).
+
+        Returns:
+            Keys and values of all positions that may be attended to, (B, heads, end, size).
+        """
+        self.template = key_states[:0, :, :0], value_states[:0, :, :0]
+        self.reserve(self.slots.stop, self.end)
+        keys = self.keys[self.slots, :, : self.end]
+        values = self.values[self.slots, :, : self.end]
+        if self.cache_positions is None:
             keys[:, :, self.start :] = key_states
             values[:, :, self.start :] = value_states
         else:
-            row = torch.arange(len(self.cells), device=keys.device).unsqueeze(1)
-            keys[row, :, self.cells] = key_states.transpose(1, 2)
-            values[row, :, self.cells] = value_states.transpose(1, 2)
+            row = torch.arange(len(self.cache_positions), device=keys.device).unsqueeze(1)
+            keys[row, :, self.cache_positions] = key_states.transpose(1, 2)
+            values[row, :, self.cache_positions] = value_states.transpose(1, 2)
         return keys, values
 
-    def make_room(self, rows: int, cells: int) -> None:
+    def reserve(self, slots: int, capacity: int) -> None:
         """Have buffers of at least this size; what is stored stays."""
-        assert self.like is not None
-        self.keys = _roomy(self.keys, self.like[0], rows, cells)
-        self.values = _roomy(self.values, self.like[1], rows, cells)
+        assert self.template is not None
+        self.keys = _enlarged(self.keys, self.template[0], slots, capacity)
+        self.values = _enlarged(self.values, self.template[1], slots, capacity)
 
     def get_seq_length(self) -> int:
-        """KVCache before the new tokens."""
+        """Cache positions in use before the new tokens."""
         return self.start
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """KVCache that may be attended to, and where they begin."""
+        """Number of cache positions that may be attended to, and the first of them."""
         return self.end, 0
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """-1: there is no limit."""
         return -1
 
 
-def _roomy(old: Tensor | None, like: Tensor, rows: int, cells: int) -> Tensor:
-    if old is not None:
-        if old.shape[0] >= rows and old.shape[2] >= cells:
-            return old
-        rows = max(rows, old.shape[0])
-        cells = old.shape[2] if cells <= old.shape[2] else max(cells, 2 * old.shape[2])
-    cells = -(-cells // STEP) * STEP
-    # Zeros, not garbage: a masked cell still multiplies its value by 0, and 0 * nan is nan.
-    builder = like.new_zeros(rows, like.shape[1], cells, like.shape[3])
-    if old is not None:
-        builder[: old.shape[0], :, : old.shape[2]] = old
-    return builder
+def _enlarged(buffer: Tensor | None, template: Tensor, slots: int, capacity: int) -> Tensor:
+    """A buffer of at least (slots, heads, capacity, size): the old one, or a copy of it."""
+    if buffer is not None:
+        if buffer.shape[0] >= slots and buffer.shape[2] >= capacity:
+            return buffer
+        slots = max(slots, buffer.shape[0])
+        grows = capacity > buffer.shape[2]
+        capacity = max(capacity, 2 * buffer.shape[2]) if grows else buffer.shape[2]
+    capacity = -(-capacity // CAPACITY_STEP) * CAPACITY_STEP
+    # Zeros, not garbage: masked values are still multiplied by 0, and 0 * nan is nan.
+    larger = template.new_zeros(slots, template.shape[1], capacity, template.shape[3])
+    if buffer is not None:
+        larger[: buffer.shape[0], :, : buffer.shape[2]] = buffer
+    return larger

@@ -1,4 +1,4 @@
-"""Causal language models that run what texts want to feed, one at a time or in a batch."""
+"""Causal language models that run the forwards of sequences, one at a time or in a batch."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from eval.runtime.graphs import CapturedModel, Engine, captured, capturing_hidden
+from eval.runtime.engines import Engine
+from eval.runtime.graphs import ForwardGraphs, capturing_hidden, shared_graphs
 from eval.runtime.kv_cache import KVCache
+from eval.runtime.layout import Layout, lay_out_batch
 from eval.runtime.model_checks import check_cache, check_forward, takes_masks
-from eval.runtime.sequence import CachedSequence, Forward, lay_out, path_to, places
+from eval.runtime.sequence import CachedSequence, Forward
 from specdata.models import known_ids
 from specdata.probability import SamplingConfig, to_vocabulary
 
-# Longer pieces are prompts for which a mask of their own would cost more than a graph saves.
-LONGEST_PIECE = 256
+# Forwards of more tokens are prompts, for which a mask would cost more than a graph saves.
+LONGEST_GRAPH_FORWARD = 256
 
 
 class CachedModel:
-    """Runs what texts want to feed.
+    """A model and the KV cache of the sequences that it reads.
 
     Args:
         model: a transformers causal LM, in eval mode.
         vocabulary: V of the logits: the target's.
         engine: how forwards run; see `eval.runtime.graphs`.
-        capture_hidden: also keep each text's `state` (H,): the input of the output embedding (after the
-            final norm) at the last token fed, which a SpecDec++ acceptance head reads.
+        capture_hidden: also keep, in `CachedSequence.hidden`, what the lm_head reads (after the
+            final norm) at the last token of each forward, for acceptance heads.
 
     Raises:
         CacheNotRewindableError: if the model's cache cannot drop tokens (sliding windows, states).
@@ -48,212 +50,271 @@ class CachedModel:
         layers = check_cache(model.config)
         self.model: Any = model
         self._vocabulary = vocabulary
-        self._padded = model.config.get_text_config().vocab_size < vocabulary
-        self._watched = capture_hidden
+        self._has_fewer_ids = model.config.get_text_config().vocab_size < vocabulary
+        self._capture_hidden = capture_hidden
         self._engine = engine
-        self._captured: CapturedModel | None = None
-        self.renew()
-        # Flash attention aligns causal attention as we do.
-        self._masks = takes_masks(model)
-        # Only this one does without a mask for one token. A graph would keep the length of any
-        # other that the model makes for itself.
-        self._bare = model.config._attn_implementation == "sdpa"
+        self._graphs: ForwardGraphs | None = None
+        self.refresh_graphs()
+        # Flash attention takes no mask; its causal attention is aligned as ours is.
+        self._takes_masks = takes_masks(model)
+        # Only SDPA needs no mask for a single token. Of a mask that the model makes for itself, a
+        # graph would keep the length.
+        self._sdpa = model.config._attn_implementation == "sdpa"
         # A model looks through its parameters for these each time it is asked.
         self.device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
-        self._texts: dict[int, CachedSequence] = {}
-        self.cells = KVCache(layers)
+        self._sequences: dict[int, CachedSequence] = {}
+        self.kv_cache = KVCache(layers)
 
-    def text(self, row: int, sampling: SamplingConfig) -> CachedSequence:
-        """An empty text in a row of the cache; it takes the place of an earlier one there."""
-        self._texts[row] = CachedSequence(self, row, sampling)
-        return self._texts[row]
+    def sequence(self, slot: int, sampling: SamplingConfig) -> CachedSequence:
+        """An empty sequence in a slot of the cache, in place of an earlier one there."""
+        self._sequences[slot] = CachedSequence(self, slot, sampling)
+        return self._sequences[slot]
 
     def reset(self) -> None:
-        """Forget every text and free the cells."""
-        self.cells.free()
-        for text in self._texts.values():
-            text.reset()
+        """Forget every sequence and free the cache."""
+        self.kv_cache.free()
+        for sequence in self._sequences.values():
+            sequence.reset()
 
-    def renew(self) -> None:
-        """Take the graphs of the weights as they are now; they may have changed."""
+    def refresh_graphs(self) -> None:
+        """Use graphs of the weights as they are now; they may have changed."""
         if self._engine != "eager":
-            self._captured = captured(self.model, self._engine)
+            self._graphs = shared_graphs(self.model, self._engine)
 
-    def warm_up(self, feeds: Sequence[tuple[int, int]], nodes: Sequence[int] = ()) -> None:
+    def warm_up(self, appends: Sequence[tuple[int, int]], nodes: Sequence[int] = ()) -> None:
         """Make the graphs that decoding will need, so that none is made while something is timed.
 
         Args:
-            feeds: numbers of tokens and of rows that a text will be fed with after its prompt.
-            nodes: numbers of nodes that a draft tree will grow by.
+            appends: (tokens, logits to keep) of the forwards that follow a prompt.
+            nodes: numbers of nodes by which a draft tree will be extended.
         """
-        if self._captured is None:
+        if self._graphs is None:
             return
-        self._fed_prompt(1)  # shows the sizes of the cache
-        self._fed_prompt(max(rows for _, rows in feeds))
-        text = self._fed_prompt(1)
-        for count, rows in feeds:
-            self.run(text.append([1] * count, rows))
-        for count in nodes if self._masks else ():
-            self.run(text.append_tree([1] * count, [0] * count))
-            text.accept([])
+        self._prompted(1)  # shows the sizes of the cache
+        self._prompted(max(logits_to_keep for _, logits_to_keep in appends))
+        sequence = self._prompted(1)
+        for count, logits_to_keep in appends:
+            self.run(sequence.append([1] * count, logits_to_keep))
+        for count in nodes if self._takes_masks else ():
+            self.run(sequence.append_tree([1] * count, [0] * count))
+            sequence.accept([])
         self.reset()
 
-    def _fed_prompt(self, rows: int) -> CachedSequence:
-        text = CachedSequence(self, 0, SamplingConfig())
-        self.run(text.append([1] * 3, rows))
-        return text
+    def _prompted(self, logits_to_keep: int) -> CachedSequence:
+        """A sequence with a prompt of three tokens in the cache, for a warm-up."""
+        sequence = CachedSequence(self, 0, SamplingConfig())
+        self.run(sequence.append([1] * 3, logits_to_keep))
+        return sequence
 
     def run(self, forward: Forward) -> Tensor:
-        """Run one forward: logits (rows, V)."""
-        if forward.unrolled:
-            return self._run_unrolled(forward)
-        text, count, start = forward.text, len(forward.tokens), forward.text.filled
-        positions, sees = places(forward)
-        if sees is not None:
-            mask: Tensor | None = self._hide(sees)[None, None]
-        else:
-            short = self._captured is not None and count <= LONGEST_PIECE
-            wanted = (start > 0 or short) if count > 1 else (short and not self._bare)
-            mask = self._causal(start, count) if wanted and self._masks else None
-        ids = torch.tensor([forward.tokens], device=self.device)
-        at = torch.tensor([positions], device=self.device)
-        logits, hidden = self._one(text.row, start, ids, at, mask, forward.rows)
-        text.fed(forward)
-        if self._watched:
-            assert hidden is not None
-            text.state = hidden[0, -1]
-        return to_vocabulary(logits[0, -forward.rows :], self._vocabulary)
+        """Run one forward by itself.
+
+        Returns:
+            Logits (logits_to_keep, V).
+        """
+        layout = forward.layout()
+        run = self._run_unrolled if forward.unrolled else self._run_single
+        logits, hidden = run(forward, layout)
+        return self._commit(forward, layout, logits, hidden)
 
     def run_all(self, forwards: Sequence[Forward]) -> list[Tensor]:
-        """Run one forward of each of several texts, together where that pays: logits of each."""
-        together = [one for one in forwards if one.text.filled and not one.unrolled]
-        alone = [one for one in forwards if not (one.text.filled and not one.unrolled)]
-        if len(together) == 1:
-            alone, together = list(forwards), []
-        found = {id(one): self.run(one) for one in alone}
-        if together:
-            for one, logits in zip(together, self._run_together(together), strict=True):
-                found[id(one)] = logits
-        return [found[id(one)] for one in forwards]
+        """Run one forward of each of several sequences, together where that pays.
 
-    def _one(
+        Returns:
+            The logits (logits_to_keep, V) of each.
+        """
+        joined = [
+            index
+            for index, forward in enumerate(forwards)
+            if forward.sequence.in_use and not forward.unrolled
+        ]
+        if len(joined) < 2:
+            return [self.run(forward) for forward in forwards]
+        logits = {
+            index: self.run(forward)
+            for index, forward in enumerate(forwards)
+            if index not in joined
+        }
+        batch = self._run_batch([forwards[index] for index in joined])
+        logits |= dict(zip(joined, batch, strict=True))
+        return [logits[index] for index in range(len(forwards))]
+
+    def _commit(
+        self, forward: Forward, layout: Layout, logits: Tensor, hidden: Tensor | None
+    ) -> Tensor:
+        """Commit a forward that has run to its sequence; every forward ends here.
+
+        Args:
+            forward: what was run.
+            layout: where its tokens were written.
+            logits: (logits_to_keep or more, V') after its last tokens.
+            hidden: (logits_to_keep or more, H) what the lm_head read there, if it was captured.
+
+        Returns:
+            Logits (logits_to_keep, V).
+        """
+        forward.sequence.commit(forward, layout, None if hidden is None else hidden[-1])
+        return to_vocabulary(logits[-forward.logits_to_keep :], self._vocabulary)
+
+    def _run_single(self, forward: Forward, layout: Layout) -> tuple[Tensor, Tensor | None]:
+        """Run a forward in one row: logits (logits_to_keep or more, V') and hidden states."""
+        count = len(forward.tokens)
+        mask: Tensor | None = None
+        if layout.visible is not None:
+            mask = self._additive(layout.visible)[None, None]
+        elif self._takes_masks and self._needs_mask(layout.start, count):
+            mask = self._causal_mask(layout.start, count)
+        logits, hidden = self._run_slot(
+            forward.sequence.slot,
+            layout.start,
+            torch.tensor([forward.tokens], device=self.device),
+            torch.tensor([layout.positions], device=self.device),
+            mask,
+            forward.logits_to_keep,
+        )
+        return logits[0], None if hidden is None else hidden[0]
+
+    def _run_slot(
         self,
-        row: int,
+        slot: int,
         start: int,
         ids: Tensor,
         positions: Tensor,
         mask: Tensor | None,
-        keep: int,
+        logits_to_keep: int,
     ) -> tuple[Tensor, Tensor | None]:
+        """Run n tokens of one slot, by a graph if there may be one; ids and positions (1, n)."""
         end = start + ids.shape[1]
-        if self._captured is not None and ids.shape[1] <= LONGEST_PIECE:
-            states = self.cells.states(row, end)
-            if states is not None:
-                return self._captured(self._known(ids), positions, mask, states, keep)
-        self.cells.place(slice(row, row + 1), start, end)
-        return self._eager(self.cells, ids, positions, mask, keep)
+        if self._graphs is not None and ids.shape[1] <= LONGEST_GRAPH_FORWARD:
+            views = self.kv_cache.views(slot, end)
+            if views is not None:
+                logits, hidden = self._graphs(
+                    self._known(ids), positions, mask, views, logits_to_keep
+                )
+                return logits, hidden if self._capture_hidden else None
+        self.kv_cache.place(slice(slot, slot + 1), start, end)
+        return self._run_eager(self.kv_cache, ids, positions, mask, logits_to_keep)
 
-    def _eager(
-        self, cells: KVCache, ids: Tensor, positions: Tensor, mask: Tensor | None, keep: int
+    def _run_eager(
+        self,
+        cache: KVCache,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        logits_to_keep: int,
     ) -> tuple[Tensor, Tensor | None]:
+        """The model's own forward: logits (B, logits_to_keep, V') and hidden states."""
         hidden: list[Tensor] = []
-        # Hooked only while feeding: decoders that share a model must not slow each other down.
-        with capturing_hidden(self.model, hidden.append) if self._watched else nullcontext():
+        # Hooked only while it runs: decoders that share a model must not slow each other down.
+        capturing = (
+            capturing_hidden(self.model, hidden.append) if self._capture_hidden else nullcontext()
+        )
+        with capturing:
             logits = self.model(
                 input_ids=self._known(ids),
                 position_ids=positions,
                 attention_mask=mask,
-                past_key_values=cells,
+                past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=keep,
+                logits_to_keep=logits_to_keep,
             ).logits
         return logits, hidden[0] if hidden else None
 
     def _known(self, ids: Tensor) -> Tensor:
-        return known_ids(ids, self.model) if self._padded else ids
+        """Token ids that the model has, others replaced."""
+        return known_ids(ids, self.model) if self._has_fewer_ids else ids
 
-    def _hide(self, sees: Tensor) -> Tensor:
+    def _needs_mask(self, start: int, count: int) -> bool:
+        """Whether the causal attention of consecutive tokens must be given as a mask."""
+        graph = self._graphs is not None and count <= LONGEST_GRAPH_FORWARD
+        if count == 1:
+            return graph and not self._sdpa
+        return graph or start > 0
+
+    def _additive(self, visible: Tensor) -> Tensor:
         """The additive mask of a boolean one, in the model's type and on its device."""
         dtype = self._dtype
-        hidden = torch.zeros(sees.shape, dtype=dtype).masked_fill(~sees, torch.finfo(dtype).min)
-        return hidden.to(self.device)
+        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+        return mask.to(self.device)
 
-    def _causal(self, start: int, count: int) -> Tensor:
-        """Mask (1, 1, count, start + count) of consecutive tokens."""
+    def _causal_mask(self, start: int, count: int) -> Tensor:
+        """Additive mask (1, 1, count, start + count) of consecutive tokens."""
         dtype = self._dtype
         block = torch.full((count, count), torch.finfo(dtype).min, dtype=dtype).triu(1)
         mask = torch.nn.functional.pad(block, (start, 0))
         return mask[None, None].to(self.device)
 
-    def _run_together(self, forwards: Sequence[Forward]) -> list[Tensor]:
-        """One forward over all rows up to the last asked for; other rows get tokens unseen."""
-        count = max(len(one.tokens) for one in forwards)
-        last = max(one.text.row for one in forwards)
-        starts = dict.fromkeys(range(last + 1), 0)
-        starts |= {row: text.filled for row, text in self._texts.items() if row <= last}
-        end = max(starts.values()) + count
-        # Rows without a request, and the left of short ones, write where nothing is kept.
-        cells = torch.stack([starts[row] + torch.arange(count) for row in range(last + 1)])
-        ids = torch.zeros(last + 1, count, dtype=torch.long)
-        positions = torch.zeros(last + 1, count, dtype=torch.long)
-        sees = torch.arange(end) <= cells.unsqueeze(-1)
-        for one in forwards:
-            lay_out(one, ids, positions, cells, sees)
-        keep = max(one.rows for one in forwards)
-        self.cells.place(slice(0, last + 1), max(starts.values()), end, cells=cells.to(self.device))
-        logits, hidden = self._eager(
-            self.cells,
-            ids.to(self.device),
-            positions.to(self.device),
-            self._hide(sees).unsqueeze(1),
-            keep,
+    def _run_batch(self, forwards: Sequence[Forward]) -> list[Tensor]:
+        """Run forwards of several sequences as one, over all slots up to the last of theirs."""
+        layouts = [forward.layout() for forward in forwards]
+        slots = [forward.sequence.slot for forward in forwards]
+        in_use = [
+            self._sequences[slot].in_use if slot in self._sequences else 0
+            for slot in range(max(slots) + 1)
+        ]
+        batch = lay_out_batch(
+            {
+                slot: (forward.tokens, layout)
+                for slot, forward, layout in zip(slots, forwards, layouts, strict=True)
+            },
+            in_use,
         )
-        found = []
-        for one in forwards:
-            one.text.fed(one)
-            if hidden is not None:
-                one.text.state = hidden[one.text.row, -1]
-            found.append(to_vocabulary(logits[one.text.row, -one.rows :], self._vocabulary))
-        return found
+        self.kv_cache.place(
+            slice(0, len(in_use)),
+            batch.start,
+            batch.visible.shape[-1],
+            cache_positions=batch.cache_positions.to(self.device),
+        )
+        logits, hidden = self._run_eager(
+            self.kv_cache,
+            batch.tokens.to(self.device),
+            batch.positions.to(self.device),
+            self._additive(batch.visible).unsqueeze(1),
+            max(forward.logits_to_keep for forward in forwards),
+        )
+        return [
+            self._commit(forward, layout, logits[slot], None if hidden is None else hidden[slot])
+            for slot, forward, layout in zip(slots, forwards, layouts, strict=True)
+        ]
 
-    def _run_unrolled(self, forward: Forward) -> Tensor:
+    def _run_unrolled(self, forward: Forward, layout: Layout) -> tuple[Tensor, Tensor | None]:
         """Score a whole tree as a batch of its paths from the root to each leaf."""
-        text, parents = forward.text, list(forward.parents)
-        nodes = forward.tokens[len(forward.tokens) - len(parents) :]
-        unseen = forward.tokens[: len(forward.tokens) - len(parents)]
-        assert not text.depths, "only a whole tree can be unrolled"
-        leaves = [node for node in range(1, len(nodes) + 1) if node not in parents]
-        paths = [path_to(parents, leaf) for leaf in leaves]
-        start, longest = text.length, max(map(len, paths))
+        slot, start, parents = forward.sequence.slot, layout.start, forward.parents
+        assert len(layout.ancestors) == len(parents), "only a whole tree can be unrolled"
+        committed = len(forward.tokens) - len(parents)
+        nodes = range(1, len(parents) + 1)
+        # A node comes after its ancestors, so the ancestors of a leaf in order are its path.
+        ancestors = layout.ancestors.tolist()
+        paths = [
+            [node for node in nodes if ancestors[leaf - 1][node - 1]]
+            for leaf in nodes
+            if leaf not in parents
+        ]
+        longest = max(map(len, paths))
         ids = torch.tensor(
             [
-                [*unseen, *(nodes[node - 1] for node in path), *[0] * (longest - len(path))]
+                [
+                    *forward.tokens[:committed],
+                    *(forward.tokens[committed + node - 1] for node in path),
+                    *[0] * (longest - len(path)),
+                ]
                 for path in paths
             ],
             device=self.device,
         )
         count = ids.shape[1]
-        at = torch.arange(start, start + count, device=self.device).expand(len(paths), -1)
-        cells = self.cells.spread(text.row, start, len(paths))
-        cells.place(slice(0, len(paths)), start, start + count)
-        mask = self._causal(start, count).expand(len(paths), -1, -1, -1) if start else None
-        logits, hidden = self._eager(cells, ids, at, mask, count)
-        text.planted(parents)
-        # Where each token stands first: the text in the first row, a node on some path.
-        spots = [(0, column) for column in range(len(unseen))]
-        spots += [
-            next(
-                (row, len(unseen) + path.index(node))
-                for row, path in enumerate(paths)
-                if node in path
-            )
-            for node in range(1, len(nodes) + 1)
-        ]
-        rows, columns = [row for row, _ in spots], [column for _, column in spots]
-        self.cells.gather(text.row, start, cells, rows, [start + column for column in columns])
-        text.fed(forward)
-        if hidden is not None:
-            text.state = hidden[rows[-1], columns[-1]]
-        picked = logits[rows[-forward.rows :], columns[-forward.rows :]]
-        return to_vocabulary(picked, self._vocabulary)
+        positions = torch.arange(start, start + count, device=self.device).expand(len(paths), -1)
+        cache = self.kv_cache.repeat_prefix(slot, start, len(paths))
+        cache.place(slice(0, len(paths)), start, start + count)
+        mask = self._causal_mask(start, count).expand(len(paths), -1, -1, -1) if start else None
+        logits, hidden = self._run_eager(cache, ids, positions, mask, count)
+        # Each token is read where it stands first: on the first path that has it.
+        rows = [0] * committed
+        rows += [next(row for row, path in enumerate(paths) if node in path) for node in nodes]
+        columns = [position - start for position in layout.positions]
+        self.kv_cache.copy_from(
+            cache, rows, [start + column for column in columns], slot=slot, start=start
+        )
+        rows, columns = rows[-forward.logits_to_keep :], columns[-forward.logits_to_keep :]
+        return logits[rows, columns], None if hidden is None else hidden[rows, columns]

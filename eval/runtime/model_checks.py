@@ -10,18 +10,17 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from specdata.errors import CacheNotRewindableError, ConfigError
 
-# Ropes whose frequencies depend on the length of the text.
-CHANGING_ROPES = ("dynamic", "longrope")
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
 
 def check_forward(model: PreTrainedModel) -> None:
-    """Find models that cannot be told where a token stands or to forget one.
+    """Refuse models that cannot be told where a token stands, or cannot drop one.
 
     Raises:
         CacheNotRewindableError: if the model keeps a recurrent state.
         ConfigError: if its forward takes no positions (ALiBi, for example), which trees need.
     """
-    # A wrapper (PEFT) hides the names of what it hands on.
+    # A wrapper (PEFT) hides the arguments of the forward that it wraps.
     if not isinstance(model, PreTrainedModel):
         return
     takes, kind = signature(model.forward).parameters, model.config.model_type
@@ -38,10 +37,10 @@ def check_forward(model: PreTrainedModel) -> None:
 
 
 def check_cache(config: PretrainedConfig) -> int:
-    """Count the layers whose keys and values are kept.
+    """The number of layers whose keys and values are cached.
 
     Raises:
-        CacheNotRewindableError: if a layer keeps anything else than keys and values of every token
+        CacheNotRewindableError: if a layer caches anything else than keys and values of every token
             (sliding windows, recurrent states).
     """
     layers = DynamicCache(config=config).layers
@@ -57,7 +56,7 @@ def check_cache(config: PretrainedConfig) -> int:
 
 
 def takes_masks(model: PreTrainedModel) -> bool:
-    """Whether the model's attention takes a mask of ours; flash attention does not."""
+    """Whether the model's attention takes a given mask; flash attention does not."""
     return "flash" not in str(model.config._attn_implementation)
 
 
@@ -70,45 +69,56 @@ def check_trees(model: PreTrainedModel) -> None:
         )
     if "local" in getattr(model.config, "attention_layers", ()):
         raise ConfigError(
-            f"{model.config.model_type} has layers that count cells, not positions, to "
-            "see how far back they look, so they cannot read a tree: draft chains"
+            f"{model.config.model_type} has layers with a window over cache positions, not token "
+            "positions, so they cannot read a tree: draft chains"
         )
 
 
-def changing_rope(model: PreTrainedModel) -> Mapping[str, Any] | None:
-    """The parameters of a rope whose frequencies depend on the length of the text, if any."""
-    found = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+def check_head_width(model: PreTrainedModel, width: int) -> None:
+    """Raise ConfigError unless the model's lm_head reads hidden states of this width."""
+    hidden_size = int(model.get_output_embeddings().weight.shape[-1])
+    if width != hidden_size:
+        raise ConfigError(
+            f"the head reads states of width {width}, and this draft has {hidden_size}: give "
+            "the head that was trained for this draft"
+        )
+
+
+def length_dependent_rope(model: PreTrainedModel) -> Mapping[str, Any] | None:
+    """The parameters of a rope whose frequencies depend on the sequence's length, if any."""
+    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     # Some models have one for each kind of layer.
-    ropes = [found, *(one for one in found.values() if isinstance(one, Mapping))]
-    return next((one for one in ropes if one.get("rope_type") in CHANGING_ROPES), None)
+    ropes = [parameters, *(rope for rope in parameters.values() if isinstance(rope, Mapping))]
+    return next((rope for rope in ropes if rope.get("rope_type") in LENGTH_DEPENDENT_ROPES), None)
 
 
-def check_ropes(model: PreTrainedModel, prompt: int, goal: int, *, alone: bool) -> None:
-    """Find texts whose distributions would depend on how many of their tokens are fed at once.
+def check_rope(model: PreTrainedModel, prompt_length: int, max_length: int, *, alone: bool) -> None:
+    """Refuse sequences whose distributions would depend on how many tokens a forward reads.
 
-    Such a rope takes the frequencies of a whole forward from its last position, and the keys in
-    the cache keep those that they were written with.
+    A length-dependent rope takes the frequencies of a whole forward from its last position, and the
+    keys in the cache keep those that they were written with.
 
     Args:
         model: the target.
-        prompt: tokens of the prompt.
-        goal: most tokens of the text.
-        alone: whether forwards serve this text only.
+        prompt_length: tokens of the prompt.
+        max_length: most tokens of the sequence, the prompt included.
+        alone: whether forwards serve this sequence only.
 
     Raises:
-        ConfigError: if the frequencies would change while the text is decoded.
+        ConfigError: if the frequencies would change while the sequence is decoded.
     """
-    rope, config = changing_rope(model), model.config.get_text_config()
+    rope, config = length_dependent_rope(model), model.config.get_text_config()
     if rope is None:
         return
     kind, reach = rope["rope_type"], config.max_position_embeddings
     if kind == "longrope":
         reach = rope["original_max_position_embeddings"]
-        if alone and prompt > reach:  # one set of frequencies from the first forward on
+        if alone and prompt_length > reach:  # one set of frequencies from the first forward on
             return
-    if goal > reach:
+    if max_length > reach:
         raise ConfigError(
             f"{config.model_type} has a rope ({kind}) whose frequencies change after {reach} "
-            f"tokens, so a draft would change the distribution of a text of up to {goal}: shorten the "
-            "prompt or max_new_tokens, or decode without a draft, one text at a time"
+            f"tokens, so a draft would change the distribution of a sequence of up to {max_length} "
+            "tokens: shorten the prompt or max_new_tokens, or decode without a draft, one sequence "
+            "at a time"
         )

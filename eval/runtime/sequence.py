@@ -1,8 +1,8 @@
-"""What a model has read of a text, and what the text wants it to read next.
+"""What a model has read of a sequence, and the forwards by which it reads more.
 
-A `CachedSequence` remembers one text, and perhaps a draft tree after it. It runs nothing itself: it
-makes a `Forward`, and a `CachedModel` runs one of them, or one of each of many texts together. So
-decoding is written once, for one text and for batches.
+A `CachedSequence` keeps count of one sequence, and perhaps of a draft tree after it. It runs
+nothing itself: it makes a `Forward`, and a `CachedModel` runs one of them, or one of each of many
+sequences together. So decoding is written once, for one sequence and for batches.
 """
 
 from __future__ import annotations
@@ -15,204 +15,168 @@ import torch
 from torch import Tensor
 
 from eval.runtime.kv_cache import KVCache
+from eval.runtime.layout import Layout, lay_out
 from specdata.probability import SamplingConfig, probabilities
 
 T = TypeVar("T")
 
+NO_NODES = torch.zeros(0, 0, dtype=torch.bool)
+
 
 class ForwardRunner(Protocol):
-    """What runs forwards of texts: a `CachedModel`."""
+    """What runs the forwards of sequences: a `CachedModel`."""
 
-    cells: KVCache
+    kv_cache: KVCache
 
     def run(self, forward: Forward) -> Tensor:
-        """Run one forward: logits (rows, V)."""
+        """Run one forward: logits (logits_to_keep, V)."""
 
     def run_all(self, forwards: Sequence[Forward]) -> list[Tensor]:
-        """Run one forward of each of several texts: logits of each."""
+        """Run one forward of each of several sequences: the logits of each."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Forward:
-    """Tokens that a text wants to feed to its model.
+    """Tokens for a model to read after what it has read of a sequence.
 
     Args:
-        text: whose they are.
+        sequence: whose tokens they are.
         tokens: n tokens; the last `len(parents)` of them are nodes of a draft tree.
-        rows: logits are wanted after the last `rows` tokens.
-        parents: the node that each node follows; 0 is the text's last token.
-        unrolled: score the nodes path by path, in a batch, instead of by tree attention.
+        logits_to_keep: logits are needed after this many of the last tokens.
+        parents: the node that each node follows; 0 is the last committed token.
+        unrolled: score the whole tree as a batch of its paths, instead of by tree attention.
     """
 
-    text: CachedSequence
+    sequence: CachedSequence
     tokens: list[int]
-    rows: int
+    logits_to_keep: int
     parents: Sequence[int] = ()
     unrolled: bool = False
 
     @property
     def model(self) -> ForwardRunner:
-        """What runs it."""
-        return self.text.model
+        """The model that runs it."""
+        return self.sequence.model
+
+    def layout(self) -> Layout:
+        """Where the tokens go, given what the cache holds now. Changes nothing."""
+        sequence = self.sequence
+        return lay_out(sequence.length, sequence.ancestors, len(self.tokens), self.parents)
 
 
 ForwardCoroutine = Generator[Forward, Tensor, T]
-"""A procedure that yields what it wants to run and is sent the logits, (rows, V)."""
+"""A generator that yields the forwards it needs, is sent the logits (logits_to_keep, V) of each,
+and returns a T. Whoever drives it decides which forwards run together."""
 
 
-def drive(steps: ForwardCoroutine[T]) -> T:
-    """Run a procedure, each of its forwards by itself."""
+def drive(coroutine: ForwardCoroutine[T]) -> T:
+    """Run a coroutine to its end, each of its forwards by itself."""
     try:
-        forward = next(steps)
+        forward = next(coroutine)
         while True:
-            forward = steps.send(forward.model.run(forward))
-    except StopIteration as done:
-        found: T = done.value
-        return found
+            forward = coroutine.send(forward.model.run(forward))
+    except StopIteration as stopped:
+        result: T = stopped.value
+        return result
 
 
 class CachedSequence:
-    """What a model has read of one text, and of a draft tree after it.
+    """What the KV cache of a model holds of one sequence, and of a draft tree after it.
 
-    Nodes are numbered from 1 in the order they are fed; 0 is the text's last token.
+    The state changes in three places: `commit` when a forward has run, `accept` (with `crop`) when
+    a draft was verified, and `reset`.
 
     Args:
         model: what runs its forwards.
-        row: the text's row in the model's cache.
-        sampling: the warp from logits to distributions, the same for target and draft.
+        slot: its row in the model's cache.
+        sampling: how logits become distributions, the same for target and draft.
+
+    Attributes:
+        length: committed tokens in the cache.
+        ancestors: (m, m) boolean over the m nodes in the cache; see `Layout.ancestors`.
+        hidden: (H,) what the lm_head read at the last token that was run; None before the first
+            forward, and where the model does not capture hidden states.
+        forwards: forwards so far, of this sequence and of those before it in the slot.
     """
 
-    def __init__(self, model: ForwardRunner, row: int, sampling: SamplingConfig) -> None:
+    def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
         self.model = model
-        self.row = row
+        self.slot = slot
         self.sampling = sampling
         self.forwards = 0
-        self.state: Tensor | None = None
-        self.reset()
+        self.length = 0
+        self.ancestors = NO_NODES
+        self.hidden: Tensor | None = None
 
     def reset(self) -> None:
-        """Forget the text."""
-        self.length = 0  # tokens of the text in the cache
-        self.depths: list[int] = []  # of the nodes in the cache
-        self.ancestors = torch.zeros(0, 0, dtype=torch.bool)
-        self.state = None
+        """Forget the sequence."""
+        self.length = 0
+        self.ancestors = NO_NODES
+        self.hidden = None
 
     @property
-    def filled(self) -> int:
-        """KVCache in use."""
-        return self.length + len(self.depths)
+    def in_use(self) -> int:
+        """Cache positions in use, by committed tokens and by nodes."""
+        return self.length + len(self.ancestors)
 
-    def append(self, tokens: list[int], rows: int) -> Forward:
-        """Append tokens to the text."""
-        return Forward(self, tokens, rows)
+    def append(self, tokens: list[int], logits_to_keep: int) -> Forward:
+        """The forward that appends tokens to the committed ones. No nodes may be in the cache."""
+        return Forward(self, tokens, logits_to_keep)
 
     def append_tree(
         self,
         tokens: list[int],
         parents: Sequence[int],
-        unseen: list[int] | None = None,
+        uncached: list[int] | None = None,
         *,
         unrolled: bool = False,
     ) -> Forward:
-        """Append nodes of a draft tree, each of which sees the text and its own ancestors only.
-
-        Tree attention (Miao et al. 2023, SpecInfer; Yang et al. 2024, MCSD): one forward with a
-        four-dimensional mask, and the depth of a node as its position.
+        """The forward that appends nodes of a draft tree: logits after each node.
 
         Args:
             tokens: n tokens.
-            parents: the node that each follows.
-            unseen: tokens of the text that come first, if the tree is fed at once; logits after
-                the last of them come first, too.
-            unrolled: score the nodes as a batch of paths instead; the whole tree at once only.
+            parents: the node that each follows, 0 being the last committed token.
+            uncached: committed tokens that are not in the cache yet and come first; only if no
+                node is in the cache. The logits after the last of them come first, too.
+            unrolled: score the tree as a batch of its paths; only if no node is in the cache.
         """
-        unseen = unseen or []
-        rows = len(tokens) + bool(unseen)
-        return Forward(self, [*unseen, *tokens], rows, parents, unrolled)
+        uncached = uncached or []
+        logits_to_keep = len(tokens) + bool(uncached)
+        return Forward(self, [*uncached, *tokens], logits_to_keep, parents, unrolled)
 
     def distribution(self, logits: Tensor, sampling: SamplingConfig | None = None) -> Tensor:
-        """Distributions (..., V) of logits, by default under the text's own sampler."""
+        """Distributions (..., V) of logits (..., V), by default under the sequence's sampling."""
         return probabilities(logits, sampling or self.sampling)
 
-    def crop(self, length: int) -> None:
-        """Keep the first `length` tokens of the text, and no nodes."""
-        self.accept([])
-        self.length = min(self.length, length)
+    def commit(self, forward: Forward, layout: Layout, hidden: Tensor | None) -> None:
+        """Take account of a forward of this sequence that has run.
 
-    def accept(self, nodes: list[int]) -> None:
-        """Make a path of nodes from the root part of the text and drop the others.
-
-        Nodes that were never fed (the last level of a draft) may be named; they are left out.
+        Args:
+            forward: what was run.
+            layout: where its tokens were written.
+            hidden: (H,) what the lm_head read at the last token, if it was captured.
         """
-        count, base = len(self.depths), self.length
-        present = [node for node in nodes if node <= count]
-        if present != list(range(1, len(present) + 1)):
-            self.model.cells.move(self.row, [base + node - 1 for node in present], base)
-        self.length += len(present)
-        self.depths, self.ancestors = [], torch.zeros(0, 0, dtype=torch.bool)
-
-    def fed(self, forward: Forward) -> None:
-        """Count what a forward has put into the cells."""
         self.forwards += 1
         self.length += len(forward.tokens) - len(forward.parents)
+        self.ancestors = layout.ancestors
+        self.hidden = hidden
 
-    def planted(self, parents: Sequence[int]) -> None:
-        """Note nodes before they are fed: whom they follow decides what they see."""
-        for parent in parents:
-            self.depths.append(1 + (self.depths[parent - 1] if parent else 0))
-        self.ancestors = _extended(self.ancestors, parents)
+    def crop(self, length: int) -> None:
+        """Keep at most the first `length` committed tokens, and no nodes."""
+        self.ancestors = NO_NODES
+        self.length = min(self.length, length)
 
+    def accept(self, nodes: Sequence[int]) -> None:
+        """Commit a path of nodes, given from the root down, and drop the other nodes.
 
-def places(forward: Forward) -> tuple[list[int], Tensor | None]:
-    """Positions of the tokens and, if there are nodes, the cells that each sees (n, cells).
-
-    Notes the nodes with their text.
-    """
-    text, count, start = forward.text, len(forward.tokens), forward.text.filled
-    if not forward.parents:
-        return list(range(start, start + count)), None
-    plain, old = count - len(forward.parents), len(text.depths)
-    base = text.length + plain
-    text.planted(forward.parents)
-    sees = torch.zeros(count, base + len(text.depths), dtype=torch.bool)
-    for row in range(plain):
-        sees[row, : text.length + row + 1] = True
-    sees[plain:, :base] = True
-    sees[plain:, base:] = text.ancestors[old:]
-    positions = [*range(text.length, base), *(base - 1 + depth for depth in text.depths[old:])]
-    return positions, sees
-
-
-def lay_out(forward: Forward, ids: Tensor, positions: Tensor, cells: Tensor, sees: Tensor) -> None:
-    """Put one text's tokens at the right of its row of a batch."""
-    row, count, start = forward.text.row, len(forward.tokens), forward.text.filled
-    pad = ids.shape[1] - count
-    at, tree = places(forward)
-    ids[row, pad:] = torch.tensor(forward.tokens)
-    positions[row, pad:] = torch.tensor(at)
-    cells[row, pad:] = start + torch.arange(count)
-    cells[row, :pad] = start + count + torch.arange(pad)
-    sees[row] = torch.arange(sees.shape[-1]) <= cells[row].unsqueeze(-1)
-    if tree is not None:
-        sees[row, pad:] = False
-        sees[row, pad:, : tree.shape[1]] = tree
-
-
-def path_to(parents: Sequence[int], node: int) -> list[int]:
-    """The nodes from the root's child down to a node."""
-    path = []
-    while node:
-        path.append(node)
-        node = parents[node - 1]
-    return path[::-1]
-
-
-def _extended(ancestors: Tensor, parents: Sequence[int]) -> Tensor:
-    """Ancestor-or-self matrix (n, n) with a row and a column for each further node."""
-    old = len(ancestors)
-    whole = torch.eye(old + len(parents), dtype=torch.bool)
-    whole[:old, :old] = ancestors
-    for index, parent in enumerate(parents):
-        if parent:
-            whole[old + index] |= whole[parent - 1]
-    return whole
+        Raises:
+            ValueError: if a node is not in the cache.
+        """
+        cached = len(self.ancestors)
+        if any(not 0 < node <= cached for node in nodes):
+            raise ValueError(f"nodes {list(nodes)} are not all among the {cached} in the cache")
+        if list(nodes) != list(range(1, len(nodes) + 1)):
+            source = [self.length + node - 1 for node in nodes]
+            self.model.kv_cache.move(self.slot, source, self.length)
+        self.length += len(nodes)
+        self.ancestors = NO_NODES

@@ -222,11 +222,7 @@ class Verifier:
         seen = target_with_carried(self.carried, tree, target) if self.carried else target
         end = self.rule(tree, seen, GeneratorRng(generator))
         token = draw_one(end.distribution, generator)
-        nodes, node = [], end.node
-        while node:
-            nodes.append(node)
-            node = int(tree.parents[node - 1])
-        return Drawn(nodes[::-1], token, self.after(tree, target, end, token))
+        return Drawn(tree.path_to(end.node), token, self.after(tree, target, end, token))
 
 
 class GeneratorRng:
