@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import threading
 from pathlib import Path
@@ -165,7 +164,7 @@ def test_prompt_files_are_inputs_and_a_changed_one_is_refused(
         update={
             "output": str(tmp_path / "out"),
             "rollouts": config.rollouts.model_copy(update={"sets": sets}),
-            "eval": dataclasses.replace(config.eval, sets=sets),
+            "eval": config.eval.model_copy(update={"sets": sets}),
         }
     )
     assert str(prompts) in rollouts_stage(changed).inputs.values()

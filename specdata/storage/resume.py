@@ -169,13 +169,17 @@ def _compare(
 
 
 def _below(defaults: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The defaults of what is below a key, relative to it."""
-    parts = ((pattern.partition("."), value) for pattern, value in defaults.items())
-    return {rest: value for (first, dot, rest), value in parts if dot and first in (key, ANY)}
+    """The defaults of what is below a key, relative to it; the key's own before those of any."""
+    return {
+        pattern.removeprefix(start): value
+        for start in (f"{ANY}.", f"{key}.")
+        for pattern, value in defaults.items()
+        if pattern.startswith(start)
+    }
 
 
 def _has_items(defaults: Mapping[str, Any]) -> bool:
-    return any(pattern.partition(".")[0] == ANY for pattern in defaults)
+    return any(pattern.startswith(f"{ANY}.") for pattern in defaults)
 
 
 def _mapping(value: Any) -> Mapping[str, Any] | None:
@@ -214,15 +218,30 @@ def defaults_of(kind: type, prefix: str = "") -> dict[str, Any]:
         JSON values: {"eval.batch": 1, "eval.methods.*.length": 4, ...}. A field without a default
         is left out.
     """
-    defaults: dict[str, Any] = {}
+    start, written = f"{prefix}." if prefix else "", _written_defaults(kind)
+    defaults = {f"{start}{name}": value for name, value in written.items()}
     for name, info in fields_of(kind).items():
-        key = f"{prefix}.{name}" if prefix else name
-        default = info.get_default(call_default_factory=True, validated_data={})
-        if default is not PydanticUndefined:
-            defaults[key] = to_jsonable_python(default)
+        if not isinstance(written.get(name, {}), Mapping | list | None):
+            continue  # a section that its class stores as a single value
         for section, is_item in _sections(info.annotation):
-            defaults |= defaults_of(section, f"{key}.{ANY}" if is_item else key)
+            defaults |= defaults_of(section, f"{start}{name}{f'.{ANY}' if is_item else ''}")
     return defaults
+
+
+def _written_defaults(kind: type) -> dict[str, Any]:
+    """What a configuration that sets nothing is stored as, without the fields it would have to."""
+    if issubclass(kind, BaseModel):
+        # Written by the class itself, which may store other keys than it has fields.
+        return as_settings(kind.model_construct())
+    values = {
+        name: info.get_default(call_default_factory=True, validated_data={})
+        for name, info in fields_of(kind).items()
+    }
+    return {
+        name: to_jsonable_python(value)
+        for name, value in values.items()
+        if value is not PydanticUndefined
+    }
 
 
 def _sections(hint: Any) -> Iterator[tuple[type, bool]]:
