@@ -11,7 +11,7 @@ import torch
 
 
 def seed_for(seed: int, *key: str | int) -> int:
-    """A 63-bit seed that depends on the run's seed and on a key such as (example id, sample)."""
+    """A 63-bit seed for a key such as (example id, sample): the start of a SHA-256 of both."""
     text = "\x1f".join(str(part) for part in (seed, *key))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 

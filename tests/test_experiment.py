@@ -13,9 +13,9 @@ from eval.measuring.results import Results, Run, check_metrics, read_results, wr
 from eval.reporting.report import environment_rows, sections_of
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
-from specdata.storage.resume import as_settings
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import Prompt
+from specdata.storage.resume import as_settings
 from tests.synthetic_results import ENVIRONMENT
 from tests.test_decoder import head
 from tests.tiny import tiny_llama

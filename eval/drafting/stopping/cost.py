@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import Field
 
-from eval.drafting.stopping.calibration import Calibration, CalibratedRule, fit_calibration
+from eval.drafting.stopping.calibration import CalibratedRule, Calibration, fit_calibration
 from eval.drafting.stopping.rule import ActiveRule, DraftedToken, Family, ShouldStop
 
 if TYPE_CHECKING:
