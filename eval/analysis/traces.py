@@ -1,6 +1,7 @@
-"""What is recorded of the places of a rollout, for replay: outcomes and who foresaw them.
+"""Acceptance traces of labelled rollouts, for replay: what was accepted, and how well predicted.
 
-The coins of a labelled rollout are thrown once, from the seed, with the stored min(1, p/q).
+Whether a token is accepted is drawn once for each rollout, from the seed, with the stored
+probability min(1, p/q); every rule that is replayed meets the same outcomes.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from specdata.seeds import generator_for
 
 @dataclass(slots=True)
 class AcceptanceTrace:
-    """What is recorded of one rollout, a value for each place.
+    """Values at each of the n positions of one rollout.
 
     Args:
         accepted: whether the draft's token was accepted.
-        accept: its acceptance probability, what a perfect head would say.
-        chance: the draft's probability of it.
-        q_max: the largest probability of its distribution.
-        head: what the acceptance head says; empty without a head.
+        accept_prob: its acceptance probability min(1, p/q), which a perfect head would predict.
+        q: the draft's probability of it.
+        q_max: the largest probability of the draft's distribution.
+        head: acceptance probability predicted by the head; empty without a head.
     """
 
     accepted: list[bool]
-    accept: list[float]
-    chance: list[float]
+    accept_prob: list[float]
+    q: list[float]
     q_max: list[float]
     head: list[float] = field(default_factory=list)
 
@@ -52,6 +53,9 @@ def head_probabilities(
         draft: the draft that the head was trained for.
         head: the acceptance head.
         row: a labelled rollout.
+
+    Returns:
+        n probabilities.
     """
     known = row["prompt_ids"] + row["completion_ids"]
     first = len(row["prompt_ids"])
@@ -85,19 +89,26 @@ def acceptance_traces(
     draft: PreTrainedModel | None = None,
     head: AcceptanceHead | None = None,
 ) -> list[AcceptanceTrace]:
-    """Throw the coins, and let the head judge each place."""
-    made = []
+    """The trace of every rollout.
+
+    Args:
+        rows: labels.
+        seed: of the outcomes; each rollout has a generator of its own.
+        draft: needed with `head` only.
+        head: an acceptance head of this draft, whose predictions are recorded.
+    """
+    traces = []
     for row in tqdm(rows, desc="rollouts", unit="rollout", file=sys.stderr):
         generator = generator_for(seed, "replay", row["example_id"], row["sample"])
-        accept = torch.tensor(row["accept_prob"], dtype=torch.float64)
-        coins = torch.rand(len(accept), generator=generator, dtype=torch.float64)
-        one = AcceptanceTrace(
-            (coins < accept).tolist(),
-            accept.tolist(),
+        accept_prob = torch.tensor(row["accept_prob"], dtype=torch.float64)
+        uniforms = torch.rand(len(accept_prob), generator=generator, dtype=torch.float64)
+        trace = AcceptanceTrace(
+            (uniforms < accept_prob).tolist(),
+            accept_prob.tolist(),
             np.exp(row["log_q"]).tolist(),
             np.exp(row["log_q_max"]).tolist(),
         )
         if draft is not None and head is not None:
-            one.head = head_probabilities(draft, head, row)
-        made.append(one)
-    return made
+            trace.head = head_probabilities(draft, head, row)
+        traces.append(trace)
+    return traces

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
