@@ -57,16 +57,16 @@ def requests(folder: Path, count: int) -> list[Request]:
 
 
 def rolled_out(target: PreTrainedModel, asked: list[Request]) -> list[Rollout]:
-    """Batched completions as rows of a table."""
+    """Batched completions as rows of a dataset."""
     backend = TransformersBackend(target, PLAIN, NEW_TOKENS, BATCH, seed=0)
     return [
-        row(request, found.ids, found.finish)
-        for request, found in zip(asked, backend.complete(asked), strict=True)
+        row(request, completion.ids, completion.finish)
+        for request, completion in zip(asked, backend.complete(asked), strict=True)
     ]
 
 
 def row(request: Request, completion: list[int], finish: str = "length") -> Rollout:
-    """One row of a table."""
+    """One row of a dataset."""
     return Rollout(
         example_id=str(request.key[0]),
         dataset="bench",

@@ -100,11 +100,11 @@ def main() -> None:
     records = []
     for settings in CASES:
         command = [sys.executable, __file__, "--case", json.dumps(settings)]
-        found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-        records.append({**settings, **found, "met": found["peak_mib"] <= BUDGET_MIB})
+        measured = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+        records.append({**settings, **measured, "met": measured["peak_mib"] <= BUDGET_MIB})
         print(
             f"T={settings['length']:<5} top_p={settings['top_p']} kept={settings['top']:<3}"
-            f" {found['peak_mib']:4.0f} MiB beyond the models, {found['seconds']:.1f} s;"
+            f" {measured['peak_mib']:4.0f} MiB beyond the models, {measured['seconds']:.1f} s;"
             f" goal of {BUDGET_MIB} MiB {'met' if records[-1]['met'] else 'MISSED'}"
         )
     environment = describe_environment(device="cpu", dtype="float32")

@@ -4,7 +4,7 @@
 
 Speed: tokens/s of batched rollouts, of one-prompt-at-a-time `generate`, and of labels (completion
 tokens only) made with both models and, with top_k 50, again from 64 kept target logits; each with
-one and with two threads, of which the better counts. Processes: one and two that fill a table
+one and with two threads, of which the better counts. Processes: one and two that fill a dataset
 together, a thread each. Metrics are medians over repetitions with their range; goals are printed
 as met or missed.
 """
@@ -64,14 +64,14 @@ def one_at_a_time(target: PreTrainedModel, asked: list[Request]) -> int:
     count = 0
     for request in asked:
         ids = torch.tensor([request.ids], device=target.device)
-        found = target.generate(
+        generated = target.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=True,
             top_k=0,
             max_new_tokens=NEW_TOKENS,
         )
-        count += found.shape[1] - ids.shape[1]
+        count += generated.shape[1] - ids.shape[1]
     return count
 
 
@@ -101,30 +101,30 @@ def speed(folder: Path, repeats: int) -> dict[str, Any]:
         "rollouts": lambda: tokens_of(rolled_out(target, asked)),
         **labels(target, draft, rows),
     }
-    found: dict[str, Any] = {"pair": name, "completion_tokens": tokens_of(rows)}
+    rates: dict[str, Any] = {"pair": name, "completion_tokens": tokens_of(rows)}
     best = {}
     for way, work in ways.items():
-        found[way] = {}
+        rates[way] = {}
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found[way][f"threads_{threads}"] = rate = measured(work, repeats)
+            rates[way][f"threads_{threads}"] = rate = measured(work, repeats)
             print(
                 f"{way:>9}, threads {threads}: {rate['median']:7.0f} tokens/s"
                 f" ({rate['low']:.0f} to {rate['high']:.0f})"
             )
-        best[way] = max(rate["median"] for rate in found[way].values())
-    found["rollouts_per_generate"] = best["rollouts"] / best["generate"]
-    found["labels_per_rollouts"] = best["labels"] / best["rollouts"]
-    found["relabels_per_rollouts"] = best["relabels"] / best["rollouts"]
-    found["labels_per_generate"] = best["labels"] / best["generate"]
+        best[way] = max(rate["median"] for rate in rates[way].values())
+    rates["rollouts_per_generate"] = best["rollouts"] / best["generate"]
+    rates["labels_per_rollouts"] = best["labels"] / best["rollouts"]
+    rates["relabels_per_rollouts"] = best["relabels"] / best["rollouts"]
+    rates["labels_per_generate"] = best["labels"] / best["generate"]
     print(
-        f"labels are {found['labels_per_generate']:.1f} times generate; from kept logits "
-        f"{found['relabels_per_rollouts']:.1f} times rollouts"
+        f"labels are {rates['labels_per_generate']:.1f} times generate; from kept logits "
+        f"{rates['relabels_per_rollouts']:.1f} times rollouts"
     )
     # What no batching can exceed: the target's own multiplications, at the speed of a large one.
-    found["labels_ceiling"] = ceiling(target, rows)
-    print(f"labels could at most reach {found['labels_ceiling']:.0f} tokens/s on this processor")
-    return found
+    rates["labels_ceiling"] = ceiling(target, rows)
+    print(f"labels could at most reach {rates['labels_ceiling']:.0f} tokens/s on this processor")
+    return rates
 
 
 def labels(
@@ -164,24 +164,28 @@ def ceiling(target: PreTrainedModel, rows: list[Rollout]) -> float:
 
 def processes(folder: Path, repeats: int) -> dict[str, Any]:
     """Tokens/s of rollouts and labels with one and two processes of a thread each."""
-    found: dict[str, Any] = {}
+    rates: dict[str, Any] = {}
     for kind in ("rollouts", "labels"):
-        rates = {}
+        medians = {}
         for count in (1, 2):
             runs = [together(folder, kind, count) for _ in range(repeats)]
-            rates[count] = statistics.median(runs)
-            found[f"{kind}_{count}"] = {"median": rates[count], "low": min(runs), "high": max(runs)}
-            print(f"{kind:>9}, processes {count}: {rates[count]:.0f} tokens/s")
-        found[kind] = rates[2] / rates[1]
-    return found
+            medians[count] = statistics.median(runs)
+            rates[f"{kind}_{count}"] = {
+                "median": medians[count],
+                "low": min(runs),
+                "high": max(runs),
+            }
+            print(f"{kind:>9}, processes {count}: {medians[count]:.0f} tokens/s")
+        rates[kind] = medians[2] / medians[1]
+    return rates
 
 
 def together(folder: Path, kind: str, count: int) -> float:
-    """Tokens/s of `count` processes that fill one table, from the moment all have their models."""
+    """Tokens/s of `count` processes that fill one dataset; loading the models is not counted."""
     with tempfile.TemporaryDirectory() as out:
         workers = [
             subprocess.Popen(
-                [sys.executable, __file__, "--worker", kind, "--table", out, "--pair", folder],
+                [sys.executable, __file__, "--worker", kind, "--dataset", out, "--pair", folder],
                 env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(count)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -205,7 +209,7 @@ def together(folder: Path, kind: str, count: int) -> float:
 
 
 def worker(folder: Path, kind: str, out: Path) -> int:
-    """One of the processes: wait for the word, then fill the table with the others."""
+    """Fill the dataset as one of the processes, after a line on stdin says so."""
     torch.set_num_threads(1)
     target, draft, _ = pair(folder)
     asked = requests(folder, 2 * PROMPTS)
@@ -234,14 +238,14 @@ def worker(folder: Path, kind: str, out: Path) -> int:
     return int(read_manifest(out)["counts"]["tokens"])
 
 
-def goals(found: dict[str, Any]) -> list[dict[str, Any]]:
+def goals(record: dict[str, Any]) -> list[dict[str, Any]]:
     """What was asked for, what came, and whether that is met; parts that were left out are not."""
     cases = []
-    if speeds := found.get("speed"):
+    if speeds := record.get("speed"):
         for name in ("rollouts_per_generate", "labels_per_rollouts"):
             cases.append((name, speeds[name], GOALS[name]))
     for kind in ("rollouts", "labels"):
-        if scaling := found.get("processes"):
+        if scaling := record.get("processes"):
             cases.append((f"{kind}, two processes per one", scaling[kind], GOALS["two_processes"]))
     return [
         {"name": name, "found": value, "goal": f"at least {goal:g}", "met": value >= goal}
@@ -257,23 +261,23 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--table", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--dataset", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     transformers.logging.disable_progress_bar()
     if options.worker:
-        print(worker(options.pair, options.worker, options.table), flush=True)
+        print(worker(options.pair, options.worker, options.dataset), flush=True)
         return
-    found: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     if "speed" in options.parts:
-        found["speed"] = speed(options.pair, options.repeats)
+        record["speed"] = speed(options.pair, options.repeats)
     if "processes" in options.parts:
-        found["processes"] = processes(options.pair, options.repeats)
-    found["goals"] = goals(found)
-    for entry in found["goals"]:
+        record["processes"] = processes(options.pair, options.repeats)
+    record["goals"] = goals(record)
+    for entry in record["goals"]:
         mark = "met" if entry["met"] else "MISSED"
         print(f"goal {mark}: {entry['name']} {entry['found']:.2f}, {entry['goal']}")
     environment = describe_environment(device=str(device()), dtype="float32", batch_size=BATCH)
-    record = {"schema_version": SCHEMA_VERSION, "environment": environment.model_dump(), **found}
+    record = {"schema_version": SCHEMA_VERSION, "environment": environment.model_dump(), **record}
     write_json(options.out, record)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.decode_config import DecodeConfig
+from eval.drafting.assembly import make_drafters
 from eval.drafting.drafters import Drafter
 from eval.drafting.tree_builder import drawn_chain
 from eval.drafts import DraftTree
@@ -123,8 +124,8 @@ class SpeculativeDecoder:
             drafts = tuple(draft) if isinstance(draft, Sequence) else (draft,)
             if head is not None:
                 head = head.to(drafts[0].device)
-            capture_hidden = config.reads_states(head)
-            if capture_hidden and head is not None:
+            capture_hidden = head is not None and config.stop.reads_head
+            if head is not None and capture_hidden:
                 check_head_width(drafts[0], head.hidden_size)
             cached_drafts = tuple(
                 CachedModel(model, vocabulary, engine=engine, capture_hidden=capture_hidden)
@@ -133,7 +134,7 @@ class SpeculativeDecoder:
             if config.drafter != "chain":
                 for model in (target, *drafts) if config.tree_attention else drafts:
                     check_trees(model)
-            make_drafter = config.make_drafters(cached_drafts, head, end_tokens)
+            make_drafter = make_drafters(config, cached_drafts, head, end_tokens)
         return cls(
             cached_target,
             config.sampling,

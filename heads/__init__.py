@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from heads.model import AcceptanceHead
+from specdata import __version__
 
-__all__ = ["AcceptanceHead"]
+__all__ = ["AcceptanceHead", "__version__"]

@@ -1,128 +1,146 @@
 """One YAML file a model pair: a section a stage, models and sampling written once.
 
-The command line overrides the file with dotted keys (`--head.depth 2`). Why not `TrlParser`: it
-fills flat dataclasses, and a pair's file needs sections that share models and sampling.
+The command line overrides the file with dotted keys (`--head.depth 2`). pydantic refuses unknown
+keys and values out of range (`specdata.config`); here is what it does not do: the command line,
+its `--help`, and hints at the nearest option.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
-import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field
+from pydantic.fields import FieldInfo
 
 from distill.offline import DistilConfig
 from distill.toy import ToyPairConfig
 from eval.measuring.methods import EvalConfig
+from eval.measuring.results import PLAIN
 from heads.config import HeadConfig
+from specdata.config import Config, fields_of, nearest, read_config, section_type
 from specdata.errors import ConfigError
 from specdata.labels.config import LabelsConfig
-from specdata.models import check_dtype
-from specdata.probability import SamplingConfig
-from specdata.prompts.config import PromptSet
 from specdata.rollouts.config import RolloutConfig
+from specdata.sampling import SamplingConfig
 
 TOY = Path(__file__).parent / "configs" / "toy.yaml"
+SHARED = ("output", "seed", "models", "sampling")
+"""What every stage reads besides its own sections."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelsConfig:
+class ModelsConfig(Config):
     """The pair."""
 
-    target: str = field(metadata={"help": "folder or Hub id of the target, or ID@REVISION"})
-    draft: str = field(metadata={"help": "folder or Hub id of the draft to start from"})
-    dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16"})
+    target: str = Field(description="folder or Hub id of the target, or ID@REVISION")
+    draft: str = Field(description="folder or Hub id of the draft to start from")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32", description="precision that both are loaded in"
+    )
 
-    def __post_init__(self) -> None:
-        check_dtype(self.dtype)
 
-
-@dataclass(frozen=True, slots=True)
-class PublishConfig:
+class PublishConfig(Config):
     """What is done with the finished artefacts. Nothing is uploaded unless an id is given."""
 
-    draft_id: str | None = field(default=None, metadata={"help": "upload the draft to this Hub id"})
-    head_id: str | None = field(default=None, metadata={"help": "upload the head to this Hub id"})
-    license: str | None = field(default=None, metadata={"help": "license of the artefacts"})
+    draft_id: str | None = Field(default=None, description="upload the draft to this Hub id")
+    head_id: str | None = Field(default=None, description="upload the head to this Hub id")
+    license: str | None = Field(default=None, description="license of the artefacts")
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineConfig:
+class PipelineConfig(Config):
     """Everything about one pair. A stage reads its own section, models, sampling and seed."""
 
-    output: str = field(metadata={"help": "folder of this run; a stage writes output/STAGE"})
-    models: ModelsConfig = field(metadata={"help": "the pair"})
-    rollouts: RolloutConfig = field(metadata={"help": "stage 1"})
-    eval: EvalConfig = field(metadata={"help": "stage 4"})
-    seed: int = field(default=0, metadata={"help": "decides every draw of the run"})
-    sampling: SamplingConfig = field(
-        default_factory=SamplingConfig, metadata={"help": "the distribution tokens are served from"}
+    output: str = Field(description="folder of this run; a stage writes output/STAGE")
+    seed: int = Field(default=0, description="decides every draw of the run")
+    models: ModelsConfig = Field(description="the pair")
+    sampling: SamplingConfig = Field(
+        default=SamplingConfig(), description="the distribution tokens are served from"
     )
-    toy: ToyPairConfig | None = field(
-        default=None, metadata={"help": "train the embedded pair first (models must point to it)"}
+    toy: ToyPairConfig | None = Field(
+        default=None, description="train the embedded pair first (models must point to it)"
     )
-    draft: DistilConfig | None = field(
-        default=None, metadata={"help": "stage 2; without it models.draft is used as it is"}
+    rollouts: RolloutConfig = Field(description="stage 1: completions by the target")
+    draft: DistilConfig | None = Field(
+        default=None, description="stage 2: distillation; without it models.draft is used as it is"
     )
-    labels: LabelsConfig = field(default_factory=LabelsConfig, metadata={"help": "stage 3a"})
-    head: HeadConfig | None = field(default=None, metadata={"help": "stage 3; without it, no head"})
-    publish: PublishConfig = field(default_factory=PublishConfig, metadata={"help": "stage 5"})
+    labels: LabelsConfig = Field(
+        default=LabelsConfig(), description="stage 3a: labels for the head"
+    )
+    head: HeadConfig | None = Field(
+        default=None, description="stage 3: the acceptance head; without it, no head"
+    )
+    eval: EvalConfig = Field(description="stage 4: methods, prompts and measurement")
+    publish: PublishConfig = Field(
+        default=PublishConfig(), description="stage 5: cards and uploads"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a command line asks for."""
+    """What a command line asks for.
+
+    Attributes:
+        config: the checked configuration, defaults filled in.
+        given: the file's values with those of the command line, before defaults.
+        plan: whether only to say what would be done.
+    """
 
     config: PipelineConfig
+    given: Mapping[str, Any]
     plan: bool
 
 
-def parse(arguments: Sequence[str], description: str) -> Command:
+def parse(
+    arguments: Sequence[str],
+    description: str = "",
+    sections: Sequence[str] = tuple(PipelineConfig.model_fields),
+    program: str | None = None,
+) -> Command:
     """Read `--config FILE --key value ... [--method METHOD ...] [--plan]`.
+
+    Args:
+        arguments: the command line, without the program.
+        description: what the recipe does, for `--help`.
+        sections: keys of the configuration that `--help` lists; the others are accepted, too.
+        program: how the recipe was called, for `--help`; by default the script's name.
 
     Raises:
         ConfigError: for an unreadable file, an unknown key (naming the nearest) or a bad value.
         SystemExit: for `--help`.
     """
-    parser = _parser(description)
-    known, rest = parser.parse_known_args(arguments)
+    known, rest = _parser(description, sections, program).parse_known_args(arguments)
     if rest:
-        keys = [*_leaves(PipelineConfig), "config", "method", "plan"]
-        raise ConfigError(_unknown(f"option {rest[0]}", rest[0].lstrip("-").split("=")[0], keys))
-    given = {key: value for key, value in vars(known).items() if "." in key or key in _TOP}
+        keys = [*(key for key, _ in _options(PipelineConfig, "")), "config", "method", "plan"]
+        hint = nearest(rest[0].lstrip("-").split("=")[0], keys)
+        raise ConfigError(f"unknown option {rest[0]}: {hint}")
     tree = _read(Path(known.config))
-    for key, text in given.items():
-        if text is not None:
+    for key, text in vars(known).items():
+        if text is not None and key.split(".")[0] in PipelineConfig.model_fields:
             _put(tree, key.split("."), _value(key, text))
     if known.method:
-        _choose(tree, known.method)
-    return Command(build(tree), known.plan)
+        _choose_methods(tree, known.method)
+    return Command(build(tree), tree, known.plan)
 
 
 def build(tree: Mapping[str, Any]) -> PipelineConfig:
     """Check a nested mapping and turn it into a configuration. Raises ConfigError."""
-    _check_keys(tree, PipelineConfig, "")
-    try:
-        return TypeAdapter(PipelineConfig).validate_python(tree)
-    except ValidationError as error:
-        lines = [
-            f"{'.'.join(map(str, one['loc']))}: {one['msg']} (got {one['input']!r})"
-            for one in error.errors(include_url=False)
-        ]
-        raise ConfigError("unusable configuration:\n  " + "\n  ".join(lines)) from error
+    return read_config(PipelineConfig, tree)
 
 
-_TOP = {item.name for item in fields(PipelineConfig)}
-
-
-def _parser(description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+def _parser(
+    description: str, sections: Sequence[str], program: str | None
+) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        program,
+        "%(prog)s [--config FILE] [--KEY VALUE ...] [--plan]",
+        description,
+        allow_abbrev=False,
+        epilog="Every other key of the file can be given as well; pipeline.py --help lists all.",
+    )
     parser.add_argument("--config", default=str(TOY), help="YAML file (default: the toy pair)")
     parser.add_argument("--plan", action="store_true", help="say what would be done, and stop")
     parser.add_argument(
@@ -130,38 +148,48 @@ def _parser(description: str) -> argparse.ArgumentParser:
         action="append",
         metavar="METHOD",
         help="evaluate only this method and plain: a name from eval.methods, or a new method as "
-        "YAML, {name: ..., ...}; may be repeated",
+        "YAML, {name: ..., ...}; may be repeated"
+        if "eval" in sections
+        else argparse.SUPPRESS,
     )
-    for key, item in _options(PipelineConfig, ""):
-        parser.add_argument(f"--{key}", dest=key, metavar="VALUE", help=_help(item))
+    groups = {
+        name: parser.add_argument_group(name, info.description)
+        for name, info in PipelineConfig.model_fields.items()
+        if name in sections and section_type(info.annotation)
+    }
+    for key, info in _options(PipelineConfig, ""):
+        name = key.split(".")[0]
+        groups.get(name, parser).add_argument(
+            f"--{key}",
+            dest=key,
+            metavar=_metavar(info),
+            help=_help(info) if name in sections else argparse.SUPPRESS,
+        )
     return parser
 
 
-def _help(item: Field[Any]) -> str:
-    default = "" if item.default is MISSING else f" (default: {item.default})"
-    return f"{item.metadata.get('help', '')}{default}".replace("%", "%%")
+def _metavar(info: FieldInfo) -> str:
+    if get_origin(info.annotation) is Literal:
+        return "|".join(map(str, get_args(info.annotation)))
+    return "YAML" if section_type(info.annotation) else "VALUE"
 
 
-def _options(kind: type, prefix: str) -> Iterator[tuple[str, Field[Any]]]:
+def _help(info: FieldInfo) -> str:
+    if section_type(info.annotation) and get_origin(info.annotation) is not list:
+        return "the whole section" + (", or null to leave it out" if info.default is None else "")
+    text = info.description or ""
+    if not info.is_required():
+        text += f" (default: {info.get_default(call_default_factory=True)})"
+    return text.replace("%", "%%")
+
+
+def _options(kind: type, prefix: str) -> Iterator[tuple[str, FieldInfo]]:
     """Every field that a command line may set, with its dotted key."""
-    hints = get_type_hints(kind)
-    for item in fields(kind):
-        yield f"{prefix}{item.name}", item
-        if section := _section(hints[item.name]):
-            yield from _options(section, f"{prefix}{item.name}.")
-
-
-def _leaves(kind: type) -> list[str]:
-    return [key for key, _ in _options(kind, "")]
-
-
-def _section(hint: Any) -> type | None:
-    """The dataclass behind a type hint such as `HeadConfig | None`, if there is one."""
-    choices = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return next(
-        (one for one in choices if isinstance(one, type) and is_dataclass(one)),
-        None,
-    )
+    for name, info in fields_of(kind).items():
+        yield f"{prefix}{name}", info
+        section = section_type(info.annotation)
+        if section and get_origin(info.annotation) is not list:
+            yield from _options(section, f"{prefix}{name}.")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -185,7 +213,8 @@ def _value(key: str, text: str) -> Any:
         raise ConfigError(f"--{key}: {text!r} is not a YAML value") from error
 
 
-def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
+def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Set a nested value, making the sections on the way."""
     for name in path[:-1]:
         if not isinstance(tree.get(name), dict):
             tree[name] = {}
@@ -193,46 +222,22 @@ def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
     tree[path[-1]] = value
 
 
-def _choose(tree: dict[str, Any], wanted: Sequence[str]) -> None:
+def _choose_methods(tree: dict[str, Any], wanted: Sequence[str]) -> None:
     """Leave of eval.methods the plain one and those wanted, in that order.
 
     Raises:
-        ConfigError: for a name that is not there, naming the nearest, and for what is neither.
+        ConfigError: for what is neither a method's name (naming the nearest) nor a new method.
     """
     section = tree.get("eval")
     methods = section.get("methods") if isinstance(section, dict) else None
-    if not isinstance(methods, list) or not all(isinstance(one, dict) for one in methods):
+    if not isinstance(methods, list) or not all(isinstance(method, dict) for method in methods):
         return  # `build` says what is wrong with it
-    known = {str(one.get("name")): one for one in methods}
-    chosen = [one for one in methods if one.get("engine") == "plain"]
+    by_name = {str(method.get("name")): method for method in methods}
+    chosen = [method for method in methods if method.get("name") == PLAIN]
     for text in wanted:
-        one = known.get(text) or _value("method", text)
-        if not isinstance(one, dict):
-            raise ConfigError(_unknown(f"method {text!r}", text, list(known)))
-        if one not in chosen:
-            chosen.append(one)
+        method = by_name.get(text) or _value("method", text)
+        if not isinstance(method, dict):
+            raise ConfigError(f"unknown method {text!r}: {nearest(text, by_name)}")
+        if method not in chosen:
+            chosen.append(method)
     tree["eval"] = {**tree["eval"], "methods": chosen}
-
-
-def _check_keys(tree: Any, kind: type, prefix: str) -> None:
-    """Refuse unknown keys anywhere, in lists of sections too."""
-    if not isinstance(tree, Mapping):
-        return
-    hints = get_type_hints(kind)
-    for key, value in tree.items():
-        if key not in hints:
-            raise ConfigError(_unknown(f"key {prefix}{key}", str(key), list(hints)))
-        if section := _section(hints[key]):
-            _check_keys(value, section, f"{prefix}{key}.")
-        elif get_origin(hints[key]) is list and is_dataclass(get_args(hints[key])[0]):
-            for index, entry in enumerate(value if isinstance(value, list) else []):
-                _check_keys(entry, get_args(hints[key])[0], f"{prefix}{key}.{index}.")
-
-
-def _unknown(what: str, name: str, choices: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(choices)}"
-    return f"unknown {what}: {hint}"
-
-
-__all__ = ["Command", "PipelineConfig", "PromptSet", "build", "parse"]

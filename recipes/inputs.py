@@ -8,15 +8,22 @@ from pathlib import Path
 
 from specdata.storage.files import sha256
 
-# Larger files are recognised by their size and their two ends.
+# Larger files are recognised by their size, their first megabyte and their last.
 WHOLE_FILE = 64 << 20
+END = 1 << 20
 
 
 def fingerprint(source: str) -> str:
-    """What identifies an input: a hash over a file, or over a folder's files; a Hub id itself.
+    """Identify an input by its content.
 
     run.json is left out, because it holds times; checkpoints and hidden files (a lock, what a
     killed run left) are not part of an artefact.
+
+    Args:
+        source: a file, a folder or a Hub id.
+
+    Returns:
+        16 hexadecimal digits: a hash of a file, or of the files of a folder; a Hub id itself.
     """
     path = Path(source)
     if path.is_file():
@@ -24,18 +31,18 @@ def fingerprint(source: str) -> str:
     if not path.is_dir():
         return source
     parts = [
-        f"{file.name} {file.stat().st_size} {_sample(file)}"
+        f"{file.name} {file.stat().st_size} {_digest(file)}"
         for file in sorted(path.iterdir())
         if file.is_file() and file.name != "run.json" and not file.name.startswith(".")
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _sample(path: Path) -> str:
+def _digest(path: Path) -> str:
     if path.stat().st_size <= WHOLE_FILE:
         return sha256(path)
     with path.open("rb") as handle:
-        digest = hashlib.sha256(handle.read(1 << 20))
-        handle.seek(-(1 << 20), os.SEEK_END)
+        digest = hashlib.sha256(handle.read(END))
+        handle.seek(-END, os.SEEK_END)
         digest.update(handle.read())
     return digest.hexdigest()

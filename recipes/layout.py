@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from eval.measuring.methods import calibrates, path_drafts
+from eval.measuring.methods import calibrates, path_drafts, rewritten
 from recipes.config import PipelineConfig
 from recipes.run import Stage
 from specdata.errors import ConfigError
-from specdata.prompts.sources import prompt_inputs
+from specdata.hub import hub_source
+from specdata.prompts.sources import prompt_inputs, source_of
+from specdata.storage.resume import Settings, as_settings, defaults_of
+
+# Bytes a stored token takes at most, as it was measured on the demo: an id; an id, a drafted id and
+# five numbers. A prompt's own ids come on top.
+ROLLOUT_TOKEN, LABEL_TOKEN = 4, 28
+# results.json and what it is made of, a generation; the report with its plots.
+GENERATION, REPORT = 2500, 1_600_000
 
 
 def folder(config: PipelineConfig, stage: str) -> Path:
     """output/STAGE."""
     return Path(config.output) / stage
+
+
+def eval_folder(config: PipelineConfig) -> Path:
+    """Where this evaluation is: output/eval, unless eval.folder says otherwise."""
+    return folder(config, config.eval.folder)
 
 
 def draft_in_use(config: PipelineConfig) -> str:
@@ -37,61 +52,37 @@ def pair_stage(config: PipelineConfig) -> Stage:
                 f"with a toy section, models.{name} must be {here / name}, got {path}: change it, "
                 "or set toy to null and use your own pair"
             )
-    settings = {"toy": asdict(config.toy), "seed": config.seed}
-    return Stage("pair", here, settings, {}, "two model folders, about 45 MB")
+    toy = config.toy
+    weights = _toy_bytes(toy.vocab_size, toy.target_layers, toy.target_width)
+    weights += _toy_bytes(toy.vocab_size, toy.draft_layers, toy.draft_width)
+    size = f"target and draft, {_bytes(weights)} of weights"
+    values = {"toy": as_settings(toy), "seed": config.seed}
+    return _stage(config, "pair", values, {}, size)
 
 
 def rollouts_stage(config: PipelineConfig) -> Stage:
     """Complete the prompts with the target."""
-    rollouts = config.rollouts
-    settings = {
-        "rollouts": rollouts.decisive(),
-        "sampling": asdict(config.sampling),
-        "seed": config.seed,
-        "dtype": config.models.dtype,
-    }
-    if all(entry.count for entry in rollouts.sets):
-        rows = rollouts.samples * sum(entry.count for entry in rollouts.sets)
-        size = f"{rows} completions (more with later turns), at most "
-        size += f"{rows * rollouts.max_new_tokens:,} tokens"
-    else:
-        size = (
-            f"{rollouts.samples} completions of at most {rollouts.max_new_tokens} tokens a prompt"
-        )
-    return Stage(
-        "rollouts",
-        folder(config, "rollouts"),
-        settings,
-        {"target": config.models.target, **prompt_inputs(config.rollouts.sets)},
-        size,
-    )
+    values = {"rollouts": config.rollouts.decisive(), **_sampled(config)}
+    inputs = {"target": config.models.target, **prompt_inputs(config.rollouts.sets)}
+    size = _rows_size(config, ROLLOUT_TOKEN)
+    return _stage(config, "rollouts", values, inputs, size)
 
 
 def draft_stage(config: PipelineConfig) -> Stage:
     """Distil the draft on the rollouts."""
     assert config.draft is not None
-    settings = {
-        "draft": asdict(config.draft),
-        "sampling": asdict(config.sampling),
-        "seed": config.seed,
-        "dtype": config.models.dtype,
-    }
+    values = {"draft": as_settings(config.draft), **_sampled(config)}
     inputs = {
         "target": config.models.target,
         "draft": config.models.draft,
         "rollouts": str(folder(config, "rollouts")),
     }
-    return Stage("draft", folder(config, "draft"), settings, inputs, "a model of the draft's size")
+    return _stage(config, "draft", values, inputs, f"the draft, {_draft_size(config)}")
 
 
 def labels_stage(config: PipelineConfig) -> Stage:
     """Label the rollouts with the draft in use."""
-    settings = {
-        "labels": asdict(config.labels),
-        "sampling": asdict(config.sampling),
-        "seed": config.seed,
-        "dtype": config.models.dtype,
-    }
+    values = {"labels": as_settings(config.labels), **_sampled(config)}
     inputs = {
         "target": config.models.target,
         "draft": draft_in_use(config),
@@ -99,35 +90,23 @@ def labels_stage(config: PipelineConfig) -> Stage:
     }
     if config.labels.cache:
         inputs["cache"] = config.labels.cache
-    a_token = 28 + 8 * config.labels.top_logits
-    size = f"as many rows as there are rollouts, at most {a_token} bytes a token"
-    return Stage("labels", folder(config, "labels"), settings, inputs, size)
+    size = _rows_size(config, LABEL_TOKEN + 8 * config.labels.top_logits)
+    return _stage(config, "labels", values, inputs, size)
 
 
 def head_stage(config: PipelineConfig) -> Stage:
     """Train the acceptance head on the labels."""
     assert config.head is not None
-    settings = {"head": asdict(config.head), "seed": config.seed, "dtype": config.models.dtype}
+    values = {"head": as_settings(config.head), "seed": config.seed, "dtype": config.models.dtype}
     inputs = {"draft": draft_in_use(config), "labels": str(folder(config, "labels"))}
-    size = f"a head of depth {config.head.depth}, 4 x depth x H x H bytes"
-    return Stage("head", folder(config, "head"), settings, inputs, size)
-
-
-def eval_folder(config: PipelineConfig) -> Path:
-    """Where the evaluation writes."""
-    return folder(config, config.eval.folder)
+    return _stage(config, "head", values, inputs, f"the head, {_head_size(config)}")
 
 
 def eval_stage(config: PipelineConfig) -> Stage:
     """Measure every method."""
     # By name, so that a refusal lists the methods that differ.
-    methods = {method.name: asdict(method) for method in config.eval.methods}
-    settings = {
-        "eval": {**asdict(config.eval), "methods": methods},
-        "sampling": asdict(config.sampling),
-        "seed": config.seed,
-        "dtype": config.models.dtype,
-    }
+    methods = {method.name: as_settings(method) for method in config.eval.methods}
+    values = {"eval": {**as_settings(config.eval), "methods": methods}, **_sampled(config)}
     inputs = {"target": config.models.target, "draft": draft_in_use(config)}
     inputs |= {f"path draft {name}": name for name in path_drafts(config.eval)}
     inputs |= prompt_inputs(config.eval.sets)
@@ -135,9 +114,20 @@ def eval_stage(config: PipelineConfig) -> Stage:
         inputs["head"] = head
         if calibrates(config.eval):
             inputs["labels"] = str(folder(config, "labels"))
-    prompts = sum(entry.count for entry in config.eval.sets)
-    size = f"results.json, report.html and plots of {prompts} prompts x {len(config.eval.methods)}"
-    return Stage("eval", eval_folder(config), settings, inputs, f"{size} methods")
+    here = eval_folder(config)
+    return Stage(
+        "eval",
+        here,
+        Settings(
+            values,
+            defaults_of(PipelineConfig),
+            "choose another folder for another list of methods with --eval.folder NAME, or remove "
+            f"{here} to measure again",
+            rewritten,
+        ),
+        inputs,
+        _eval_size(config),
+    )
 
 
 def release_stage(config: PipelineConfig) -> Stage:
@@ -146,15 +136,14 @@ def release_stage(config: PipelineConfig) -> Stage:
         "draft": draft_in_use(config),
         "results": str(eval_folder(config) / "results.json"),
     }
+    parts = []
+    if config.draft:
+        parts.append(f"a copy of the draft, {_draft_size(config)}")
     if head := head_in_use(config):
         inputs["head"] = head
-    return Stage(
-        "release",
-        folder(config, "release"),
-        {"publish": asdict(config.publish)},
-        inputs,
-        "copies of the draft and the head, each with a model card",
-    )
+        parts.append(f"a copy of the head, {_head_size(config)}")
+    size = "; ".join([*parts, "with model cards"]) if parts else "nothing: nothing is trained"
+    return _stage(config, "release", {"publish": as_settings(config.publish)}, inputs, size)
 
 
 def all_stages(config: PipelineConfig) -> list[Stage]:
@@ -164,3 +153,108 @@ def all_stages(config: PipelineConfig) -> list[Stage]:
     stages += [draft_stage(config)] if config.draft else []
     stages += [labels_stage(config), head_stage(config)] if config.head else []
     return [*stages, eval_stage(config), release_stage(config)]
+
+
+def _stage(
+    config: PipelineConfig,
+    name: str,
+    values: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    size: str,
+) -> Stage:
+    """A stage in its own folder of the run's output."""
+    here = folder(config, name)
+    remedy = f"choose another --output, or remove {here} and what was made of it"
+    return Stage(name, here, Settings(values, defaults_of(PipelineConfig), remedy), inputs, size)
+
+
+def _sampled(config: PipelineConfig) -> dict[str, Any]:
+    """What decides the result of every stage that runs the models."""
+    return {
+        "sampling": as_settings(config.sampling),
+        "seed": config.seed,
+        "dtype": config.models.dtype,
+    }
+
+
+def _rows_size(config: PipelineConfig, token_bytes: int) -> str:
+    """How much is stored of rollouts, or of labels, which have as many rows."""
+    rollouts = config.rollouts
+    if not all(wanted.count for wanted in rollouts.sets):
+        most = rollouts.samples * rollouts.max_new_tokens
+        return f"at most {most:,} tokens a prompt, {_bytes(most * token_bytes)}"
+    rows = rollouts.samples * sum(wanted.count for wanted in rollouts.sets)
+    tokens = rows * rollouts.max_new_tokens
+    # Only conversations have later turns, and embedded sets hold none.
+    more = " (more with later turns)" if any(map(source_of, rollouts.sets)) else ""
+    return f"{rows:,} completions{more}, at most {tokens:,} tokens, {_bytes(tokens * token_bytes)}"
+
+
+def _eval_size(config: PipelineConfig) -> str:
+    sets, methods = config.eval.sets, len(config.eval.methods)
+    if not all(wanted.count for wanted in sets):
+        return f"results.json, report.html and plots, {_bytes(methods * GENERATION)} a prompt"
+    prompts = sum(wanted.count for wanted in sets)
+    generations = prompts * methods
+    return (
+        f"results.json, report.html and plots: {prompts:,} prompts x {methods} methods = "
+        f"{generations:,} generations of at most {config.eval.max_new_tokens} tokens, "
+        f"{_bytes(generations * GENERATION + REPORT)}"
+    )
+
+
+def _draft_size(config: PipelineConfig) -> str:
+    """The size of the draft's weights, if it is on this machine or will be made here."""
+    if toy := config.toy:
+        return _bytes(_toy_bytes(toy.vocab_size, toy.draft_layers, toy.draft_width))
+    here = _on_this_machine(config.models.draft)
+    weights = [path.stat().st_size for path in here.glob("*.safetensors")] if here else []
+    return _bytes(sum(weights)) if weights else f"as large as {config.models.draft}"
+
+
+def _head_size(config: PipelineConfig) -> str:
+    """The size of the head's weights, if the draft's hidden size is known on this machine."""
+    assert config.head is not None
+    width = config.toy.draft_width if config.toy else _hidden_size(config.models.draft)
+    if width is None:
+        return f"depth {config.head.depth}; its width is that of {config.models.draft}"
+    return _bytes(4 * (config.head.depth * (width * width + width) + width + 1))
+
+
+def _hidden_size(model: str) -> int | None:
+    """The hidden size in a model's config.json, if that is on this machine."""
+    here = _on_this_machine(model)
+    try:
+        described = json.loads((here / "config.json").read_text("utf-8")) if here else {}
+    except (OSError, ValueError):
+        return None
+    described = described.get("text_config", described)
+    return next((described[name] for name in ("hidden_size", "n_embd") if name in described), None)
+
+
+def _on_this_machine(model: str) -> Path | None:
+    """The folder of a model: its own, or the one that the Hub's cache keeps of it."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import try_to_load_from_cache  # here: few plans need it
+
+    source, revision = hub_source(model)
+    try:
+        path = try_to_load_from_cache(source, "config.json", revision=revision or "main")
+    except ValueError:  # no Hub id
+        return None
+    return Path(path).parent if isinstance(path, str) else None
+
+
+def _toy_bytes(vocabulary: int, layers: int, width: int) -> int:
+    """Float32 weights of a model of the embedded pair (`distill.toy.language_model`), in bytes."""
+    inner = width * 8 // 3 // 16 * 16
+    layer = 4 * width * width + 3 * width * inner + 2 * width
+    return 4 * (vocabulary * width + layers * layer + width)
+
+
+def _bytes(count: int) -> str:
+    for limit, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "KB")):
+        if count >= limit:
+            return f"about {count / limit:.1f} {unit}"
+    return f"{count} bytes"

@@ -8,27 +8,21 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
-
-from distill.toy import train_toy_pair
 from recipes.config import PipelineConfig
 from recipes.inputs import fingerprint
 from recipes.layout import folder, pair_stage, rollouts_stage
-from recipes.run import Stage, cli, finished, is_main, process_count, run_stage, say
+from recipes.recipe import Recipe
+from recipes.run import Stage, finished, run_stage, say
 from specdata.errors import ConfigError
-from specdata.models import hub_commit, load_generation, load_model, load_tokenizer, positions
-from specdata.prompts.loading import dropped, load_prompts
-from specdata.rollouts.backend import Backend, TransformersBackend
+from specdata.processes import is_main, process_count
 from specdata.rollouts.config import check_samples
-from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
-from specdata.rollouts.vllm import VllmBackend
-from specdata.storage.manifest import read_manifest
-from specdata.storage.resume import Settings, defaults_of
-from specdata.vocabulary import check_shared_vocabulary
-from specdata.vocabulary import fingerprint as vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from specdata.rollouts.backend import Backend
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
@@ -48,21 +42,26 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     if toy := config.toy:
 
         def train() -> dict[str, Any]:
+            from distill.toy import train_toy_pair
+
             train_toy_pair(folder(config, "pair"), toy, seed=config.seed)
             return {}
 
         run_stage(pair_stage(config), config, train)
-    found = run_stage(rollouts_stage(config), config, partial(_rollouts, config))
-    say(f"  {found['rows']} completions, {found['tokens']} tokens; ended by {found['finish']}")
-    if found["rows"] < found["asked"]:
+    counts = run_stage(rollouts_stage(config), config, partial(_rollouts, config))
+    say(f"  {counts['rows']} completions, {counts['tokens']} tokens; ended by {counts['finish']}")
+    if counts["rows"] < counts["asked"]:
         say(
-            f"  {found['asked'] - found['rows']} later turns left out: their conversations had "
-            "builder longer than the context"
+            f"  {counts['asked'] - counts['rows']} later turns left out: their conversations had "
+            "grown longer than the context"
         )
-    return found
+    return counts
 
 
 def _rollouts(config: PipelineConfig) -> dict[str, Any]:
+    from specdata.models import load_tokenizer
+    from specdata.vocabulary import check_shared_vocabulary
+
     tokenizer = load_tokenizer(config.models.target)
     # Found out now rather than after hours of sampling.
     check_shared_vocabulary(tokenizer, load_tokenizer(config.models.draft))
@@ -77,6 +76,13 @@ def _complete(
     identity: dict[str, Any],
     limit: int,
 ) -> dict[str, Any]:
+    from tqdm import tqdm
+
+    from specdata.prompts.loading import dropped, load_prompts
+    from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
+    from specdata.storage.manifest import read_manifest
+    from specdata.vocabulary import fingerprint as vocabulary
+
     stage, wanted = rollouts_stage(config), config.rollouts
     longest = limit - wanted.max_new_tokens
     if longest < 1:
@@ -90,11 +96,7 @@ def _complete(
     for line in dropped(loaded.report):
         say(f"  {line}")
     made_of = {"target": identity, "tokenizer": vocabulary(tokenizer), "prompts": loaded.report}
-    settings = Settings(
-        {**stage.settings, **made_of},
-        defaults_of(PipelineConfig),
-        f"choose another --output, or remove {stage.folder}",
-    )
+    settings = stage.settings.extended(made_of)
     asked = turns_asked(loaded.prompts, wanted.samples)
     bar = tqdm(total=asked, desc="rollouts", unit="row", file=sys.stderr, disable=not is_main())
     with bar:
@@ -113,6 +115,10 @@ def _complete(
 
 def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[str, Any], int]:
     """What completes, what the model is, and how long a text it takes."""
+    from specdata.models import hub_commit, load_generation, load_model, positions
+    from specdata.rollouts.backend import TransformersBackend
+    from specdata.rollouts.vllm import VllmBackend
+
     models, wanted = config.models, config.rollouts
     identity: dict[str, Any] = {"name": models.target, "backend": wanted.backend}
     if wanted.backend == "vllm":
@@ -140,5 +146,7 @@ def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[st
     return backend, identity, limit
 
 
+RECIPE = Recipe(main, stages, "Complete prompts with the target.", ("toy", "rollouts"))
+
 if __name__ == "__main__":
-    sys.exit(cli(main, stages, "Complete prompts with the target."))
+    sys.exit(RECIPE.run())

@@ -11,9 +11,9 @@ import time
 from recipes import make_rollouts, publish, run_eval, train_draft, train_head
 from recipes.config import PipelineConfig
 from recipes.layout import all_stages, eval_folder
-from recipes.run import Stage, cli, say
+from recipes.recipe import Recipe
+from recipes.run import Stage, made_as_asked, say
 from specdata.errors import ConfigError
-from specdata.prompts.loading import check_sets
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
@@ -23,7 +23,8 @@ def stages(config: PipelineConfig) -> list[Stage]:
 
 def main(config: PipelineConfig) -> None:
     """Run every stage that the configuration has a section for."""
-    check(config)
+    if not all(made_as_asked(stage) for stage in stages(config)):
+        check(config)
     begun = time.perf_counter()
     if config.toy or config.draft or config.head:
         make_rollouts.main(config)
@@ -39,15 +40,25 @@ def main(config: PipelineConfig) -> None:
 
 def check(config: PipelineConfig) -> None:
     """Find before the first stage what would stop a later one. Raises ConfigError."""
+    from specdata.prompts.loading import check_sets
+
     run_eval.check(config)
     publish.check(config)
     check_sets(config.rollouts.sets, config.seed)
-    splits = {entry.split for entry in config.rollouts.sets}
+    splits = {wanted.split for wanted in config.rollouts.sets}
     if (config.draft or config.head) and not {"train", "dev"} <= splits:
         raise ConfigError(
-            f"rollouts.sets must hold splits train and dev to train on, got {', '.join(splits)}"
+            "rollouts.sets must hold splits train and dev to train on, got "
+            f"{', '.join(sorted(splits))}"
         )
 
 
+RECIPE = Recipe(
+    main,
+    stages,
+    "Rollouts, draft, head, evaluation, report.",
+    ("toy", "rollouts", "draft", "labels", "head", "eval", "publish"),
+)
+
 if __name__ == "__main__":
-    sys.exit(cli(main, stages, "Rollouts, draft, head, evaluation, report."))
+    sys.exit(RECIPE.run())

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from eval.measuring.results import read_results
-from eval.reporting.release import About, check_repository, release_draft, release_head
 from recipes.config import PipelineConfig
 from recipes.layout import draft_in_use, eval_folder, folder, head_in_use, release_stage
-from recipes.run import Stage, cli, finished, is_main, need, read_record, run_stage, say
+from recipes.recipe import Recipe
+from recipes.run import Stage, finished, made_as_asked, need, run_stage, say, stage_record
 from specdata.errors import ConfigError
+from specdata.processes import is_main
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
@@ -33,19 +34,20 @@ def check(config: PipelineConfig) -> None:
         ("head_id", publish.head_id, config.head),
     ):
         if name is not None:
+            from eval.reporting.release import check_repository
+
             check_repository(name)
             if trained is None:
                 raise ConfigError(f"publish.{what} is set, but this configuration trains none")
     if config.draft and not any(
-        method.engine == "transformers"
-        or (method.engine, method.drafter, method.stop) == ("draft", "chain", "fixed")
+        method.decoder != "plain" and method.drafter == "chain" and not method.stop.adaptive
         for method in methods
     ):
         raise ConfigError(
             "a draft's card needs a measured draft length: add a method with stop: fixed, such as "
             "{name: K=4, length: 4}, to eval.methods"
         )
-    if config.head and not any(method.stop == "head" for method in methods):
+    if config.head and not any(method.stop.needs_head for method in methods):
         raise ConfigError(
             "a head's card needs a measurement: add a method with stop: head to eval.methods"
         )
@@ -58,20 +60,22 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     (stage,) = stages(config)
     need(eval_folder(config), "run_eval.py")
     check(config)
-    if finished(stage.folder) and read_record(stage.folder)["settings"] != stage.settings:
+    if finished(stage.folder) and not made_as_asked(stage):
         # Other ids or another license: everything here is a copy, so it is made again.
         shutil.rmtree(stage.folder)
-    found = run_stage(stage, config, lambda: _release(config, stage))
-    for name, place in found.items():
+    places = run_stage(stage, config, lambda: _release(config, stage))
+    for name, place in places.items():
         say(f"  {name}: {place}")
-    return found
+    return places
 
 
 def _release(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
+    from eval.reporting.release import About, release_draft, release_head
+
     results = read_results(eval_folder(config) / "results.json")
     publish, made = config.publish, {}
     if config.draft:
-        trained = read_record(folder(config, "draft"))["results"]
+        trained = stage_record(folder(config, "draft"))["results"]
         about = About(
             base_model=config.models.draft,
             license=publish.license,
@@ -86,7 +90,7 @@ def _release(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
             release_draft(source, out, results, about, push_to=publish.draft_id)
         made["draft"] = publish.draft_id or str(out)
     if head := head_in_use(config):
-        measures = read_record(folder(config, "head"))["results"]["after"]
+        measures = stage_record(folder(config, "head"))["results"]["after"]
         base = publish.draft_id or (None if config.draft else config.models.draft)
         about = About(base, publish.license, measures)
         out = stage.folder / "head"
@@ -96,5 +100,7 @@ def _release(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     return made
 
 
+RECIPE = Recipe(main, stages, "Assemble draft and head for the Hub.", ("publish", "eval"))
+
 if __name__ == "__main__":
-    sys.exit(cli(main, stages, "Assemble draft and head for the Hub."))
+    sys.exit(RECIPE.run())

@@ -13,44 +13,30 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from tqdm import tqdm
-
-from eval.drafting.calibration import Calibration, calibrate
-from eval.measuring.environment import describe_environment
-from eval.measuring.experiment import Artefacts, run_experiment
-from eval.measuring.methods import (
-    UNCALIBRATED,
-    calibrates,
-    check_methods,
-    path_drafts,
-    with_calibration,
-)
 from eval.measuring.results import read_results, write_results
 from eval.reporting.report import Context, terminal, write_report
-from heads import AcceptanceHead
 from recipes.config import PipelineConfig
 from recipes.layout import all_stages, draft_in_use, eval_stage, folder, head_in_use
+from recipes.recipe import Recipe
 from recipes.run import (
     Stage,
-    cli,
     console,
     finished,
-    is_main,
+    made_as_asked,
     need,
-    read_record,
     run_stage,
     say,
+    stage_record,
 )
 from recipes.train_draft import of_split
 from specdata.errors import ConfigError
-from specdata.labels.make import load_labels
-from specdata.models import load_model, load_tokenizer, longest_prompt
-from specdata.prompts.loading import check_sets, dropped, load_prompts
+from specdata.processes import is_main
 from specdata.storage.files import write_json
-from specdata.vocabulary import check_shared_vocabulary
+
+if TYPE_CHECKING:
+    from heads import AcceptanceHead
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
@@ -60,6 +46,9 @@ def stages(config: PipelineConfig) -> list[Stage]:
 
 def check(config: PipelineConfig) -> None:
     """Find impossible methods and missing files before any model is loaded. Raises ConfigError."""
+    from eval.measuring.methods import check_methods
+    from specdata.prompts.loading import check_sets
+
     check_methods(config.eval, config.sampling, head=config.head is not None)
     check_sets(config.eval.sets, config.seed)
 
@@ -69,18 +58,29 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     if not is_main():
         return {}
     (stage,) = stages(config)
-    check(config)
+    if not made_as_asked(stage):
+        check(config)
     if config.draft:
         need(folder(config, "draft"), "train_draft.py")
     if config.head:
         need(folder(config, "head"), "train_head.py")
-    found = run_stage(stage, config, lambda: _measure(config, stage))
+    result = run_stage(stage, config, lambda: _measure(config, stage))
     console.print(terminal(read_results(stage.folder / "results.json")))
     say(f"report: {stage.folder / 'report.html'}")
-    return found
+    return result
 
 
 def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
+    import torch
+    from tqdm import tqdm
+
+    from eval.measuring.environment import describe_environment
+    from eval.measuring.experiment import Artefacts, run_experiment
+    from eval.measuring.methods import calibrates, path_drafts, with_calibration
+    from specdata.models import load_model, load_tokenizer, longest_prompt
+    from specdata.prompts.loading import dropped, load_prompts
+    from specdata.vocabulary import check_shared_vocabulary
+
     models, head_name, draft_name = config.models, head_in_use(config), draft_in_use(config)
     tokenizer = load_tokenizer(models.target)
     names = [draft_name, *path_drafts(config.eval)]
@@ -143,7 +143,10 @@ def _calibration(config: PipelineConfig, path: Path) -> dict[str, Any]:
     if path.is_file():
         stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return stored
-    calibration, rows = Calibration(*UNCALIBRATED), 0
+    from eval.drafting.stopping.calibration import Calibration, calibrate
+    from specdata.labels.make import load_labels
+
+    calibration, rows = Calibration(), 0
     if config.head:
         # Not on the rollouts that the draft was distilled on: there it is accepted more often.
         where = folder(config, "labels")
@@ -161,6 +164,8 @@ def _calibration(config: PipelineConfig, path: Path) -> dict[str, Any]:
 
 
 def _load_head(name: str) -> AcceptanceHead:
+    from heads import AcceptanceHead
+
     try:
         return AcceptanceHead.from_pretrained(name)
     except (ValueError, OSError) as error:
@@ -168,9 +173,9 @@ def _load_head(name: str) -> AcceptanceHead:
 
 
 def _context(config: PipelineConfig) -> Context:
-    """What earlier stages found, as far as they were run here."""
+    """The results of earlier stages, as far as they were run here."""
     records = {
-        stage.name: read_record(stage.folder)
+        stage.name: stage_record(stage.folder)
         for stage in all_stages(config)
         if finished(stage.folder)
     }
@@ -192,5 +197,7 @@ def _context(config: PipelineConfig) -> Context:
     )
 
 
+RECIPE = Recipe(main, stages, "Decode prompts with every method, and report.", ("eval",))
+
 if __name__ == "__main__":
-    sys.exit(cli(main, stages, "Decode prompts with every method, and report."))
+    sys.exit(RECIPE.run())

@@ -8,16 +8,16 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
-
-from distill.offline import distil
 from recipes.config import PipelineConfig
 from recipes.layout import draft_stage, folder
-from recipes.run import Stage, cli, need, run_stage, say
+from recipes.recipe import Recipe
+from recipes.run import Stage, need, run_stage, say
 from specdata.errors import ConfigError
-from specdata.storage.dataset import load_stored
+
+if TYPE_CHECKING:
+    import datasets
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
@@ -31,18 +31,21 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     """Distil, and say what it changed."""
     (stage,) = stages(config)
     need(folder(config, "rollouts"), "make_rollouts.py")
-    found = run_stage(stage, config, lambda: _distil(config, stage))
+    result = run_stage(stage, config, lambda: _distil(config, stage))
     say(
-        f"  acceptance on held-out rollouts: {found['acceptance_before']:.3f} before, "
-        f"{found['acceptance_after']:.3f} after distillation"
+        f"  acceptance on held-out rollouts: {result['acceptance_before']:.3f} before, "
+        f"{result['acceptance_after']:.3f} after distillation"
     )
-    return found
+    return result
 
 
 def _distil(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
+    from distill.offline import distil
+    from specdata.storage.dataset import load_stored
+
     assert config.draft is not None
     rollouts = load_stored(folder(config, "rollouts"))
-    found = distil(
+    result = distil(
         target=config.models.target,
         draft=config.models.draft,
         train=of_split(rollouts, "train", folder(config, "rollouts")),
@@ -53,12 +56,12 @@ def _distil(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         seed=config.seed,
         teacher_dtype=config.models.dtype,
     )
-    return asdict(found)
+    return asdict(result)
 
 
-def of_split(table: datasets.Dataset, split: str, source: Path) -> datasets.Dataset:
+def of_split(dataset: datasets.Dataset, split: str, source: Path) -> datasets.Dataset:
     """Rows of one split. Raises ConfigError if there are none."""
-    rows = table.select([row for row, name in enumerate(table["split"]) if name == split])
+    rows = dataset.select([row for row, name in enumerate(dataset["split"]) if name == split])
     if len(rows) == 0:
         raise ConfigError(
             f"{source} has no rows of split {split!r}: add a prompt set with that split to "
@@ -67,5 +70,7 @@ def of_split(table: datasets.Dataset, split: str, source: Path) -> datasets.Data
     return rows
 
 
+RECIPE = Recipe(main, stages, "Distil the draft on the target's rollouts.", ("draft",))
+
 if __name__ == "__main__":
-    sys.exit(cli(main, stages, "Distil the draft on the target's rollouts."))
+    sys.exit(RECIPE.run())

@@ -12,21 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from heads.train import train_head
 from recipes.config import PipelineConfig
+from recipes.inputs import fingerprint
 from recipes.layout import draft_in_use, folder, head_stage, labels_stage
-from recipes.run import Stage, cli, fingerprint, is_main, need, run_stage, say
+from recipes.recipe import Recipe
+from recipes.run import Stage, need, run_stage, say
 from recipes.train_draft import of_split
 from specdata.errors import ConfigError
-from specdata.labels.make import labels_from_cache, load_labels, make_labels, mean_overlap
-from specdata.models import hub_commit, load_model, load_tokenizer
-from specdata.storage.dataset import load_stored
-from specdata.storage.manifest import read_manifest
-from specdata.storage.resume import Settings, defaults_of, differences
-from specdata.vocabulary import check_shared_vocabulary
-from specdata.vocabulary import fingerprint as vocabulary
+from specdata.processes import is_main
+from specdata.storage.resume import differences
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
@@ -45,18 +39,26 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     shares = run_stage(labels, config, lambda: _label(config, labels))["acceptance"]
     for name, share in shares.items():
         say(f"  acceptance of the draft along {name}: {share:.3f}")
-    found = run_stage(head, config, lambda: _train(config, head))
-    after = found["after"]
+    result = run_stage(head, config, lambda: _train(config, head))
+    after = result["after"]
     shown = ", ".join(
         f"{name} {after[name]:.3f}"
         for name in ("kl", "kl_constant", "auroc", "ece")
         if after[name] is not None  # AUROC needs accepted and rejected tokens
     )
     say(f"  on {after['tokens']} held-out labels: {shown}")
-    return found
+    return result
 
 
 def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
+    from tqdm import tqdm
+
+    from specdata.labels.make import labels_from_cache, load_labels, make_labels, mean_overlap
+    from specdata.models import load_model, load_tokenizer
+    from specdata.storage.dataset import load_stored
+    from specdata.vocabulary import check_shared_vocabulary
+    from specdata.vocabulary import fingerprint as vocabulary
+
     models, draft_name = config.models, draft_in_use(config)
     tokenizer = load_tokenizer(models.target)
     check_shared_vocabulary(tokenizer, load_tokenizer(draft_name))
@@ -67,11 +69,6 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         "tokenizer": vocabulary(tokenizer),
         "rollouts": fingerprint(str(folder(config, "rollouts"))),
     }
-    settings = Settings(
-        {**stage.settings, **source, "draft": _identity(draft_name)},
-        defaults_of(PipelineConfig),
-        f"choose another --output, or remove {stage.folder}",
-    )
     make: Callable[..., int]
     if cache := config.labels.cache:
         _check_cache(Path(cache), {**source, "dtype": models.dtype})
@@ -86,7 +83,7 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
             config.labels,
             sampling=config.sampling,
             seed=config.seed,
-            settings=settings,
+            settings=stage.settings.extended({**source, "draft": _identity(draft_name)}),
             report=bar.update,
         )
     return {"rows": rows, "acceptance": mean_overlap(load_labels(stage.folder, config.sampling))}
@@ -94,6 +91,8 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
 
 def _check_cache(cache: Path, source: dict[str, Any]) -> None:
     """Raise ConfigError unless kept logits are this run's target's along this run's rollouts."""
+    from specdata.storage.manifest import read_manifest
+
     stored = read_manifest(cache)["settings"]
     if changed := differences({name: stored.get(name) for name in source}, source):
         raise ConfigError(
@@ -104,14 +103,20 @@ def _check_cache(cache: Path, source: dict[str, Any]) -> None:
 
 def _identity(name: str) -> dict[str, str]:
     """A model's name, and its commit on the Hub or what its folder holds."""
+    from specdata.models import hub_commit
+
     return {"name": name, "revision": hub_commit(name) or fingerprint(name)}
 
 
 def _train(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
+    from heads.train import train_head
+    from specdata.labels.make import load_labels
+    from specdata.models import load_model
+
     assert config.head is not None
     labels = load_labels(folder(config, "labels"), config.sampling)
     draft_name = draft_in_use(config)
-    found = train_head(
+    result = train_head(
         draft=load_model(draft_name, dtype=config.models.dtype),
         train=of_split(labels, "train", folder(config, "labels")),
         dev=of_split(labels, "dev", folder(config, "labels")),
@@ -120,8 +125,10 @@ def _train(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         seed=config.seed,
         sampling=config.sampling,
     )
-    return asdict(found)
+    return asdict(result)
 
+
+RECIPE = Recipe(main, stages, "Train an acceptance head.", ("labels", "head"))
 
 if __name__ == "__main__":
-    sys.exit(cli(main, stages, "Train an acceptance head."))
+    sys.exit(RECIPE.run())

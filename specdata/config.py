@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
-from dataclasses import fields as dataclass_fields
-from dataclasses import is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import is_pydantic_dataclass
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from specdata.errors import ConfigError
 
@@ -57,7 +59,7 @@ def mistakes(error: ValidationError, kind: type) -> list[str]:
         message = mistake["msg"].removeprefix("Value error, ").replace("Input should", "must")
         if mistake["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             owner = _class_at(kind, path[:-1])
-            message = "unknown key: " + nearest(str(path[-1]), field_types(owner) if owner else ())
+            message = "unknown key: " + nearest(str(path[-1]), fields_of(owner) if owner else ())
         elif mistake["type"] == "missing":
             message = "is missing"
         elif mistake["type"] != "value_error":  # ours say themselves what they got
@@ -72,13 +74,28 @@ def nearest(name: str, choices: Collection[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(choices)}"
 
 
-def field_types(kind: type) -> dict[str, Any]:
-    """Name -> type hint of every field of a configuration class."""
-    hints = get_type_hints(kind)
+def fields_of(kind: type) -> Mapping[str, FieldInfo]:
+    """Every field of a configuration class by name: its annotation, default and description."""
     if issubclass(kind, BaseModel):
-        return {name: hints[name] for name in kind.model_fields}
-    assert is_dataclass(kind)
-    return {item.name: hints[item.name] for item in dataclass_fields(kind)}
+        return kind.model_fields
+    if is_pydantic_dataclass(kind):
+        return kind.__pydantic_fields__
+    return {item.name: _field_info(item, get_type_hints(kind)) for item in _fields(kind)}
+
+
+def _fields(kind: Any) -> tuple[Field[Any], ...]:
+    return fields(kind)
+
+
+def _field_info(item: Field[Any], hints: Mapping[str, Any]) -> FieldInfo:
+    """A field of a standard dataclass as pydantic describes its own."""
+    default = PydanticUndefined if item.default is MISSING else item.default
+    factory = None if item.default_factory is MISSING else item.default_factory
+    info = FieldInfo(
+        default=default, default_factory=factory, description=item.metadata.get("help")
+    )
+    info.annotation = hints[item.name]
+    return info
 
 
 def section_type(hint: Any) -> type | None:
@@ -93,5 +110,6 @@ def _class_at(kind: type, path: tuple[int | str, ...]) -> type | None:
     here: type | None = kind
     for key in path:
         if isinstance(key, str) and here is not None:
-            here = section_type(field_types(here).get(key))
+            info = fields_of(here).get(key)
+            here = section_type(info.annotation) if info else None
     return here

@@ -7,5 +7,5 @@ from pathlib import Path
 
 def hub_source(name: str) -> tuple[str, str | None]:
     """Split OWNER/NAME@REVISION; anything that exists here is a folder, whatever its name."""
-    source, found, revision = name.partition("@")
-    return (source, revision) if found and not Path(name).exists() else (name, None)
+    source, at, revision = name.partition("@")
+    return (source, revision) if at and not Path(name).exists() else (name, None)

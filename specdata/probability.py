@@ -1,8 +1,8 @@
 """The one place where logits become probabilities and where p and q are compared.
 
-p is always the target's distribution, q always the draft's. Everything is float32 or wider: half precision
-loses the small probabilities on which acceptance depends. Both distributions go through the same
-`probabilities`, because a token is verified against the distribution it was really drawn from.
+p is always the target's distribution, q always the draft's. Everything is float32 or wider: half
+precision loses the small probabilities on which acceptance depends. Both distributions go through
+the same `probabilities`, because a token is verified against the distribution it was drawn from.
 """
 
 from __future__ import annotations
@@ -106,10 +106,11 @@ def draw_one(probs: Tensor, generator: torch.Generator) -> int:
 
 
 def draw_several(probs: Tensor, count: int, generator: torch.Generator) -> list[int]:
-    """Draw independent tokens from one distribution (V,): what `draw` returns for as many equal rows.
+    """Draw `count` independent tokens from one distribution (V,).
 
-    (Up to rounding: over a large vocabulary, sums of blocks are rounded as the distribution itself is.) It
-    has lines of its own because a small draft's forward takes no longer than `draw` does.
+    They are what `draw` returns for as many equal rows, up to rounding: over a large vocabulary,
+    blocks are summed in the distribution's own precision. It is written apart from `draw` because
+    a small draft's forward takes no longer than `draw` does.
     """
     if probs.device.type != "cpu":
         return [int(token) for token in draw(probs.expand(count, -1), generator).tolist()]
@@ -117,18 +118,18 @@ def draw_several(probs: Tensor, count: int, generator: torch.Generator) -> list[
         count, generator=generator, dtype=torch.float64, device=generator.device
     ).tolist()
     if len(probs) < LARGE or len(probs) % BLOCK:
-        return [_invert(probs.cumsum(dim=-1, dtype=torch.float64), one) for one in uniforms]
+        return [_invert(probs.cumsum(dim=-1, dtype=torch.float64), uniform) for uniform in uniforms]
     # Sums of blocks first: a running sum over a large vocabulary takes twice as long.
     blocks = probs.reshape(-1, BLOCK)
     ends = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    total, found = float(ends[-1]), []
+    total, tokens = float(ends[-1]), []
     for uniform in uniforms:
         block = _invert(ends, uniform)
         before = float(ends[block - 1]) if block else 0.0
         share = (uniform * total - before) / (float(ends[block]) - before)
         inside = blocks[block].cumsum(dim=-1, dtype=torch.float64)
-        found.append(block * BLOCK + _invert(inside, max(0.0, share)))
-    return found
+        tokens.append(block * BLOCK + _invert(inside, max(0.0, share)))
+    return tokens
 
 
 def _invert(cdf: Tensor, uniform: float) -> int:

@@ -11,5 +11,5 @@ def process_count() -> int:
 
 
 def is_main() -> bool:
-    """Whether this is the process that keeps run.json and speaks."""
+    """Whether this is the process that writes run.json and prints."""
     return int(os.environ.get("RANK", "0")) == 0

@@ -15,9 +15,9 @@ SHOWN = 3
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A short hash of a tokenizer's id-to-token table, stored with everything made with it."""
-    table = sorted((index, token) for token, index in tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(table, ensure_ascii=False).encode()).hexdigest()[:16]
+    """A short hash of a tokenizer's vocabulary, stored with everything made with it."""
+    pairs = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(pairs, ensure_ascii=False).encode()).hexdigest()[:16]
 
 
 def check_shared_vocabulary(

@@ -1,4 +1,4 @@
-"""Labels: the right distributions, in any batch, piece and shard, under the sampler that they name."""
+"""Labels: the right distributions, in any batch, piece and shard, of the sampler they name."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def rollouts(count: int, *, vocab: int, seed: int = 0) -> list[Rollout]:
     """Rows of random lengths, longer ones anywhere."""
     draw = torch.Generator().manual_seed(seed)
 
-    def text(longest: int) -> list[int]:
+    def sequence(longest: int) -> list[int]:
         length = int(torch.randint(1, longest + 1, (), generator=draw))
         return torch.randint(2, vocab, (length,), generator=draw).tolist()
 
-    return [rollout(n, text(14), prompt=tuple(text(6))) for n in range(count)]
+    return [rollout(n, sequence(14), prompt=tuple(sequence(6))) for n in range(count)]
 
 
 def stored(folder: Path, rows: list[Rollout]) -> Path:
@@ -72,9 +72,9 @@ def labeller(
     )
 
 
-def close(one: list[Label], other: list[Label]) -> None:
+def close(labels: list[Label], others: list[Label]) -> None:
     """Equal up to rounding: batches of other shapes add up in another order."""
-    for a, b in zip(one, other, strict=True):
+    for a, b in zip(labels, others, strict=True):
         assert a["example_id"] == b["example_id"]
         assert a["draft_ids"] == b["draft_ids"]
         for name in ("accept_prob", "log_p", "log_q", "log_q_max", "overlap"):
@@ -88,7 +88,7 @@ def test_labels_are_the_acceptance_of_a_token_drawn_from_the_draft_along_the_tar
     target, draft = tiny_llama(0, vocab=12), tiny_llama(1, vocab=12)
     completion = [4, 5, 6, 7, 8]
     work = labeller(target, draft, sampling)
-    # Rows with one text and many names: every name has its own uniforms.
+    # Rows with one sequence and many names: every name has its own uniforms.
     labels = work([rollout(n, completion) for n in range(1500)])
     row = labels[-1]
     for index in range(len(completion)):
@@ -114,7 +114,7 @@ def test_labels_are_the_acceptance_of_a_token_drawn_from_the_draft_along_the_tar
 def test_labels_align_with_their_rollouts_and_do_not_depend_on_shards(tmp_path: Path) -> None:
     target, draft = tiny_llama(0, vocab=12), tiny_llama(1, vocab=12)
     source = load_stored(stored(tmp_path / "rollouts", rollouts(7, vocab=12)))
-    tables = []
+    datasets = []
     for size in (2, 7):
         make_labels(
             target,
@@ -127,9 +127,9 @@ def test_labels_align_with_their_rollouts_and_do_not_depend_on_shards(tmp_path: 
             settings=Settings({}),
             report=lambda rows: None,
         )
-        tables.append(load_stored(tmp_path / f"labels{size}").to_list())
-    assert tables[0] == tables[1]
-    for row, rolled in zip(tables[0], source, strict=True):
+        datasets.append(load_stored(tmp_path / f"labels{size}").to_list())
+    assert datasets[0] == datasets[1]
+    for row, rolled in zip(datasets[0], source, strict=True):
         assert {key: row[key] for key in rolled} == rolled
         lengths = {len(row[name]) for name in LABELS.names[len(ROLLOUTS) :]}
         assert lengths == {len(rolled["completion_ids"])}

@@ -11,7 +11,7 @@ import pytest
 from scipy.optimize import check_grad
 from scipy.special import expit, logit
 
-from eval.drafting.calibration import Calibration, calibrate, fit_calibration
+from eval.drafting.stopping.calibration import Calibration, calibrate, fit_calibration
 from recipes import run_eval
 from recipes.config import parse
 from specdata.probability import SamplingConfig

@@ -234,8 +234,8 @@ def test_methods_are_greedy_and_mistakes_in_them_are_named() -> None:
     assert read_method("{length: 7}") == DecodeConfig(length=7, temperature=0.0)
     assert read_method("{verifier: rrs, drafter: tree, widths: [2, 1]}").widths == (2, 1)
     for text, reason in {
-        "{length: 0}": "1 or larger",
-        "{lenght: 2}": "no setting of it is 'lenght'",
+        "{length: 0}": "length: must be greater than or equal to 1",
+        "{lenght: 2}": "lenght: unknown key: did you mean 'length'",
         "{temperature: 0.5}": "no setting of it is 'temperature'",
         "[1": "method",
         "K=4": "must be a mapping",

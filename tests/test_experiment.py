@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from eval.measuring.results import Results, Run, check_metrics, read_results, wr
 from eval.reporting.report import environment_rows, sections_of
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
+from specdata.storage.resume import as_settings
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import Prompt
 from tests.synthetic_results import ENVIRONMENT
@@ -25,24 +25,25 @@ PROMPTS = [
     for dataset in ("maths", "code")
     for number in range(5)
 ]
-PLAIN = MethodConfig("plain", engine="plain")
-TREE = MethodConfig("tree", verifier="traversal", drafter="tree", widths=(2, 2))
-PATHS = MethodConfig("paths", verifier="rrs", drafter="paths", paths=2, length=2)
+PLAIN = MethodConfig(name="plain", decoder="plain")
+TREE = MethodConfig(name="tree", verifier="traversal", drafter="tree", widths=(2, 2))
+PATHS = MethodConfig(name="paths", verifier="rrs", drafter="paths", paths=2, length=2)
 METHODS = [
     PLAIN,
-    MethodConfig("K=3", length=3),
-    MethodConfig("head", stop="head", threshold=0.5),
-    MethodConfig("cost", stop="cost", draft_seconds=0.1, token_seconds=1.0),
+    MethodConfig(name="K=3", length=3),
+    MethodConfig(name="head", stop="head", threshold=0.5),
+    MethodConfig(name="cost", stop="cost", draft_seconds=0.1, token_seconds=1.0),
     TREE,
-    replace(TREE, name="tree, as a batch", tree_attention=False),
-    replace(PATHS, path_drafts=("", "other")),
+    TREE.replace(name="tree, as a batch", tree_attention=False),
+    PATHS.replace(path_drafts=("", "other")),
 ]
 COUNTS = ("tokens", "finish", "rounds", "n_draft", "accepted", "depth", "draft_forwards")
 
 
 def evaluate(folder: Path, methods: list[MethodConfig], **settings: object) -> Results:
     sets = [PromptSet("maths", "test", 5), PromptSet("code", "test", 5)]
-    config = EvalConfig(sets, methods, max_new_tokens=12, warmup_tokens=1, **settings)  # type: ignore[arg-type]
+    config = EvalConfig(
+        sets=sets, methods=methods, max_new_tokens=12, warmup_tokens=1, **settings)  # type: ignore[arg-type]
     models = Artefacts(
         tiny_llama(2, vocab=40, layers=2),
         tiny_llama(1, vocab=40),
@@ -132,7 +133,7 @@ def test_each_path_is_drafted_by_the_model_named_for_it(timed: Results, tmp_path
     (several,) = (run for run in timed.of("maths") if run.method == "paths")
     assert several.parameters == {"paths": 2, "path_drafts": ["", "other"]}
     found = evaluate(
-        tmp_path, [PLAIN, PATHS, replace(PATHS, name="other", path_drafts=("other", "other"))]
+        tmp_path, [PLAIN, PATHS, PATHS.replace(name="other", path_drafts=("other", "other"))]
     )
     one, other = found.of("maths")[1:]
     assert len({str(counts(run)) for run in (several, one, other)}) == 3
@@ -149,7 +150,7 @@ def test_the_ablation_of_tree_attention_decodes_the_same_and_is_named(timed: Res
 def test_the_engine_reaches_every_method_of_ours_and_is_shown(
     timed: Results, tmp_path: Path
 ) -> None:
-    methods = [PLAIN, METHODS[1], MethodConfig("theirs", engine="transformers", length=3)]
+    methods = [PLAIN, METHODS[1], MethodConfig(name="theirs", decoder="assisted", length=3)]
     found = evaluate(tmp_path, methods, engine="captured")
     assert {run.method: run.parameters.get("engine") for run in found.runs} == {
         "plain": "captured",
@@ -162,4 +163,4 @@ def test_the_engine_reaches_every_method_of_ours_and_is_shown(
     assert ("engine", "eager") in environment_rows(timed)
     stored = json.loads((tmp_path / "prompts" / "maths-p0.json").read_text())
     assert stored["settings"]["engine"] == "captured"
-    assert stored["settings"]["methods"]["K=3"] == json.loads(json.dumps(asdict(METHODS[1])))
+    assert stored["settings"]["methods"]["K=3"] == as_settings(METHODS[1])

@@ -1,4 +1,4 @@
-"""What `python -m specdata.inspect` shows is what the table holds."""
+"""What `python -m specdata.inspect` shows is what the dataset holds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.tiny import tiny_llama
 V = 12
 
 
-def table(folder: Path, **settings: object) -> list[Rollout]:
+def stored(folder: Path, **settings: object) -> list[Rollout]:
     """Three shards of two sets."""
     rows = rollouts(9, vocab=V)
     for number, row in enumerate(rows):
@@ -46,7 +46,7 @@ def table(folder: Path, **settings: object) -> list[Rollout]:
 
 
 def labels(folder: Path) -> Path:
-    table(folder / "rollouts")
+    stored(folder / "rollouts")
     make_labels(
         tiny_llama(0, vocab=V),
         tiny_llama(1, vocab=V),
@@ -71,10 +71,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def test_groups_are_counted_as_they_are(tmp_path: Path) -> None:
-    rows = table(tmp_path)
-    found = summarise(tmp_path).groups
-    assert found.keys() == {"a/train", "b/train"}
-    for name, group in found.items():
+    rows = stored(tmp_path)
+    groups = summarise(tmp_path).groups
+    assert groups.keys() == {"a/train", "b/train"}
+    for name, group in groups.items():
         mine = [row for row in rows if row["dataset"] == name[0]]
         assert group.rows == len(mine)
         assert group.finish == Counter(row["finish"] for row in mine)
@@ -90,9 +90,9 @@ def test_acceptance_is_summed_over_positions_and_rows(
     monkeypatch.setattr(module, "ROWS_AT_ONCE", at_once)
     folder = labels(tmp_path)
     rows = load_stored(folder).to_list()
-    found = summarise(folder)
+    summary = summarise(folder)
     longest = max(len(row["overlap"]) for row in rows)
-    for name, spread in found.acceptance.items():
+    for name, spread in summary.acceptance.items():
         values = [value for row in rows for value in row[name]]
         assert spread.mean == pytest.approx(np.mean(values))
         assert spread.histogram.sum() == len(values)
@@ -102,13 +102,13 @@ def test_acceptance_is_summed_over_positions_and_rows(
             there = [row[name][position] for row in rows if len(row[name]) > position]
             assert spread.counts[position] == len(there)
             assert spread.sums[position] == pytest.approx(sum(there))
-    for name, group in found.groups.items():
+    for name, group in summary.groups.items():
         mine = [row["overlap"] for row in rows if f"{row['dataset']}/{row['split']}" == name]
         assert group.overlap == pytest.approx(sum(map(sum, mine)))
 
 
-def test_samples_come_from_all_over_the_table(tmp_path: Path) -> None:
-    rows = table(tmp_path)
+def test_samples_come_from_all_over_the_dataset(tmp_path: Path) -> None:
+    rows = stored(tmp_path)
     assert summarise(tmp_path, 3).samples == [rows[1], rows[4], rows[7]]
     assert summarise(tmp_path, 50).samples == rows
     assert summarise(tmp_path, 0).samples == []
@@ -141,7 +141,7 @@ def test_texts_are_those_of_the_targets_tokenizer_without_control_characters(
 ) -> None:
     words = tokenizer()
     words.save_pretrained(tmp_path / "target")
-    table(
+    stored(
         tmp_path / "rollouts",
         target={"name": str(tmp_path / "target"), "revision": "x"},
         tokenizer=fingerprint(words),
@@ -153,23 +153,23 @@ def test_texts_are_those_of_the_targets_tokenizer_without_control_characters(
     assert "\x1b[31m" not in shown
 
 
-def test_a_tokenizer_that_is_not_the_tables_is_not_used(
+def test_a_tokenizer_that_is_not_the_datasets_is_not_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer().save_pretrained(tmp_path / "target")
-    table(tmp_path / "rollouts", target=str(tmp_path / "target"), tokenizer="another")
+    stored(tmp_path / "rollouts", target=str(tmp_path / "target"), tokenizer="another")
     assert main([str(tmp_path / "rollouts")]) == 0
     assert "is not the one these rows were made with" in capsys.readouterr().out
 
 
 def test_dropped_prompts_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entry = {"name": "a", "split": "train", "kept": 5, "read": 8, "dropped": {"duplicate": 3}}
-    table(tmp_path, prompts=[entry])
+    stored(tmp_path, prompts=[entry])
     assert main([str(tmp_path)]) == 0
     assert "prompts of a/train: 5 of 8 kept; 3 duplicate" in capsys.readouterr().out
 
 
-def test_an_unfinished_table_is_shown_with_a_warning(
+def test_an_unfinished_dataset_is_shown_with_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = rollouts(6, vocab=V)
@@ -193,23 +193,23 @@ def test_an_unfinished_table_is_shown_with_a_warning(
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("empty", "holds no table"),
+        ("empty", "holds no dataset"),
         ("absent", "is not a folder"),
-        ("above", "tables are in"),
+        ("above", "datasets are in"),
         ("edited", "is not the file that was written"),
         ("foreign", "neither rollouts nor labels"),
         ("torn", "is not readable parquet"),
     ],
 )
-def test_what_is_no_table_is_refused(
+def test_what_is_no_dataset_is_refused(
     wrong: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "some" / "table"
+    folder = tmp_path / "some" / "dataset"
     folder.mkdir(parents=True)
     if wrong == "absent":
         folder = tmp_path / "nowhere"
     elif wrong != "empty":
-        table(folder)
+        stored(folder)
     shard = folder / "shard-00001.parquet"
     if wrong == "above":
         folder = folder.parent
@@ -229,7 +229,7 @@ def test_what_is_no_table_is_refused(
 
 
 def test_it_runs_as_a_module(tmp_path: Path) -> None:
-    table(tmp_path)
+    stored(tmp_path)
     command = [sys.executable, "-m", "specdata.inspect", str(tmp_path), "--samples", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

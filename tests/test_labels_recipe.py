@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from recipes import make_rollouts, train_head
-from recipes.run import cli
 from specdata.labels.make import load_labels
 from specdata.probability import SamplingConfig
 from tests.test_sharding import ROOT, pair
@@ -28,8 +27,8 @@ def labelled(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with rollouts and labels, made by one process, that keep ten logits a position."""
     folder = tmp_path_factory.mktemp("labelled")
     tree = yaml.safe_load((pair / "pair.yaml").read_text())
-    (one,) = tree["rollouts"]["sets"]
-    lines = Path(one["name"]).read_text().splitlines(keepends=True)
+    (prompt_set,) = tree["rollouts"]["sets"]
+    lines = Path(prompt_set["name"]).read_text().splitlines(keepends=True)
     (folder / "dev.jsonl").write_text("".join(lines[:4]))
     (folder / "train.jsonl").write_text("".join(lines[4:20]))
     tree["rollouts"] |= {
@@ -43,8 +42,8 @@ def labelled(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree |= {"labels": {"shard_size": 4, "top_logits": 10}, "head": {"depth": 1, "epochs": 1}}
     (folder / "pair.yaml").write_text(yaml.safe_dump(tree))
     asked = ["--config", str(folder / "pair.yaml")]
-    assert cli(make_rollouts.main, make_rollouts.stages, "", asked) == 0
-    assert cli(train_head.main, train_head.stages, "", asked) == 0
+    assert make_rollouts.RECIPE.run(asked) == 0
+    assert train_head.RECIPE.run(asked) == 0
     return folder
 
 
@@ -54,8 +53,8 @@ def unlabelled(labelled: Path, out: Path) -> list[str]:
     return ["--config", str(labelled / "pair.yaml"), "--output", str(out)]
 
 
-def content(table: Path) -> dict[str, bytes]:
-    files = [*table.glob("*.parquet"), table / "manifest.json"]
+def content(dataset: Path) -> dict[str, bytes]:
+    files = [*dataset.glob("*.parquet"), dataset / "manifest.json"]
     return {path.name: path.read_bytes() for path in files}
 
 
@@ -92,7 +91,7 @@ def test_labels_from_kept_logits_are_those_of_the_target_and_keep_none(
 ) -> None:
     asked = unlabelled(labelled, tmp_path / "out")
     asked += ["--labels.cache", str(labelled / "out" / "labels"), "--labels.top_logits", "0"]
-    assert cli(train_head.main, train_head.stages, "", asked) == 0
+    assert train_head.RECIPE.run(asked) == 0
     again = load_labels(tmp_path / "out" / "labels", SAMPLING)
     first = load_labels(labelled / "out" / "labels", SAMPLING)
     assert "top_ids" not in again.column_names
@@ -122,8 +121,8 @@ def test_kept_logits_that_do_not_fit_the_run_are_refused_before_anything_is_made
     asked = unlabelled(labelled, tmp_path / "out")
     asked += ["--labels.cache", str(labelled / "out" / "labels"), "--labels.top_logits", "0"]
     places = {"draft": str(pair / "draft"), "rollouts": str(tmp_path / "out" / "rollouts")}
-    asked += [places.get(one, one) for one in arguments]
-    assert cli(train_head.main, train_head.stages, "", asked) == 2
+    asked += [places.get(argument, argument) for argument in arguments]
+    assert train_head.RECIPE.run(asked) == 2
     assert message in capsys.readouterr().err
     assert not list((tmp_path / "out" / "labels").glob("[!.]*"))
 
@@ -132,7 +131,7 @@ def test_other_rollouts_than_those_of_the_kept_logits_are_refused(
     labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["--config", str(labelled / "pair.yaml"), "--output", str(tmp_path / "out")]
-    assert cli(make_rollouts.main, make_rollouts.stages, "", [*asked, "--seed", "1"]) == 0
+    assert make_rollouts.RECIPE.run([*asked, "--seed", "1"]) == 0
     asked += ["--labels.cache", str(labelled / "out" / "labels"), "--labels.top_logits", "0"]
-    assert cli(train_head.main, train_head.stages, "", asked) == 2
+    assert train_head.RECIPE.run(asked) == 2
     assert "rollouts: '" in capsys.readouterr().err

@@ -6,22 +6,18 @@ import re
 
 import pytest
 
+from eval.drafting.stopping.calibration import CalibratedRule, Calibration
 from eval.measuring.methods import (
     EvalConfig,
     MethodConfig,
-    asks_head,
     calibrates,
     check_methods,
-    decode_config,
-    drafts_of,
-    parameters,
     path_drafts,
     with_calibration,
 )
 from recipes import run_eval
 from recipes.config import parse
 from recipes.layout import eval_stage, release_stage
-from recipes.run import cli
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
 from specdata.prompts.config import PromptSet
@@ -45,12 +41,12 @@ def test_a_method_can_be_written_on_the_command_line() -> None:
         "--method=confidence .1",
     ]
     plain, tree, rule = parse(flags, "").config.eval.methods
-    assert (plain.engine, tree.name, tree.widths) == ("plain", "my tree", (2, 2))
-    assert rule.threshold == 0.1
+    assert (plain.decoder, tree.name, tree.widths) == ("plain", "my tree", (2, 2))
+    assert rule.stop.threshold == 0.1
 
 
 def test_the_selection_is_made_among_methods_given_on_the_command_line() -> None:
-    flags = ["--eval.methods", "[{name: plain, engine: plain}, {name: a}, {name: b}]"]
+    flags = ["--eval.methods", "[{name: plain, decoder: plain}, {name: a}, {name: b}]"]
     config = parse([*flags, "--method", "b"], "").config
     assert [method.name for method in config.eval.methods] == ["plain", "b"]
 
@@ -61,10 +57,11 @@ def test_the_selection_is_made_among_methods_given_on_the_command_line() -> None
         ("block K=9", "unknown method 'block K=9': did you mean 'block K=8'?"),
         ("zzz", "unknown method 'zzz': known: plain, K=2"),
         ("7", "unknown method '7'"),
-        ("{name: a, widht: [2]}", "unknown key eval.methods.1.widht: did you mean 'widths'?"),
+        ("{name: a, widht: [2]}", "method 'a': widht: unknown key: did you mean 'widths'?"),
         ("{verifier: block}", "eval.methods.1.*name"),
         ("{name: [", "not a YAML value"),
         ("{name: a, length: many}", "length: .*got 'many'"),
+        ("{name: a, stop: logit, calibration: [.nan, 1]}", "calibration.*finite number"),
     ],
 )
 def test_a_mistaken_method_is_named(text: str, message: str) -> None:
@@ -92,9 +89,8 @@ def test_two_methods_of_one_name_are_refused() -> None:
         ("{name: odd, stop: head, token_seconds: 1}", "stop head does not use token_seconds"),
         ("{name: odd, calibration: [1, 2]}", "stop fixed does not use calibration"),
         ("{name: odd, stop: logit, head: false}", "stop logit does not use head"),
-        ("{name: odd, stop: logit, calibration: [.nan, 1]}", "two numbers"),
-        ("{name: odd, stop: cost, draft_seconds: -1}", "0 .measured. or larger"),
-        ("{name: odd, engine: transformers, stop: logit}", "transformers does not use stop"),
+        ("{name: odd, stop: cost, draft_seconds: -1}", "draft_seconds: must be greater than or equal to 0"),
+        ("{name: odd, decoder: assisted, stop: logit}", "decoder assisted does not use stop"),
         ("{name: odd, tree_attention: false}", "drafter chain does not use tree_attention"),
         ("{name: odd, path_drafts: [other]}", "drafter chain does not use path_drafts"),
         (
@@ -113,16 +109,17 @@ def test_an_impossible_method_is_refused_by_name_before_any_model_is_loaded(
     """The models of this configuration do not exist, so loading one would be another error."""
     flags = ["--method", method, "--output", "nowhere", "--models.target", "nowhere/pair/target"]
     flags += ["--models.draft", "nowhere/pair/draft"]
-    assert cli(run_eval.main, run_eval.stages, "", flags) == 2
+    assert run_eval.RECIPE.run(flags) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert re.search(f"^error: method 'odd': .*{message}", said.err), said.err
+    where = r"(unusable configuration:\n  eval\.methods\.1: )?"
+    assert re.search(f"^error: {where}method 'odd': .*{message}", said.err), said.err
 
 
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("{name: odd, engine: transformers}", "one prompt at a time"),
+        ("{name: odd, decoder: assisted}", "one prompt at a time"),
         ("{name: odd, stop: cost}", "give draft_seconds and token_seconds"),
         ("{name: odd, stop: cost, token_seconds: 1}", "give draft_seconds and token_seconds"),
     ],
@@ -147,15 +144,15 @@ def test_batches_run_eagerly_and_hold_a_prompt() -> None:
 
 def test_path_drafts_are_numbered_from_the_draft_of_the_run() -> None:
     shape = {"verifier": "rrs", "drafter": "paths"}
-    first = MethodConfig("a", paths=3, path_drafts=("x", "", "x"), **shape)
-    second = MethodConfig("b", paths=2, path_drafts=("y", "x"), **shape)
-    assert decode_config(first, SamplingConfig()).path_drafts == (1, 0, 1)
-    assert decode_config(second, SamplingConfig()).path_drafts == (1, 2)
-    assert drafts_of(second) == ["", "y", "x"]
+    first = MethodConfig(name="a", paths=3, path_drafts=("x", "", "x"), **shape)
+    second = MethodConfig(name="b", paths=2, path_drafts=("y", "x"), **shape)
+    assert first.decoding(SamplingConfig()).path_drafts == (1, 0, 1)
+    assert second.decoding(SamplingConfig()).path_drafts == (1, 2)
+    assert second.drafts == ["", "y", "x"]
     config = evaluation(first, second)
     check_methods(config, SamplingConfig(), head=False)
     assert path_drafts(config) == ["x", "y"]
-    assert parameters(first) == {"paths": 3, "path_drafts": ["x", "", "x"]}
+    assert first.reported() == {"paths": 3, "path_drafts": ["x", "", "x"]}
 
 
 def test_path_drafts_are_inputs_of_the_evaluation() -> None:
@@ -165,32 +162,34 @@ def test_path_drafts_are_inputs_of_the_evaluation() -> None:
 
 
 def evaluation(*methods: MethodConfig) -> EvalConfig:
-    plain = MethodConfig("plain", engine="plain")
-    return EvalConfig([PromptSet("maths", "test", 1)], [plain, *methods])
+    plain = MethodConfig(name="plain", decoder="plain")
+    return EvalConfig(sets=[PromptSet("maths", "test", 1)], methods=[plain, *methods])
 
 
 def test_a_fitted_calibration_reaches_the_methods_that_give_none() -> None:
     config = evaluation(
-        MethodConfig("K=4"),
-        MethodConfig("logit", stop="logit"),
-        MethodConfig("mine", stop="logit", calibration=(9.0, 9.0)),
-        MethodConfig("cost", stop="cost"),
+        MethodConfig(name="K=4"),
+        MethodConfig(name="logit", stop="logit"),
+        MethodConfig(name="mine", stop="logit", calibration=(9.0, 9.0)),
+        MethodConfig(name="cost", stop="cost"),
     )
     assert calibrates(config)
     fitted = with_calibration(config, (1.5, 0.5))
     assert not calibrates(fitted)
     sampling = SamplingConfig()
-    found = {one.name: decode_config(one, sampling).calibration for one in fitted.methods}
-    assert found == {
-        "plain": (0.0, 1.0),
-        "K=4": (0.0, 1.0),
-        "logit": (1.5, 0.5),
-        "mine": (9.0, 9.0),
-        "cost": (1.5, 0.5),
+    models = {
+        method.name: method.decoding(sampling).stop.model
+        for method in fitted.methods
+        if isinstance(method.stop, CalibratedRule)
     }
-    assert parameters(fitted.methods[2]) == {"calibration": [1.5, 0.5]}
-    assert parameters(fitted.methods[1]) == {}
-    assert parameters(fitted.methods[4]) == {
+    assert models == {
+        "logit": Calibration(1.5, 0.5),
+        "mine": Calibration(9.0, 9.0),
+        "cost": Calibration(1.5, 0.5),
+    }
+    assert fitted.methods[2].reported() == {"calibration": [1.5, 0.5]}
+    assert fitted.methods[1].reported() == {}
+    assert fitted.methods[4].reported() == {
         "calibration": [1.5, 0.5],
         "draft_seconds": 0.0,
         "token_seconds": 0.0,
@@ -201,12 +200,12 @@ def test_a_fitted_calibration_reaches_the_methods_that_give_none() -> None:
 
 def test_the_cost_rule_works_with_and_without_a_head() -> None:
     with_head, without = (
-        MethodConfig("a", stop="cost"),
-        MethodConfig("b", stop="cost", head=False),
+        MethodConfig(name="a", stop="cost"),
+        MethodConfig(name="b", stop="cost", head=False),
     )
-    assert asks_head(with_head)
-    assert not asks_head(without)
-    assert not asks_head(MethodConfig("c"))
+    assert with_head.stop.reads_head
+    assert not without.stop.reads_head
+    assert not MethodConfig(name="c").stop.reads_head
     for head in (False, True):
         check_methods(evaluation(with_head, without), SamplingConfig(), head=head)
 
@@ -216,7 +215,7 @@ def test_another_list_of_methods_goes_to_another_folder_and_is_read_from_there()
     assert eval_stage(config).folder.name == "eval-k2"
     assert "eval-k2/results.json" in release_stage(config).inputs["results"]
     # Each method has its own key, so a refusal names those that differ.
-    assert set(eval_stage(config).settings["eval"]["methods"]) == {"plain", "K=2"}
+    assert set(eval_stage(config).settings.values["eval"]["methods"]) == {"plain", "K=2"}
     for bad in ("head", "eval/x", "../eval", ""):
         with pytest.raises(ConfigError, match="begins with 'eval'"):
             parse(["--eval.folder", f"'{bad}'"], "")

@@ -105,9 +105,9 @@ def test_drawing_one_token_is_drawing_a_row(size: int) -> None:
     distributions[1][-1] = 1.0
     distributions[2][0] = 1e-30
     for distribution in distributions:
-        one, other = (torch.Generator().manual_seed(5) for _ in range(2))
+        first, other = (torch.Generator().manual_seed(5) for _ in range(2))
         for count in (1, 1, 3, 200):
             rows = draw(distribution.expand(count, -1), other).tolist()
-            assert draw_several(distribution, count, one) == rows
+            assert draw_several(distribution, count, first) == rows
             assert all(distribution[token] > 0 for token in rows)
-        assert draw_one(distribution, one) == int(draw(distribution, other))
+        assert draw_one(distribution, first) == int(draw(distribution, other))

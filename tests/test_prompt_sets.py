@@ -124,15 +124,15 @@ def test_a_row_in_its_true_schema_becomes_the_text_or_the_message(
     source = write(tmp_path / f"copy.{write.__name__}", [row])
     split = "train" if name in ("alpaca", "dolly") else "test"
     wanted = PromptSet(name, split, 1, source=source, turns="first")
-    (found,) = load_prompts([wanted], PLAIN, seed=0).prompts
-    assert PLAIN.decode(found.ids[1:]) == plain
-    assert (found.dataset, found.split, found.messages) == (name, split, ())
-    (found,) = load_prompts([wanted], CHAT, seed=0).prompts
+    (prompt,) = load_prompts([wanted], PLAIN, seed=0).prompts
+    assert PLAIN.decode(prompt.ids[1:]) == plain
+    assert (prompt.dataset, prompt.split, prompt.messages) == (name, split, ())
+    (prompt,) = load_prompts([wanted], CHAT, seed=0).prompts
     if asked:
-        assert found.messages == ({"role": "user", "content": asked},)
-        assert found.ids == chat_ids(CHAT, found.messages)
+        assert prompt.messages == ({"role": "user", "content": asked},)
+        assert prompt.ids == chat_ids(CHAT, prompt.messages)
     else:  # text to continue is no message
-        assert CHAT.decode(found.ids[1:]) == plain
+        assert CHAT.decode(prompt.ids[1:]) == plain
 
 
 def test_alpaca_is_cut_as_40_10_and_2_by_content_alone(tmp_path: Path) -> None:
@@ -145,8 +145,10 @@ def test_alpaca_is_cut_as_40_10_and_2_by_content_alone(tmp_path: Path) -> None:
     # Another order, doubled rows and another seed move no prompt to another split.
     rows = pq.read_table(source).to_pylist()
     again = [
-        dataclasses.replace(one, source=parquet(tmp_path / "b.parquet", [*rows[::-1], *rows[:99]]))
-        for one in sets
+        dataclasses.replace(
+            prompt_set, source=parquet(tmp_path / "b.parquet", [*rows[::-1], *rows[:99]])
+        )
+        for prompt_set in sets
     ]
     moved = load_prompts(again, CHAT, seed=7)
     assert {prompt.example_id: prompt.split for prompt in moved.prompts} == where
@@ -177,7 +179,7 @@ def test_a_copy_of_the_repository_is_read_with_its_configurations_and_splits(
             )
     card = "---\nconfigs:\n" + "".join(
         f"- config_name: {subset}\n  data_files:\n"
-        + "".join(f"  - split: {one}\n    path: {subset}/{one}-*\n" for one in ("train", "test"))
+        + "".join(f"  - split: {name}\n    path: {subset}/{name}-*\n" for name in ("train", "test"))
         for subset in ("main", "socratic")
     )
     (tmp_path / "copy" / "README.md").write_text(card + "---\n")
@@ -214,10 +216,10 @@ def test_a_recorded_conversation_gives_a_prompt_a_turn(
     path = tmp_path / "share.json"
     path.write_text(json.dumps([SHAREGPT]))
     wanted = PromptSet("sharegpt", "train", 0, source=str(path), turns=turns)
-    found = load_prompts([wanted], CHAT, seed=0).prompts
-    assert [len(prompt.messages) for prompt in found] == lengths
-    assert found[-1].messages[-1]["role"] == "user"
-    assert found[-1].ids == chat_ids(CHAT, found[-1].messages)
+    prompts = load_prompts([wanted], CHAT, seed=0).prompts
+    assert [len(prompt.messages) for prompt in prompts] == lengths
+    assert prompts[-1].messages[-1]["role"] == "user"
+    assert prompts[-1].ids == chat_ids(CHAT, prompts[-1].messages)
     with pytest.raises(ConfigError, match="has no chat template"):
         load_prompts([wanted], PLAIN, seed=0)
 
@@ -225,12 +227,12 @@ def test_a_recorded_conversation_gives_a_prompt_a_turn(
 def test_questions_that_depend_on_an_answer_wait_as_follow_ups(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "question.jsonl", [ROWS["spec-bench"][0]])
     wanted = PromptSet("spec-bench", "test", 1, source=source)
-    (found,) = load_prompts([wanted], CHAT, seed=0).prompts
-    assert found.follow_ups == ("Now in one line.",)
+    (prompt,) = load_prompts([wanted], CHAT, seed=0).prompts
+    assert prompt.follow_ups == ("Now in one line.",)
     (first,) = load_prompts([dataclasses.replace(wanted, turns="first")], CHAT, seed=0).prompts
     assert first.follow_ups == ()
-    assert first.ids == found.ids
-    assert first.example_id != found.example_id
+    assert first.ids == prompt.ids
+    assert first.example_id != prompt.example_id
     with pytest.raises(ConfigError, match=r"has no chat template.*`turns: first`"):
         load_prompts([wanted], PLAIN, seed=0)
     with pytest.raises(ConfigError, match="with `chat: false` give `turns: first`"):
@@ -257,9 +259,9 @@ def test_any_file_with_prompts_or_messages_or_a_template_can_be_read(
         CHAT,
         seed=0,
     )
-    one, two, conversation, templated = loaded.prompts
+    first, second, conversation, templated = loaded.prompts
     # A plain prompt stays one, whatever the target; a file keeps its order.
-    assert [CHAT.decode(prompt.ids[1:]) for prompt in (one, two)] == ["One.", "Two."]
+    assert [CHAT.decode(prompt.ids[1:]) for prompt in (first, second)] == ["One.", "Two."]
     assert conversation.messages == tuple(talk)
     assert CHAT.decode(templated.ids[1:]) == "Q: Why? {not}\nA:"
     (asked,) = load_prompts([PromptSet(prompts, "train", 1, chat=True)], CHAT, seed=0).prompts

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.prompts.config import PromptSet
@@ -16,7 +17,7 @@ from specdata.vocabulary import check_shared_vocabulary, fingerprint
 
 
 @pytest.fixture(scope="module")
-def tokenizer():  # type: ignore[no-untyped-def]
+def tokenizer() -> PreTrainedTokenizerFast:
     texts = corpus(seed=0, examples_per_family=20, library_characters=5000)
     return train_tokenizer(texts, vocab_size=400)
 
@@ -27,25 +28,29 @@ def lines(path: Path, *rows: object) -> str:
 
 
 def test_prompts_of_a_file_keep_their_order_and_a_repeated_one_is_dropped(
-    tokenizer, tmp_path: Path
-) -> None:  # type: ignore[no-untyped-def]
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     name = lines(tmp_path / "mine.jsonl", *({"prompt": text} for text in ("a b", "c", "a b", "d")))
-    found = load_prompts([PromptSet(name, "train", 4)], tokenizer, seed=0).prompts
-    assert [tokenizer.decode(prompt.ids) for prompt in found] == ["a b", "c", "d"]
-    assert {(prompt.dataset, prompt.split) for prompt in found} == {("mine", "train")}
-    assert len({prompt.example_id for prompt in found}) == 3
+    loaded = load_prompts([PromptSet(name, "train", 4)], tokenizer, seed=0).prompts
+    assert [tokenizer.decode(prompt.ids) for prompt in loaded] == ["a b", "c", "d"]
+    assert {(prompt.dataset, prompt.split) for prompt in loaded} == {("mine", "train")}
+    assert len({prompt.example_id for prompt in loaded}) == 3
 
 
-def test_every_character_that_json_allows_may_stand_in_a_prompt(tokenizer, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_every_character_that_json_allows_may_stand_in_a_prompt(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     path = tmp_path / "odd.jsonl"
     text = "one\u2028two\u0085three \U0001f600"
     line = json.dumps({"prompt": text}, ensure_ascii=False)
     path.write_text("\ufeff" + line + "\r\n\n", encoding="utf-8", newline="")
-    (found,) = load_prompts([PromptSet(str(path), "train", 1)], tokenizer, seed=0).prompts
-    assert tokenizer.decode(found.ids) == text
+    (prompt,) = load_prompts([PromptSet(str(path), "train", 1)], tokenizer, seed=0).prompts
+    assert tokenizer.decode(prompt.ids) == text
 
 
-def test_two_files_of_one_name_are_refused(tokenizer, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_two_files_of_one_name_are_refused(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     (tmp_path / "sub").mkdir()
     names = [
         lines(path, {"prompt": "a"})
@@ -55,13 +60,13 @@ def test_two_files_of_one_name_are_refused(tokenizer, tmp_path: Path) -> None:  
         load_prompts([PromptSet(name, "test", 1) for name in names], tokenizer, seed=0)
 
 
-def test_splits_of_an_embedded_family_share_no_prompt(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_splits_of_an_embedded_family_share_no_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
     for family in FAMILIES:
         sets = [PromptSet(family, split, 40) for split in ("train", "dev", "test")]
-        found = load_prompts(sets, tokenizer, seed=0).prompts
-        assert len(found) == 120
+        loaded = load_prompts(sets, tokenizer, seed=0).prompts
+        assert len(loaded) == 120
         again = load_prompts(sets, tokenizer, seed=0).prompts
-        assert [prompt.ids for prompt in again] == [prompt.ids for prompt in found]
+        assert [prompt.ids for prompt in again] == [prompt.ids for prompt in loaded]
 
 
 @pytest.mark.parametrize(
@@ -80,8 +85,12 @@ def test_splits_of_an_embedded_family_share_no_prompt(tokenizer) -> None:  # typ
     ],
 )
 def test_an_unusable_file_is_named(
-    rows: list[str], count: int, message: str, tokenizer, tmp_path: Path
-) -> None:  # type: ignore[no-untyped-def]
+    rows: list[str],
+    count: int,
+    message: str,
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text("\n".join(rows))
     with pytest.raises(ConfigError, match=message):
@@ -89,17 +98,21 @@ def test_an_unusable_file_is_named(
 
 
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "instructions", "data.csv"])
-def test_an_unknown_set_says_what_there_is(name: str, tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_an_unknown_set_says_what_there_is(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read|unknown prompt set"):
         load_prompts([PromptSet(name, "train", 1)], tokenizer, seed=0)
 
 
-def test_an_unknown_split_and_too_many_prompts_are_refused(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_an_unknown_split_and_too_many_prompts_are_refused(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     with pytest.raises(ConfigError, match="split"):
         load_prompts([PromptSet("maths", "validation", 1)], tokenizer, seed=0)
 
 
-def test_tokenizers_that_differ_are_refused_with_the_first_ids(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_tokenizers_that_differ_are_refused_with_the_first_ids(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     check_shared_vocabulary(tokenizer, tokenizer)
     other = train_tokenizer(["another text, with other pieces"] * 3, vocab_size=270)
     assert fingerprint(other) != fingerprint(tokenizer)

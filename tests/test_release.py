@@ -178,7 +178,7 @@ def test_every_number_of_the_table_is_in_the_results(
     assert "95 %" in text
 
 
-def test_tables_of_a_card_are_rectangular(draft: Path, head: Path) -> None:
+def test_datasets_of_a_card_are_rectangular(draft: Path, head: Path) -> None:
     for folder in (draft, head):
         widths: list[int] = []
         for line in (folder / "README.md").read_text().splitlines():

@@ -10,7 +10,7 @@ import torch
 
 from eval.analysis.replay import best_of_each, compare, main, shown
 from eval.analysis.traces import AcceptanceTrace, acceptance_traces, head_probabilities
-from eval.drafting.calibration import Calibration
+from eval.drafting.stopping.calibration import Calibration
 from heads import AcceptanceHead
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset, load_stored
@@ -117,4 +117,4 @@ def test_a_folder_without_labels_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(tmp_path)]) == 2
-    assert "holds no table" in capsys.readouterr().err
+    assert "holds no dataset" in capsys.readouterr().err

@@ -101,7 +101,7 @@ def test_every_id_is_unique_and_every_reference_has_one(page: Page) -> None:
         assert set(wanted) <= set(ids)
 
 
-def test_tables_have_captions_and_drawings_have_words(page: Page, results: Results) -> None:
+def test_datasets_have_captions_and_drawings_have_words(page: Page, results: Results) -> None:
     tags = [tag for tag, _ in page.tags]
     assert tags.count("table") == tags.count("caption") >= len(results.datasets())
     drawings = [a for tag, a in page.tags if tag == "svg"]

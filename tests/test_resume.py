@@ -244,8 +244,8 @@ FIRST_LABELS = {
 
 def test_stages_of_the_demo_that_the_first_release_stored_are_the_same_now() -> None:
     config, defaults = parse([], "").config, defaults_of(PipelineConfig)
-    assert differences(FIRST_ROLLOUTS, rollouts_stage(config).settings, defaults) == []
-    assert differences(FIRST_LABELS, labels_stage(config).settings, defaults) == []
+    assert differences(FIRST_ROLLOUTS, rollouts_stage(config).settings.values, defaults) == []
+    assert differences(FIRST_LABELS, labels_stage(config).settings.values, defaults) == []
 
 
 def test_a_dataset_that_the_first_release_stored_is_finished_and_one_it_began_goes_on(
@@ -276,7 +276,7 @@ def test_a_dataset_that_the_first_release_stored_is_finished_and_one_it_began_go
     }
     write_json(tmp_path / "manifest.json", manifest)
     stage = rollouts_stage(parse([], "").config)
-    settings = Settings({**stage.settings, **made_of}, defaults_of(PipelineConfig))
+    settings = Settings({**stage.settings.values, **made_of}, defaults_of(PipelineConfig))
 
     def never() -> list[Rollout]:
         raise AssertionError("it is there already")

@@ -97,10 +97,10 @@ def test_the_joint_distribution_of_a_batch_is_plain_samplings(sampling: Sampling
 
 def test_a_row_is_the_same_alone_and_in_a_batch_of_other_lengths() -> None:
     model = tiny_llama(4, vocab=40, layers=2)
-    table = prompts(9)
+    asked = prompts(9)
     draws = uniforms(9, 20)
-    together = sample_batch(model, [prompt.ids for prompt in table], draws, SamplingConfig())
-    for index, prompt in enumerate(table):
+    together = sample_batch(model, [prompt.ids for prompt in asked], draws, SamplingConfig())
+    for index, prompt in enumerate(asked):
         alone = sample_batch(model, [prompt.ids], draws[index : index + 1], SamplingConfig())
         assert alone == [together[index]]
 
@@ -122,19 +122,19 @@ def test_rows_that_leave_change_nothing_in_models_with_other_caches_and_position
 ) -> None:
     model = make()
     model.generation_config.eos_token_id = [1, 5, 9, 17, 23]
-    table = prompts(12)
+    asked = prompts(12)
     draws = uniforms(12, 40)
-    together = sample_batch(model, [prompt.ids for prompt in table], draws, SamplingConfig())
+    together = sample_batch(model, [prompt.ids for prompt in asked], draws, SamplingConfig())
     assert len({len(row) for row in together}) > 4, "rows leave at different times"
-    for index, prompt in enumerate(table):
-        text = list(prompt.ids)
+    for index, prompt in enumerate(asked):
+        ids = list(prompt.ids)
         for step, token in enumerate(together[index]):
             with torch.inference_mode():
-                distribution = model(input_ids=torch.tensor([text])).logits[0, -1]
+                distribution = model(input_ids=torch.tensor([ids])).logits[0, -1]
             assert token == inverse_cdf(
                 probabilities(distribution, SamplingConfig()), draws[index, step]
             )
-            text.append(token)
+            ids.append(token)
 
 
 def test_the_growing_cache_holds_what_a_dynamic_cache_holds() -> None:
@@ -156,7 +156,7 @@ def backend(sampling: SamplingConfig = PLAIN, **changes: Any) -> TransformersBac
     return TransformersBackend(tiny_llama(4, vocab=40), sampling, **settings)
 
 
-def table_of(
+def rows_of(
     folder: Path, made: Backend, asked: Sequence[Prompt], dialogue: Any = None, **changes: Any
 ) -> list[Rollout]:
     config = RolloutConfig([PromptSet("d")], max_new_tokens=30, **changes)
@@ -173,20 +173,20 @@ def table_of(
 
 
 def by_key(rows: Sequence[Rollout]) -> dict[tuple[str, int, int], Rollout]:
-    found = {(row["example_id"], row["sample"], row["turn"]): row for row in rows}
-    assert len(found) == len(rows), "no row comes twice"
-    return found
+    by_id = {(row["example_id"], row["sample"], row["turn"]): row for row in rows}
+    assert len(by_id) == len(rows), "no row comes twice"
+    return by_id
 
 
 def test_neither_shards_batches_nor_order_change_a_completion(tmp_path: Path) -> None:
-    found = [
-        by_key(table_of(tmp_path / "a", backend(), prompts(10), shard_size=3)),
-        by_key(table_of(tmp_path / "b", backend(batch_size=4), prompts(10))),
-        by_key(table_of(tmp_path / "c", backend(), prompts(10)[::-1], shard_size=2)),
+    runs = [
+        by_key(rows_of(tmp_path / "a", backend(), prompts(10), shard_size=3)),
+        by_key(rows_of(tmp_path / "b", backend(batch_size=4), prompts(10))),
+        by_key(rows_of(tmp_path / "c", backend(), prompts(10)[::-1], shard_size=2)),
     ]
-    assert found[0] == found[1] == found[2]
+    assert runs[0] == runs[1] == runs[2]
     finishes = set()
-    for row in found[0].values():
+    for row in runs[0].values():
         assert END not in row["completion_ids"][:-1]
         assert (row["completion_ids"][-1] == END) == (row["finish"] == "eos")
         assert row["finish"] == "eos" or len(row["completion_ids"]) == 30
@@ -194,14 +194,14 @@ def test_neither_shards_batches_nor_order_change_a_completion(tmp_path: Path) ->
     assert finishes == {"eos", "length"}
     counts = read_manifest(tmp_path / "a")["counts"]
     assert counts["rows"] == 10
-    assert counts["tokens"] == sum(len(row["completion_ids"]) for row in found[0].values())
+    assert counts["tokens"] == sum(len(row["completion_ids"]) for row in runs[0].values())
     assert sum(counts["finish"].values()) == 10
 
 
 def test_samples_differ_and_the_first_is_what_a_single_one_would_be(tmp_path: Path) -> None:
-    one = by_key(table_of(tmp_path / "one", backend(), prompts(6)))
-    three = by_key(table_of(tmp_path / "three", backend(), prompts(6), samples=3, shard_size=4))
-    assert {key: row for key, row in three.items() if key[1] == 0} == one
+    first = by_key(rows_of(tmp_path / "one", backend(), prompts(6)))
+    three = by_key(rows_of(tmp_path / "three", backend(), prompts(6), samples=3, shard_size=4))
+    assert {key: row for key, row in three.items() if key[1] == 0} == first
     texts = {tuple(row["completion_ids"]) for row in three.values()}
     assert len(texts) > 12
     assert len(three) == 18
@@ -244,23 +244,23 @@ def test_later_turns_follow_the_models_own_answers(
                 f"id{n}", "d", "test", chat_ids(chat, messages), messages, ("w7", "w8 w9")[: n % 3]
             )
         )
-    made = TransformersBackend(tiny_llama(4, vocab=48), PLAIN, 30, 64, 3)
+    sampler = TransformersBackend(tiny_llama(4, vocab=48), PLAIN, 30, 64, 3)
     dialogue = Dialogue(chat, longest=200)
-    found = [
-        by_key(table_of(tmp_path / str(size), made, asked, dialogue, samples=2, shard_size=size))
+    runs = [
+        by_key(rows_of(tmp_path / str(size), sampler, asked, dialogue, samples=2, shard_size=size))
         for size in (2, 5)
     ]
-    assert found[0] == found[1]
-    assert len(found[0]) == turns_asked(asked, 2) == 2 * (1 + 2 + 3 + 1 + 2)
-    for (name, sample, turn), row in found[0].items():
-        prompt = next(one for one in asked if one.example_id == name)
+    assert runs[0] == runs[1]
+    assert len(runs[0]) == turns_asked(asked, 2) == 2 * (1 + 2 + 3 + 1 + 2)
+    for (name, sample, turn), row in runs[0].items():
+        prompt = next(prompt for prompt in asked if prompt.example_id == name)
         messages = list(prompt.messages)
         for earlier in range(turn):
-            answer = found[0][name, sample, earlier]["completion_ids"]
+            answer = runs[0][name, sample, earlier]["completion_ids"]
             text = chat.decode(answer, skip_special_tokens=True)
             messages.append({"role": "assistant", "content": text})
             messages.append({"role": "user", "content": prompt.follow_ups[earlier]})
         assert row["prompt_ids"] == chat_ids(chat, messages)
-    short = table_of(tmp_path / "short", made, asked, Dialogue(chat, longest=12), samples=2)
-    assert 10 <= len(short) < len(found[0]), "conversations end where the context does"
+    short = rows_of(tmp_path / "short", sampler, asked, Dialogue(chat, longest=12), samples=2)
+    assert 10 <= len(short) < len(runs[0]), "conversations end where the context does"
     assert all(len(row["prompt_ids"]) <= 12 for row in short)

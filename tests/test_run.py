@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import threading
 from pathlib import Path
@@ -12,13 +11,15 @@ import pytest
 from recipes.config import PipelineConfig, parse
 from recipes.inputs import fingerprint
 from recipes.layout import eval_stage, rollouts_stage
-from recipes.run import Stage, cli, finished, need, run_stage, wait_for
-from specdata.errors import ConfigError
-from specdata.prompts.config import PromptSet
+from recipes.recipe import Recipe
+from recipes.run import Stage, finished, need, run_stage, wait_for
+from specdata.errors import ConfigError, ManifestError
+from specdata.storage.resume import Settings
 
 
 def stage(folder: Path, seed: int = 0, source: str = "hub/model") -> Stage:
-    return Stage("work", folder, {"seed": seed}, {"model": source}, "little")
+    settings = Settings({"seed": seed}, remedy="take another seed")
+    return Stage("work", folder, settings, {"model": source}, "little")
 
 
 @pytest.fixture
@@ -64,10 +65,39 @@ def test_the_folder_of_another_run_is_refused_with_the_difference(
     tmp_path: Path, config: PipelineConfig
 ) -> None:
     run_stage(stage(tmp_path), config, dict)
-    with pytest.raises(ConfigError, match=r"settings\.seed: 0 -> 1"):
+    with pytest.raises(ConfigError, match=r"(?s)take another seed.*settings\.seed: 0 -> 1$"):
         run_stage(stage(tmp_path, seed=1), config, dict)
     with pytest.raises(ConfigError, match=r"inputs\.model: 'hub/model' -> 'hub/other'"):
         run_stage(stage(tmp_path, source="hub/other"), config, dict)
+
+
+def test_a_refused_evaluation_shows_the_methods_that_differ_and_names_eval_folder() -> None:
+    stored = eval_stage(parse([], "").config)
+    asked = eval_stage(parse(["--method", "K=2", "--method", "{name: mine, length: 3}"]).config)
+    with pytest.raises(ConfigError, match=r"--eval\.folder NAME") as refusal:
+        asked.settings.check(stored.settings.values, stored.folder)
+    assert "--output" not in str(refusal.value)
+    lines = str(refusal.value).splitlines()[1:]
+    assert all(line.startswith("  eval.methods.") for line in lines)
+    (mine,) = (line for line in lines if line.startswith("  eval.methods.mine: absent -> {"))
+    assert "'length': 3" in mine
+    assert "verifier" not in mine, "defaults are not shown"
+    assert not any(
+        line.startswith(("  eval.methods.K=2", "  eval.methods.plain")) for line in lines
+    )
+
+
+@pytest.mark.parametrize(("section", "option"), [("eval", "batch"), ("sampling", "top_k")])
+def test_an_option_that_an_old_run_did_not_have_counts_as_its_default(
+    section: str, option: str
+) -> None:
+    stage = eval_stage(parse([], "").config)
+    old = json.loads(json.dumps(stage.settings.values))
+    del old[section][option]
+    stage.settings.check(old, stage.folder)
+    changed = eval_stage(parse([f"--{section}.{option}", "2", "--eval.engine", "eager"]).config)
+    with pytest.raises(ConfigError, match=rf"{section}\.{option}: \d -> 2"):
+        changed.settings.check(old, stage.folder)
 
 
 def test_a_folder_with_foreign_files_is_refused(tmp_path: Path, config: PipelineConfig) -> None:
@@ -76,7 +106,7 @@ def test_a_folder_with_foreign_files_is_refused(tmp_path: Path, config: Pipeline
         run_stage(stage(tmp_path), config, dict)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
     (tmp_path / "run.json").write_text('{"who": "someone else"}')
-    with pytest.raises(ConfigError, match="not written by this program"):
+    with pytest.raises(ManifestError, match="not written by this program"):
         run_stage(stage(tmp_path), config, dict)
 
 
@@ -125,22 +155,16 @@ def test_an_output_that_cannot_be_written_is_refused(
         run_stage(stage(tmp_path / "file" / "work"), config, dict)
 
 
-def test_prompt_files_are_inputs_and_a_changed_one_is_refused(
-    tmp_path: Path, config: PipelineConfig
-) -> None:
+def test_prompt_files_are_inputs_and_a_changed_one_is_refused(tmp_path: Path) -> None:
     prompts = tmp_path / "mine.jsonl"
     prompts.write_text('{"prompt": "a"}')
-    sets = [PromptSet(str(prompts), "test", 1)]
-    changed = dataclasses.replace(
-        config,
-        output=str(tmp_path / "out"),
-        rollouts=dataclasses.replace(config.rollouts, sets=sets),
-        eval=dataclasses.replace(config.eval, sets=sets),
-    )
+    sets = f"[{{name: {prompts}, count: 1}}]"
+    flags = [f"--output={tmp_path}/out", "--rollouts.sets", sets, "--eval.sets", sets]
+    changed = parse(flags).config
     assert str(prompts) in rollouts_stage(changed).inputs.values()
     described = eval_stage(changed)
     assert str(prompts) in described.inputs.values()
-    alone = Stage("work", tmp_path / "work", {}, {"prompts": str(prompts)}, "little")
+    alone = Stage("work", tmp_path / "work", Settings({}), {"prompts": str(prompts)}, "little")
     run_stage(alone, changed, dict)
     prompts.write_text('{"prompt": "b"}')
     with pytest.raises(ConfigError, match=r"inputs\.prompts"):
@@ -165,7 +189,7 @@ def test_exit_status_is_1_for_trouble_outside_and_2_for_unusable_input(
         def main(_config: PipelineConfig) -> None:
             raise error
 
-        return cli(main, lambda _config: [], "", [])
+        return Recipe(main, lambda _config: [], "", ()).run([])
 
     assert fail(OSError("No space left on device")) == 1
     assert "No space left" in capsys.readouterr().err

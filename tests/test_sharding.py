@@ -17,10 +17,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from recipes.make_rollouts import main, stages
-from recipes.run import cli
+from recipes.make_rollouts import RECIPE
 from specdata.storage.dataset import load_stored
-from tests.test_tables import small_disk
+from tests.test_datasets import small_disk
 from tests.test_vllm import serving
 from tests.tiny import tiny_llama
 
@@ -86,14 +85,14 @@ def start(pair: Path, folder: Path, count: int, *arguments: str) -> list[subproc
 def end(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     """Exit status and stderr of each."""
     errors = [process.communicate(timeout=120)[1] for process in processes]
-    return [(one.returncode, text) for one, text in zip(processes, errors, strict=True)]
+    return [(process.returncode, text) for process, text in zip(processes, errors, strict=True)]
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    table = folder / "out" / "rollouts"
+    dataset = folder / "out" / "rollouts"
     return {
         path.name: path.read_bytes()
-        for path in table.iterdir()
+        for path in dataset.iterdir()
         if path.is_file() and path.name != "run.json"
     }
 
@@ -122,15 +121,15 @@ def test_several_processes_make_the_bytes_of_one(
 def test_rollouts_killed_at_any_moment_end_with_the_same_bytes(
     pair: Path, tmp_path: Path, alone: dict[str, bytes], count: int
 ) -> None:
-    table = tmp_path / "out" / "rollouts"
+    dataset = tmp_path / "out" / "rollouts"
     for moment in ("manifest.json", ".progress/shard-00006.parquet.json"):
         processes = start(pair, tmp_path, count)
-        while not list(table.glob(moment)):
+        while not list(dataset.glob(moment)):
             assert all(process.poll() is None for process in processes), "too late to kill it"
         for process in processes:
             process.send_signal(signal.SIGKILL)
         assert [status for status, _ in end(processes)] == [-signal.SIGKILL] * count
-    assert not json.loads((table / "manifest.json").read_text())["finished"]
+    assert not json.loads((dataset / "manifest.json").read_text())["finished"]
     assert [status for status, _ in end(start(pair, tmp_path, 3 - count))] == [0] * (3 - count)
     assert content(tmp_path) == alone
 
@@ -139,8 +138,8 @@ def test_when_one_process_dies_the_main_one_does_its_work(
     pair: Path, tmp_path: Path, alone: dict[str, bytes]
 ) -> None:
     main, other = start(pair, tmp_path, 2)
-    table = tmp_path / "out" / "rollouts"
-    while not list(table.glob("shard-00010.parquet")):
+    dataset = tmp_path / "out" / "rollouts"
+    while not list(dataset.glob("shard-00010.parquet")):
         assert main.poll() is None
     other.send_signal(signal.SIGKILL)
     assert [status for status, _ in end([main, other])] == [0, -signal.SIGKILL]
@@ -183,7 +182,7 @@ def test_what_cannot_work_is_refused_with_what_to_do(
     message: str,
 ) -> None:
     whole = ["--config", str(pair / "pair.yaml"), "--output", str(tmp_path / "out"), *arguments]
-    assert cli(main, stages, "", whole) == 2
+    assert RECIPE.run(whole) == 2
     assert message in capsys.readouterr().err
 
 
@@ -195,11 +194,11 @@ def test_the_recipe_asks_a_vllm_server_that_the_configuration_names(
     whole += ["--rollouts.max_new_tokens", "20"]
     with serving() as server:
         whole += ["--rollouts.vllm.url", server.url]
-        assert cli(main, stages, "", whole) == 2
+        assert RECIPE.run(whole) == 2
         assert f"serves 'served', not '{pair}/target'" in capsys.readouterr().err
         whole += ["--rollouts.vllm.model", "served"]
-        assert cli(main, stages, "", whole) == 0
+        assert RECIPE.run(whole) == 0
         assert len(server.bodies) == 2 * PROMPTS
     assert len(load_stored(tmp_path / "out" / "rollouts")) == 2 * PROMPTS
-    assert cli(main, stages, "", [*whole, "--output", str(tmp_path / "gone")]) == 1
+    assert RECIPE.run([*whole, "--output", str(tmp_path / "gone")]) == 1
     assert "did not answer /v1/models in 1 tries" in capsys.readouterr().err

@@ -11,11 +11,11 @@ from scipy.stats import chi2
 
 from eval.analysis import optimal_stopping
 from eval.analysis.optimal_stopping import AcceptanceChain, Costs
-from eval.decode_config import RULES
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.drafting.calibration import Calibration
-from eval.drafting.cost_rule import CostRule, worth_drafting
-from eval.drafting.stopping import DraftedToken, calibrated
+from eval.drafting.stopping import STOPPING_RULES, DraftedToken
+from eval.drafting.stopping.calibration import Calibration
+from eval.drafting.stopping.cost import CostEstimates, worth_drafting
+from eval.drafting.stopping.logit import Logit
 from eval.measuring.records import check_identity, record_prompt
 from eval.rounds import Round
 from heads import AcceptanceHead
@@ -47,8 +47,7 @@ def test_the_joint_distribution_is_plain_samplings_with_every_verifier_of_chains
     name: str, asks: bool, verifier: str
 ) -> None:
     """Over several rounds; fails by chance once in 1e6."""
-    fields = {key: getattr(NEW[name], key) for key in DecodeConfig.__slots__}
-    config = DecodeConfig(**{**fields, "verifier": verifier})
+    config = NEW[name].replace(verifier=verifier)
     target, draft = tiny_llama(0), tiny_llama(1)
     distribution = joint_distribution(target, PROMPT, 4, config.sampling)
     decoder = SpeculativeDecoder.from_config(target, draft, config, head() if asks else None)
@@ -69,7 +68,7 @@ def test_the_joint_distribution_is_plain_samplings_with_every_verifier_of_chains
     assert chi2.sf(statistic, len(cells) - 1) > 1e-6
 
 
-@pytest.mark.parametrize("stop", RULES)
+@pytest.mark.parametrize("stop", STOPPING_RULES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_rule_drops_a_drawn_token_or_passes_its_limit_or_the_budget(
     stop: str, temperature: float
@@ -93,7 +92,7 @@ def test_no_rule_drops_a_drawn_token_or_passes_its_limit_or_the_budget(
         room = 13
         for one in out.rounds:
             # A token is drawn from each forward of the draft: more forwards would be a drop.
-            assert one.draft_forwards == one.drafted <= min(config.limit, room - 1)
+            assert one.draft_forwards == one.drafted <= min(config.stop.longest, room - 1)
             room -= one.emitted
         record = record_prompt("a", out.rounds, seconds=out.seconds, finish=out.finish)
         check_identity(record)
@@ -138,7 +137,7 @@ def distribution(accept: float) -> torch.Tensor:
 
 
 def test_the_logit_rule_multiplies_calibrated_probabilities_of_all_tokens() -> None:
-    rule = calibrated(Calibration(0.4, 0.7), 0.5, limit=20)
+    rule = Logit(calibration=(0.4, 0.7), threshold=0.5).start(None)
     for confidences in ([0.9, 0.8, 0.6, 0.5, 0.4], [0.3], [0.99, 0.2, 0.9]):
         stop, survival = rule.begin(), 1.0
         for q_max in confidences:
@@ -149,8 +148,8 @@ def test_the_logit_rule_multiplies_calibrated_probabilities_of_all_tokens() -> N
 
 def test_a_one_hot_distribution_stops_nothing() -> None:
     for rule in (
-        calibrated(Calibration(), 0.5, limit=20).begin(),
-        CostRule(Calibration(), draft_seconds=0.1, token_seconds=1.0).begin(),
+        Logit(threshold=0.5).start(None).begin(),
+        CostEstimates(Calibration(), draft_seconds=0.1, token_seconds=1.0).begin(),
     ):
         assert not any(rule(DraftedToken(0, torch.eye(4)[1], None)) for _ in range(100))
 
@@ -161,7 +160,7 @@ def test_the_cost_rule_undoes_the_heads_bias_and_judges_the_newest_token_by_its_
     made = head(weight=6.0)
     states = torch.randn(6, 16, generator=torch.Generator().manual_seed(3)) / 8
     for share in (0.05, 0.2, 0.4, 0.6):
-        rule = CostRule(
+        rule = CostEstimates(
             Calibration(), made, draft_seconds=share, token_seconds=1.0, mean_acceptance=0.9
         )
         stop, known = rule.begin(), 1.0
@@ -206,7 +205,7 @@ def test_the_measured_cost_rule_lies_between_the_optimum_and_the_best_fixed_leng
     """It starts without knowing costs, mean acceptance or calibration, and reads times only."""
     accept, weights, draft, optimum = golden
     chance = random.Random(0)
-    rule = CostRule(Calibration(1.0, 0.5))
+    rule = CostEstimates(Calibration(1.0, 0.5))
     seconds, emitted = 0.0, 0
     for turn in range(6000):
         stop, seen = rule.begin(), list[float]()
@@ -241,7 +240,7 @@ def test_the_measured_cost_rule_lies_between_the_optimum_and_the_best_fixed_leng
 
 def test_the_prices_of_a_drafted_token_include_the_targets_share() -> None:
     """The target takes longer for a longer draft; one more token costs that as well."""
-    rule = CostRule(Calibration())
+    rule = CostEstimates(Calibration())
     for turn in range(64):
         k = 1 + turn % 5
         rule.begin()
@@ -253,11 +252,11 @@ def test_the_prices_of_a_drafted_token_include_the_targets_share() -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"calibration": (0.0, float("nan"))}, "two numbers"),
-        ({"calibration": (1.0,)}, "two numbers"),
-        ({"draft_seconds": -1.0}, "0 \\(measured\\) or larger"),
-        ({"token_seconds": float("inf")}, "0 \\(measured\\) or larger"),
-        ({"mean_acceptance": 0.0}, "mean_acceptance must lie"),
+        ({"calibration": (0.0, float("nan"))}, "calibration.*finite number"),
+        ({"calibration": (1.0,)}, "calibration.*missing"),
+        ({"draft_seconds": -1.0}, "draft_seconds: must be greater than or equal to 0"),
+        ({"token_seconds": float("inf")}, "token_seconds: must be a finite number"),
+        ({"mean_acceptance": 0.0}, "mean_acceptance: must be greater than 0"),
         ({"verifier": "greedy_block"}, "must not depend on drafted tokens"),
         ({"verifier": "traversal", "drafter": "tree", "widths": (2, 2)}, "ends chains"),
     ],

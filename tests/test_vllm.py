@@ -60,8 +60,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         entry = {"id": "served", "object": "model", "root": "/models/x", "max_model_len": 128}
-        found = self.path == "/v1/models"
-        self.answer(200 if found else 404, {"object": "list", "data": [entry]})
+        is_list = self.path == "/v1/models"
+        self.answer(200 if is_list else 404, {"object": "list", "data": [entry]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -187,12 +187,12 @@ def test_every_field_that_decides_the_distribution_is_sent_and_each_request_has_
 
 def test_a_completion_ends_with_its_end_token_or_at_its_longest() -> None:
     with serving() as server, client(server) as backend:
-        found = backend.complete(requests(12))
-    assert {one.finish for one in found} == {"eos", "length"}
-    for one in found:
-        assert END not in one.ids[:-1]
-        assert (one.ids[-1] == END) == (one.finish == "eos")
-        assert one.finish == "eos" or len(one.ids) == 20
+        completions = backend.complete(requests(12))
+    assert {completion.finish for completion in completions} == {"eos", "length"}
+    for completion in completions:
+        assert END not in completion.ids[:-1]
+        assert (completion.ids[-1] == END) == (completion.finish == "eos")
+        assert completion.finish == "eos" or len(completion.ids) == 20
 
 
 def test_another_model_a_wrong_address_and_a_dead_server_are_told_apart() -> None:

@@ -25,7 +25,7 @@ from rich.table import Table
 from eval.analysis import oracle
 from eval.analysis.oracle import Plan, ReplayCounts, dinkelbach, replay
 from eval.analysis.traces import AcceptanceTrace, acceptance_traces
-from eval.drafting.calibration import Calibration, fit_calibration
+from eval.drafting.stopping.calibration import Calibration, fit_calibration
 from heads import AcceptanceHead
 from specdata.errors import ConfigError, ManifestError
 from specdata.models import load_model

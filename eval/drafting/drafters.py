@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eval.drafting.stopping import DraftedToken, StoppingRule
+from eval.drafting.stopping import ActiveRule, DraftedToken
 from eval.drafting.tree_builder import TreeBuilder, drawn_chain
 from eval.drafts import DraftTree, How, TreeShape
 from eval.rounds import Round
@@ -71,7 +71,7 @@ class ChainDrafter:
     """
 
     def __init__(
-        self, sequence: CachedSequence, rule: StoppingRule, end_tokens: frozenset[int]
+        self, sequence: CachedSequence, rule: ActiveRule, end_tokens: frozenset[int]
     ) -> None:
         self._sequence = sequence
         self._rule = rule
@@ -84,7 +84,7 @@ class ChainDrafter:
         should_stop = self._rule.begin()
         sequence = self._sequence
         uncached = committed[sequence.length :]
-        planned = min(max_depth, self._rule.limit)
+        planned = min(max_depth, self._rule.longest)
         tokens: list[int] = []
         distributions: list[Tensor] = []
         while len(tokens) < planned:

@@ -1,29 +1,36 @@
-"""Where figures were measured: hardware, package versions, commit."""
+"""Where something was measured: hardware, package versions, commit.
+
+Cores and memory come from psutil, which knows them on every system. The processor's name does not:
+psutil has none, and py-cpuinfo takes about a second, in subprocesses, for the line of /proc/cpuinfo
+that is read here.
+"""
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
-import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
-from pydantic import BaseModel, ConfigDict
+from eval.measuring.records import Strict
 
 _PACKAGES = ("torch", "transformers", "numpy", "accelerate", "huggingface_hub", "safetensors")
 
 
-class Strict(BaseModel):
-    """No unknown field, no silent conversion, no NaN."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
 class Environment(Strict):
-    """Where and with what the figures were measured; a speed means nothing without it."""
+    """Where and with what something was measured; a speed means nothing without it.
+
+    Attributes:
+        hardware: cpu, cores this process may use, threads of torch, memory_gib, gpu and cuda.
+        software: versions of Python and of the packages that matter.
+        git_commit: of this code; None for an installed copy.
+        git_dirty: whether files were changed since that commit.
+        date: of the measurement, ISO 8601.
+        device: of the models, such as "cpu" or "cuda:0".
+        dtype: of the models.
+        batch_size: prompts decoded together.
+    """
 
     hardware: dict[str, str | int | float | None]
     software: dict[str, str]
@@ -37,6 +44,9 @@ class Environment(Strict):
 
 def describe_environment(*, device: str, dtype: str, batch_size: int = 1) -> Environment:
     """Describe this machine, the packages and the commit this code comes from."""
+    import psutil
+    import torch  # here: whoever only reads results does not need it
+
     on_gpu = device.startswith("cuda") and torch.cuda.is_available()
     commit, dirty = _git_state(Path(__file__))
     return Environment(
@@ -44,7 +54,7 @@ def describe_environment(*, device: str, dtype: str, batch_size: int = 1) -> Env
             "cpu": _cpu_name(),
             "cores": _cores(),
             "threads": torch.get_num_threads(),
-            "memory_gib": _memory_gib(),
+            "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
             "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
             "cuda": torch.version.cuda if on_gpu else None,
         },
@@ -59,24 +69,23 @@ def describe_environment(*, device: str, dtype: str, batch_size: int = 1) -> Env
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:  # an extra that is not installed
             continue
-    return found
+    return versions
 
 
 def _cores() -> int | None:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    """Cores this process may use; all logical ones on systems without affinity (macOS)."""
+    import psutil
 
-
-def _memory_gib() -> float | None:
-    if sys.platform != "linux":
-        return None
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    if psutil.LINUX or psutil.WINDOWS:
+        return len(psutil.Process().cpu_affinity())
+    cores: int | None = psutil.cpu_count()
+    return cores
 
 
 def _cpu_name() -> str:

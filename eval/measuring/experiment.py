@@ -8,7 +8,7 @@ are wanted, prompts are decoded in batches (`EvalConfig.batch`) and stored group
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,26 +16,20 @@ from transformers import PreTrainedModel
 
 from eval.decoder import Generation, SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
+from eval.measuring.bias import measure_bias
 from eval.measuring.environment import Environment
-from eval.measuring.methods import (
-    EvalConfig,
-    MethodConfig,
-    asks_head,
-    decode_config,
-    deepest,
-    drafts_of,
-    parameters,
-)
-from eval.measuring.records import PromptRecord, record_prompt
+from eval.measuring.methods import EvalConfig, MethodConfig, rewritten
+from eval.measuring.records import PromptRecord, RecordStore, record_prompt
 from eval.measuring.results import Method, Results, build_results
-from eval.measuring.store import RecordStore
 from eval.verifiers import VERIFIERS
 from heads import AcceptanceHead
-from specdata.probability import SamplingConfig
 from specdata.prompts.loading import Prompt
+from specdata.sampling import SamplingConfig
 from specdata.seeds import generator_for, seed_for
+from specdata.storage.resume import Settings, as_settings, defaults_of
 
-Report = Callable[[int], object]
+Progress = Callable[[int], object]
+"""Called with the number of generations that are done since the last call."""
 BATCHES = 4
 """Batches in a group, which is decoded and stored as a whole; rows are refilled within a group."""
 
@@ -68,7 +62,7 @@ def run_experiment(
     sampling: SamplingConfig,
     seed: int,
     environment: Environment,
-    report: Report,
+    report: Progress,
 ) -> Results:
     """Decode every prompt with every method.
 
@@ -85,7 +79,9 @@ def run_experiment(
     Returns:
         The results, ready to be written.
     """
-    store = RecordStore(folder / "prompts", config, sampling, seed, environment)
+    names = [method.name for method in config.methods]
+    settings = _settings(folder, config, sampling, seed, environment)
+    store = RecordStore(folder / "prompts", names, settings)
     stored = [prompt for prompt in prompts if store.has(prompt)]
     for prompt in stored:
         store.get(prompt)  # refuses other settings before anything is measured
@@ -117,7 +113,7 @@ def _time(
     config: EvalConfig,
     sampling: SamplingConfig,
     seed: int,
-    report: Report,
+    report: Progress,
 ) -> None:
     """Decode the prompts that are not stored one by one, with every method in turn."""
     runners = {
@@ -133,13 +129,14 @@ def _time(
         # Another method goes first each time, so none profits from its place.
         first = turn % len(names)
         order = names[first:] + names[:first]
-        records = {}
+        outs = {}
         for name in order:
-            out = runners[name](prompt, config.max_new_tokens)
-            records[name] = record_prompt(
-                prompt.example_id, out.rounds, seconds=out.seconds, finish=out.finish
-            )
+            outs[name] = runners[name](prompt, config.max_new_tokens)
             report(1)
+        records = {
+            method.name: _record(models, method, sampling, prompt, outs[method.name], timed=True)
+            for method in config.methods
+        }
         store.put(prompt, records)
 
 
@@ -150,9 +147,9 @@ def _count(
     config: EvalConfig,
     sampling: SamplingConfig,
     seed: int,
-    report: Report,
+    report: Progress,
 ) -> None:
-    """Decode the prompts in batches: the same texts and counts, but no times.
+    """Decode the prompts in batches: the same tokens and counts, but no times.
 
     Groups do not depend on what is stored: a batch rounds differently with other neighbours, and an
     interrupted evaluation shall end as it would have.
@@ -166,8 +163,8 @@ def _count(
             report(len(group) * len(decoders))
             continue
         records: list[dict[str, PromptRecord]] = [{} for _ in group]
-        for name, decoder in decoders.items():
-            outs = decoder.generate_batch(
+        for method in config.methods:
+            outs = decoders[method.name].generate_batch(
                 [torch.tensor(prompt.ids) for prompt in group],
                 max_new_tokens=config.max_new_tokens,
                 generators=[generator_for(seed, "eval", prompt.example_id) for prompt in group],
@@ -175,11 +172,70 @@ def _count(
                 report=report,
             )
             for prompt, out, record in zip(group, outs, records, strict=True):
-                record[name] = record_prompt(
-                    prompt.example_id, out.rounds, seconds=None, finish=out.finish
-                )
+                record[method.name] = _record(models, method, sampling, prompt, out, timed=False)
         for prompt, record in zip(group, records, strict=True):
             store.put(prompt, record)
+
+
+def _record(
+    models: Artefacts,
+    method: MethodConfig,
+    sampling: SamplingConfig,
+    prompt: Prompt,
+    out: Generation,
+    *,
+    timed: bool,
+) -> PromptRecord:
+    """What is stored of a generation; the bias of a biased verifier is measured now, untimed."""
+    record = record_prompt(
+        prompt.example_id,
+        out.rounds,
+        seconds=out.seconds if timed else None,
+        finish=out.finish,
+    )
+    if _lossless(method) or method.drafter != "chain":
+        return record
+    variation, tokens = measure_bias(
+        models.target,
+        models.draft,
+        method.decoding(sampling).make_verifier(),
+        sampling,
+        torch.tensor(prompt.ids),
+        out,
+    )
+    return replace(record, variation=variation, variation_tokens=tokens)
+
+
+def _lossless(method: MethodConfig) -> bool:
+    """Whether the output distribution is proved to be the target's."""
+    return method.decoder != "speculative" or VERIFIERS[method.verifier].lossless
+
+
+def _settings(
+    folder: Path,
+    config: EvalConfig,
+    sampling: SamplingConfig,
+    seed: int,
+    environment: Environment,
+) -> Settings:
+    """What decides the records of a prompt."""
+    return Settings(
+        {
+            "methods": {method.name: as_settings(method) for method in config.methods},
+            "max_new_tokens": config.max_new_tokens,
+            "engine": config.engine,
+            "batch": config.batch,
+            "sampling": as_settings(sampling),
+            "seed": seed,
+            # Times of two machines must not end up in one table.
+            "hardware": environment.hardware,
+            "device": environment.device,
+            "dtype": environment.dtype,
+        },
+        defaults_of(EvalConfig) | defaults_of(SamplingConfig, "sampling"),
+        f"choose another folder with --eval.folder NAME, or remove {folder}",
+        rewritten,
+    )
 
 
 def _runner(
@@ -189,12 +245,12 @@ def _runner(
     sampling: SamplingConfig,
     seed: int,
 ) -> Callable[[Prompt, int], Generation]:
-    if method.engine == "transformers":
+    if method.decoder == "assisted":
         return lambda prompt, budget: assisted_generate(
             models.target,
             models.draft,
             torch.tensor(prompt.ids),
-            length=method.length,
+            length=method.stop.longest,
             sampling=sampling,
             max_new_tokens=budget,
             seed=seed_for(seed, "eval", prompt.example_id),
@@ -211,12 +267,12 @@ def _runner(
 def _decoder(
     models: Artefacts, method: MethodConfig, config: EvalConfig, sampling: SamplingConfig
 ) -> SpeculativeDecoder:
-    drafts = [models.draft, *(models.path_drafts[name] for name in drafts_of(method)[1:])]
+    drafts = [models.draft, *(models.path_drafts[name] for name in method.drafts[1:])]
     return SpeculativeDecoder.from_config(
         models.target,
-        None if method.engine == "plain" else drafts,
-        decode_config(method, sampling),
-        models.head if asks_head(method) else None,
+        None if method.decoder == "plain" else drafts,
+        method.decoding(sampling),
+        models.head if method.stop.reads_head else None,
         engine=config.engine,
     )
 
@@ -229,24 +285,22 @@ def _describe(
     sampling: SamplingConfig,
     seed: int,
 ) -> Method:
-    drafts, untuned = method.engine != "plain", method.stop in ("fixed", "cost")
-    ours = method.engine == "draft"
-    known = config.engine == "eager" or method.engine == "transformers"
+    drafts = method.decoder != "plain"
+    known = config.engine == "eager" or method.decoder == "assisted"
     engine = {} if known else {"engine": config.engine}
+    drafter = {"plain": None, "speculative": method.drafter, "assisted": "transformers"}
     return Method(
         method=method.name,
         dataset=dataset,
         target=str(models.names["target"]),
         draft=models.names["draft"] if drafts else None,
-        head=models.names["head"] if asks_head(method) else None,
-        drafter={"plain": None, "draft": method.drafter, "transformers": "transformers"}[
-            method.engine
-        ],
-        verifier=method.verifier if ours else None,
-        stop=method.stop if drafts else None,
-        length=deepest(method) if drafts else None,
-        threshold=None if untuned or not drafts else method.threshold,
-        sampling={**asdict(sampling), "max_new_tokens": config.max_new_tokens, "seed": seed},
-        parameters=parameters(method) | engine,
-        lossless=not ours or VERIFIERS[method.verifier].lossless,
+        head=models.names["head"] if method.stop.reads_head else None,
+        drafter=drafter[method.decoder],
+        verifier=method.verifier if method.decoder == "speculative" else None,
+        stop=method.stop.name if drafts else None,
+        length=method.deepest if drafts else None,
+        threshold=method.stop.reported().get("threshold"),
+        sampling={**as_settings(sampling), "max_new_tokens": config.max_new_tokens, "seed": seed},
+        parameters=method.reported() | engine,
+        lossless=_lossless(method),
     )

@@ -3,123 +3,146 @@
 from __future__ import annotations
 
 import re
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
-from eval.decode_config import DecodeConfig, DrafterName, SiblingOption, StopName
-from eval.drafting.cost_rule import MEAN_ACCEPTANCE
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
+
+from eval.decode_config import DecodeConfig, DraftingConfig
 from eval.measuring.results import PLAIN
 from eval.runtime.engines import Engine
-from specdata.errors import ConfigError, at_least_one
-from specdata.probability import SamplingConfig
+from specdata.config import Config, mistakes
+from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
+from specdata.sampling import SamplingConfig
+from specdata.storage.resume import as_settings
 
-Loop = Literal["plain", "draft", "transformers"]
-UNCALIBRATED = (0.0, 1.0)
-"""Intercept and slope that take max q itself for the acceptance probability."""
-COSTS = ("draft_seconds", "token_seconds", "mean_acceptance")
-ONLY_READ_BY = {
-    "length": ("fixed",),
-    "limit": ("confidence", "entropy", "cumulative", "logit", "head", "cost"),
-    "threshold": ("confidence", "entropy", "cumulative", "logit", "head"),
-    "calibration": ("logit", "cost"),
-    "head": ("cost",),
-    **dict.fromkeys(COSTS, ("cost",)),
+DecoderName = Literal["plain", "speculative", "assisted"]
+
+RENAMED: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "engine": (
+        "decoder",
+        {"plain": "plain", "draft": "speculative", "transformers": "assisted"},
+    ),
 }
-"""Settings that only some stopping rules read; elsewhere they are a mistake."""
-ONLY_SHAPED_BY = {
-    "length": ("chain", "paths"),
+"""Keys of a method that have another name now, with the new names of their values."""
+
+ONLY_READ_BY = {
     "widths": ("tree",),
     "siblings": ("tree",),
     "tree_attention": ("paths", "tree"),
     **dict.fromkeys(("paths", "path_temperatures", "path_drafts"), ("paths",)),
 }
-"""Settings that only some drafters read."""
+"""Settings that only some drafters read; elsewhere they are a mistake."""
 
 
-@dataclass(frozen=True, slots=True)
-class MethodConfig:
-    """One row of the report."""
+class MethodConfig(DraftingConfig):
+    """One way of decoding that is measured: a row of the report."""
 
-    name: str = field(metadata={"help": "unique name shown in the report"})
-    engine: Loop = field(
-        default="draft",
-        metadata={"help": "plain (target alone), draft, or transformers (its assisted generation)"},
+    name: str = Field(description="unique name shown in the report")
+    decoder: DecoderName = Field(
+        default="speculative",
+        description="plain (target alone), speculative (ours), or assisted (transformers' own)",
     )
-    verifier: str = field(default="token", metadata={"help": "acceptance rule"})
-    verifier_args: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "parameters of the acceptance rule"}
-    )
-    drafter: DrafterName = field(default="chain", metadata={"help": "chain, paths or tree"})
-    length: int = field(default=4, metadata={"help": "drafted tokens a round with stop: fixed"})
-    paths: int = field(default=1, metadata={"help": "number of paths"})
-    widths: tuple[int, ...] = field(default=(), metadata={"help": "k-configuration of a tree"})
-    siblings: SiblingOption = field(
-        default="auto", metadata={"help": "iid, distinct, greedy, or auto: as the verifier needs"}
-    )
-    path_temperatures: tuple[float, ...] = field(
-        default=(), metadata={"help": "the draft's temperature on each path"}
-    )
-    path_drafts: tuple[str, ...] = field(
-        default=(),
-        metadata={"help": "a draft model (folder or Hub id) for each path; '' is the run's draft"},
-    )
-    tree_attention: bool = field(
-        default=True,
-        metadata={"help": "score paths and trees in one row; false: as a batch (an ablation)"},
-    )
-    stop: StopName = field(default="fixed", metadata={"help": "stopping rule"})
-    threshold: float = field(default=0.7, metadata={"help": "of the stopping rule"})
-    limit: int = field(default=20, metadata={"help": "most drafted tokens with other stop rules"})
-    calibration: tuple[float, float] | None = field(
-        default=None,
-        metadata={"help": "of stop: logit and cost; without it fitted on the run's labels"},
-    )
-    draft_seconds: float = field(
-        default=0.0, metadata={"help": "cost of a drafted token for stop: cost; 0 measures it"}
-    )
-    token_seconds: float = field(
-        default=0.0, metadata={"help": "time of an emitted token for stop: cost; 0 measures it"}
-    )
-    mean_acceptance: float = field(
-        default=MEAN_ACCEPTANCE,
-        metadata={"help": "of a token not drawn yet, for stop: cost; only a first guess"},
-    )
-    head: bool = field(
-        default=True, metadata={"help": "whether stop: cost asks the acceptance head, if any"}
+    path_drafts: tuple[str, ...] = Field(
+        default=(), description="a draft model (folder or Hub id) for each path; '' is the run's draft"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rename(cls, given: Any) -> Any:
+        """Read keys that were renamed."""
+        return renamed(given)[0] if isinstance(given, Mapping) else given
 
-@dataclass(frozen=True, slots=True)
-class EvalConfig:
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_mistakes(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Say of which method a mistake is; its place in the list says less."""
+        try:
+            return handler(given)
+        except ValidationError as error:
+            if not isinstance(given, Mapping) or "name" not in given:
+                raise
+            reasons = "; ".join(mistakes(error, cls))
+            raise ConfigError(f"method {given['name']!r}: {reasons}") from error
+
+    def decoding(self, sampling: SamplingConfig) -> DecodeConfig:
+        """The decoder's configuration.
+
+        Raises:
+            ConfigError: if it cannot work.
+        """
+        shared = {name: getattr(self, name) for name in DraftingConfig.model_fields}
+        shared["path_drafts"] = tuple(map(self.drafts.index, self.path_drafts))
+        return DecodeConfig(**shared, **as_settings(sampling))
+
+    @property
+    def drafts(self) -> list[str]:
+        """The draft models, each once; the first, "", is the run's own."""
+        return list(dict.fromkeys(["", *self.path_drafts]))
+
+    @property
+    def deepest(self) -> int:
+        """The deepest position that a draft can have."""
+        return len(self.widths) if self.drafter == "tree" else self.stop.longest
+
+    def reported(self) -> dict[str, Any]:
+        """The settings that results keep as `parameters`, having no column of their own."""
+        named: dict[str, Any] = dict(self.verifier_args)
+        if self.drafter == "paths":
+            named["paths"] = self.paths
+            if self.path_temperatures:
+                named["path_temperatures"] = list(self.path_temperatures)
+            if self.path_drafts:
+                named["path_drafts"] = list(self.path_drafts)
+        if self.drafter == "tree":
+            named["widths"] = list(self.widths)
+            named["siblings"] = self.decoding(SamplingConfig()).how
+        if not self.tree_attention:
+            named["tree_attention"] = False
+        columns = ("length", "limit", "threshold")
+        rule = self.stop.reported()
+        return named | {name: value for name, value in rule.items() if name not in columns}
+
+    def unread(self) -> dict[str, list[str]]:
+        """Settings that were given and that nothing would read, by what does not read them."""
+        default = MethodConfig(name=self.name).model_dump()
+        given = [k for k, value in self.model_dump().items() if default.get(k, ...) != value]
+        if self.decoder != "speculative":
+            used = {"decoder", *(("length",) if self.decoder == "assisted" else ())}
+            return {f"decoder {self.decoder}": [name for name in given if name not in used]}
+        drafter = self.drafter
+        unread = [name for name in given if drafter not in ONLY_READ_BY.get(name, (drafter,))]
+        if drafter == "tree":  # its depth is in its widths
+            unread += [name for name in type(self.stop).model_fields if name in given]
+        return {f"drafter {drafter}": unread}
+
+
+class EvalConfig(Config):
     """What is measured."""
 
-    sets: list[PromptSet] = field(metadata={"help": "prompt sets, each a block of the report"})
-    methods: list[MethodConfig] = field(metadata={"help": "ways of decoding, plain among them"})
-    max_new_tokens: int = field(default=128, metadata={"help": "longest continuation, in tokens"})
-    engine: Engine = field(
-        default="eager",
-        metadata={
-            "help": "how our forwards run: eager, captured or compiled (eval.runtime.graphs)"
-        },
+    sets: list[PromptSet] = Field(description="prompt sets, each a block of the report")
+    methods: list[MethodConfig] = Field(description="ways of decoding, plain among them")
+    max_new_tokens: int = Field(default=128, ge=1, description="longest continuation, in tokens")
+    engine: Engine = Field(
+        default="eager", description="how our forwards run: eager, captured or compiled (README)"
     )
-    batch: int = field(
-        default=1,
-        metadata={"help": "prompts decoded together; above 1 only counts are measured, no times"},
+    batch: int = Field(
+        default=1, ge=1, description="prompts decoded together; above 1 only counts are measured, no times"
     )
-    threads: int = field(
-        default=0, metadata={"help": "threads of torch while measuring; 0 leaves its default"}
+    threads: int = Field(
+        default=0, ge=0, description="threads of torch while measuring; 0 leaves its default"
     )
-    warmup_tokens: int = field(
-        default=16, metadata={"help": "tokens that each method decodes before anything is timed"}
+    warmup_tokens: int = Field(
+        default=16, ge=1, description="tokens that each method decodes before anything is timed"
     )
-    folder: str = field(
+    folder: str = Field(
         default="eval",
-        metadata={"help": "its folder in the run's output: another list of methods needs another"},
+        description="its folder in the run's output: another list of methods needs another",
     )
 
-    def __post_init__(self) -> None:
-        at_least_one(self, "eval", "max_new_tokens", "warmup_tokens", "batch")
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         names = [method.name for method in self.methods]
         if not self.sets:
             raise ConfigError("eval.sets must name at least one prompt set")
@@ -127,153 +150,100 @@ class EvalConfig:
             raise ConfigError(
                 f"eval.folder must be a name that begins with 'eval', got {self.folder!r}"
             )
-        if self.threads < 0:
-            raise ConfigError(f"eval.threads must be 0 or larger, got {self.threads}")
         if self.batch > 1 and self.engine != "eager":
             raise ConfigError(
                 f"batches run eagerly: eval.engine {self.engine!r} needs eval.batch 1, got "
                 f"{self.batch}"
             )
-        plain = [method.name for method in self.methods if method.engine == "plain"]
+        plain = [method.name for method in self.methods if method.decoder == "plain"]
         if len(set(names)) < len(names) or plain != [PLAIN]:
             raise ConfigError(
-                f"method names must be unique and exactly one, {PLAIN!r}, must have engine plain; "
-                f"got {', '.join(names)}"
+                f"method names must be unique and exactly one, {PLAIN!r}, must have decoder "
+                f"plain; got {', '.join(names)}"
             )
+        return self
 
 
-def decode_config(method: MethodConfig, sampling: SamplingConfig) -> DecodeConfig:
-    """The decoder's configuration of a method. Raises ConfigError if it cannot work."""
-    return DecodeConfig(
-        verifier=method.verifier,
-        verifier_args=method.verifier_args,
-        drafter=method.drafter,
-        length=method.length,
-        paths=method.paths,
-        widths=method.widths,
-        siblings=method.siblings,
-        path_temperatures=method.path_temperatures,
-        path_drafts=tuple(map(drafts_of(method).index, method.path_drafts)),
-        tree_attention=method.tree_attention,
-        stop=method.stop,
-        threshold=method.threshold,
-        limit=method.limit,
-        calibration=method.calibration or UNCALIBRATED,
-        draft_seconds=method.draft_seconds,
-        token_seconds=method.token_seconds,
-        mean_acceptance=method.mean_acceptance,
-        **asdict(sampling),
-    )
+def renamed(method: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A method as it is written today, and a note for each key or value that was renamed."""
+    written, notes = dict(method), []
+    for old, (new, values) in RENAMED.items():
+        if old in written and new not in written:
+            value = written.pop(old)
+            written[new] = values.get(value, value) if isinstance(value, str) else value
+            notes.append(f"`{old}: {value}` of a method is now `{new}: {written[new]}`")
+    return written, notes
+
+
+def rewritten(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Stored settings of an evaluation as they would be stored today.
+
+    Renamed keys get their new names, and each method only holds the parameters of its own stopping
+    rule. So what was measured before an option was renamed or moved is still recognised.
+    """
+    section = stored.get("eval", stored)
+    methods = section.get("methods") if isinstance(section, Mapping) else None
+    if not isinstance(methods, Mapping):
+        return dict(stored)
+    section = {**section, "methods": {name: _today(each) for name, each in methods.items()}}
+    return {**stored, "eval": section} if "eval" in stored else section
+
+
+def _today(method: Any) -> Any:
+    try:
+        return as_settings(MethodConfig.model_validate(method))
+    except ValidationError:
+        return method
 
 
 def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -> None:
     """Find impossible methods before any model is loaded.
 
+    Args:
+        config: the evaluation.
+        sampling: the distribution that tokens are served from.
+        head: whether there will be an acceptance head.
+
     Raises:
         ConfigError: naming the method.
     """
     for method in config.methods:
+        where, stop = f"method {method.name!r}", method.stop
         try:
-            decode_config(method, sampling)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"method {method.name!r}: {error}") from error
-        if method.stop == "head" and not head:
-            raise ConfigError(f"method {method.name!r} stops by a head, but none was trained")
-        for reader, unused in _unused(method).items():
-            if unused:
-                raise ConfigError(
-                    f"method {method.name!r}: {reader} does not use {', '.join(unused)}"
-                )
-        if config.batch > 1:
-            _check_untimed(method)
-
-
-def _unused(method: MethodConfig) -> dict[str, list[str]]:
-    """Settings that were given and that nothing would read, by what does not read them."""
-    given = [item.name for item in fields(method) if getattr(method, item.name) != _default(item)]
-    if method.engine != "draft":
-        used = ("name", "engine") if method.engine == "plain" else ("name", "engine", "length")
-        return {f"engine {method.engine}": [name for name in given if name not in used]}
-    shape, stop = method.drafter, method.stop
-    unread = [name for name in given if stop not in ONLY_READ_BY.get(name, (stop,))]
-    return {
-        f"drafter {shape}": [n for n in given if shape not in ONLY_SHAPED_BY.get(n, (shape,))],
-        f"stop {stop}": unread,
-    }
-
-
-def _check_untimed(method: MethodConfig) -> None:
-    """Refuse what needs times, which texts that are decoded together do not have."""
-    if method.engine == "transformers":
-        raise ConfigError(
-            f"method {method.name!r}: engine transformers decodes one prompt at a time: leave it "
-            "out, or set eval.batch to 1"
-        )
-    if method.stop == "cost" and not (method.draft_seconds and method.token_seconds):
-        raise ConfigError(
-            f"method {method.name!r}: stop cost measures its costs, and nothing is timed with "
-            "eval.batch above 1: give draft_seconds and token_seconds, or set eval.batch to 1"
-        )
-
-
-def _default(item: Field[Any]) -> Any:
-    return item.default if item.default_factory is MISSING else item.default_factory()
-
-
-def drafts_of(method: MethodConfig) -> list[str]:
-    """The draft models of a method, each once; the first, "", is the run's own."""
-    return list(dict.fromkeys(["", *method.path_drafts]))
+            method.decoding(sampling)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        if stop.needs_head and not head:
+            raise ConfigError(f"{where} stops by a head, but none was trained")
+        for reader, unread in method.unread().items():
+            if unread:
+                raise ConfigError(f"{where}: {reader} does not use {', '.join(unread)}")
+        if config.batch > 1 and method.decoder == "assisted":
+            raise ConfigError(
+                f"{where}: decoder assisted decodes one prompt at a time: leave it out, or set "
+                "eval.batch to 1"
+            )
+        if config.batch > 1 and stop.measured:
+            raise ConfigError(
+                f"{where}: stop {stop.name} measures times, and nothing is timed with eval.batch "
+                f"above 1: give {' and '.join(stop.measured)}, or set eval.batch to 1"
+            )
 
 
 def path_drafts(config: EvalConfig) -> list[str]:
     """The draft models beside the run's own, each once."""
-    return list(dict.fromkeys(name for one in config.methods for name in drafts_of(one)[1:]))
-
-
-def deepest(method: MethodConfig) -> int:
-    """The deepest position that a draft of this method can have."""
-    if method.drafter == "tree":
-        return len(method.widths)
-    return method.length if method.stop == "fixed" else method.limit
+    return list(dict.fromkeys(name for method in config.methods for name in method.drafts[1:]))
 
 
 def calibrates(config: EvalConfig) -> bool:
     """Whether a method needs the logistic model fitted."""
-    return any(m.stop in ONLY_READ_BY["calibration"] and not m.calibration for m in config.methods)
+    return any(method.stop.needs_calibration for method in config.methods)
 
 
-def with_calibration(config: EvalConfig, calibration: tuple[float, float]) -> EvalConfig:
+def with_calibration(config: EvalConfig, coefficients: tuple[float, float]) -> EvalConfig:
     """The same evaluation with that logistic model wherever a method gives none of its own."""
     methods = [
-        replace(method, calibration=calibration)
-        if method.stop in ONLY_READ_BY["calibration"] and not method.calibration
-        else method
+        method.model_copy(update={"stop": method.stop.calibrated(coefficients)})
         for method in config.methods
     ]
-    return replace(config, methods=methods)
-
-
-def asks_head(method: MethodConfig) -> bool:
-    """Whether the stopping rule reads an acceptance head (the cost rule: if there is one)."""
-    return method.stop == "head" or (method.stop == "cost" and method.head)
-
-
-def parameters(method: MethodConfig) -> dict[str, Any]:
-    """The settings of a method that have no column of their own."""
-    named: dict[str, Any] = dict(method.verifier_args)
-    if method.drafter == "paths":
-        named["paths"] = method.paths
-        if method.path_temperatures:
-            named["path_temperatures"] = list(method.path_temperatures)
-        if method.path_drafts:
-            named["path_drafts"] = list(method.path_drafts)
-    if method.drafter == "tree":
-        named["widths"] = list(method.widths)
-        named["siblings"] = decode_config(method, SamplingConfig()).how
-    if not method.tree_attention:
-        named["tree_attention"] = False
-    if method.stop in ONLY_READ_BY["calibration"]:
-        named["calibration"] = list(method.calibration or UNCALIBRATED)
-    if method.stop == "cost":
-        named |= {name: getattr(method, name) for name in COSTS}
-    return named
+    return config.model_copy(update={"methods": methods})

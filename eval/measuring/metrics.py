@@ -1,8 +1,9 @@
-"""From the records of generations to the figures of a report, with intervals.
+"""From the records of generations to the published metrics, with intervals.
 
 Every rate is a ratio of sums over prompts, never a mean of ratios: a prompt weighs as much as the
 work it caused. Every interval is a 95 % percentile bootstrap that resamples prompts, because the
-tokens of one prompt depend on each other. All functions are pure.
+tokens of one prompt depend on each other; `bootstrap_weights` and `interval` are the one bootstrap
+of this project. All functions are pure.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.measuring.records import PromptRecord, check_identity
+from eval.measuring.records import PromptRecord, Strict, check_identity
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95
@@ -23,15 +24,34 @@ Array = NDArray[np.float64]
 Interval = tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Metrics:
-    """The published figures of one method on one dataset.
+class Metrics(Strict):
+    """The published metrics of one method on one dataset.
 
     A rate whose denominator is zero is None (nothing drafted, nothing timed, no plain run to
-    compare with) and has no interval. `acceptance_by_position` is marginal: among the rounds that
-    drafted position i + 1, the share that accepted it, so it falls with i even if every position is
-    equally easy. `conditional_by_position` counts only the rounds that also accepted all positions
-    before it.
+    compare with, no bias measured) and has no interval. N is the number of emitted tokens.
+
+    Attributes:
+        prompts: distinct prompts.
+        tokens: emitted tokens, N.
+        rounds: forwards of the target, each with the draft before it.
+        n_target: N_target, the same number in the paper's letters.
+        n_draft: N_draft, drafted nodes.
+        n_discarded: N_discarded, drafted nodes that were not accepted.
+        draft_forwards: forwards of the draft.
+        block_efficiency: emitted tokens a round, the bonus token included.
+        acceptance_rate: accepted over drafted tokens, by depth.
+        acceptance_by_position: marginal: among the rounds that drafted position i + 1, the share
+            that accepted it, so it falls with i even if every position is equally easy.
+        conditional_by_position: the same share among the rounds that also accepted all positions
+            before it; None if there is none.
+        discard_rate: N_discarded / N.
+        verification_rate: N_target / N.
+        tokens_per_second: emitted tokens over wall time, prefills included.
+        speedup: tokens_per_second over that of plain decoding of the same prompts.
+        total_variation: of a biased verifier, the mean total variation between the distribution
+            of an emitted token and the target's, given the tokens before it.
+        intervals: 95 % intervals of the rates by name.
+        seconds: summed times: "total", and in it "draft", "target" and "overhead".
     """
 
     prompts: int
@@ -49,8 +69,8 @@ class Metrics:
     verification_rate: float
     tokens_per_second: float | None
     speedup: float | None
+    total_variation: float | None
     intervals: dict[str, Interval]
-    position_intervals: list[Interval]
     seconds: dict[str, float]
 
 
@@ -61,6 +81,7 @@ _RATES = {
     "discard_rate": ("n_discarded", "tokens"),
     "verification_rate": ("rounds", "tokens"),
     "tokens_per_second": ("tokens", "seconds"),
+    "total_variation": ("variation", "variation_tokens"),
 }
 _SCALARS = tuple(sorted({name for rate in _RATES.values() for name in rate}))
 _scalars = attrgetter(*_SCALARS)
@@ -96,7 +117,7 @@ class _Sums:
 def compute_metrics(
     records: Sequence[PromptRecord], plain: Sequence[PromptRecord] | None = None, *, seed: int = 0
 ) -> Metrics:
-    """Return every figure of one method on one dataset.
+    """Return every metric of one method on one dataset.
 
     Args:
         records: the method's generations.
@@ -111,35 +132,31 @@ def compute_metrics(
         check_identity(record)
     timed = _timed([*records, *(plain or ())])
     prompts = _prompt_ids(records)
-    table = _table(records, prompts)
-    weights = _resamples(len(prompts), seed)
-    total, resampled = _whole(table), table.weighted(weights)
+    sums = _sums(records, prompts)
+    weights = bootstrap_weights(len(prompts), seed)
+    total, resampled = _whole(sums), sums.weighted(weights)
     if total.scalars["tokens"] == 0:
         raise ValueError("no method can be rated on zero emitted tokens; raise max_new_tokens")
-    rates = {name: float(total.rate(name)) for name in _RATES}
-    intervals = {
-        name: _interval(resampled.rate(name)) for name in _RATES if not np.isnan(rates[name])
-    }
+    rates = {name: value for name in _RATES if not np.isnan(value := float(total.rate(name)))}
+    intervals = {name: interval(resampled.rate(name)) for name in rates}
     speedup = None
     if plain is not None and timed:
-        base = _table(plain, prompts)
+        base = _sums(plain, prompts)
         speedup = rates["tokens_per_second"] / float(_whole(base).rate("tokens_per_second"))
         intervals["speedup"] = _ratio_interval(resampled, base.weighted(weights))
     return Metrics(
         prompts=len(prompts),
         **_counts(records),
         block_efficiency=rates["block_efficiency"],
-        acceptance_rate=rates["acceptance_rate"] if total.scalars["depth"] else None,
+        acceptance_rate=rates.get("acceptance_rate"),
         acceptance_by_position=_divide(total.accepted, total.drafted).tolist(),
         conditional_by_position=_or_none(_divide(total.accepted, total.reached)),
         discard_rate=rates["discard_rate"],
         verification_rate=rates["verification_rate"],
-        tokens_per_second=rates["tokens_per_second"] if timed else None,
+        tokens_per_second=rates.get("tokens_per_second"),
         speedup=speedup,
+        total_variation=rates.get("total_variation"),
         intervals=intervals,
-        position_intervals=[
-            _interval(row) for row in _divide(resampled.accepted, resampled.drafted).T
-        ],
         seconds=_seconds(records),
     )
 
@@ -153,8 +170,8 @@ def speed_ratio_interval(
         ValueError: if the two cover different prompts.
     """
     prompts = _prompt_ids(records)
-    weights = _resamples(len(prompts), seed)
-    mine, theirs = _table(records, prompts), _table(other, prompts)
+    weights = bootstrap_weights(len(prompts), seed)
+    mine, theirs = _sums(records, prompts), _sums(other, prompts)
     return _ratio_interval(mine.weighted(weights), theirs.weighted(weights))
 
 
@@ -182,7 +199,7 @@ def _counts(records: Sequence[PromptRecord]) -> dict[str, int]:
 
 
 def _seconds(records: Sequence[PromptRecord]) -> dict[str, float]:
-    """Sums of the times; what is left of the total is prefill and what nobody measured."""
+    """Sums of the times; what is left of the total was not measured apart, as prefill."""
     return {
         "total": sum(r.seconds for r in records),
         "draft": sum(r.draft_seconds for r in records),
@@ -194,11 +211,11 @@ def _seconds(records: Sequence[PromptRecord]) -> dict[str, float]:
 def _prompt_ids(records: Sequence[PromptRecord]) -> list[str]:
     """Distinct prompts in the order they came."""
     if not records:
-        raise ValueError("figures need at least one generation, got none")
+        raise ValueError("metrics need at least one generation, got none")
     return list(dict.fromkeys(record.prompt_id for record in records))
 
 
-def _table(records: Sequence[PromptRecord], prompts: list[str]) -> _Sums:
+def _sums(records: Sequence[PromptRecord], prompts: list[str]) -> _Sums:
     """Sum each prompt's generations, rows in the order of `prompts`: scalars (P,)."""
     odd = {record.prompt_id for record in records} ^ set(prompts)
     if odd:
@@ -220,22 +237,36 @@ def _table(records: Sequence[PromptRecord], prompts: list[str]) -> _Sums:
     return _Sums(scalars, *positions)
 
 
-def _whole(table: _Sums) -> _Sums:
+def _whole(sums: _Sums) -> _Sums:
     """Sum over all prompts, each once: scalars ()."""
-    prompts = len(table.drafted)
-    return table.weighted(np.ones(prompts))
+    return sums.weighted(np.ones(len(sums.drafted)))
 
 
-def _resamples(prompts: int, seed: int) -> Array:
-    """How often each prompt occurs in each bootstrap resample: (RESAMPLES, prompts)."""
+def bootstrap_weights(prompts: int, seed: int = 0) -> Array:
+    """How often each prompt occurs in each bootstrap resample: (RESAMPLES, prompts).
+
+    Multiply it with sums a prompt, (prompts, ...), for the sums of every resample; take the ratio
+    of two such products, and its `interval`. Methods that are compared share the weights.
+
+    Args:
+        prompts: how many prompts are resampled, at least 1.
+        seed: of the resampling; equal seeds give equal weights.
+    """
     even = np.full(prompts, 1.0 / prompts)
     counts = np.random.default_rng(seed).multinomial(prompts, even, size=RESAMPLES)
     return counts.astype(np.float64)
 
 
+def interval(values: Array) -> Interval:
+    """The central 95 % of bootstrap values (RESAMPLES,); undefined resamples are left out."""
+    tail = 100 * (1 - CONFIDENCE) / 2
+    low, high = np.nanpercentile(values, [tail, 100 - tail])
+    return float(low), float(high)
+
+
 def _ratio_interval(resampled: _Sums, base: _Sums) -> Interval:
     """Interval of a ratio of speeds; both were resampled with the same weights."""
-    return _interval(resampled.rate("tokens_per_second") / base.rate("tokens_per_second"))
+    return interval(resampled.rate("tokens_per_second") / base.rate("tokens_per_second"))
 
 
 def _divide(above: Array, below: Array) -> Array:
@@ -245,13 +276,57 @@ def _divide(above: Array, below: Array) -> Array:
     return quotient
 
 
-def _interval(values: Array) -> Interval:
-    """Central interval of bootstrap values (RESAMPLES,); undefined resamples are left out."""
-    tail = 100 * (1 - CONFIDENCE) / 2
-    low, high = np.nanpercentile(values, [tail, 100 - tail])
-    return float(low), float(high)
-
-
 def _or_none(values: Array) -> list[float | None]:
     """JSON has no NaN."""
     return [None if np.isnan(value) else float(value) for value in values]
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyFit:
+    """Seconds of one draft and one target forward, fitted to whole generations.
+
+    Args:
+        t_draft: seconds a drafted token, stop rule included.
+        t_target: seconds a round.
+        r_squared: share of the variance of the total times that the fit explains.
+        generations: how many were fitted.
+    """
+
+    t_draft: float
+    t_target: float
+    r_squared: float
+    generations: int
+
+    def seconds_per_token(self, *, discard_rate: float, verification_rate: float) -> float:
+        """SpecDec++ Eq. 5.1: t_d + t_d N_discarded/N + (t_t - t_d) N_target/N."""
+        return self.t_draft * (1 + discard_rate) + (
+            (self.t_target - self.t_draft) * verification_rate
+        )
+
+
+def fit_latency(records: Sequence[PromptRecord]) -> LatencyFit | None:
+    """Fit seconds = t_draft * N_draft + t_target * N_target, both non-negative.
+
+    SpecDec++ (Huang et al., arXiv:2405.19715), section 5: one regression over all generations.
+    Only meaningful for chains, where a drafted token costs one draft forward.
+
+    Returns:
+        None if the counts do not tell the two times apart (fewer than three generations, all plain,
+        or one fixed ratio of drafted tokens to rounds), or if all times are equal or unmeasured.
+    """
+    counts = np.array([[r.n_draft, r.rounds] for r in records], dtype=np.float64).reshape(-1, 2)
+    seconds = np.array([r.seconds for r in records], dtype=np.float64)
+    if len(records) < 3 or np.linalg.matrix_rank(counts) < 2:
+        return None
+    spread = float(((seconds - seconds.mean()) ** 2).sum())
+    if spread == 0.0:
+        return None
+    from scipy.optimize import nnls
+
+    times, residual = nnls(counts, seconds)
+    return LatencyFit(
+        t_draft=float(times[0]),
+        t_target=float(times[1]),
+        r_squared=1 - float(residual) ** 2 / spread,
+        generations=len(records),
+    )

@@ -1,17 +1,31 @@
-"""What is stored of one generation, and the times of one forward fitted to many.
+"""What is stored of one generation, and the files it is stored in.
 
-`eval.measuring.metrics` turns records into the published figures.
+An evaluation writes a file for each finished prompt, so one that was interrupted goes on with the
+next. `eval.measuring.metrics` turns the records into the published metrics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-from scipy.optimize import nnls
+from pydantic import BaseModel, ConfigDict
 
-from eval.rounds import Round
+from specdata.errors import ManifestError
+from specdata.storage.files import write_json
+from specdata.storage.resume import Settings, read_record
+
+if TYPE_CHECKING:
+    from eval.rounds import Round
+    from specdata.prompts.loading import Prompt
+
+
+class Strict(BaseModel):
+    """Base of what is stored: no unknown field, no silent conversion, no NaN."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +49,9 @@ class PromptRecord:
         draft_seconds: the draft's share.
         target_seconds: the target's share.
         overhead_seconds: verification and bookkeeping between them.
+        variation: for a biased verifier, the summed total variation between the distributions of
+            emitted tokens and the target's (`eval.measuring.bias`).
+        variation_tokens: how many emitted tokens that sum is over; 0 if it was not measured.
     """
 
     prompt_id: str
@@ -53,6 +70,8 @@ class PromptRecord:
     draft_seconds: float
     target_seconds: float
     overhead_seconds: float
+    variation: float = 0.0
+    variation_tokens: int = 0
 
 
 def record_prompt(
@@ -64,7 +83,7 @@ def record_prompt(
         prompt_id: names the prompt within its dataset.
         rounds: the generation's rounds, in order.
         seconds: wall time of the whole call; the caller has synchronised the device. None if it
-            was not measured, as of texts that are decoded together.
+            was not measured, as of prompts that are decoded together.
         finish: "eos" or "length".
 
     Raises:
@@ -76,9 +95,9 @@ def record_prompt(
             f"prompt {prompt_id!r} needs at least one round and a positive time,"
             f" got {len(rounds)} rounds and {seconds} s"
         )
-    for index, one in enumerate(rounds):
-        _check_round(one, f"prompt {prompt_id!r}, round {index}", last=index == len(rounds) - 1)
-    deepest = range(max(one.depth for one in rounds))
+    for index, record in enumerate(rounds):
+        _check_round(record, f"prompt {prompt_id!r}, round {index}", last=index == len(rounds) - 1)
+    deepest = range(max(r.depth for r in rounds))
     drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
     return PromptRecord(
         prompt_id=prompt_id,
@@ -100,15 +119,15 @@ def record_prompt(
     )
 
 
-def _check_round(one: Round, where: str, *, last: bool) -> None:
+def _check_round(record: Round, where: str, *, last: bool) -> None:
     """Refuse counts that no round can have."""
-    if not 0 <= one.accepted <= one.depth <= one.drafted:
-        raise ValueError(f"{where}: 0 <= accepted <= depth <= drafted must hold, got {one}")
-    without_bonus = last and one.accepted > 0 and one.emitted == one.accepted
-    if one.emitted != one.accepted + 1 and not without_bonus:
+    if not 0 <= record.accepted <= record.depth <= record.drafted:
+        raise ValueError(f"{where}: 0 <= accepted <= depth <= drafted must hold, got {record}")
+    without_bonus = last and record.accepted > 0 and record.emitted == record.accepted
+    if record.emitted != record.accepted + 1 and not without_bonus:
         raise ValueError(
             f"{where}: a round emits its accepted tokens and one more (only the last may leave out"
-            f" the bonus), got {one}; count a token as accepted only if it was emitted"
+            f" the bonus), got {record}; count a token as accepted only if it was emitted"
         )
 
 
@@ -131,50 +150,44 @@ def check_identity(record: PromptRecord) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class LatencyFit:
-    """Seconds of one draft and one target forward, fitted to whole generations.
+class RecordStore:
+    """The records of finished prompts on disk, one JSON file a prompt.
 
     Args:
-        t_draft: seconds a drafted token, stop rule included.
-        t_target: seconds a round.
-        r_squared: share of the variance of the total times that the fit explains.
-        generations: how many were fitted.
+        folder: where the files are.
+        methods: names of the methods that every prompt has a record of.
+        settings: what decides the records; stored in every file, and compared when it is read.
     """
 
-    t_draft: float
-    t_target: float
-    r_squared: float
-    generations: int
+    def __init__(self, folder: Path, methods: Sequence[str], settings: Settings) -> None:
+        self._folder = folder
+        self._methods = tuple(methods)
+        self._settings = settings
 
-    def seconds_per_token(self, *, discard_rate: float, verification_rate: float) -> float:
-        """SpecDec++ Eq. 5.1: t_d + t_d N_discarded/N + (t_t - t_d) N_target/N."""
-        return self.t_draft * (1 + discard_rate) + (
-            (self.t_target - self.t_draft) * verification_rate
-        )
+    def _path(self, prompt: Prompt) -> Path:
+        return self._folder / f"{prompt.dataset}-{prompt.example_id}.json"
 
+    def has(self, prompt: Prompt) -> bool:
+        """Whether this prompt is done."""
+        return self._path(prompt).exists()
 
-def fit_latency(records: Sequence[PromptRecord]) -> LatencyFit | None:
-    """Fit seconds = t_draft * N_draft + t_target * N_target, both non-negative.
+    def put(self, prompt: Prompt, records: Mapping[str, PromptRecord]) -> None:
+        """Keep the records of a prompt, one a method: all of them or none."""
+        rows = {name: asdict(record) for name, record in records.items()}
+        write_json(self._path(prompt), {"settings": self._settings.values, "records": rows})
 
-    SpecDec++ (Huang et al., arXiv:2405.19715), section 5: one regression over all generations.
-    Only meaningful for chains, where a drafted token costs one draft forward.
+    def get(self, prompt: Prompt) -> dict[str, PromptRecord]:
+        """Method -> record of a prompt that is done.
 
-    Returns:
-        None if the counts do not tell the two times apart (fewer than three generations, all plain,
-        or one fixed ratio of drafted tokens to rounds), or if all times are equal or unmeasured.
-    """
-    counts = np.array([[r.n_draft, r.rounds] for r in records], dtype=np.float64).reshape(-1, 2)
-    seconds = np.array([r.seconds for r in records], dtype=np.float64)
-    if len(records) < 3 or np.linalg.matrix_rank(counts) < 2:
-        return None
-    spread = float(((seconds - seconds.mean()) ** 2).sum())
-    if spread == 0.0:
-        return None
-    times, residual = nnls(counts, seconds)
-    return LatencyFit(
-        t_draft=float(times[0]),
-        t_target=float(times[1]),
-        r_squared=1 - float(residual) ** 2 / spread,
-        generations=len(records),
-    )
+        Raises:
+            ManifestError: if the file is damaged.
+            OtherSettingsError: if it was made with other settings, or on another machine.
+        """
+        path = self._path(prompt)
+        remedy = "remove it, and run again"
+        stored = read_record(path, ("settings", "records"), remedy)
+        self._settings.check(stored["settings"], self._folder)
+        try:
+            return {name: PromptRecord(**stored["records"][name]) for name in self._methods}
+        except (KeyError, TypeError) as error:
+            raise ManifestError(f"{path} is damaged ({error!r}): {remedy}") from error

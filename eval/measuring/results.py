@@ -1,56 +1,63 @@
-"""results.json: what was run, every figure, and the raw counts each figure is made of.
+"""results.json: what was run, every metric, and the raw counts that each metric is made of.
 
-A figure in the file is never trusted alone: `recompute` derives it again from the generations, and
+A metric in the file is never trusted alone: `recompute` derives it again from the generations, and
 `check_metrics` refuses a file in which the two differ.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from eval.measuring.environment import Environment, Strict
-from eval.measuring.metrics import Interval, Metrics, compute_metrics, speed_ratio_interval
-from eval.measuring.records import LatencyFit, PromptRecord, fit_latency
+from eval.measuring.environment import Environment
+from eval.measuring.metrics import (
+    LatencyFit,
+    Metrics,
+    compute_metrics,
+    fit_latency,
+    speed_ratio_interval,
+)
+from eval.measuring.records import PromptRecord, Strict
 from specdata.errors import ManifestError
 from specdata.storage.files import write_json
 
 SCHEMA_VERSION: Literal[1] = 1
 PLAIN = "plain"
 """Name of the method that all others are compared with: the target alone."""
+REMOVED = ("position_intervals",)
+"""Fields of a run that were never read; files that hold them can still be read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
-    """What one row of a report ran.
+class Method(Strict):
+    """What one row of a report ran: a method on a dataset.
 
-    Args:
-        method: name, unique within the dataset; `PLAIN` for the target alone.
+    Attributes:
         dataset: name of the prompt set.
-        target: folder or hub id of the target.
-        draft: folder or hub id of the draft, None for plain decoding.
-        head: folder or hub id of the acceptance head, if the stop rule asks one.
+        method: name, unique within the dataset; `PLAIN` for the target alone.
+        target: folder or Hub id of the target.
+        draft: folder or Hub id of the draft, None for plain decoding.
+        head: folder or Hub id of the acceptance head, if the stopping rule reads one.
         drafter: "chain", "paths" or "tree"; "transformers" for its own assisted generation; None
             for plain decoding.
         verifier: name of the acceptance rule, None for plain decoding.
-        stop: name of the stop rule, None for plain decoding.
+        stop: name of the stopping rule, None for plain decoding.
         length: deepest drafted position allowed (the K of a fixed length).
-        threshold: of the stop rule; None for "fixed".
-        sampling: temperature, top_k, top_p, and what else fixes the text (max_new_tokens, seed).
-        parameters: the rest of the decoding settings: paths, widths, verifier arguments, the engine
-            of forwards unless it is "eager"; of path_drafts, "" is `draft`.
-        lossless: whether the output distribution is proved to be the target's; a biased rule never counts as
-            the best method.
-        total_variation: measured distance to the target's distribution, for a biased rule.
+        threshold: of the stopping rule, in its own unit; None if it has none.
+        sampling: temperature, top_k, top_p, and what else fixes the output (max_new_tokens, seed).
+        parameters: the rest of the decoding settings: paths, widths, parameters of verifier and
+            stopping rule, the engine of forwards unless it is "eager"; of path_drafts, "" is
+            `draft`.
+        lossless: whether the output distribution is proved to be the target's; a biased rule never
+            counts as the best method.
     """
 
-    method: str
     dataset: str
+    method: str
     target: str
     draft: str | None
     head: str | None
@@ -60,46 +67,13 @@ class Method:
     length: int | None
     threshold: float | None
     sampling: dict[str, float | int | None]
-    parameters: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Any] = Field(default_factory=dict)
     lossless: bool = True
-    total_variation: float | None = None
 
 
-class Run(Strict):
-    """One method on one dataset. Fields are explained in `Method` and `Metrics`."""
+class Run(Metrics, Method):
+    """One method on one dataset: what was run, its metrics, and its generations."""
 
-    dataset: str
-    method: str
-    target: str
-    draft: str | None
-    head: str | None
-    drafter: str | None
-    verifier: str | None
-    stop: str | None
-    length: int | None
-    threshold: float | None
-    sampling: dict[str, float | int | None]
-    parameters: dict[str, Any]
-    lossless: bool
-    total_variation: float | None
-    prompts: int
-    tokens: int
-    rounds: int
-    n_target: int
-    n_draft: int
-    n_discarded: int
-    draft_forwards: int
-    block_efficiency: float
-    acceptance_rate: float | None
-    acceptance_by_position: list[float]
-    conditional_by_position: list[float | None]
-    discard_rate: float
-    verification_rate: float
-    tokens_per_second: float | None
-    speedup: float | None
-    intervals: dict[str, Interval]
-    position_intervals: list[Interval]
-    seconds: dict[str, float]
     generations: list[PromptRecord] = Field(min_length=1)
 
 
@@ -156,11 +130,10 @@ def build_results(
     for (dataset, name), (method, records) in rows.items():
         plain = rows.get((dataset, PLAIN))
         try:
-            found = compute_metrics(records, plain and plain[1])
+            metrics = compute_metrics(records, plain and plain[1])
         except ValueError as error:
             raise ValueError(f"{dataset}, {name}: {error}") from error
-        fields = {**asdict(method), **asdict(found), "generations": list(records)}
-        runs.append(Run.model_validate(fields))
+        runs.append(Run(**dict(method), **dict(metrics), generations=list(records)))
     results = Results(schema_version=SCHEMA_VERSION, environment=environment, latency={}, runs=runs)
     return results.model_copy(update={"latency": fit_latencies(results)})
 
@@ -174,10 +147,10 @@ def fit_latencies(results: Results) -> dict[str, LatencyFit | None]:
     return {
         dataset: fit_latency(
             [
-                g
+                generation
                 for run in results.of(dataset)
                 if run.drafter in (None, "chain")
-                for g in run.generations
+                for generation in run.generations
             ]
         )
         for dataset in results.datasets()
@@ -204,7 +177,7 @@ def fastest(runs: Sequence[Run]) -> tuple[Run, list[Run]] | None:
 
 
 def recompute(run: Run, plain: Run | None = None) -> Metrics:
-    """Every figure of a run from its raw generations.
+    """Every metric of a run from its raw generations.
 
     Args:
         run: the run.
@@ -214,15 +187,15 @@ def recompute(run: Run, plain: Run | None = None) -> Metrics:
 
 
 def check_metrics(results: Results) -> None:
-    """Refuse results in which a published figure is not what its generations give.
+    """Refuse results in which a published metric is not what its generations give.
 
     Raises:
-        ManifestError: naming the first figure that differs.
+        ManifestError: naming the first metric that differs.
     """
     for run in results.runs:
         where = f"{run.dataset}, {run.method}"
         try:
-            expected = asdict(recompute(run, results.plain(run.dataset)))
+            expected = recompute(run, results.plain(run.dataset)).model_dump()
         except ValueError as error:
             raise ManifestError(f"{where}: unusable generations: {error}") from error
         for name, value in run.model_dump(include=set(expected)).items():
@@ -245,7 +218,7 @@ def read_results(path: Path) -> Results:
         ManifestError: if the file is missing, damaged, or of another schema version.
     """
     try:
-        return Results.model_validate_json(path.read_bytes())
+        return Results.model_validate_json(_without_removed(path.read_bytes()))
     except FileNotFoundError as error:
         raise ManifestError(f"no results at {path}; run the evaluation first") from error
     except ValidationError as error:
@@ -255,6 +228,18 @@ def read_results(path: Path) -> Results:
             f"{path} must be a results.json of schema version {SCHEMA_VERSION}: {where}:"
             f" {first['msg']} ({error.error_count()} problems in all); run the evaluation again"
         ) from error
+
+
+def _without_removed(text: bytes) -> bytes | str:
+    """The file's JSON without fields that runs had once; other text as it is."""
+    if not any(f'"{name}"'.encode() in text for name in REMOVED):
+        return text
+    try:
+        stored = json.loads(text)
+        runs = [{n: v for n, v in run.items() if n not in REMOVED} for run in stored["runs"]]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return text  # whatever it is, validation refuses it with the place
+    return json.dumps({**stored, "runs": runs})
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from eval.measuring.results import Results, Run, fastest
-from eval.reporting.plots import PLOTS, kinds, plot, to_svg, write_png
 from specdata.storage.files import write_text
 
 PAGE = "report.html"
@@ -211,6 +210,8 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
         folder: created if missing; older files of the same names are replaced.
         context: title and the figures of earlier stages.
     """
+    from eval.reporting.plots import kinds, plot, write_png  # imports matplotlib
+
     for kind in kinds(results):
         write_png(folder / f"{kind}.png", plot(kind, results, results.datasets()))
     path = folder / PAGE
@@ -220,6 +221,8 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
 
 def render_page(results: Results, context: Context) -> str:
     """One self-contained HTML page: no script, no font, no image outside it."""
+    from eval.reporting.plots import PLOTS, kinds, plot, to_svg  # imports matplotlib
+
     templates = Templates(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,

@@ -1,4 +1,4 @@
-"""Look at a table of rollouts or labels: python -m specdata.inspect FOLDER [--png FILE].
+"""Look at a dataset of rollouts or labels: python -m specdata.inspect FOLDER [--png FILE].
 
 Counts, lengths, finish reasons, acceptance, sample texts. Reads only; downloads nothing.
 """
@@ -27,11 +27,11 @@ from specdata.vocabulary import fingerprint
 
 POINTS = [0.05, 0.5, 0.95]
 BAR = 30
-STRETCHES = 16  # rows of the table of acceptance by position
+STRETCHES = 16  # rows that acceptance by position is shown in
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Show one table. Returns the exit status: 0, or 2 for a folder that cannot be shown."""
+    """Show one dataset. Returns the exit status: 0, or 2 for a folder that cannot be shown."""
     parser = argparse.ArgumentParser(prog="python -m specdata.inspect", description=__doc__)
     parser.add_argument("folder", type=Path, help="output/rollouts or output/labels of a run")
     parser.add_argument("--png", type=Path, help="draw the same figures into this file")
@@ -49,14 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             draw(summary, options.png)
     except (ManifestError, OSError) as error:
-        hint = _tables_below(options.folder) if isinstance(error, ManifestError) else ""
+        hint = _datasets_below(options.folder) if isinstance(error, ManifestError) else ""
         Console(stderr=True, soft_wrap=True).print(f"error: {error}{hint}", markup=False)
         return 2
     return 0
 
 
 def show(summary: Summary, console: Console) -> None:
-    """Print a table's summary."""
+    """Print the summary of a dataset."""
     _heading(summary, console)
     if not summary.rows:
         console.print("no rows")
@@ -69,14 +69,14 @@ def show(summary: Summary, console: Console) -> None:
     _samples(summary, console)
 
 
-def _tables_below(folder: Path) -> str:
-    """Where tables are, if not in the folder itself."""
+def _datasets_below(folder: Path) -> str:
+    """Where datasets are, if not in the folder itself."""
     if (folder / MANIFEST).exists():
         return ""
     if not folder.is_dir():
         return f" ({folder} is not a folder)"
     below = sorted(str(path.parent) for path in folder.glob(f"*/{MANIFEST}"))
-    return f"; tables are in {', '.join(below)}" if below else ""
+    return f"; datasets are in {', '.join(below)}" if below else ""
 
 
 def _heading(summary: Summary, console: Console) -> None:
@@ -98,7 +98,7 @@ def _heading(summary: Summary, console: Console) -> None:
 
 def _line(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {one}" for key, one in value.items())
+        return ", ".join(f"{key} {item}" for key, item in value.items())
     return str(value)
 
 

@@ -1,4 +1,4 @@
-"""A table's summary as a picture."""
+"""The summary of a stored dataset as a picture."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _finish(axes: Axes, summary: Summary) -> None:
         shares = np.array([group.finish[reason] / group.rows for _, group in groups])
         axes.barh([name.replace("$", r"\$") for name, _ in groups], shares, left=left, label=reason)
         left += shares
-    axes.set(title="LogitTransform reasons", xlabel="share of rows", xlim=(0, 1))
+    axes.set(title="Finish reasons", xlabel="share of rows", xlim=(0, 1))
     if reasons:
         axes.legend(loc="lower left")
 

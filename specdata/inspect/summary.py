@@ -1,4 +1,4 @@
-"""What a stored table holds, in numbers: read a part of one shard at a time."""
+"""What a stored dataset holds, in numbers: read a part of one shard at a time."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Spread:
     counts: Floats = field(default_factory=lambda: np.zeros(0))
 
     def add(self, values: Floats, positions: NDArray[np.int64]) -> None:
-        """Count values (n,) that were found at positions (n,)."""
+        """Count values (n,) at positions (n,) of completions."""
         self.histogram += np.histogram(values, bins=BINS, range=(0.0, 1.0))[0]
         missing = int(positions.max(initial=-1)) + 1 - len(self.sums)
         if missing > 0:
@@ -74,14 +74,14 @@ class Spread:
 
 @dataclass(slots=True)
 class Summary:
-    """A table in numbers.
+    """A stored dataset in numbers.
 
     Attributes:
         folder: where it is.
-        manifest: what it says of itself.
+        manifest: its manifest.
         groups: "set/split" -> its rows.
         acceptance: for labels, column of `ACCEPTANCE` -> its values.
-        samples: some whole rows, from all over the table.
+        samples: some whole rows, spread evenly over the dataset.
     """
 
     folder: Path
@@ -97,14 +97,14 @@ class Summary:
 
 
 def summarise(folder: Path, samples: int = 0) -> Summary:
-    """Read a table, finished or not, and add it up.
+    """Read a dataset, finished or not, and add it up.
 
     Args:
-        folder: a table of rollouts or labels.
+        folder: a dataset of rollouts or labels.
         samples: how many whole rows to keep.
 
     Raises:
-        ManifestError: if there is no table, or a shard is damaged or none of this program's.
+        ManifestError: if there is no dataset, or a shard is damaged or not of this program.
     """
     summary = Summary(folder, read_manifest(folder))
     paths = _shards(folder, summary.manifest)
@@ -123,16 +123,16 @@ def quantiles(lengths: Counter[int], points: list[float]) -> list[int]:
         return [0] * len(points)
     values = np.array(sorted(lengths))
     weights = np.array([lengths[value] for value in values.tolist()])
-    found = np.quantile(values, points, weights=weights, method="inverted_cdf")
-    return [int(value) for value in found]
+    quantile_values = np.quantile(values, points, weights=weights, method="inverted_cdf")
+    return [int(value) for value in quantile_values]
 
 
 def _shards(folder: Path, manifest: Mapping[str, Any]) -> list[Path]:
     if not manifest["finished"]:
         return sorted(folder.glob("shard-*.parquet"))
-    for entry in manifest["shards"]:
-        verify(folder, entry)
-    return [folder / entry["file"] for entry in manifest["shards"]]
+    for record in manifest["shards"]:
+        verify(folder, record)
+    return [folder / record["file"] for record in manifest["shards"]]
 
 
 def _open(path: Path) -> pq.ParquetFile:

@@ -1,4 +1,8 @@
-"""Labels of rows in memory: models run on batches of rows, distributions over the vocabulary in pieces."""
+"""Labels of rows in memory.
+
+Models run on batches of rows; distributions over the vocabulary are made for a few positions at a
+time, since those of a whole batch would need more memory than the models.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +32,13 @@ from specdata.storage.schema import TOP_LOGITS, Label, Rollout
 # Tokens of one forward, padding included. Larger batches leave a CPU's caches (at 4096 the toy pair
 # is labelled a third slower), smaller ones leave a GPU waiting.
 TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 16384}
-# Positions whose distributions are held at once: VALUES_AT_ONCE probabilities a distribution, but at least these.
+# Positions whose distributions are held at once: as many as make VALUES_AT_ONCE probabilities, but
+# at least these.
 VALUES_AT_ONCE = 1 << 20
 POSITIONS = {"cpu": 32, "cuda": 256}
 
-# Positions of a batch and the draft's distributions there, (C, V) -> the target's distributions there, (C, V), and
-# what else is stored of the target.
+# C positions of a batch and the draft's distributions there, (C, V) -> the target's distributions
+# there, (C, V), and what else is stored of the target.
 DistributionsAt = Callable[[slice, Tensor], tuple[Tensor, Mapping[str, Tensor]]]
 
 
@@ -60,7 +65,7 @@ class Batch:
         """Pad the rows, and draw the uniforms of each from its own seed."""
         ids = [torch.tensor((row["prompt_ids"] + row["completion_ids"])[:-1]) for row in rows]
         lengths = torch.tensor([len(row["completion_ids"]) for row in rows])
-        last = torch.tensor([len(one) for one in ids])
+        last = torch.tensor([len(tokens) for tokens in ids])
         row = torch.arange(len(rows)).repeat_interleave(lengths)
         # Counted from the end of the row: the last completion token is predicted there.
         column = torch.arange(len(row)) + (last - lengths.cumsum(0)).repeat_interleave(lengths)
@@ -69,7 +74,7 @@ class Batch:
             pad_sequence(ids, batch_first=True).to(device),
             row.to(device),
             column.to(device),
-            torch.cat([_uniforms(one, seed) for one in rows]).to(device),
+            torch.cat([_uniforms(rollout, seed) for rollout in rows]).to(device),
         )
 
     def states(self, model: LMHead) -> Tensor:
@@ -89,7 +94,7 @@ class Labeller:
         distributions: batch -> p at some of its positions.
         draft: q.
         vocabulary: V of the target.
-        sampling: the distribution that tokens are served from.
+        sampling: the sampler that tokens are served with.
         seed: the run's seed.
         tokens_at_once: tokens of one forward; a longer row goes by itself.
     """
@@ -165,7 +170,7 @@ def target_distributions(
 
 
 def kept_distributions(distributions: TopLogitDistributions, batch: Batch) -> DistributionsAt:
-    """The target's distributions from the logits that an earlier table keeps."""
+    """The target's distributions from the logits that an earlier dataset keeps."""
     kept = {
         name: torch.cat([torch.tensor(row[name]) for row in cast(Any, batch.rows)])
         for name in TOP_LOGITS.names

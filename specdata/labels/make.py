@@ -1,4 +1,4 @@
-"""Stage 1b: what one draft would have proposed along the target's text, and how it would fare."""
+"""Labels: what one draft would have proposed along the target's completions, and its acceptance."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def make_labels(
 ) -> int:
     """Label every position of every rollout, under the sampler that serving will use.
 
-    One teacher-forced pass of each model, in batches that the shard alone decides. See `fill_dataset`
-    for several processes, resume and errors.
+    One teacher-forced pass of each model, in batches that the shard alone decides. `fill_dataset`
+    describes several processes, resume and errors.
 
     Args:
         target: p.
         draft: q.
         rollouts: the target's completions.
-        folder: the table's folder.
+        folder: where the dataset goes.
         config: sizes.
-        sampling: the distribution that tokens are served from; stored, and checked by `load_labels`.
+        sampling: the sampler that tokens are served with; stored, and checked by `load_labels`.
         seed: the run's seed; a row's own seed is made of it and of what identifies the row.
         settings: what else decides the rows; stored in the manifest, compared on resume.
         report: called with the number of rows done.
@@ -88,22 +88,22 @@ def labels_from_cache(
     settings: Settings,
     report: Callable[[int], object],
 ) -> int:
-    """Label the rollouts of another labels table, from the target logits that it keeps.
+    """Label the rollouts of an earlier labels dataset, from the target logits that it keeps.
 
     The target is not run. What is exact, and what is refused: see `TopLogitDistributions`.
 
     Args:
-        source: a table made with `top_logits`.
+        source: a labels dataset made with `top_logits`.
         draft: q.
-        folder: the new table's folder.
+        folder: where the new dataset goes.
         config: sizes, and whether a bound will do; see `TopLogitDistributions`.
-        sampling: the distribution that tokens are served from.
+        sampling: the sampler that tokens are served with.
         seed: as in `make_labels`; the same seed draws the same tokens.
         settings: what else decides the rows.
         report: called with the number of rows done.
 
     Raises:
-        ConfigError: if the table keeps no logits, or not enough of them for this sampler.
+        ConfigError: if the dataset keeps no logits, or not enough of them for this sampler.
     """
     stored = read_manifest(source)["settings"]
     if not stored.get("top_logits"):
@@ -123,11 +123,13 @@ def load_labels(folder: Path, sampling: SamplingConfig) -> datasets.Dataset:
     """Read labels that were made under this sampler.
 
     Raises:
-        ManifestError: if the table cannot be read, or was made under another sampler: a head would
-            learn the acceptance of distributions that are never served.
+        ManifestError: if the dataset cannot be read, or was made with another sampler: a head
+            would learn the acceptance of distributions that are never served.
     """
-    stored = read_manifest(folder)["settings"].get("sampling") or {}
-    if changed := differences(stored, as_settings(sampling), defaults_of(SamplingConfig)):
+    stored = read_manifest(folder)["settings"].get("sampling")
+    # Without a sampler they are no labels, rather than labels of the default one.
+    defaults = {} if stored is None else defaults_of(SamplingConfig)
+    if changed := differences(stored or {}, as_settings(sampling), defaults):
         raise ManifestError(
             f"the labels in {folder} were made under another sampler than the one asked for: label "
             "the rollouts again, or ask for theirs. Stored -> asked:\n  " + "\n  ".join(changed)

@@ -39,8 +39,8 @@ class TopLogitDistributions:
 
     Exact, up to the float32 of what is kept:
     - any sampler if N >= V;
-    - temperature 0, and 0 < top_k <= N at any temperature, with any top_p. (Should logits outside
-      be equal to the smallest that counts, which ones are kept is chance: refused);
+    - temperature 0, and 0 < top_k <= N at any temperature, with any top_p. Refused where a logit
+      outside equals the smallest that counts, because which of them is kept is arbitrary;
     - temperature 1 with top_p < 1 and no top_k, where the nucleus lies inside the N; refused with
       the number of positions where it does not.
 
@@ -54,7 +54,7 @@ class TopLogitDistributions:
     Attributes:
         count: N.
         vocabulary: V.
-        sampling: the distribution that tokens are served from.
+        sampling: the sampler that tokens are served with.
         bound: whether a bound will do.
 
     Raises:
@@ -73,8 +73,8 @@ class TopLogitDistributions:
         if self._plain:
             ways = f"allow a bound, {ways}"
         raise ConfigError(
-            f"{self.count} kept logits of {self.vocabulary} do not give the target's distributions at "
-            f"temperature {self.sampling.temperature}, top_k {self.sampling.top_k}, top_p "
+            f"{self.count} kept logits of {self.vocabulary} do not give the target's distributions "
+            f"at temperature {self.sampling.temperature}, top_k {self.sampling.top_k}, top_p "
             f"{self.sampling.top_p}: {ways}; exact are temperature 0, top_k of 1 to {self.count}, "
             "and top_p below 1 at temperature 1"
         )

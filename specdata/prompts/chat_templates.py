@@ -134,13 +134,13 @@ def check_mask(
             f"the loss mask trains on {which} of a conversation with {len(said)} assistant "
             f"turns.\n{_shown(tokenizer, ids, mask)}"
         )
-    found = [_decoded(tokenizer, ids[start:stop]) for start, stop in _runs(mask)]
-    wrong = next((pair for pair in zip(said, found, strict=False) if pair[0] not in pair[1]), None)
-    if wrong or len(said) != len(found):
+    masked = [_decoded(tokenizer, ids[start:stop]) for start, stop in _runs(mask)]
+    wrong = next((pair for pair in zip(said, masked, strict=False) if pair[0] not in pair[1]), None)
+    if wrong or len(said) != len(masked):
         detail = f"turn {wrong[0]!r}, trained on {wrong[1][0]!r}" if wrong else ""
         raise ConfigError(
             f"the loss mask does not cover what the assistant said: {len(said)} turns, "
-            f"{len(found)} masked spans{'; ' * bool(detail)}{detail}. The chat template changes "
+            f"{len(masked)} masked spans{'; ' * bool(detail)}{detail}. The chat template changes "
             "or moves the assistant's text; mark it with {% generation %} and {% endgeneration %}."
             f"\n{_shown(tokenizer, ids, mask)}"
         )

@@ -36,14 +36,14 @@ def form_of(wanted: PromptSet, row: Mapping[str, Any]) -> Form:
     Raises:
         ConfigError: if it has no column that is known, or settings exclude each other.
     """
-    entry = CATALOGUE.get(wanted.name)
+    catalogued = CATALOGUE.get(wanted.name)
     if wanted.template is not None:
-        asks = entry is not None and bool(entry.form.ask or entry.form.questions)
+        asks = catalogued is not None and bool(catalogued.form.ask or catalogued.form.questions)
         form = Form(ask=(wanted.template,) if asks else (), plain=(wanted.template,))
-        if entry:
-            form = dataclasses.replace(form, keep=entry.form.keep)
-    elif entry:
-        form = entry.form
+        if catalogued:
+            form = dataclasses.replace(form, keep=catalogued.form.keep)
+    elif catalogued:
+        form = catalogued.form
     else:
         form = _MESSAGES if "messages" in row else _PROMPT
         if "messages" not in row:
@@ -93,7 +93,7 @@ def uses_chat(wanted: PromptSet, form: Form, has_template: bool) -> bool:
 def prompts_in(
     row: Mapping[str, Any], form: Form, *, chat: bool, turns: str
 ) -> Iterator[RawPrompt | str]:
-    """The prompts of a row, or the reason why it has none (one of `prompts.REASONS`).
+    """The prompts of a row, or the reason why it has none (one of `loading.REASONS`).
 
     Args:
         row: column -> value.
@@ -138,16 +138,18 @@ def _conversation(row: Mapping[str, Any], form: Form, turns: str) -> Iterator[Ra
             "sets of them"
         )
     role, content = form.keys
-    if not isinstance(recorded, Sequence) or not all(isinstance(one, Mapping) for one in recorded):
+    if not isinstance(recorded, Sequence) or not all(
+        isinstance(turn, Mapping) for turn in recorded
+    ):
         yield "undecodable"
         return
-    if not _are_texts([one.get(content) for one in recorded]):
+    if not _are_texts([turn.get(content) for turn in recorded]):
         yield "undecodable"
         return
-    roles = [form.roles.get(str(one.get(role))) for one in recorded]
+    roles = [form.roles.get(str(turn.get(role))) for turn in recorded]
     messages = [
-        {"role": name, "content": one[content]}
-        for name, one in zip(roles, recorded, strict=True)
+        {"role": name, "content": turn[content]}
+        for name, turn in zip(roles, recorded, strict=True)
         if name
     ]
     histories = user_turns(messages, turns) if len(messages) == len(recorded) else []

@@ -26,10 +26,16 @@ REASONS = ("duplicate", "near_empty", "over_long", "undecodable", "no_user_turn"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt; `example_id` is a hash of its text, or of its messages and follow-ups.
+    """One prompt.
 
-    `messages` is what a chat template rendered (empty for plain text); `follow_ups` are the user's
-    later turns, which depend on the model's answers (`templates.next_turn` renders the next).
+    Attributes:
+        example_id: a hash of its text, or of its messages and follow-ups.
+        dataset: name of its prompt set, as reports show it.
+        split: "train", "dev" or "test".
+        ids: its T token ids.
+        messages: the conversation that a chat template rendered; empty for plain text.
+        follow_ups: the user's later turns, which depend on the model's answers
+            (`chat_templates.next_turn` renders the next).
     """
 
     example_id: str
@@ -42,7 +48,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class LoadedPrompts:
-    """Prompts, and an account of what was read, kept and dropped (JSON-able, one entry a set)."""
+    """Prompts, and an account of what was read, kept and dropped.
+
+    Attributes:
+        prompts: in the order of the sets.
+        report: for each set JSON values: its name, split, source and licence, and how many prompts
+            were asked for, read, kept and dropped for each of `REASONS`.
+    """
 
     prompts: list[Prompt]
     report: list[dict[str, Any]]
@@ -57,15 +69,19 @@ def load_prompts(
 ) -> LoadedPrompts:
     """Read, render and tokenize prompt sets, always in the same order.
 
-    A prompt is dropped, and counted under its reason, if it was there before (also in an earlier
-    set), has no letter or digit, is longer than `max_tokens`, is no valid text, is a conversation
-    without a turn of the user, or is refused by the chat template (a system message, say).
+    A prompt is dropped, and counted under its reason (`REASONS`), if it equals an earlier one (of
+    any set), has no letter or digit, is longer than `max_tokens`, is not valid Unicode, is a
+    conversation without a user's turn, or is refused by the chat template (which may, for example,
+    not take a system message).
 
     Args:
         sets: what to read; `count` prompts of each are read, so fewer may be kept.
         tokenizer: the target's.
         seed: decides the embedded prompts, and the order of catalogued sets.
         max_tokens: longest prompt, such as the target's positions less `max_new_tokens`.
+
+    Returns:
+        The prompts that are kept, in order, and an account of each set.
 
     Raises:
         ConfigError: for an unknown, absent or unreadable set, a missing column or chat template,
@@ -75,19 +91,19 @@ def load_prompts(
     seen: dict[str, Prompt] = {}
     report = []
     for wanted in sets:
-        entry = _account(wanted)
-        for found in _stream(wanted, seed, bool(tokenizer.chat_template)):
-            entry["read"] += 1
-            reason = found if isinstance(found, str) else _problem(found)
+        account = _new_account(wanted)
+        for prompt in _stream(wanted, seed, bool(tokenizer.chat_template)):
+            account["read"] += 1
+            reason = prompt if isinstance(prompt, str) else _problem(prompt)
             if not reason:
-                assert isinstance(found, RawPrompt)
-                reason = _keep(found, wanted, tokenizer, seen, max_tokens, entry)
+                assert isinstance(prompt, RawPrompt)
+                reason = _keep(prompt, wanted, tokenizer, seen, max_tokens, account)
             if reason:
-                entry["dropped"][reason] += 1
+                account["dropped"][reason] += 1
             else:
-                entry["kept"] += 1
-        _check_account(entry, max_tokens)
-        report.append(entry)
+                account["kept"] += 1
+        _check_account(account, max_tokens)
+        report.append(account)
     return LoadedPrompts(list(seen.values()), report)
 
 
@@ -95,22 +111,23 @@ def check_sets(sets: Sequence[PromptSet], seed: int) -> None:
     """Find before any model is loaded what `load_prompts` would refuse. Raises ConfigError."""
     check_names(sets)
     for wanted in sets:
-        entry = _account(wanted)
-        entry["read"] = entry["kept"] = sum(1 for _ in _stream(wanted, seed, has_template=True))
-        _check_account(entry, None)
+        account = _new_account(wanted)
+        account["read"] = account["kept"] = sum(1 for _ in _stream(wanted, seed, has_template=True))
+        _check_account(account, None)
 
 
 def dropped(report: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for each set of a report that lost prompts, with the reasons."""
     return [
-        f"prompts of {entry['name']}/{entry['split']}: {entry['kept']} of {entry['read']} kept; "
-        + ", ".join(f"{count} {reason}" for reason, count in entry["dropped"].items() if count)
-        for entry in report
-        if entry["kept"] < entry["read"]
+        f"prompts of {account['name']}/{account['split']}: {account['kept']} of {account['read']} "
+        "kept; "
+        + ", ".join(f"{count} {reason}" for reason, count in account["dropped"].items() if count)
+        for account in report
+        if account["kept"] < account["read"]
     ]
 
 
-def _account(wanted: PromptSet) -> dict[str, Any]:
+def _new_account(wanted: PromptSet) -> dict[str, Any]:
     return {
         "name": wanted.name,
         "split": wanted.split,
@@ -123,70 +140,70 @@ def _account(wanted: PromptSet) -> dict[str, Any]:
     }
 
 
-def _check_account(entry: Mapping[str, Any], max_tokens: int | None) -> None:
-    what = f"prompt set {entry['name']!r} (split {entry['split']!r})"
-    if not entry["read"]:
+def _check_account(account: Mapping[str, Any], max_tokens: int | None) -> None:
+    what = f"prompt set {account['name']!r} (split {account['split']!r})"
+    if not account["read"]:
         raise ConfigError(f"{what} is empty: it must hold prompts")
-    if entry["read"] < entry["asked"]:
+    if account["read"] < account["asked"]:
         raise ConfigError(
-            f"{what} must hold {entry['asked']} prompts, it has {entry['read']}: lower "
+            f"{what} must hold {account['asked']} prompts, it has {account['read']}: lower "
             "`count` (0 takes all)"
         )
-    if entry["kept"] or entry["dropped"]["duplicate"]:
+    if account["kept"] or account["dropped"]["duplicate"]:
         return
-    reasons = ", ".join(f"{count} {name}" for name, count in entry["dropped"].items() if count)
+    reasons = ", ".join(f"{count} {name}" for name, count in account["dropped"].items() if count)
     limit = f" (at most {max_tokens} tokens fit beside the completion)" if max_tokens else ""
-    because = f". {entry['refused_because']}" if "refused_because" in entry else ""
+    because = f". {account['refused_because']}" if "refused_because" in account else ""
     raise ConfigError(
-        f"{what}: none of its {entry['read']} prompts can be used: {reasons}{limit}{because}. Mend "
-        "the set, lower max_new_tokens if they are too long, or take it out"
+        f"{what}: none of its {account['read']} prompts can be used: {reasons}{limit}{because}. "
+        "Mend the set, lower max_new_tokens if they are too long, or take it out"
     )
 
 
 def _keep(
-    found: RawPrompt,
+    prompt: RawPrompt,
     wanted: PromptSet,
     tokenizer: PreTrainedTokenizerBase,
     seen: dict[str, Prompt],
     max_tokens: int | None,
-    entry: dict[str, Any],
+    account: dict[str, Any],
 ) -> str | None:
     """Add a prompt, or return the reason why not."""
-    example_id = _id(found)
+    example_id = _id(prompt)
     if example_id in seen:
         return "duplicate"
     try:
         ids = (
-            chat_ids(tokenizer, found.messages)
-            if found.messages
-            else [int(token) for token in tokenizer(found.text)["input_ids"]]
+            chat_ids(tokenizer, prompt.messages)
+            if prompt.messages
+            else [int(token) for token in tokenizer(prompt.text)["input_ids"]]
         )
     except TemplateRefusedError as error:
-        entry.setdefault("refused_because", str(error))
+        account.setdefault("refused_because", str(error))
         return "refused"
     if not ids:
         return "near_empty"
     if max_tokens is not None and len(ids) > max_tokens:
         return "over_long"
     seen[example_id] = Prompt(
-        example_id, short_name(wanted.name), wanted.split, ids, found.messages, found.follow_ups
+        example_id, short_name(wanted.name), wanted.split, ids, prompt.messages, prompt.follow_ups
     )
     return None
 
 
-def _id(found: RawPrompt) -> str:
-    text = found.text
-    if found.messages:
-        turns = [[message["role"], message["content"]] for message in found.messages]
-        text = json.dumps([turns, list(found.follow_ups)])
+def _id(prompt: RawPrompt) -> str:
+    text = prompt.text
+    if prompt.messages:
+        turns = [[message["role"], message["content"]] for message in prompt.messages]
+        text = json.dumps([turns, list(prompt.follow_ups)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _problem(found: RawPrompt) -> str | None:
+def _problem(prompt: RawPrompt) -> str | None:
     """Why a prompt is unusable whatever the tokenizer: not Unicode, or nothing to go on."""
-    texts = [message["content"] for message in found.messages] or [found.text]
+    texts = [message["content"] for message in prompt.messages] or [prompt.text]
     try:
-        "".join([*texts, *found.follow_ups]).encode()
+        "".join([*texts, *prompt.follow_ups]).encode()
     except UnicodeEncodeError:  # half of a surrogate pair
         return "undecodable"
     return None if any(map(str.isalnum, texts[-1])) else "near_empty"

@@ -48,8 +48,8 @@ def read_rows(wanted: PromptSet, seed: int) -> Iterator[PromptRow]:
     Raises:
         ConfigError: if it cannot be had or read, or has no such split.
     """
-    if entry := CATALOGUE.get(wanted.name):
-        return _catalogued(wanted, entry, seed)
+    if catalogued := CATALOGUE.get(wanted.name):
+        return _catalogued(wanted, catalogued, seed)
     path = Path(wanted.name)
     if path.suffix == ".jsonl":
         return json_lines(path)
@@ -133,8 +133,8 @@ def load_rows(
     elif Path(source).is_dir():
         options = {"path": source, "name": subset}
     elif files and split in files:
-        found = _or_refuse(name, source, lambda: _fetch(hub, pinned or revision, files[split]))
-        options = {"path": FORMATS[Path(found[0]).suffix], "data_files": {split: found}}
+        fetched = _or_refuse(name, source, lambda: _fetch(hub, pinned or revision, files[split]))
+        options = {"path": FORMATS[Path(fetched[0]).suffix], "data_files": {split: fetched}}
     else:
         options = {"path": hub, "name": subset, "revision": pinned or revision}
     return _or_refuse(name, source, lambda: load_dataset(split=split, **options))
@@ -145,10 +145,10 @@ def _fetch(hub: str, revision: str | None, pattern: str) -> list[str]:
     folder = snapshot_download(
         hub, repo_type="dataset", revision=revision, allow_patterns=[pattern]
     )
-    found = sorted(str(path) for path in Path(folder).glob(pattern))
-    if not found:
+    paths = sorted(str(path) for path in Path(folder).glob(pattern))
+    if not paths:
         raise FileNotFoundError(f"there is no {pattern} in its snapshot {folder}")
-    return found
+    return paths
 
 
 def require_columns(needed: Iterable[str], row: Mapping[str, Any], where: str) -> None:
@@ -193,37 +193,37 @@ def parse(template: str) -> tuple[tuple[str, str | None], ...]:
     return tuple((text, name) for text, name, _, _ in parts)
 
 
-def _catalogued(wanted: PromptSet, entry: CataloguedSet, seed: int) -> Iterator[PromptRow]:
-    if wanted.split not in entry.splits:
+def _catalogued(wanted: PromptSet, catalogued: CataloguedSet, seed: int) -> Iterator[PromptRow]:
+    if wanted.split not in catalogued.splits:
         raise ConfigError(
             f"prompt set {wanted.name!r} has no split {wanted.split!r}; choose from "
-            f"{', '.join(entry.splits)}"
+            f"{', '.join(catalogued.splits)}"
         )
-    part, source = entry.splits[wanted.split], wanted.source or entry.hub
-    files = None if wanted.source or wanted.subset else entry.files
-    subset = wanted.subset or (None if files else entry.subset)
+    part, source = catalogued.splits[wanted.split], wanted.source or catalogued.hub
+    files = None if wanted.source or wanted.subset else catalogued.files
+    subset = wanted.subset or (None if files else catalogued.subset)
     if Path(source).is_dir() and not wanted.subset:
         there = _or_refuse(wanted.name, source, lambda: get_dataset_config_names(source))
-        subset = entry.subset if entry.subset in there else None
+        subset = catalogued.subset if catalogued.subset in there else None
     data = load_rows(
         wanted.name,
         source,
         wanted.source_split or part.of,
         subset=subset,
-        revision=None if wanted.source else entry.revision,
+        revision=None if wanted.source else catalogued.revision,
         files=files,
     )
     require_columns(
-        columns_of(entry.form), dict.fromkeys(data.column_names), f"prompt set {wanted.name!r}"
+        columns_of(catalogued.form), dict.fromkeys(data.column_names), f"prompt set {wanted.name!r}"
     )
-    chosen = _cut(data, part, entry.form)
+    chosen = _cut(data, part, catalogued.form)
     generator = generator_for(seed, "prompts", wanted.name, wanted.split)
     order = torch.randperm(len(chosen), generator=generator)
     return _at(data, (chosen[index] for index in order.tolist()))
 
 
 def _cut(data: Any, part: Part, form: Form) -> Sequence[int]:
-    """PromptRow numbers of a part: a range of the ranks of the rows' hashes, equal rows together."""
+    """Row numbers of a part: a range of the ranks of the rows' hashes, equal rows together."""
     if (part.start, part.stop) == (0, 1):
         return range(len(data))
     rows = _at(data.select_columns(columns_of(form)), range(len(data)))

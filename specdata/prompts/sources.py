@@ -15,7 +15,7 @@ FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 def prompt_inputs(sets: Sequence[PromptSet]) -> dict[str, str]:
     """What prompt sets are read from, by name: each file (of folders too), or the Hub id."""
-    found: dict[str, str] = {}
+    inputs: dict[str, str] = {}
     for wanted in sets:
         source = source_of(wanted)
         if source is None:
@@ -23,16 +23,16 @@ def prompt_inputs(sets: Sequence[PromptSet]) -> dict[str, str]:
         path = Path(source)
         files = sorted(path.rglob("[!.]*")) if path.is_dir() else [path]
         names = [str(file) for file in files if file.is_file()] or [source]
-        found |= {f"prompts {name}": name for name in names}
-    return found
+        inputs |= {f"prompts {name}": name for name in names}
+    return inputs
 
 
 def source_of(wanted: PromptSet) -> str | None:
     """The file, folder, Hub id or URL that a set is read from; None for an embedded one."""
     if wanted.name in EMBEDDED:
         return None
-    entry = CATALOGUE.get(wanted.name)
-    return (wanted.source or entry.hub) if entry else wanted.name
+    catalogued = CATALOGUE.get(wanted.name)
+    return (wanted.source or catalogued.hub) if catalogued else wanted.name
 
 
 def short_name(name: str) -> str:

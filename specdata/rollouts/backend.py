@@ -71,17 +71,17 @@ class TransformersBackend:
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """See `Backend`. The same requests always make the same batches, hence the same bits."""
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].ids))
-        found: dict[int, list[int]] = {}
+        completions: dict[int, list[int]] = {}
         for start in range(0, len(order), self.batch_size):
             batch = order[start : start + self.batch_size]
             rows = [requests[index] for index in batch]
             uniforms = torch.stack([self._uniforms(row) for row in rows])
             ids = sample_batch(self.model, [row.ids for row in rows], uniforms, self.sampling)
-            found.update(zip(batch, ids, strict=True))
+            completions.update(zip(batch, ids, strict=True))
         ends = end_ids(self.model)
         return [
-            Completion(found[index], "eos" if found[index][-1] in ends else "length")
-            for index in range(len(requests))
+            Completion(ids, "eos" if ids[-1] in ends else "length")
+            for _, ids in sorted(completions.items())
         ]
 
     def _uniforms(self, request: Request) -> Tensor:

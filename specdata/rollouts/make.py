@@ -1,4 +1,7 @@
-"""Stage 1a: what the target answers, stored; `generation.py` and `vllm.py` do the sampling."""
+"""Stage 1: the target's completions of the prompts, stored as a dataset.
+
+A backend does the sampling: `backend.py` in this process, `vllm.py` by a server.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def make_rollouts(
     settings: Settings,
     report: Callable[[int], object],
 ) -> int:
-    """Complete every prompt, turn after turn, and store the table (see `fill_dataset`).
+    """Complete every prompt, turn after turn, and store the dataset (see `fill_dataset`).
 
     Prompts are grouped by length, so that little of a batch is padding. A shard is completed by
     itself: neither the number of processes nor an interruption changes its batches.
@@ -49,14 +52,14 @@ def make_rollouts(
     Args:
         backend: what completes.
         prompts: what is completed; the order does not matter.
-        folder: the table's folder.
+        folder: where the dataset goes.
         config: sizes.
         dialogue: needed where prompts have follow-ups.
         settings: everything that decides the rows; stored in the manifest, compared on resume.
         report: called with the number of rows done.
 
     Returns:
-        Number of completions in the table.
+        Number of completions in the dataset.
     """
     ordered = sorted(prompts, key=lambda prompt: (len(prompt.ids), prompt.example_id))
     groups = [
@@ -94,7 +97,7 @@ class _Turn:
         )
 
     def next(self, completion: Completion, dialogue: Dialogue) -> _Turn | None:
-        """The next turn, unless this was the last one or the conversation has builder too long."""
+        """The next turn, unless this was the last one or the conversation has become too long."""
         index, sample, turn = self.place
         if turn == len(self.prompt.follow_ups):
             return None

@@ -1,12 +1,12 @@
-"""Stored tables: parquet shards, made by any number of processes, and a manifest written last.
+"""Stored datasets: parquet shards, made by any number of processes, and a manifest written last.
 
-What a shard holds is fixed before any work: neither the number of processes nor an interruption
-changes a byte. A process takes a shard by locking a file, which the system unlocks however the
-process ends; so a shard that a dead process had begun is made by another one, or by the next run.
-Several nodes need a file system that they share and that has locks.
+What a shard holds is fixed before any work, so neither the number of processes nor an interruption
+changes a byte. A process takes a shard by locking a file. The system releases the lock however the
+process ends, so a shard that a dead process had begun is made by another one, or by the next run.
+Several nodes need a shared file system with locks.
 
-While a table is being made, `.progress` holds a record of each shard (rows, hash). The record is
-written before the shard gets its name, so a shard without a record is not ours.
+While a dataset is being made, `.progress` holds a record of each shard (rows, hash). The record is
+written before the shard gets its name, so a shard without a record was not made by this program.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from specdata.storage.manifest import (
 )
 from specdata.storage.resume import Settings
 
-# What a table's folder may hold beside its shards; hidden files are never looked at.
+# What a dataset's folder may hold beside its shards; hidden files are never looked at.
 BESIDE = (MANIFEST, "run.json")
 # Seconds between two looks at what other processes are making.
 PAUSE = 0.2
@@ -53,52 +53,52 @@ def fill_dataset(
 ) -> int:
     """Make every shard that is missing, together with the other processes that do the same.
 
-    Every process calls this with the same arguments, and returns when the table is finished. Later
-    shards are made first: tables are sorted by length, so a lack of memory shows at once, and the
-    last shards, for which some processes wait, are short ones.
+    Every process calls this with the same arguments, and returns when the dataset is finished.
+    Later shards are made first: rows are sorted by length, so a lack of memory shows at once, and
+    the last shards, for which some processes wait, are short ones.
 
     Args:
         folder: where `shard-00000.parquet`, ... and `manifest.json` go.
         schema: columns; `completion_ids` and `finish` are counted in the manifest.
         settings: everything that decides the rows; stored, and compared on resume.
-        shards: one function a shard that returns its rows.
-        report: called with the number of rows of each shard as it is done or found done.
+        shards: for each shard, a function that returns its rows.
+        report: called once a shard, with its number of rows, when it is made or already there.
 
     Returns:
-        Number of rows in the table.
+        Number of rows in the dataset.
 
     Raises:
-        OtherSettingsError: if the folder holds a table made with other settings.
+        OtherSettingsError: if the folder holds a dataset made with other settings.
         ManifestError: if it holds a damaged one, or a file that is not part of it.
         OSError: if a shard cannot be written; those that are finished stay.
     """
-    table = _StoredDataset(folder, schema, settings, len(shards))
-    with locked(table.progress / "table.lock"):
-        manifest = table.open()
+    dataset = _DatasetInProgress(folder, schema, settings, len(shards))
+    with locked(dataset.progress / "dataset.lock"):
+        manifest = dataset.open()
     waiting = list(reversed(range(len(shards))))
     while not manifest["finished"]:
         left = []
         for index in waiting:
-            if entry := table.done(index) or table.make(index, shards[index]):
-                report(entry["rows"])
+            if record := dataset.done(index) or dataset.make(index, shards[index]):
+                report(record["rows"])
             else:
                 left.append(index)
         if not left:
-            with locked(table.progress / "table.lock"):
-                table.finish()
+            with locked(dataset.progress / "dataset.lock"):
+                dataset.finish()
         elif len(left) == len(waiting):
             time.sleep(PAUSE)
         waiting = left
         manifest = read_manifest(folder)
     for index in waiting:
         report(manifest["shards"][index]["rows"])
-    shutil.rmtree(table.progress, ignore_errors=True)
+    shutil.rmtree(dataset.progress, ignore_errors=True)
     return int(manifest["counts"]["rows"])
 
 
 @dataclass(frozen=True, slots=True)
-class _StoredDataset:
-    """A table that is being made, as one of its processes sees it."""
+class _DatasetInProgress:
+    """A dataset that is being made, as one of its processes sees it."""
 
     folder: Path
     schema: pa.Schema
@@ -111,7 +111,7 @@ class _StoredDataset:
 
     def open(self) -> dict[str, Any]:
         """Check what the folder holds, or begin it."""
-        # Listed before the records are read: a shard without a record is then nobody's.
+        # Listed before the records are read, so a shard without a record was not made here.
         present = sorted(path.name for path in self.folder.glob("[!.]*"))
         if not (self.folder / MANIFEST).exists():
             self._check_foreign(present, [])
@@ -122,40 +122,40 @@ class _StoredDataset:
             if len(manifest["shards"]) != self.size:
                 raise ManifestError(
                     f"{self.folder} lists {len(manifest['shards'])} shards, these settings make "
-                    f"{self.size}: remove it and make the table again"
+                    f"{self.size}: remove it and make the dataset again"
                 )
-            entries = manifest["shards"]
+            records = manifest["shards"]
         else:
-            entries = [entry for index in range(self.size) if (entry := self._record(index))]
-        self._check_foreign(present, [entry["file"] for entry in entries])
+            records = [record for index in range(self.size) if (record := self._record(index))]
+        self._check_foreign(present, [record["file"] for record in records])
         if is_main():  # hashing everything once is enough
-            for entry in entries:
-                if manifest["finished"] or (self.folder / entry["file"]).exists():
-                    verify(self.folder, entry)
+            for record in records:
+                if manifest["finished"] or (self.folder / record["file"]).exists():
+                    verify(self.folder, record)
         return manifest
 
     def done(self, index: int) -> dict[str, Any] | None:
-        """The entry of a shard, if it exists."""
+        """The record of a shard, if it exists."""
         return self._record(index) if (self.folder / _name(index)).exists() else None
 
     def make(self, index: int, rows: Callable[[], list[Any]]) -> dict[str, Any] | None:
-        """Make a shard; None if another process is at it, or has finished the table."""
+        """Make a shard; None if another process is at it, or has finished the dataset."""
         with try_locked(self.progress / f"{_name(index)}.lock") as mine:
             if not mine:
                 return None
-            if entry := self.done(index):  # by another process, since the last look
-                return entry
+            if record := self.done(index):  # by another process, since the last look
+                return record
             if read_manifest(self.folder)["finished"]:
                 return None
             made = rows()
-            # Somebody may have put another run into the folder, while this process worked on
-            # without the launcher that it was killed with.
+            # Another run may have taken the folder meanwhile, if the launcher of this process was
+            # killed and the process was not.
             self.settings.check(read_manifest(self.folder)["settings"], self.folder)
             with atomic_write(self.folder / _name(index)) as temporary:
                 pq.write_table(pa.Table.from_pylist(made, schema=self.schema), temporary)
-                entry = describe_shard(temporary, _name(index), made)
-                write_json(self.progress / f"{_name(index)}.json", entry)
-            return entry
+                record = describe_shard(temporary, _name(index), made)
+                write_json(self.progress / f"{_name(index)}.json", record)
+            return record
 
     def finish(self) -> None:
         """Write the manifest with every shard and the finished mark."""
@@ -171,18 +171,18 @@ class _StoredDataset:
     def _record(self, index: int) -> dict[str, Any] | None:
         path = self.progress / f"{_name(index)}.json"
         try:
-            entry: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         except ValueError as error:
             raise ManifestError(f"{path} is damaged ({error}): remove it and its shard") from error
-        return entry
+        return record
 
     def _check_foreign(self, present: Sequence[str], shards: Sequence[str]) -> None:
         foreign = sorted({*present} - {*shards} - {*BESIDE})
         if foreign:
             raise ManifestError(
-                f"{self.folder / foreign[0]} is not part of the table in its folder "
+                f"{self.folder / foreign[0]} is not part of the dataset in its folder "
                 f"({len(foreign)} such files): move it away"
             )
 
@@ -192,10 +192,10 @@ def _name(index: int) -> str:
 
 
 def load_stored(folder: Path) -> datasets.Dataset:
-    """A finished table with random access, memory-mapped.
+    """Load a finished dataset with random access, memory-mapped.
 
-    `datasets` keeps it as an Arrow file for that, in the table's own folder (`.cache`, which may
-    be removed) if that can be written, else in its usual cache.
+    The `datasets` library keeps it as an Arrow file for that: in the folder itself (`.cache`, which
+    may be removed) if that can be written, else in its usual cache.
 
     Raises:
         ManifestError: if it is missing, unfinished, of another schema version, or damaged.
@@ -210,7 +210,7 @@ def load_stored(folder: Path) -> datasets.Dataset:
 
 
 def stream_stored(folder: Path) -> datasets.IterableDataset:
-    """A finished table row by row, in its order, holding a part of one shard at a time.
+    """Read a finished dataset row by row, in its order, holding a part of one shard at a time.
 
     Raises:
         ManifestError: as `load_stored`.
@@ -228,6 +228,6 @@ def _finished_files(folder: Path) -> list[str]:
             f"{folder} is unfinished ({made} shards so far): run the stage that makes it again, it "
             "continues where it stopped"
         )
-    for entry in manifest["shards"]:
-        verify(folder, entry)
-    return [str(folder / entry["file"]) for entry in manifest["shards"]]
+    for record in manifest["shards"]:
+        verify(folder, record)
+    return [str(folder / record["file"]) for record in manifest["shards"]]

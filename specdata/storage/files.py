@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -12,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import Timeout, UnixFileLock
 
 
 @contextmanager
@@ -58,33 +59,48 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file, waiting for it. The lock goes with the process, however it ends."""
-    with _lock_file(path) as descriptor:
-        _flock(path, descriptor, fcntl.LOCK_EX)
+    """Hold a lock file, waiting for it. The lock goes with the process, however it ends.
+
+    Raises:
+        OSError: if the lock file cannot be made, or its file system has no locks.
+    """
+    lock = _lock(path)
+    _acquire(lock, wait=True)
+    try:
         yield
+    finally:
+        lock.release()
 
 
 @contextmanager
 def try_locked(path: Path) -> Iterator[bool]:
-    """Hold a lock file if nobody else does; yield whether it is held."""
-    with _lock_file(path) as descriptor:
-        yield _flock(path, descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Hold a lock file unless it is held already, by this process or another.
 
+    Yields:
+        Whether it is held now.
 
-@contextmanager
-def _lock_file(path: Path) -> Iterator[int]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    Raises:
+        OSError: as `locked`.
+    """
+    lock = _lock(path)
+    is_held = _acquire(lock, wait=False)
     try:
-        yield descriptor
+        yield is_held
     finally:
-        os.close(descriptor)
+        if is_held:
+            lock.release()
 
 
-def _flock(path: Path, descriptor: int, operation: int) -> bool:
+def _lock(path: Path) -> UnixFileLock:
+    # flock or an error, and the file stays: a lock that consists in the file's existence would
+    # outlive a process that was killed.
+    return UnixFileLock(path, fallback_to_soft=False, preserve_lock_file=True)
+
+
+def _acquire(lock: UnixFileLock, *, wait: bool) -> bool:
     try:
-        fcntl.flock(descriptor, operation)
-    except BlockingIOError:
+        lock.acquire(blocking=wait)
+    except Timeout:
         return False
     except OSError as error:
         if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
@@ -92,7 +108,7 @@ def _flock(path: Path, descriptor: int, operation: int) -> bool:
                 error.errno,
                 "the file system has no locks, which keep two processes from writing the same "
                 "file: choose an output folder on one that has (for Lustre, mount with -o flock)",
-                str(path),
+                lock.lock_file,
             ) from error
         raise
     return True

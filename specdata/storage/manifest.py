@@ -1,4 +1,4 @@
-"""What a stored table says of itself: settings, counts, the hash of each shard, a finished mark."""
+"""The manifest of a stored dataset: settings, counts, each shard's hash, a finished mark."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCHEMA_VERSION = 2
 
 
 def new_manifest(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest of a table of which no shard exists yet."""
+    """The manifest of a dataset of which no shard exists yet."""
     return {
         "schema_version": SCHEMA_VERSION,
         "settings": settings,
@@ -30,20 +30,24 @@ def new_manifest(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a table; ManifestError if there is none that can be read."""
+    """Read the manifest of a dataset.
+
+    Raises:
+        ManifestError: if there is none, or it is damaged or of another schema version.
+    """
     path = folder / MANIFEST
     if not path.is_file():
-        raise ManifestError(f"{folder} holds no table: {MANIFEST} is missing")
+        raise ManifestError(f"{folder} holds no dataset: {MANIFEST} is missing")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         version = manifest["schema_version"]
         if version != SCHEMA_VERSION:
             raise ManifestError(
                 f"{path} has schema version {version}, this program reads {SCHEMA_VERSION}: make "
-                "the table again in an empty folder"
+                "the dataset again in an empty folder"
             )
-        for entry in manifest["shards"]:
-            entry["file"], entry["rows"], entry["sha256"]
+        for record in manifest["shards"]:
+            record["file"], record["rows"], record["sha256"]
         return {key: manifest[key] for key in new_manifest({})}
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, ManifestError):
@@ -55,7 +59,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def describe_shard(path: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The entry of one shard: file, rows, completion tokens, finish reasons, SHA-256."""
+    """The record of one shard: file, rows, completion tokens, finish reasons, SHA-256."""
     return {
         "file": name,
         "rows": len(rows),
@@ -66,27 +70,27 @@ def describe_shard(path: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def count(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The entries' counts, added up."""
+    """The records' counts, added up."""
     finish: Counter[str] = Counter()
-    for entry in shards:
-        finish.update(entry["finish"])
+    for record in shards:
+        finish.update(record["finish"])
     return {
-        "rows": sum(entry["rows"] for entry in shards),
-        "tokens": sum(entry["tokens"] for entry in shards),
+        "rows": sum(record["rows"] for record in shards),
+        "tokens": sum(record["tokens"] for record in shards),
         "finish": dict(sorted(finish.items())),
     }
 
 
-def verify(folder: Path, entry: Mapping[str, Any]) -> None:
-    """Raise ManifestError unless a shard is the file that its entry describes."""
-    path = folder / entry["file"]
+def verify(folder: Path, record: Mapping[str, Any]) -> None:
+    """Raise ManifestError unless a shard is the file that its record describes."""
+    path = folder / record["file"]
     if not path.is_file():
         raise ManifestError(
             f"shard {path} is listed in the manifest but missing: restore it, or remove {folder} "
-            "and make the table again"
+            "and make the dataset again"
         )
-    if sha256(path) != entry["sha256"]:
+    if sha256(path) != record["sha256"]:
         raise ManifestError(
             f"shard {path} is not the file that was written (its SHA-256 differs): restore it, "
-            f"or remove {folder} and make the table again"
+            f"or remove {folder} and make the dataset again"
         )

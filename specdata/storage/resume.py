@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -47,11 +47,14 @@ class Settings:
         defaults: what an absent key counts as, by dotted key; see `defaults_of`.
         remedy: what a user can do if an artefact was made with other settings: an imperative
             without a full stop.
+        rewrite: turns stored values of earlier versions into what would be stored today, where
+            keys were renamed or moved; defaults alone cannot tell that.
     """
 
     values: Mapping[str, Any]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     remedy: str = "choose another output folder, or remove it"
+    rewrite: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
 
     def __post_init__(self) -> None:
         # What was stored comes back as JSON, so tuples must already be lists here.
@@ -71,7 +74,7 @@ class Settings:
         Raises:
             OtherSettingsError: naming the artefact, the settings that differ and the remedy.
         """
-        if changed := differences(stored, self.values, self.defaults):
+        if changed := differences(self.rewrite(stored), self.values, self.defaults):
             raise OtherSettingsError(
                 f"{artefact} was made with other settings: {self.remedy}. Stored -> asked:\n  "
                 + "\n  ".join(changed)
@@ -136,9 +139,9 @@ def differences(
     Args:
         stored: JSON values.
         asked: JSON values.
-        defaults: by dotted key, `*` standing for any item: {"head.depth": 3, "methods.*.length": 4}.
-            An option that no longer exists is only tolerated, in what stored it with the default
-            that it had, if that default is given here.
+        defaults: by dotted key, `*` standing for any item: {"head.depth": 3, "methods.*.name": ""}.
+            An option that was removed differs where it is stored, unless its last default is given
+            here and is what was stored.
 
     Returns:
         A line "dotted.key: stored -> asked" for each difference, ordered by key.

@@ -1,4 +1,7 @@
-"""Columns of the two stored tables. Tokens are stored as ids: text does not tokenize back."""
+"""Columns of the two stored datasets, rollouts and labels.
+
+Tokens are stored as ids, because the tokens of a decoded text may be others.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,16 @@ _REALS = pa.list_(pa.float32())
 class Rollout(TypedDict):
     """One completion sampled from the target.
 
-    `sample` numbers the completions of a prompt, `turn` the turns of a conversation, both from 0;
-    the prompt of a later turn holds the earlier ones with their answers. `finish` is "eos" (the
-    last completion id is the end token) or "length".
+    Attributes:
+        example_id: a hash of the prompt.
+        dataset: the prompt set it comes from.
+        split: "train", "dev" or "test".
+        sample: which of the prompt's completions, from 0.
+        turn: which turn of a conversation, from 0; the prompt of a later one holds the earlier
+            ones with their answers.
+        prompt_ids: token ids of the prompt.
+        completion_ids: token ids of the completion, at least one.
+        finish: "eos" (the last completion id is an end token) or "length".
     """
 
     example_id: str
@@ -29,11 +39,18 @@ class Rollout(TypedDict):
 
 
 class Label(Rollout):
-    """A rollout with what one draft would have proposed at each position; lists are aligned.
+    """A rollout with what one draft would have proposed at each position of the completion X.
 
-    `draft_ids[i]` is Y_i ~ q(. | prompt, X_<i), `accept_prob[i]` is min(1, p(Y_i)/q(Y_i)),
-    `log_p` and `log_q` are its log probabilities, `log_q_max` that of the draft's likeliest token,
-    `overlap[i]` is sum_x min(p, q).
+    SpecDec++ (Huang et al., arXiv:2405.19715), section 4.1. Every list has one value a completion
+    token; probabilities are those of the sampler that tokens are served with, logarithms natural.
+
+    Attributes:
+        draft_ids: Y_i, drawn from q(. | prompt, X_<i).
+        accept_prob: min(1, p(Y_i) / q(Y_i)).
+        log_p: log p(Y_i); -inf where the target never emits it.
+        log_q: log q(Y_i).
+        log_q_max: max_x log q(x).
+        overlap: sum_x min(p(x), q(x)), the acceptance averaged over Y_i.
     """
 
     draft_ids: list[int]
@@ -67,8 +84,8 @@ LABELS = pa.schema(
         ("overlap", _REALS),
     ]
 )
-# More columns of labels that can be made again without the target: see specdata.labels.top_logits. The
-# first two hold N values a position, one position after the other.
+# More columns of labels that can be made again without the target: see specdata.labels.top_logits.
+# The first two hold N values a position, one position after the other.
 TOP_LOGITS = pa.schema(
     [
         ("top_ids", _IDS),

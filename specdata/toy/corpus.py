@@ -1,6 +1,6 @@
 """The text inside the package: three prompt families and the library text of every CPython.
 
-It lets the whole pipeline run offline. Prompts and answers come from seeded grammars (`toy_text`),
+It lets the whole pipeline run offline. Prompts and answers come from seeded grammars (`text.py`),
 the rest is source code and documentation that Python itself ships. Nothing is downloaded.
 """
 

@@ -38,8 +38,8 @@ def library_prompts(split: str, count: int, *, seed: int) -> list[str]:
     random.Random(f"{LIBRARY}:{split}:{seed}").shuffle(texts)
     if len(texts) < count:
         raise ValueError(
-            f"the {split} split of {LIBRARY!r} has {len(texts)} prompts in this Python, {count} were "
-            "asked for: lower `count`"
+            f"the {split} split of {LIBRARY!r} has {len(texts)} prompts in this Python, {count} "
+            "were asked for: lower `count`"
         )
     return texts[: count or None]
 

@@ -125,7 +125,7 @@ class Writer:
         """As `write`, with single spaces, "an" before a vowel and a capital for each sentence."""
         text = " ".join(self.write(template).split())
         text = re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", text)
-        return re.sub(r"(^|[.!?] )([a-z])", lambda found: found[0].upper(), text)
+        return re.sub(r"(^|[.!?] )([a-z])", lambda match: match[0].upper(), text)
 
 
 def _instruct(writer: Writer) -> Example:

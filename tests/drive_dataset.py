@@ -1,4 +1,4 @@
-"""Fill a table of 12 shards, as one of any number of processes; print which ones were made here.
+"""Fill a dataset of 12 shards, as one of any number of processes; print which ones were made here.
 
 Arguments: the folder, and the seconds that a shard takes.
 """
@@ -39,7 +39,7 @@ def rows(index: int, seconds: float) -> list[Rollout]:
 
 
 def fill(folder: Path, seconds: float = 0.0) -> int:
-    """The table, in this process."""
+    """The dataset, in this process."""
     shards = [partial(rows, index, seconds) for index in range(SHARDS)]
     return fill_dataset(folder, ROLLOUTS, Settings({"seed": 0}), shards, lambda rows: None)
 

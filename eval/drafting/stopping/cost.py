@@ -1,4 +1,4 @@
-"""Stop drafting when another token costs more than it is expected to save. Nothing to tune.
+"""Stop when another token costs more than it is expected to save. Nothing to tune.
 
 SpecDec++ (arXiv:2405.19715) bounds the optimal threshold (Theorem 4.3); this is the exact rule for
 independent acceptances, with every quantity measured while decoding.
@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
-from scipy.stats import theilslopes
+from pydantic import Field
 
-from eval.drafting.calibration import Calibration, fit_calibration
-from eval.drafting.stopping import DraftedToken, ShouldStop
-from eval.rounds import Round
-from heads import AcceptanceHead
+from eval.drafting.stopping.calibration import Calibration, CalibratedRule, fit_calibration
+from eval.drafting.stopping.rule import ActiveRule, DraftedToken, Family, ShouldStop
+
+if TYPE_CHECKING:
+    from eval.rounds import Round
+    from heads import AcceptanceHead
 
 MEAN_ACCEPTANCE = 0.8
 """Of a drafted token, before anything is known."""
@@ -28,6 +30,66 @@ ROUNDS, TOKENS = 128, 512
 """What is remembered: the rounds that times, and the tokens that acceptance is measured over."""
 
 
+class Cost(CalibratedRule):
+    """End when one more drafted token is expected to cost more time than it saves.
+
+    The acceptance of a drafted token is the head's probability, the bias of its training loss
+    undone, once the draft has consumed the token; that of the newest one, and of all tokens
+    without a head, comes from the logistic model. At least one token is drafted.
+
+    There is no threshold. Costs that are not given are measured over the last rounds; with both
+    given, decoding depends on its seed alone, otherwise on times and on earlier generations too.
+    """
+
+    name: ClassVar[str] = "cost"
+    family: ClassVar[Family] = "cost"
+
+    draft_seconds: float = Field(
+        default=0.0, ge=0.0, description="cost of one more drafted token, in seconds; 0 measures it"
+    )
+    token_seconds: float = Field(
+        default=0.0, ge=0.0, description="time of an emitted token, in seconds; 0 measures it"
+    )
+    mean_acceptance: float = Field(
+        default=MEAN_ACCEPTANCE,
+        gt=0.0,
+        le=1.0,
+        description="acceptance of a token not drawn yet; where a cost is measured, a first guess",
+    )
+    head: bool = Field(default=True, description="whether to ask the acceptance head, if there is one")
+
+    @property
+    def reads_head(self) -> bool:
+        """As it was told."""
+        return self.head
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """Both costs, unless both are given."""
+        given = self.draft_seconds and self.token_seconds
+        return () if given else ("draft_seconds", "token_seconds")
+
+    def reported(self) -> dict[str, Any]:
+        """The parameters; whether a head was asked is seen from the head that results name."""
+        return {name: value for name, value in super().reported().items() if name != "head"}
+
+    def start(self, head: AcceptanceHead | None) -> ActiveRule:
+        """Begin with the given costs and first guesses."""
+        if self.measured:
+            # Imported here for the light start, and now so that no round is timed with it.
+            import scipy.optimize
+            import scipy.stats  # noqa: F401
+
+        estimates = CostEstimates(
+            self.model,
+            head if self.head else None,
+            draft_seconds=self.draft_seconds,
+            token_seconds=self.token_seconds,
+            mean_acceptance=self.mean_acceptance,
+        )
+        return ActiveRule(self.limit, estimates.begin, estimates.observe)
+
+
 def worth_drafting(
     survival: float, *, mean_acceptance: float, token_seconds: float, draft_seconds: float
 ) -> bool:
@@ -35,7 +97,7 @@ def worth_drafting(
 
     One more token saves lambda, the time of an emitted token, if it and all before it are accepted,
     and costs t_d. With lambda the least reachable time per token this is the optimal rule for
-    independent acceptances (`eval.optimal_stopping`); taking lambda from what the rule itself
+    independent acceptances (`eval.analysis.optimal_stopping`); taking lambda from what the rule itself
     achieves is Dinkelbach's iteration, which gets there.
 
     Args:
@@ -47,16 +109,12 @@ def worth_drafting(
     return token_seconds * survival * mean_acceptance > draft_seconds
 
 
-class CostRule:
-    """A stopping rule's `begin` and `observe`: asks `worth_drafting` after each token.
-
-    The acceptance of a drafted token is the head's probability, the bias of its training loss
-    undone, once the draft has consumed the token; that of the newest one, and of all without a
-    head, comes from the logistic model. At least one token is drafted.
+class CostEstimates:
+    """The rule at work in one slot: asks `worth_drafting` after each token, and learns from rounds.
 
     If both costs are given, nothing is measured and generations do not influence each other.
     Otherwise the missing cost, the mean acceptance and the logistic model are measured over the
-    last rounds, whatever text they belong to: t_d as what a round takes longer for one more drafted
+    last rounds, whatever sequence they belong to: t_d as what a round takes longer for one more drafted
     token (draft, target and stopping rule together), lambda as the time of these rounds per emitted
     token, prefills apart. Before the first measurement, and in batches, whose rounds have no times
     of their own, t_d is `DRAFT_SHARE` of lambda.
@@ -91,22 +149,24 @@ class CostRule:
 
     def begin(self) -> ShouldStop:
         """Start a round."""
+        import torch
+
         seen: list[float] = []
         self._round, head, known = seen, self._head, 1.0
 
         @torch.inference_mode()
-        def stop(step: DraftedToken) -> bool:
+        def should_stop(drafted: DraftedToken) -> bool:
             nonlocal known
             if head is not None and seen:
-                assert step.state is not None
-                known *= float(head.probability(step.state))
-            seen.append(float(step.distribution.max()))
+                assert drafted.state is not None
+                known *= float(head.probability(drafted.state))
+            seen.append(float(drafted.distribution.max()))
             newest = self.calibration.accept(seen[-1])
             if head is None:
                 known *= newest
             return not self._pays(known if head is None else known * newest)
 
-        return stop
+        return should_stop
 
     def _pays(self, survival: float) -> bool:
         return worth_drafting(
@@ -117,12 +177,12 @@ class CostRule:
         )
 
     def observe(self, record: Round) -> None:
-        """Take a finished round into account; one without a draft says nothing."""
+        """Take a finished round into account; one without a draft tells nothing."""
         if all(self._given) or record.draft_forwards == 0:
             return
         self._rounds.append(record)
         # Known of the drafted tokens: those accepted, and the first one that was not.
-        outcomes = ((q, place < record.accepted) for place, q in enumerate(self._round))
+        outcomes = ((q, position < record.accepted) for position, q in enumerate(self._round))
         self._tokens.extend(islice(outcomes, record.accepted + 1))
         self._observed += 1
         if self._observed in (4, 8) or self._observed % 16 == 0:
@@ -130,6 +190,8 @@ class CostRule:
             self._measure_acceptance()
 
     def _measure_costs(self) -> None:
+        from scipy.stats import theilslopes
+
         rounds = self._rounds
         drafted = np.array([r.drafted for r in rounds], dtype=np.float64)
         seconds = [r.draft_seconds + r.target_seconds + r.overhead_seconds for r in rounds]

@@ -1,14 +1,16 @@
-"""Stored tables: nothing lost, nothing mixed up, damage is named."""
+"""Stored datasets: nothing lost, nothing mixed up, damage is named."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +18,11 @@ import pytest
 
 from specdata.errors import ManifestError
 from specdata.storage.dataset import fill_dataset, load_stored, stream_stored
-from specdata.storage.files import try_locked
+from specdata.storage.files import locked, try_locked
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, Rollout
-from tests import drive_table
+from tests import drive_dataset
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = {"seed": 0, "sampling": {"temperature": 1.0}}
@@ -62,7 +64,7 @@ def content(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_an_interrupted_table_continues_and_has_the_bytes_of_an_uninterrupted_one(
+def test_an_interrupted_dataset_continues_and_has_the_bytes_of_an_uninterrupted_one(
     tmp_path: Path,
 ) -> None:
     made: list[int] = []
@@ -90,13 +92,13 @@ def test_the_manifest_counts_what_the_shards_hold(tmp_path: Path) -> None:
     }
 
 
-def test_a_table_streams_and_loads_the_rows_that_were_stored(tmp_path: Path) -> None:
+def test_a_dataset_streams_and_loads_the_rows_that_were_stored(tmp_path: Path) -> None:
     fill(tmp_path, shards([]))
     rows = [dict(row(number)) for number in range(8)]
     assert list(stream_stored(tmp_path)) == rows
-    table = load_stored(tmp_path)
-    assert table.to_list() == rows
-    assert table.cache_files, "it is a memory map, not a copy in memory"
+    dataset = load_stored(tmp_path)
+    assert dataset.to_list() == rows
+    assert dataset.cache_files, "it is a memory map, not a copy in memory"
 
 
 def test_other_settings_are_refused_with_the_difference(tmp_path: Path) -> None:
@@ -125,7 +127,7 @@ def test_an_edited_truncated_or_missing_shard_is_named(tmp_path: Path) -> None:
         fill(tmp_path, shards([]))
 
 
-def test_damage_to_an_unfinished_table_is_named_before_any_work(tmp_path: Path) -> None:
+def test_damage_to_an_unfinished_dataset_is_named_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         fill(tmp_path, shards([], stop_at=1))
     shard = tmp_path / "shard-00003.parquet"
@@ -144,7 +146,7 @@ def test_a_foreign_file_is_named_and_kept(tmp_path: Path, name: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         fill(tmp_path, shards([], stop_at=1))
     (tmp_path / name).write_text("years of work")
-    with pytest.raises(ManifestError, match=f"{name} is not part of the table"):
+    with pytest.raises(ManifestError, match=f"{name} is not part of the dataset"):
         fill(tmp_path, shards([]))
     assert (tmp_path / name).read_text() == "years of work"
 
@@ -167,7 +169,7 @@ def test_a_manifest_of_another_program_or_version_is_refused(tmp_path: Path) -> 
             load_stored(tmp_path)
 
 
-def test_a_shard_is_not_stored_in_a_table_that_was_replaced_while_it_was_made(
+def test_a_shard_is_not_stored_in_a_dataset_that_was_replaced_while_it_was_made(
     tmp_path: Path,
 ) -> None:
     def replace() -> list[Rollout]:
@@ -195,9 +197,28 @@ def test_a_lock_is_held_by_one_and_free_when_its_holder_ends(tmp_path: Path) -> 
         assert third
 
 
+@pytest.mark.parametrize("take", [locked, try_locked])
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_refused_with_what_to_do(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    take: Callable[[Path], AbstractContextManager[object]],
+    code: int,
+) -> None:
+    def without_locks(_descriptor: int, _operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    with (
+        pytest.raises(OSError, match="choose an output folder on one that has"),
+        take(tmp_path / "lock"),
+    ):
+        pytest.fail("nothing keeps a second process out")
+
+
 def driver(folder: Path, count: int, seconds: float) -> list[subprocess.Popen[bytes]]:
-    """Processes that fill a table; each writes what it made to `made-RANK` beside it."""
-    command = [sys.executable, drive_table.__file__, str(folder), str(seconds)]
+    """Processes that fill a dataset; each writes what it made to `made-RANK` beside it."""
+    command = [sys.executable, drive_dataset.__file__, str(folder), str(seconds)]
     processes = []
     for rank in range(count):
         place = {"RANK": str(rank), "WORLD_SIZE": str(count), "PYTHONPATH": str(ROOT)}
@@ -216,17 +237,17 @@ def await_moment(folder: Path, moment: str, processes: list[subprocess.Popen[byt
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    folder = tmp_path_factory.mktemp("whole") / "table"
-    drive_table.fill(folder)
+    folder = tmp_path_factory.mktemp("whole") / "dataset"
+    drive_dataset.fill(folder)
     return content(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_table_whose_processes_are_killed_at_any_moment_ends_with_the_same_bytes(
+def test_a_dataset_whose_processes_are_killed_at_any_moment_ends_with_the_same_bytes(
     tmp_path: Path, whole: dict[str, bytes], count: int
 ) -> None:
-    folder = tmp_path / "table"
+    folder = tmp_path / "dataset"
     moments = [
         "manifest.json",
         ".shard-00010.parquet.tmp",
@@ -255,7 +276,9 @@ def test_any_number_of_processes_makes_the_same_bytes_and_shares_the_work(
         assert process.wait() == 0
     made = [(tmp_path / f"made-{rank}").read_text().split() for rank in range(3)]
     assert all(made), "every process makes some"
-    assert sorted(int(index) for part in made for index in part) == list(range(drive_table.SHARDS))
+    assert sorted(int(index) for part in made for index in part) == list(
+        range(drive_dataset.SHARDS)
+    )
     assert content(tmp_path / "3") == whole
 
 
@@ -263,7 +286,7 @@ def test_any_number_of_processes_makes_the_same_bytes_and_shares_the_work(
 def test_the_others_take_over_from_a_process_that_dies(
     tmp_path: Path, whole: dict[str, bytes]
 ) -> None:
-    folder = tmp_path / "table"
+    folder = tmp_path / "dataset"
     first, second = driver(folder, 2, 0.1)
     assert await_moment(folder, "shard-00006.parquet", [first, second])
     first.send_signal(signal.SIGKILL)  # the main process, at that
@@ -277,10 +300,10 @@ def test_a_write_that_fails_leaves_what_is_finished_and_the_same_command_goes_on
     tmp_path: Path, whole: dict[str, bytes]
 ) -> None:
     """No file may be larger than 100 kB, as on a disk with that much left; shards have 160 kB."""
-    folder = tmp_path / "table"
+    folder = tmp_path / "dataset"
     program = (
         "import resource, signal, sys; from pathlib import Path;"
-        "from tests.drive_table import fill;"
+        "from tests.drive_dataset import fill;"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000));"
         "fill(Path(sys.argv[1]))"
@@ -297,7 +320,7 @@ def test_a_write_that_fails_leaves_what_is_finished_and_the_same_command_goes_on
     assert "File too large" in done.stderr
     assert not list(folder.glob("*.parquet"))
     assert not list(folder.glob(".*.tmp"))
-    drive_table.fill(folder)
+    drive_dataset.fill(folder)
     assert content(folder) == whole
 
 
@@ -316,15 +339,15 @@ def small_disk(folder: Path, size: str) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_stops_the_table_which_goes_on_when_there_is_room(
+def test_a_full_disk_stops_the_dataset_which_goes_on_when_there_is_room(
     tmp_path: Path, whole: dict[str, bytes]
 ) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     with small_disk(disk, "1m"):
         with pytest.raises(OSError, match="No space left on device"):
-            drive_table.fill(disk / "table")
-        assert 0 < len(list((disk / "table").glob("*.parquet"))) < drive_table.SHARDS
+            drive_dataset.fill(disk / "dataset")
+        assert 0 < len(list((disk / "dataset").glob("*.parquet"))) < drive_dataset.SHARDS
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
-        drive_table.fill(disk / "table")
-        assert content(disk / "table") == whole
+        drive_dataset.fill(disk / "dataset")
+        assert content(disk / "dataset") == whole

@@ -1,24 +1,29 @@
 """How likely the target is to accept a token, judged by the draft's own confidence max_x q(x).
 
-P(accept) = sigmoid(intercept + slope logit(max_x q(x))): two numbers, fitted on rollouts by maximum
-likelihood. Unlike an acceptance head it knows the newest token, because it reads the distribution that the
-token was drawn from.
+P(accept) = sigmoid(intercept + slope logit(max_x q(x))): two numbers, fitted on labels by maximum
+likelihood. Unlike an acceptance head it knows the newest token, because it reads the distribution
+that the token was drawn from.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
-import datasets
 import numpy as np
-from numpy.typing import NDArray
-from scipy.optimize import minimize
-from scipy.special import expit, logit
+from pydantic import Field
 
-Reals = NDArray[np.float64]
+from eval.drafting.stopping.rule import AdaptiveRule
+
+if TYPE_CHECKING:
+    import datasets
+    from numpy.typing import NDArray
+
+    Reals = NDArray[np.float64]
+
 EDGE = 1e-6
-"""max q is kept this far from 0 and 1: a one-hot distribution (greedy, top-k 1) has no finite logit."""
+"""max q is kept this far from 0 and 1: a one-hot distribution (greedy, top-k 1) has no logit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +40,41 @@ class Calibration:
         return 0.5 + 0.5 * math.tanh(0.5 * odds)  # the sigmoid, without its overflow
 
 
+class CalibratedRule(AdaptiveRule):
+    """A stopping rule that reads the logistic model."""
+
+    calibration: tuple[float, float] | None = Field(
+        default=None,
+        description="intercept and slope of the logistic model; an evaluation fits them on the "
+        "run's labels unless they are given, a decoder then takes max q itself (0, 1)",
+    )
+
+    @property
+    def model(self) -> Calibration:
+        """The logistic model in use."""
+        return Calibration() if self.calibration is None else Calibration(*self.calibration)
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether none was given."""
+        return self.calibration is None
+
+    def calibrated(self, coefficients: tuple[float, float]) -> Self:
+        """The same rule with these coefficients, if none were given."""
+        return self.model_copy(update={"calibration": self.calibration or coefficients})
+
+    def reported(self) -> dict[str, Any]:
+        """The parameters, with the coefficients in use."""
+        model = self.model
+        return {**super().reported(), "calibration": [model.intercept, model.slope]}
+
+
 def fit_calibration(accept: Reals, q_max: Reals, prior: Calibration = Calibration()) -> Calibration:
     """Maximum likelihood of soft labels, with a little weight on a prior.
 
     Minimises -sum_i [a_i log P_i + (1 - a_i) log(1 - P_i)] + |coefficients - prior|^2 / 2. The
-    second part keeps the answer finite when all labels agree or all distributions are one-hot, and gives
-    the prior when there is nothing to fit.
+    second part keeps the answer finite when all labels agree or all distributions are one-hot, and
+    gives the prior when there is nothing to fit.
 
     Args:
         accept: (n,) min(1, p/q) of drafted tokens, or whether they were accepted.
@@ -50,6 +84,9 @@ def fit_calibration(accept: Reals, q_max: Reals, prior: Calibration = Calibratio
     Raises:
         ValueError: if sizes differ or a value is no probability.
     """
+    from scipy.optimize import minimize
+    from scipy.special import expit, logit
+
     if accept.shape != q_max.shape or accept.ndim != 1:
         raise ValueError(f"accept and q_max must both be (n,), got {accept.shape}, {q_max.shape}")
     for name, values in (("accept", accept), ("q_max", q_max)):
@@ -72,7 +109,7 @@ def fit_calibration(accept: Reals, q_max: Reals, prior: Calibration = Calibratio
 
 
 def calibrate(labels: datasets.Dataset) -> Calibration:
-    """Fit on a labels table (`accept_prob` and `log_q_max` of every position)."""
+    """Fit on every position of a dataset of labels (columns `accept_prob` and `log_q_max`)."""
     accept = [chance for row in labels["accept_prob"] for chance in row]
     q_max = [chance for row in labels["log_q_max"] for chance in np.exp(row)]
     return fit_calibration(np.array(accept), np.array(q_max).clip(max=1.0))

@@ -1,0 +1,71 @@
+"""From settings to drafters: what proposes tokens for the sequence in each slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from eval.drafting.drafters import BranchingDrafter, ChainDrafter, Drafter, DraftPath
+from specdata.errors import ConfigError
+from specdata.sampling import SamplingConfig
+
+if TYPE_CHECKING:
+    from eval.decode_config import DecodeConfig
+    from eval.runtime.model import CachedModel
+    from heads import AcceptanceHead
+
+
+def make_drafters(
+    config: DecodeConfig,
+    models: Sequence[CachedModel],
+    head: AcceptanceHead | None,
+    ends: frozenset[int],
+) -> Callable[[int], Drafter]:
+    """What builds the drafter, with its stopping rule, of a slot.
+
+    Args:
+        config: what to draft.
+        models: the drafts; more than one only for `config.path_drafts`.
+        head: the acceptance head, if there is one.
+        ends: token ids after which nothing is drafted.
+
+    Returns:
+        Slot number -> drafter; the number is the slot's row in a batch.
+
+    Raises:
+        ConfigError: if the rule needs a head, or paths more drafts, than there are.
+    """
+    wanted = 1 + max(config.path_drafts, default=0)
+    if len(models) != wanted:
+        raise ConfigError(
+            f"path_drafts {config.path_drafts} needs {wanted} draft models, got {len(models)}"
+        )
+    if config.stop.needs_head and head is None:
+        raise ConfigError(
+            f"stop={config.stop.name!r} needs an acceptance head: pass head=..."
+        )
+    if config.drafter == "chain":
+        return lambda row: ChainDrafter(
+            models[0].sequence(row, config.sampling), config.stop.start(head), ends
+        )
+    if config.drafter == "tree":
+        return lambda row: BranchingDrafter(
+            [DraftPath(models[0].sequence(row, config.sampling))], config.widths, config.how, ends
+        )
+    widths = (config.paths, *[1] * (config.stop.longest - 1))
+    return lambda row: BranchingDrafter(
+        _paths(config, models, row), widths, "iid", ends, shape="paths"
+    )
+
+
+def _paths(config: DecodeConfig, models: Sequence[CachedModel], row: int) -> list[DraftPath]:
+    """How each path of a slot is drafted."""
+    sequences = [model.sequence(row, config.sampling) for model in models]
+    drafts = config.path_drafts or (0,) * config.paths
+    samplings: list[SamplingConfig | None] = [None] * config.paths
+    if config.path_temperatures:
+        samplings = [
+            SamplingConfig(temperature, config.top_k, config.top_p)
+            for temperature in config.path_temperatures
+        ]
+    return [DraftPath(sequences[d], sampling) for d, sampling in zip(drafts, samplings, strict=True)]

@@ -1,0 +1,123 @@
+"""Every stopping rule by name, and how a rule is read from flat settings.
+
+To add one: write it in a file here, as a frozen class with its own parameters, what it needs, and
+`start` (see `rule.py` for the contract and `confidence.py` for the shortest example); then add its
+line to `STOPPING_RULES`. Configuration, decoder, results and report find the rest in the class:
+the name under which it is asked for, its parameters as keys beside `stop:`, whether it needs a
+head, a calibration or times. `tests/test_stopping.py` drives every entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from eval.drafting.stopping.confidence import Confidence
+from eval.drafting.stopping.cost import Cost
+from eval.drafting.stopping.cumulative import Cumulative
+from eval.drafting.stopping.entropy import Entropy
+from eval.drafting.stopping.fixed import Fixed
+from eval.drafting.stopping.head import Head
+from eval.drafting.stopping.logit import Logit
+from eval.drafting.stopping.rule import ActiveRule, DraftedToken, ShouldStop, StoppingRule
+from specdata.config import nearest
+
+__all__ = [
+    "STOPPING_RULES",
+    "ActiveRule",
+    "DraftedToken",
+    "ShouldStop",
+    "StoppingRule",
+    "read_rule",
+]
+
+STOPPING_RULES: dict[str, type[StoppingRule]] = {
+    rule.name: rule
+    for rule in (
+        Fixed,  # always the same number of tokens
+        Confidence,  # the draft's probability of a token is low
+        Entropy,  # the draft's distribution is uncertain
+        Cumulative,  # the draft's probabilities multiply to little
+        Logit,  # a logistic model of the draft's confidence predicts a rejection
+        Head,  # an acceptance head predicts a rejection (SpecDec++)
+        Cost,  # another token costs more than it is expected to save
+    )
+}
+"""Name -> class of every rule."""
+
+
+def read_rule(
+    stop: Any, parameters: Mapping[str, Any], *, others: Collection[str], strict: bool
+) -> StoppingRule:
+    """The rule that flat settings ask for.
+
+    Args:
+        stop: the rule's name, or a rule whose parameters are already in it.
+        parameters: settings that belong to no other part of the configuration.
+        others: names of the settings of other parts, for the hint at an unknown name.
+        strict: refuse a parameter that only other rules have, unless its value is a default of
+            theirs. Otherwise such a parameter is checked and ignored, so that one call can name
+            the parameters of several rules.
+
+    Raises:
+        ValidationError: with each mistake under its own key.
+        ValueError: for parameters that the rule does not have.
+    """
+    rule = stop if isinstance(stop, StoppingRule) else None
+    kind = STOPPING_RULES.get(str(stop)) if rule is None else type(rule)
+    if kind is None:
+        known = ", ".join(STOPPING_RULES)
+        raise _mistakes({"stop": f"unknown stop {stop!r}; choose from {known}"}, {"stop": stop})
+    have = {name for each in STOPPING_RULES.values() for name in each.model_fields}
+    unknown = [name for name in parameters if name not in {*have, *kind.model_fields}]
+    if unknown:
+        names = [*others, *sorted({*have, *kind.model_fields})]
+        hints = {name: f"unknown key: {nearest(name, names)}" for name in unknown}
+        raise _mistakes(hints, parameters)
+    given = {} if rule else {n: v for n, v in parameters.items() if n in kind.model_fields}
+    unread = {name: value for name, value in parameters.items() if name not in given}
+    for name, value in unread.items():
+        _check_unread(name, value)
+    wrong = [name for name, value in unread.items() if not _is_default(name, value)]
+    if strict and wrong:
+        raise ValueError(f"stop {kind.name} does not use {', '.join(wrong)}")
+    return rule or kind.model_validate(given)
+
+
+def _is_default(name: str, value: Any) -> bool:
+    """Whether a value is the default of some rule with that parameter."""
+    fields = [rule.model_fields.get(name) for rule in STOPPING_RULES.values()]
+    return any(field is not None and field.get_default() == value for field in fields)
+
+
+def _check_unread(name: str, value: Any) -> None:
+    """Raise ValidationError unless some rule with that parameter accepts the value."""
+    error: ValidationError | None = None
+    for rule in STOPPING_RULES.values():
+        if field := rule.model_fields.get(name):
+            try:
+                hint: Any = Annotated[field.annotation, field]
+                TypeAdapter(hint, config=rule.model_config).validate_python(value)
+            except ValidationError as refused:
+                error = refused
+            else:
+                return
+    if error is not None:
+        first = error.errors(include_url=False)[0]
+        raise _mistakes({name: f"{first['msg']} (got {value!r})"}, {name: value})
+
+
+def _mistakes(messages: Mapping[str, str], values: Mapping[str, Any]) -> ValidationError:
+    """An error with a message for each key, to which pydantic adds where the rule stands."""
+    details: list[InitErrorDetails] = [
+        {
+            "type": PydanticCustomError("value_error", "{message}", {"message": message}),
+            "loc": (name,),
+            "input": values[name],
+        }
+        for name, message in messages.items()
+    ]
+    return ValidationError.from_exception_data("stopping rule", details)

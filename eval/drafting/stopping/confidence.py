@@ -1,0 +1,37 @@
+"""Stop after a token that the draft itself found improbable."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, ShouldStop
+
+if TYPE_CHECKING:
+    from heads import AcceptanceHead
+
+
+class Confidence(AdaptiveRule):
+    """End with the first token whose draft probability q(x) is below `threshold`.
+
+    The rule of `assistant_confidence_threshold` in transformers, and its default of 0.4. A higher
+    threshold stops earlier: 0 never stops, 1 stops after every token that was not certain.
+    """
+
+    name: ClassVar[str] = "confidence"
+
+    threshold: float = Field(
+        default=0.4, ge=0.0, le=1.0, description="stop after the first token drafted with less probability"
+    )
+
+    def start(self, head: AcceptanceHead | None) -> ActiveRule:
+        """Compare each token's own probability; nothing is remembered."""
+
+        def should_stop(drafted: DraftedToken) -> bool:
+            return float(drafted.distribution[drafted.token]) < self.threshold
+
+        def begin() -> ShouldStop:
+            return should_stop
+
+        return ActiveRule(self.limit, begin)

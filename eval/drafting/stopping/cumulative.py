@@ -1,0 +1,42 @@
+"""Stop when the draft as a whole has become improbable."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, ShouldStop
+
+if TYPE_CHECKING:
+    from heads import AcceptanceHead
+
+
+class Cumulative(AdaptiveRule):
+    """End once the product of the draft's probabilities q(x_1) ... q(x_k) is below `threshold`.
+
+    A higher threshold stops earlier: 0 never stops. The product falls with every token, so the
+    threshold must lie below that of a single token: with the default of 0.3, one token of
+    probability 0.3 ends a draft, and so do two of 0.54 or eight of 0.86.
+    """
+
+    name: ClassVar[str] = "cumulative"
+
+    threshold: float = Field(
+        default=0.3, ge=0.0, le=1.0, description="stop once the product of the tokens' probabilities is less"
+    )
+
+    def start(self, head: AcceptanceHead | None) -> ActiveRule:
+        """Multiply the probabilities of a round's tokens."""
+
+        def begin() -> ShouldStop:
+            product = 1.0
+
+            def should_stop(drafted: DraftedToken) -> bool:
+                nonlocal product
+                product *= float(drafted.distribution[drafted.token])
+                return product < self.threshold
+
+            return should_stop
+
+        return ActiveRule(self.limit, begin)

@@ -1,0 +1,39 @@
+"""Stop after a token that was drawn from an uncertain distribution."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, ShouldStop
+
+if TYPE_CHECKING:
+    from heads import AcceptanceHead
+
+
+class Entropy(AdaptiveRule):
+    """End with the first token whose distribution has an entropy above `threshold` nats.
+
+    A lower threshold stops earlier: 0 stops after every token that was not certain, ln V never
+    stops. The default of 1 nat is an even choice among e = 2.7 tokens, about as uncertain as the
+    confidence of 0.4 at which transformers stops (an even choice among 2.5 tokens, 0.92 nats).
+    """
+
+    name: ClassVar[str] = "entropy"
+
+    threshold: float = Field(
+        default=1.0, ge=0.0, description="stop after the first token drawn with more entropy, in nats"
+    )
+
+    def start(self, head: AcceptanceHead | None) -> ActiveRule:
+        """Compare each token's distribution; nothing is remembered."""
+        from specdata.probability import entropy
+
+        def should_stop(drafted: DraftedToken) -> bool:
+            return float(entropy(drafted.distribution)) > self.threshold
+
+        def begin() -> ShouldStop:
+            return should_stop
+
+        return ActiveRule(self.limit, begin)

@@ -1,0 +1,55 @@
+"""Stop when an acceptance head predicts a rejection: SpecDec++."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, Family, ShouldStop
+
+if TYPE_CHECKING:
+    from heads import AcceptanceHead
+
+
+class Head(AdaptiveRule):
+    """End once the head gives a rejection in this draft more probability than `threshold`.
+
+    Huang et al. (SpecDec++, arXiv:2405.19715), section 4.2: stop when
+    1 - prod_i sigmoid(f(e_i)) > threshold. e_i exists only after the draft has consumed token i,
+    that is when token i + 1 has been drawn, so the newest token is sent unscored. A lower
+    threshold stops earlier: 1 never stops. The paper's best thresholds were 0.3 to 0.7; the
+    default is 0.7, because the raw output of a head that was trained with a weight on rejections
+    overstates them.
+    """
+
+    name: ClassVar[str] = "head"
+    needs_head: ClassVar[bool] = True
+    family: ClassVar[Family] = "head"
+
+    threshold: float = Field(
+        default=0.7, ge=0.0, le=1.0, description="stop once a rejection has more probability, by the head"
+    )
+
+    def start(self, head: AcceptanceHead | None) -> ActiveRule:
+        """Multiply the head's acceptance probabilities of a round's tokens."""
+        import torch
+
+        assert head is not None
+
+        def begin() -> ShouldStop:
+            survival, first = 1.0, True
+
+            @torch.inference_mode()
+            def should_stop(drafted: DraftedToken) -> bool:
+                nonlocal survival, first
+                if first:
+                    first = False
+                    return False
+                assert drafted.state is not None
+                survival *= float(torch.sigmoid(head(drafted.state)))
+                return 1.0 - survival > self.threshold
+
+            return should_stop
+
+        return ActiveRule(self.limit, begin)

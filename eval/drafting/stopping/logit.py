@@ -1,0 +1,46 @@
+"""Stop when a logistic model of the draft's confidence predicts a rejection."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from eval.drafting.stopping.calibration import CalibratedRule
+from eval.drafting.stopping.rule import ActiveRule, DraftedToken, ShouldStop
+
+if TYPE_CHECKING:
+    from heads import AcceptanceHead
+
+
+class Logit(CalibratedRule):
+    """End once the logistic model gives a rejection in this draft more probability than `threshold`.
+
+    Stop when 1 - prod_i P_i > threshold with P_i = sigmoid(intercept + slope logit(max_x q_i(x))):
+    the combination of SpecDec++ (arXiv:2405.19715) without its lag, because the distribution of
+    the newest token is known. A lower threshold stops earlier: 1 never stops. The default is the
+    head's, whose threshold has the same meaning. A one-hot distribution (temperature 0, top-k 1)
+    tells nothing, so drafts then run to the limit.
+    """
+
+    name: ClassVar[str] = "logit"
+
+    threshold: float = Field(
+        default=0.7, ge=0.0, le=1.0, description="stop once a rejection has more probability, by max q"
+    )
+
+    def start(self, head: AcceptanceHead | None) -> ActiveRule:
+        """Multiply the modelled acceptance probabilities of a round's tokens."""
+        model = self.model
+
+        def begin() -> ShouldStop:
+            survival = 1.0
+
+            def should_stop(drafted: DraftedToken) -> bool:
+                nonlocal survival
+                survival *= model.accept(float(drafted.distribution.max()))
+                return 1.0 - survival > self.threshold
+
+            return should_stop
+
+        return ActiveRule(self.limit, begin)

@@ -1,0 +1,102 @@
+"""A recipe as a command: its options, its plan, its exit status."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors import SafetensorError
+
+from recipes.config import SHARED, PipelineConfig, parse
+from recipes.run import RUN, USER_ERRORS, Stage, console, stage_record
+from specdata.errors import OtherSettingsError
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What one recipe does.
+
+    Args:
+        main: does it.
+        stages: says what it would do, without doing anything.
+        description: one sentence for `--help`.
+        sections: the keys of the configuration that it reads besides `SHARED`.
+    """
+
+    main: Callable[[PipelineConfig], Any]
+    stages: Callable[[PipelineConfig], Sequence[Stage]]
+    description: str
+    sections: tuple[str, ...]
+
+    def run(self, arguments: Sequence[str] | None = None, program: str | None = None) -> int:
+        """Run the recipe from a command line.
+
+        Args:
+            arguments: the command line; by default this process's.
+            program: how it was called, for `--help`; by default the script's name.
+
+        Returns:
+            The exit status: 0 done, 1 failure while running, 2 unusable configuration or input,
+            130 interrupted.
+
+        Raises:
+            SystemExit: for `--help`.
+        """
+        given = sys.argv[1:] if arguments is None else arguments
+        try:
+            sections = (*SHARED, *self.sections)
+            command = parse(given, self.description, sections, program)
+            if command.plan:
+                values = {key: value for key, value in command.given.items() if key in sections}
+                show_plan(values, self.stages(command.config))
+            else:
+                self.main(command.config)
+        except USER_ERRORS as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except (OSError, SafetensorError) as error:  # the latter for a disk that is full, too
+            print(
+                f"error while running: {error}. Nothing finished is lost: mend the cause and run "
+                "the same command again",
+                file=sys.stderr,
+            )
+            return 1
+        except KeyboardInterrupt:
+            print("\ninterrupted: run the same command again to continue", file=sys.stderr)
+            return 130
+        return 0
+
+
+def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
+    """Print what was configured, and what each stage would read and write.
+
+    Args:
+        given: values of the file and of the command line that the recipe reads.
+        stages: what the recipe would do.
+    """
+    text = yaml.safe_dump(dict(given), sort_keys=False, default_flow_style=None, width=100)
+    console.print(text + "# everything else has its default: see --help", markup=False)
+    for stage in stages:
+        console.print(f"\n[bold]{stage.name}[/] ({_state(stage)})")
+        for name, source in stage.inputs.items():
+            there = "" if Path(source).exists() else " (from the Hub)"
+            if there and Path(source).is_relative_to(str(given.get("output"))):
+                there = " (not made yet)"
+            console.print(f"  reads {name}: {source}{there}", markup=False)
+        console.print(f"  writes {stage.folder}: {stage.size}", markup=False)
+
+
+def _state(stage: Stage) -> str:
+    """What the recipe would find in a stage's folder."""
+    if not (stage.folder / RUN).is_file():
+        return "would be made"
+    record = stage_record(stage.folder)
+    try:
+        stage.settings.check(record["settings"], stage.folder)
+    except OtherSettingsError:
+        return "made with other settings, would be refused"
+    return "done" if record["finished"] else "begun, would be continued"

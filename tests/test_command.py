@@ -1,0 +1,144 @@
+"""The `draftsmith` command, what it imports, and the wheel that brings it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from recipes.command import LAUNCH, PROFILES, RECIPES, TOOLS, launch_command, main
+from specdata import __version__
+from tests.light_imports import run_without_heavy_libraries
+
+ROOT = Path(__file__).parent.parent
+
+
+def command(*arguments: str) -> str:
+    return run_without_heavy_libraries("-m", "recipes.command", *arguments)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_help_and_plan_import_no_heavy_library(name: str) -> None:
+    assert f"usage: draftsmith {name}" in command(name, "--help")
+    assert "writes runs/" in command(name, "--plan", "--output=runs/toy")
+
+
+def test_the_list_of_commands_names_each_with_what_it_does() -> None:
+    listed = command("--help")
+    for name in (*RECIPES, *TOOLS):
+        assert re.search(rf"^  {name} +\w.*\.$", listed, re.MULTILINE), name
+
+
+def sections_in_help(name: str) -> set[str]:
+    shown = command(name, "--help")
+    return {key.split(".")[0] for key in re.findall(r"^  --([\w.]+)", shown, re.MULTILINE)}
+
+
+def test_help_lists_the_sections_that_a_recipe_reads() -> None:
+    common = {"config", "plan", "output", "seed", "models", "sampling"}
+    assert sections_in_help("train-head") == common | {"labels", "head"}
+    assert sections_in_help("make-rollouts") == common | {"toy", "rollouts"}
+    assert sections_in_help("run-eval") == common | {"eval", "method"}
+    assert sections_in_help("pipeline") > {"eval", "publish", "draft", "head", "toy", "method"}
+
+
+def test_a_mistake_is_answered_with_status_2_and_the_nearest_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for arguments, hint in (
+        (["trian-head"], "unknown command 'trian-head': did you mean 'train-head'?"),
+        (["launch", "cpu-2", "--num_processes", "2"], "name a recipe after the profile"),
+        (["launch", "cpu-3", "train-head"], "invalid choice: 'cpu-3'"),
+        ([], "the following arguments are required: COMMAND"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+        assert hint in capsys.readouterr().err
+    assert main(["train-head", "--head.depht", "1"]) == 2
+    assert "did you mean 'head.depth'?" in capsys.readouterr().err
+
+
+def test_every_launch_profile_has_absolute_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {"cpu-2", "multi_gpu", "zero2", "zero3"} == set(PROFILES)
+    for profile in PROFILES:
+        words = launch_command(profile, ["--num_processes", "4"], "train-head", ["--seed", "1"])
+        files = [Path(word) for word in words if word.startswith(str(LAUNCH))]
+        assert len(files) == (2 if profile.startswith("zero") else 1)
+        assert all(path.is_absolute() and path.is_file() for path in files)
+        assert words[-6:] == [
+            "--num_processes",
+            "4",
+            "--module",
+            "recipes.train_head",
+            "--seed",
+            "1",
+        ]
+        assert main(["profile", profile]) == 0
+        assert capsys.readouterr().out == f"{LAUNCH / profile}.yaml\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", ["cpu-2", "zero2"])
+def test_a_recipe_is_launched_from_any_folder(profile: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes.command", "launch", profile, "train-head", "--plan"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("writes runs/toy/head") == 1, "only the main process prints"
+
+
+def test_every_package_has_the_version_and_a_type_marker() -> None:
+    packages = ("specdata", "distill", "heads", "eval", "recipes")
+    for package in packages:
+        assert (ROOT / package / "py.typed").is_file()
+    code = "; ".join(f"import {name} as p; print(p.__version__)" for name in packages)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [__version__] * 5
+
+
+def test_the_wheel_holds_every_module_and_data_file_and_no_tests(tmp_path: Path) -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    ).stdout.splitlines()
+    if not listed:
+        pytest.skip("not a git checkout")
+    source = tmp_path / "source"
+    present = [name for name in listed if (ROOT / name).is_file()]
+    for name in present:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    build += ["--no-index", "--quiet", "--wheel-dir", str(tmp_path), str(source)]
+    done = subprocess.run(build, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    wheel = zipfile.ZipFile(tmp_path / f"draftsmith-{__version__}-py3-none-any.whl")
+    inside = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    folders = ("specdata/", "distill/", "heads/", "eval/", "recipes/", "launch/")
+    assert inside == {name for name in present if name.startswith(folders)}
+    (entry_points,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+    assert b"draftsmith = recipes.command:main" in wheel.read(entry_points)
+    wheel.extractall(tmp_path / "installed")
+    done = subprocess.run(
+        [sys.executable, "-m", "recipes.command", "profile", "zero3.json"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
+        check=True,
+    )
+    assert done.stdout == f"{tmp_path}/installed/launch/zero3.json\n"
