@@ -11,7 +11,8 @@ from eval.measuring.methods import calibrates, path_drafts, rewritten
 from recipes.config import PipelineConfig
 from recipes.run import Stage
 from specdata.errors import ConfigError
-from specdata.prompts.sources import prompt_inputs
+from specdata.hub import hub_source
+from specdata.prompts.sources import prompt_inputs, source_of
 from specdata.storage.resume import Settings, as_settings, defaults_of
 
 # Bytes a stored token takes at most, as it was measured on the demo: an id; an id, a drafted id and
@@ -63,7 +64,7 @@ def rollouts_stage(config: PipelineConfig) -> Stage:
     """Complete the prompts with the target."""
     values = {"rollouts": config.rollouts.decisive(), **_sampled(config)}
     inputs = {"target": config.models.target, **prompt_inputs(config.rollouts.sets)}
-    size = _rows(config, ROLLOUT_TOKEN)
+    size = _rows_size(config, ROLLOUT_TOKEN)
     return _stage(config, "rollouts", values, inputs, size)
 
 
@@ -89,7 +90,7 @@ def labels_stage(config: PipelineConfig) -> Stage:
     }
     if config.labels.cache:
         inputs["cache"] = config.labels.cache
-    size = _rows(config, LABEL_TOKEN + 8 * config.labels.top_logits)
+    size = _rows_size(config, LABEL_TOKEN + 8 * config.labels.top_logits)
     return _stage(config, "labels", values, inputs, size)
 
 
@@ -176,7 +177,7 @@ def _sampled(config: PipelineConfig) -> dict[str, Any]:
     }
 
 
-def _rows(config: PipelineConfig, token_bytes: int) -> str:
+def _rows_size(config: PipelineConfig, token_bytes: int) -> str:
     """How much is stored of rollouts, or of labels, which have as many rows."""
     rollouts = config.rollouts
     if not all(wanted.count for wanted in rollouts.sets):
@@ -184,9 +185,9 @@ def _rows(config: PipelineConfig, token_bytes: int) -> str:
         return f"at most {most:,} tokens a prompt, {_bytes(most * token_bytes)}"
     rows = rollouts.samples * sum(wanted.count for wanted in rollouts.sets)
     tokens = rows * rollouts.max_new_tokens
-    what = "prompts" if rollouts.samples == 1 else "completions"
-    size = _bytes(tokens * token_bytes)
-    return f"{rows:,} {what} (more with later turns), at most {tokens:,} tokens, {size}"
+    # Only conversations have later turns, and embedded sets hold none.
+    more = " (more with later turns)" if any(map(source_of, rollouts.sets)) else ""
+    return f"{rows:,} completions{more}, at most {tokens:,} tokens, {_bytes(tokens * token_bytes)}"
 
 
 def _eval_size(config: PipelineConfig) -> str:
@@ -206,27 +207,43 @@ def _draft_size(config: PipelineConfig) -> str:
     """The size of the draft's weights, if it is on this machine or will be made here."""
     if toy := config.toy:
         return _bytes(_toy_bytes(toy.vocab_size, toy.draft_layers, toy.draft_width))
-    weights = [path.stat().st_size for path in Path(config.models.draft).glob("*.safetensors")]
+    here = _on_this_machine(config.models.draft)
+    weights = [path.stat().st_size for path in here.glob("*.safetensors")] if here else []
     return _bytes(sum(weights)) if weights else f"as large as {config.models.draft}"
 
 
 def _head_size(config: PipelineConfig) -> str:
     """The size of the head's weights, if the draft's hidden size is known on this machine."""
     assert config.head is not None
-    width = config.toy.draft_width if config.toy else _hidden_size(Path(config.models.draft))
+    width = config.toy.draft_width if config.toy else _hidden_size(config.models.draft)
     if width is None:
         return f"depth {config.head.depth}; its width is that of {config.models.draft}"
     return _bytes(4 * (config.head.depth * (width * width + width) + width + 1))
 
 
-def _hidden_size(model: Path) -> int | None:
-    """The hidden size in a model folder's config.json."""
+def _hidden_size(model: str) -> int | None:
+    """The hidden size in a model's config.json, if that is on this machine."""
+    here = _on_this_machine(model)
     try:
-        described = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        described = json.loads((here / "config.json").read_text("utf-8")) if here else {}
     except (OSError, ValueError):
         return None
     described = described.get("text_config", described)
     return next((described[name] for name in ("hidden_size", "n_embd") if name in described), None)
+
+
+def _on_this_machine(model: str) -> Path | None:
+    """The folder of a model: its own, or the one that the Hub's cache keeps of it."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import try_to_load_from_cache  # here: few plans need it
+
+    source, revision = hub_source(model)
+    try:
+        path = try_to_load_from_cache(source, "config.json", revision=revision or "main")
+    except ValueError:  # no Hub id
+        return None
+    return Path(path).parent if isinstance(path, str) else None
 
 
 def _toy_bytes(vocabulary: int, layers: int, width: int) -> int:

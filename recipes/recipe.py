@@ -48,9 +48,11 @@ class Recipe:
         """
         given = sys.argv[1:] if arguments is None else arguments
         try:
-            command = parse(given, self.description, (*SHARED, *self.sections), program)
+            sections = (*SHARED, *self.sections)
+            command = parse(given, self.description, sections, program)
             if command.plan:
-                show_plan(command.given, self.stages(command.config))
+                values = {key: value for key, value in command.given.items() if key in sections}
+                show_plan(values, self.stages(command.config))
             else:
                 self.main(command.config)
         except USER_ERRORS as error:
@@ -73,15 +75,17 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
     """Print what was configured, and what each stage would read and write.
 
     Args:
-        given: values of the file and of the command line; everything else has its default.
+        given: values of the file and of the command line that the recipe reads.
         stages: what the recipe would do.
     """
-    console.print(yaml.safe_dump(dict(given), sort_keys=False).rstrip(), markup=False)
-    console.print("# Everything else has its default; --help lists them.", markup=False)
+    text = yaml.safe_dump(dict(given), sort_keys=False, default_flow_style=None, width=100)
+    console.print(text + "# everything else has its default: see --help", markup=False)
     for stage in stages:
         console.print(f"\n[bold]{stage.name}[/] ({_state(stage)})")
         for name, source in stage.inputs.items():
-            there = "" if Path(source).exists() else " (not there yet, or on the Hub)"
+            there = "" if Path(source).exists() else " (from the Hub)"
+            if there and Path(source).is_relative_to(str(given.get("output"))):
+                there = " (not made yet)"
             console.print(f"  reads {name}: {source}{there}", markup=False)
         console.print(f"  writes {stage.folder}: {stage.size}", markup=False)
 

@@ -50,7 +50,7 @@ def test_lists_and_null_can_be_given_on_the_command_line() -> None:
         (["--eval.methods", "[{name: a}]"], "exactly one, 'plain'"),
         (["--seed", "[1"], "not a YAML value"),
         (["--rollouts.shard_size", "0"], "rollouts.shard_size must be 1 or larger"),
-        (["--eval.max_new_tokens", "0"], "eval.max_new_tokens must be 1 or larger"),
+        (["--eval.max_new_tokens", "0"], "eval.max_new_tokens: must be greater than or equal to 1"),
         (["--eval.sets", "[]"], "at least one prompt set"),
         (["--models.dtype", "int8"], "models.dtype: must be 'float32', 'bfloat16' or 'float16'"),
         (["--draft.epochs", ".nan"], "draft.epochs: must be a finite number"),

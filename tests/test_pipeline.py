@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import yaml
 from safetensors.torch import load_file
 
 from eval.measuring.results import check_metrics, read_results
+from recipes.config import parse
+from recipes.layout import draft_stage, eval_stage, head_stage, pair_stage, rollouts_stage
 from specdata.storage.dataset import load_stored
 from tests.light_imports import run_without_heavy_libraries
 
@@ -92,7 +95,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def result(folder: Path) -> dict[str, object]:
     """Everything that a run decides, times left out."""
     out = folder / "out"
-    tables = {
+    shards = {
         path.relative_to(out).as_posix(): path.read_bytes()
         for stage in ("rollouts", "labels")
         for path in sorted((out / stage).glob("*.parquet"))
@@ -105,7 +108,7 @@ def result(folder: Path) -> dict[str, object]:
         (run.dataset, run.method, run.tokens, run.n_target, run.n_draft, run.n_discarded)
         for run in read_results(out / "eval" / "results.json").runs
     ]
-    return {**tables, **weights, "counts": counts}
+    return {**shards, **weights, "counts": counts}
 
 
 def test_every_stage_leaves_what_the_next_one_needs(finished: Path) -> None:
@@ -115,8 +118,8 @@ def test_every_stage_leaves_what_the_next_one_needs(finished: Path) -> None:
     assert set(rollouts["dataset"]) == {"instruct", "code"}
     labels = load_stored(out / "labels")
     assert labels["example_id"][:] == rollouts["example_id"][:]
-    found = json.loads((out / "draft" / "run.json").read_text())["results"]
-    assert found["acceptance_after"] > found["acceptance_before"]
+    draft = json.loads((out / "draft" / "run.json").read_text())["results"]
+    assert draft["acceptance_after"] > draft["acceptance_before"]
     for name in ("draft", "head"):
         assert (out / "release" / name / "README.md").read_text().startswith("---")
         assert load_file(out / "release" / name / "model.safetensors")
@@ -129,16 +132,16 @@ def test_every_published_figure_is_what_its_raw_counts_give(finished: Path) -> N
     check_metrics(results)
     assert results.datasets() == ["instruct", "maths"]
     assert len(results.runs) == 10
-    for one in results.runs:
-        tokens = sum(generation.tokens for generation in one.generations)
-        forwards = sum(generation.rounds for generation in one.generations)
-        assert one.block_efficiency == pytest.approx(tokens / forwards)
-        assert tokens <= 16 * one.prompts
-        if one.method == "plain":
-            assert one.block_efficiency == 1
-            assert one.n_draft == 0
+    for entry in results.runs:
+        tokens = sum(generation.tokens for generation in entry.generations)
+        forwards = sum(generation.rounds for generation in entry.generations)
+        assert entry.block_efficiency == pytest.approx(tokens / forwards)
+        assert tokens <= 16 * entry.prompts
+        if entry.method == "plain":
+            assert entry.block_efficiency == 1
+            assert entry.n_draft == 0
         else:
-            assert one.n_draft > 0
+            assert entry.n_draft > 0
 
 
 def test_the_python_example_of_the_readme_runs(
@@ -169,8 +172,8 @@ def test_an_evaluation_in_batches_measures_counts_and_is_published(
     assert "not measured" in done.stdout
     results = read_results(tmp_path / "out" / "eval-counts" / "results.json")
     check_metrics(results)
-    assert {one.method for one in results.runs} == {"plain", "K=3", "head", "two drafts"}
-    assert all(one.tokens_per_second is None and one.n_target > 0 for one in results.runs)
+    assert {entry.method for entry in results.runs} == {"plain", "K=3", "head", "two drafts"}
+    assert all(entry.tokens_per_second is None and entry.n_target > 0 for entry in results.runs)
     inputs = json.loads((tmp_path / "out" / "eval-counts" / "run.json").read_text())["inputs"]
     assert inputs["path draft out/pair/draft"]
     for name in ("draft", "head"):
@@ -186,6 +189,29 @@ def test_a_warm_run_does_nothing_again(finished: Path) -> None:
     assert shown.count("already done") == 7
     assert "Fastest lossless method" in shown or "No method was faster" in shown
     assert {path: path.stat().st_mtime_ns for path in (finished / "out").rglob("*")} == before
+
+
+def planned_bytes(size: str) -> float:
+    """The number of bytes that a plan announces."""
+    number, unit = re.findall(r"about ([\d.]+) ([KMG]B)", size)[-1]
+    return float(number) * {"KB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
+
+
+def test_the_sizes_of_a_plan_are_those_of_the_files(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(finished)
+    config = parse(["--config", "pair.yaml"]).config
+    for stage, pattern in (
+        (pair_stage(config), "*/model.safetensors"),
+        (draft_stage(config), "model/model.safetensors"),
+        (head_stage(config), "model/model.safetensors"),
+    ):
+        weights = sum(path.stat().st_size for path in stage.folder.glob(pattern))
+        # A file also holds the names of its tensors, some kilobytes.
+        assert weights == pytest.approx(planned_bytes(stage.size), rel=0.05, abs=4000), stage.name
+    assert "36 completions, at most 864 tokens" in rollouts_stage(config).size
+    assert "5 prompts x 5 methods = 25 generations" in eval_stage(config).size
 
 
 def test_a_run_with_other_settings_into_the_same_folder_is_refused(finished: Path) -> None:
@@ -210,11 +236,11 @@ def test_pairs_with_different_vocabularies_are_refused_before_any_work(
 ) -> None:
     subprocess.run(["cp", "-r", f"{finished}/out/pair", str(tmp_path)], check=True)
     path = tmp_path / "pair" / "draft" / "tokenizer.json"
-    table = json.loads(path.read_text())
-    vocabulary = table["model"]["vocab"]
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
     first, second = sorted(vocabulary, key=vocabulary.get)[300:302]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    path.write_text(json.dumps(table))
+    path.write_text(json.dumps(tokenizer))
     models = ["--models.target=pair/target", "--models.draft=pair/draft", "--toy=null"]
     done = run(tmp_path, "make_rollouts.py", *models)
     assert done.returncode == 2
