@@ -146,7 +146,7 @@ def test_scoring_without_tree_attention_gives_the_same_tokens_for_the_same_draws
     target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(1, vocab=40)
     with_mask = SpeculativeDecoder.from_config(target, draft, CASES[name])
     as_batch = SpeculativeDecoder.from_config(
-        target, draft, replace(CASES[name], tree_attention=False)
+        target, draft, CASES[name].replace(tree_attention=False)
     )
     accepted = 0
     for seed in range(12):

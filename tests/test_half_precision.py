@@ -164,7 +164,7 @@ def test_tokens_in_half_precision_are_drawn_from_their_own_distributions(
 ) -> None:
     """Each emitted token has a probability above 0 in the distribution that the verifier got."""
     target, draft = tiny("llama", 2, dtype=dtype), tiny("llama", 3, dtype=dtype)
-    config = replace(CASES[name], top_k=3)
+    config = CASES[name].replace(top_k=3)
     decoder, given = recording_decoder(target, draft, config)
     for seed in range(10):
         given.clear()

@@ -28,7 +28,10 @@ class Head(AdaptiveRule):
     family: ClassVar[Family] = "head"
 
     threshold: float = Field(
-        default=0.7, ge=0.0, le=1.0, description="stop once a rejection has more probability, by the head"
+        default=0.7,
+        ge=0.0,
+        le=1.0,
+        description="stop once a rejection has more probability, by the head",
     )
 
     def start(self, head: AcceptanceHead | None) -> ActiveRule:
