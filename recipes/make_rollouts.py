@@ -1,6 +1,7 @@
 """Stage 1: complete prompts with the target (after training the embedded pair, for the toy).
 
-accelerate launch recipes/make_rollouts.py --config recipes/configs/toy.yaml
+python recipes/make_rollouts.py --config FILE.yaml
+draftsmith make-rollouts --config FILE.yaml     # draftsmith launch PROFILE: in several processes
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def _complete(
 
 
 def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[str, Any], int]:
-    """What completes, what the model is, and how long a text it takes."""
+    """What completes, what the model is, and how many tokens it takes."""
     from specdata.models import hub_commit, load_generation, load_model, positions
     from specdata.rollouts.backend import TransformersBackend
     from specdata.rollouts.vllm import VllmBackend

@@ -23,6 +23,7 @@ from eval.analysis.ties import (
     greedy_reference,
 )
 from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.drafting.assembly import make_drafters
 from eval.runtime.model import CachedModel
 from specdata.errors import ConfigError
 from specdata.toy.corpus import corpus
@@ -56,7 +57,7 @@ def decoder(kind: type[CachedModel], target: Any, draft: Any, config: DecodeConf
     return SpeculativeDecoder(
         kind(target, 40),
         config.sampling,
-        config.make_drafters(drafts, None, frozenset()),
+        make_drafters(config, drafts, None, frozenset()),
         config.make_verifier(),
         frozenset({1}),
         drafts=drafts,

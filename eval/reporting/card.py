@@ -74,7 +74,7 @@ def best_length(results: Results) -> int:
     Raises:
         ManifestError: if no fixed length was measured on every data set.
     """
-    fixed = [run for run in results.runs if run.stop == "fixed" and run.lossless and run.length]
+    fixed = [run for run in results.runs if run.fixed_length and run.lossless and run.length]
     for chosen in (
         [run for run in fixed if run.drafter == "transformers"],
         [run for run in fixed if run.drafter == "chain" and run.verifier == "token"],
@@ -118,7 +118,7 @@ def best_head_run(results: Results) -> Run:
     """
     groups: dict[str, list[Run]] = {}
     for run in results.runs:
-        if run.stop == "head" and run.lossless:
+        if run.rule and run.rule.needs_head and run.lossless:
             groups.setdefault(run.method, []).append(run)
     complete = {
         method: runs for method, runs in groups.items() if len(runs) == len(results.datasets())
@@ -150,7 +150,7 @@ def draft_text(facts: DraftFacts, results: Results, measures: Mapping[str, float
         facts=facts,
         measures=measures,
         sampling=results.runs[0].sampling,
-        positions=_positions(results),
+        positions=acceptance_positions(results),
         speculative=shlex.quote(json.dumps(speculative)),
     )
 
@@ -167,11 +167,11 @@ def head_text(facts: HeadFacts, results: Results, measures: Mapping[str, float |
     )
 
 
-def _positions(results: Results) -> list[tuple[str, Run]]:
+def acceptance_positions(results: Results) -> list[tuple[str, Run]]:
     """For each data set its longest fixed chain: the acceptance vector that simulators ask for."""
     positions = []
     for dataset in results.datasets():
-        chains = [r for r in results.of(dataset) if r.drafter == "chain" and r.stop == "fixed"]
+        chains = [r for r in results.of(dataset) if r.drafter == "chain" and r.fixed_length]
         chains = [r for r in chains if r.verifier == "token"] or chains
         if chains:
             longest = max(chains, key=lambda run: len(run.acceptance_by_position))

@@ -64,9 +64,7 @@ def family(run: Run) -> str:
         return "tree"
     if run.drafter == "transformers":
         return "transformers"
-    if run.stop in ("fixed", "head", "cost"):
-        return run.stop
-    return "rule"
+    return run.rule.family if run.rule else "rule"
 
 
 def draw_speed(axes: Axes, results: Results, dataset: str) -> None:
@@ -122,7 +120,7 @@ def series(runs: Sequence[Run]) -> list[list[Run]]:
     groups: dict[tuple[Any, ...], list[Run]] = {}
     for run in runs:
         # A fixed length is the swept value itself; elsewhere it is only the cap.
-        cap = None if run.stop == "fixed" else run.length
+        cap = None if run.fixed_length else run.length
         key = (run.draft, run.head, run.drafter, run.verifier, run.stop, cap, str(run.parameters))
         groups.setdefault(key, []).append(run)
     for group in groups.values():
@@ -179,9 +177,9 @@ def _point_name(run: Run) -> str:
     verifier = "" if run.verifier == "token" else f"{run.verifier} "
     if run.drafter == "transformers":
         return label(f"HF K={run.length}")
-    if run.stop == "fixed":
+    if run.fixed_length:
         return label(f"{verifier}K={run.length}")
-    stop = "" if run.stop == "head" else f"{run.stop} "
+    stop = "" if family(run) == "head" else f"{run.stop} "
     value = "" if run.threshold is None else f"{run.threshold:g}"
     return label(f"{verifier}{stop}{value}")
 
