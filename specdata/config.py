@@ -75,26 +75,29 @@ def nearest(name: str, choices: Collection[str]) -> str:
 
 
 def fields_of(kind: type) -> Mapping[str, FieldInfo]:
-    """Every field of a configuration class by name: its annotation, default and description."""
+    """Every field of a configuration class by name: its annotation, default and description.
+
+    Args:
+        kind: a `Config` class, a pydantic dataclass, or a standard one, whose descriptions are in
+            `field(metadata={"help": ...})`.
+    """
     if issubclass(kind, BaseModel):
         return kind.model_fields
     if is_pydantic_dataclass(kind):
         return kind.__pydantic_fields__
-    return {item.name: _field_info(item, get_type_hints(kind)) for item in _fields(kind)}
+    assert is_dataclass(kind)
+    hints = get_type_hints(kind)
+    return {item.name: _field_info(item, hints[item.name]) for item in fields(kind)}
 
 
-def _fields(kind: Any) -> tuple[Field[Any], ...]:
-    return fields(kind)
-
-
-def _field_info(item: Field[Any], hints: Mapping[str, Any]) -> FieldInfo:
+def _field_info(item: Field[Any], hint: Any) -> FieldInfo:
     """A field of a standard dataclass as pydantic describes its own."""
-    default = PydanticUndefined if item.default is MISSING else item.default
-    factory = None if item.default_factory is MISSING else item.default_factory
     info = FieldInfo(
-        default=default, default_factory=factory, description=item.metadata.get("help")
+        default=PydanticUndefined if item.default is MISSING else item.default,
+        default_factory=None if item.default_factory is MISSING else item.default_factory,
+        description=item.metadata.get("help"),
     )
-    info.annotation = hints[item.name]
+    info.annotation = hint
     return info
 
 
