@@ -1,6 +1,6 @@
 """The text inside the package: three prompt families and the library text of every CPython.
 
-It lets the whole pipeline run offline. Prompts and answers come from seeded grammars (`text.py`),
+It lets the whole pipeline run offline. Prompts and answers come from seeded grammars (`grammar.py`),
 the rest is source code and documentation that Python itself ships. Nothing is downloaded.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from specdata.toy.text import WRITERS, Example, Writer
+from specdata.toy.grammar import WRITERS, Example, Writer
 
 FAMILIES = tuple(WRITERS)
 SPLITS = ("train", "dev", "test")
