@@ -1,7 +1,8 @@
 """The text inside the package: three prompt families and the library text of every CPython.
 
-It lets the whole pipeline run offline. Prompts and answers come from seeded grammars (`grammar.py`),
-the rest is source code and documentation that Python itself ships. Nothing is downloaded.
+It lets the whole pipeline run offline. Prompts and answers come from seeded grammars (see
+`grammar.py`); the rest is source code and documentation that Python itself ships. Nothing is
+downloaded.
 """
 
 from __future__ import annotations
