@@ -38,8 +38,10 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
+from eval.drafting.assembly import make_drafters
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.environment import describe_environment
+from eval.measuring.metrics import bootstrap_weights, interval
 from eval.measuring.results import Results, read_results
 from eval.runtime.engines import ENGINES, Engine
 from eval.runtime.model import CachedModel
@@ -59,7 +61,6 @@ ASSISTED_GOALS = {2: 1.6, 4: 1.8, 6: 2.7, 8: 3.0}
 BEST_GOAL, BEST_FIXED_GOAL, PLAIN_GOAL = 3.5, 1.1, 1.0
 EFFICIENCY_GOALS = {"chain": 0.93, "tree": 0.88}
 EFFICIENCY_V = 32768
-RESAMPLES = 2000
 
 CHAINS = {f"K={length}": DecodeConfig(length=length) for length in LENGTHS}
 OTHERS = {
@@ -244,15 +245,13 @@ def _speeds(
                 out = decode(prompt, options.max_new_tokens, f"{key} {repeat}")
                 counts[name][index] += len(out.tokens), out.seconds
                 rounds[name] += out.rounds
-    chosen = np.random.default_rng(0).integers(
-        len(pair.prompts), size=(RESAMPLES, len(pair.prompts))
-    )
+    weights = bootstrap_weights(len(pair.prompts))
     base = counts["generate"]
     speeds = {}
     for name, table in counts.items():
         speeds[name] = {
-            "tokens_per_second": _interval(table, chosen),
-            "over_generate": _interval(table, chosen, base),
+            "tokens_per_second": _interval(table, weights),
+            "over_generate": _interval(table, weights, base),
             "tokens_per_round": sum(r.emitted for r in rounds[name]) / max(1, len(rounds[name])),
         } | {
             f"{part}_ms_per_round": 1e3
@@ -262,13 +261,13 @@ def _speeds(
         if name.startswith("K="):
             other = counts.get(f"transformers {name}")
             if other is not None:
-                speeds[name]["over_transformers"] = _interval(table, chosen, other)
+                speeds[name]["over_transformers"] = _interval(table, weights, other)
     fixed = max(
         (name for name in speeds if name.startswith("K=")),
         key=lambda name: speeds[name]["tokens_per_second"]["value"],
     )
     for name in speeds:
-        speeds[name]["over_best_fixed"] = _interval(counts[name], chosen, counts[fixed])
+        speeds[name]["over_best_fixed"] = _interval(counts[name], weights, counts[fixed])
     return speeds
 
 
@@ -276,17 +275,23 @@ def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else 0.0
 
 
-def _interval(table: Any, chosen: Any, base: Any = None) -> dict[str, float]:
-    """Speed, or its ratio to another method's on the same prompts, with a bootstrap interval."""
+def _interval(sums: Any, weights: Any, base: Any = None) -> dict[str, float]:
+    """Speed, or its ratio to another method's on the same prompts, with a bootstrap interval.
 
-    def speed(sums: Any) -> Any:
-        return sums[..., 0] / sums[..., 1]
+    Args:
+        sums: (prompts, 2) tokens and seconds.
+        weights: (resamples, prompts) of the bootstrap.
+        base: the other method's sums.
+    """
 
-    value, many = speed(table.sum(axis=0)), speed(table[chosen].sum(axis=1))
+    def speed(totals: Any) -> Any:
+        return totals[..., 0] / totals[..., 1]
+
+    value, many = speed(sums.sum(axis=0)), speed(weights @ sums)
     if base is not None:
-        value, many = value / speed(base.sum(axis=0)), many / speed(base[chosen].sum(axis=1))
-    low, high = np.quantile(many, (0.025, 0.975))
-    return {"value": float(value), "low": float(low), "high": float(high)}
+        value, many = value / speed(base.sum(axis=0)), many / speed(weights @ base)
+    low, high = interval(many)
+    return {"value": float(value), "low": low, "high": high}
 
 
 def _goals(speeds: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -332,7 +337,7 @@ def _efficiencies(pair: Pair, options: argparse.Namespace) -> list[dict[str, Any
                 decoder = SpeculativeDecoder(
                     timed[0],
                     config.sampling,
-                    config.make_drafters(timed[1:], None, frozenset()),
+                    make_drafters(config, timed[1:], None, frozenset()),
                     config.make_verifier(),
                     frozenset(),
                     drafts=timed[1:],
@@ -417,7 +422,7 @@ def _replayed(pair: Pair, engine: Engine, recorded: Results, seed: int) -> dict[
         decoder = SpeculativeDecoder(
             models[0],
             config.sampling,
-            config.make_drafters(models[1:], None, frozenset()),
+            make_drafters(config, models[1:], None, frozenset()),
             replace(config.make_verifier(), rule=_as_recorded(acceptance)),
             frozenset(),
             drafts=models[1:],

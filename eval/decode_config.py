@@ -45,14 +45,17 @@ class DraftingConfig(Config):
     their defaults. If not, they are ignored, so that one call can name parameters of several."""
 
     verifier: str = Field(default="token", description="acceptance rule: a name in `VERIFIERS`")
-    verifier_args: dict[str, Any] = Field(default={}, description="parameters of the acceptance rule")
+    verifier_args: dict[str, Any] = Field(
+        default={}, description="parameters of the acceptance rule"
+    )
     drafter: DrafterName = Field(
         default="chain",
         description="chain, paths (independent rollouts of one length) or tree (a k-configuration)",
     )
     paths: int = Field(default=1, ge=1, description="number of paths")
     widths: tuple[int, ...] = Field(
-        default=(), description="children of every node of a tree at depth 0, 1, ..., such as [4, 2, 2]"
+        default=(),
+        description="children of every node of a tree at depth 0, 1, ..., such as [4, 2, 2]",
     )
     siblings: SiblingOption = Field(
         default="auto",
@@ -122,7 +125,8 @@ class DecodeConfig(DraftingConfig):
     STRICT: ClassVar[bool] = False
 
     path_drafts: tuple[int, ...] = Field(
-        default=(), description="for paths, the index of the draft that drafts each; empty: the first"
+        default=(),
+        description="for paths, the index of the draft that drafts each; empty: the first",
     )
     temperature: float = 1.0
     top_k: int = 0

@@ -8,6 +8,7 @@ its `--help`, and hints at the nearest option.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +18,14 @@ import yaml
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from distill.offline import DistilConfig
-from distill.toy import ToyPairConfig
-from eval.measuring.methods import EvalConfig
+from distill.config import DistilConfig, ToyPairConfig
+from eval.measuring.methods import EvalConfig, renamed
 from eval.measuring.results import PLAIN
 from heads.config import HeadConfig
 from specdata.config import Config, fields_of, nearest, read_config, section_type
 from specdata.errors import ConfigError
 from specdata.labels.config import LabelsConfig
+from specdata.processes import is_main
 from specdata.rollouts.config import RolloutConfig
 from specdata.sampling import SamplingConfig
 
@@ -123,6 +124,7 @@ def parse(
             _put(tree, key.split("."), _value(key, text))
     if known.method:
         _choose_methods(tree, known.method)
+    _note_renamed(tree)
     return Command(build(tree), tree, known.plan)
 
 
@@ -220,6 +222,16 @@ def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
             tree[name] = {}
         tree = tree[name]
     tree[path[-1]] = value
+
+
+def _note_renamed(tree: Mapping[str, Any]) -> None:
+    """Say on stderr how keys of methods that were renamed are written now."""
+    section = tree.get("eval")
+    methods = section.get("methods") if isinstance(section, Mapping) else None
+    if is_main() and isinstance(methods, list):
+        given = [method for method in methods if isinstance(method, Mapping)]
+        for note in dict.fromkeys(note for method in given for note in renamed(method)[1]):
+            print(f"note: {note}", file=sys.stderr)
 
 
 def _choose_methods(tree: dict[str, Any], wanted: Sequence[str]) -> None:

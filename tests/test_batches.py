@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
+from eval.drafting.assembly import make_drafters
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import Forward
 from specdata.probability import SamplingConfig
@@ -99,7 +98,7 @@ def test_sequences_that_need_the_same_model_share_its_forwards() -> None:
     decoder = SpeculativeDecoder(
         models[0],
         config.sampling,
-        config.make_drafters(models[1:], None, frozenset()),
+        make_drafters(config, models[1:], None, frozenset()),
         config.make_verifier(),
         frozenset(),
         drafts=models[1:],
@@ -146,7 +145,7 @@ def test_scoring_without_tree_attention_gives_the_same_tokens_for_the_same_draws
     target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(1, vocab=40)
     with_mask = SpeculativeDecoder.from_config(target, draft, CASES[name])
     as_batch = SpeculativeDecoder.from_config(
-        target, draft, replace(CASES[name], tree_attention=False)
+        target, draft, CASES[name].replace(tree_attention=False)
     )
     accepted = 0
     for seed in range(12):

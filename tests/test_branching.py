@@ -61,8 +61,7 @@ def test_the_joint_distribution_over_rounds_is_that_of_plain_sampling(name: str)
 
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_output_is_identical_to_generate(name: str) -> None:
-    fields = {key: getattr(CASES[name], key) for key in DecodeConfig.__slots__}
-    config = DecodeConfig(**{**fields, "temperature": 0.0, "path_temperatures": ()})
+    config = CASES[name].replace(temperature=0.0, path_temperatures=())
     target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(2, vocab=40, layers=1)
     decoder = SpeculativeDecoder.from_config(target, draft, config)
     for start in range(2, 6):

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+from pydantic import Field
 
+from eval.drafting.stopping import STOPPING_RULES, ActiveRule, DraftedToken, ShouldStop
+from eval.drafting.stopping.rule import AdaptiveRule
 from eval.measuring.experiment import Artefacts, run_experiment
-from eval.measuring.methods import EvalConfig, MethodConfig
+from eval.measuring.methods import EvalConfig, MethodConfig, check_methods
 from eval.measuring.results import Results, Run, check_metrics, read_results, write_results
-from eval.reporting.report import environment_rows, sections_of
+from eval.reporting.report import environment_rows, sections_of, write_report
+from heads import AcceptanceHead
+from recipes import run_eval
+from recipes.config import parse
+from recipes.layout import eval_stage
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
 from specdata.prompts.config import PromptSet
@@ -42,8 +50,7 @@ COUNTS = ("tokens", "finish", "rounds", "n_draft", "accepted", "depth", "draft_f
 
 def evaluate(folder: Path, methods: list[MethodConfig], **settings: object) -> Results:
     sets = [PromptSet("maths", "test", 5), PromptSet("code", "test", 5)]
-    config = EvalConfig(
-        sets=sets, methods=methods, max_new_tokens=12, warmup_tokens=1, **settings)  # type: ignore[arg-type]
+    config = EvalConfig(sets=sets, methods=methods, max_new_tokens=12, warmup_tokens=1, **settings)  # type: ignore[arg-type]
     models = Artefacts(
         tiny_llama(2, vocab=40, layers=2),
         tiny_llama(1, vocab=40),
@@ -164,3 +171,88 @@ def test_the_engine_reaches_every_method_of_ours_and_is_shown(
     stored = json.loads((tmp_path / "prompts" / "maths-p0.json").read_text())
     assert stored["settings"]["engine"] == "captured"
     assert stored["settings"]["methods"]["K=3"] == as_settings(METHODS[1])
+
+
+def test_the_bias_of_a_biased_verifier_is_measured_stored_and_shown(tmp_path: Path) -> None:
+    biased = MethodConfig(
+        name="biased", verifier="biased_uno", verifier_args={"epsilon": 0.2}, length=3
+    )
+    fair = MethodConfig(name="fair", length=3)
+    write_results(tmp_path / "results.json", evaluate(tmp_path, [PLAIN, fair, biased]))
+    results = read_results(tmp_path / "results.json")
+    check_metrics(results)
+    for dataset in results.datasets():
+        plain, lossless, run = results.of(dataset)
+        assert (plain.total_variation, lossless.total_variation) == (None, None)
+        assert run.total_variation is not None
+        low, high = run.intervals["total_variation"]
+        assert 0.0 < low <= run.total_variation <= high < 1.0
+        tokens = sum(generation.variation_tokens for generation in run.generations)
+        total = sum(generation.variation for generation in run.generations)
+        assert run.total_variation == pytest.approx(total / tokens)
+    (note,) = (row.note for row in sections_of(results)[0].rows if row.method == "biased")
+    assert f"TV {results.of('maths')[2].total_variation:.3f}" in note
+    # Counted in batches, the same sequences have the same bias.
+    batched = evaluate(tmp_path / "batched", [PLAIN, fair, biased], batch=2)
+    for run, alone in zip(batched.runs, results.runs, strict=True):
+        assert run.total_variation == pytest.approx(alone.total_variation)
+
+
+class Patience(AdaptiveRule):
+    """A rule that nothing else knows: it ends after some tokens that were not the likeliest."""
+
+    name: ClassVar[str] = "patience"
+
+    patience: int = Field(default=2, ge=1, description="unlikely tokens until the draft ends")
+
+    def start(self, head: AcceptanceHead | None) -> ActiveRule:
+        def begin() -> ShouldStop:
+            seen = 0
+
+            def should_stop(drafted: DraftedToken) -> bool:
+                nonlocal seen
+                seen += drafted.token != int(drafted.distribution.argmax())
+                return seen >= self.patience
+
+            return should_stop
+
+        return ActiveRule(self.limit, begin)
+
+
+def test_a_new_rule_with_a_parameter_of_its_own_is_a_class_and_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From YAML to the report: nothing but the registry learns of it."""
+    monkeypatch.setitem(STOPPING_RULES, Patience.name, Patience)
+    methods = """[{name: plain, decoder: plain}, {name: now, stop: patience, patience: 1},
+        {name: later, stop: patience, patience: 3, limit: 6}, {name: usual, stop: patience}]"""
+    config = parse(["--eval.methods", methods], "").config
+    check_methods(config.eval, config.sampling, head=False)
+    stored = eval_stage(config).settings.values["eval"]["methods"]["now"]
+    assert (stored["stop"], stored["patience"], stored["limit"]) == ("patience", 1, 20)
+    write_results(tmp_path / "results.json", evaluate(tmp_path, config.eval.methods))
+    results = read_results(tmp_path / "results.json")
+    check_metrics(results)
+    _, now, later, usual = results.of("maths")
+    assert [(run.stop, run.threshold, run.length) for run in (now, later, usual)] == [
+        ("patience", None, 20),
+        ("patience", None, 6),
+        ("patience", None, 20),
+    ]
+    assert [run.parameters for run in (now, later, usual)] == [
+        {"patience": 1},
+        {"patience": 3},
+        {"patience": 2},
+    ]
+    lengths = [run.n_draft / run.rounds for run in (now, usual)]
+    assert lengths[0] < lengths[1], "the parameter must decide something"
+    page = write_report(results, tmp_path).read_text()
+    for name in ("now", "later", "usual"):
+        assert name in page
+    for text, message in {
+        "{name: a, stop: patience, patience: 0}": "patience: must be greater than or equal to 1",
+        "{name: a, stop: patience, patiense: 3}": "patiense: unknown key: did you mean 'patience'",
+        "{name: a, stop: head, patience: 3}": "stop head does not use patience",
+    }.items():
+        assert run_eval.RECIPE.run(["--method", text]) == 2
+        assert message in capsys.readouterr().err

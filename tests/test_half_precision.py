@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.drafting.assembly import make_drafters
 from eval.drafts import DraftTree
 from eval.runtime.model import CachedModel
 from eval.verifiers import Verifier
@@ -54,7 +55,7 @@ def recording_decoder(
     decoder = SpeculativeDecoder(
         models[0],
         config.sampling,
-        config.make_drafters(models[1:], None, frozenset({END})),
+        make_drafters(config, models[1:], None, frozenset({END})),
         Recording(config.make_verifier(), given),  # type: ignore[arg-type]
         frozenset({END}),
         drafts=models[1:],
@@ -164,7 +165,7 @@ def test_tokens_in_half_precision_are_drawn_from_their_own_distributions(
 ) -> None:
     """Each emitted token has a probability above 0 in the distribution that the verifier got."""
     target, draft = tiny("llama", 2, dtype=dtype), tiny("llama", 3, dtype=dtype)
-    config = replace(CASES[name], top_k=3)
+    config = CASES[name].replace(top_k=3)
     decoder, given = recording_decoder(target, draft, config)
     for seed in range(10):
         given.clear()

@@ -7,18 +7,21 @@ from collections import Counter
 
 import pytest
 import torch
+from pydantic_core import PydanticUndefined
 from scipy.stats import chi2
 
 from eval.analysis import optimal_stopping
 from eval.analysis.optimal_stopping import AcceptanceChain, Costs
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.drafting.stopping import STOPPING_RULES, DraftedToken
+from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule
 from eval.drafting.stopping.calibration import Calibration
 from eval.drafting.stopping.cost import CostEstimates, worth_drafting
 from eval.drafting.stopping.logit import Logit
+from eval.measuring.methods import MethodConfig
 from eval.measuring.records import check_identity, record_prompt
 from eval.rounds import Round
 from heads import AcceptanceHead
+from specdata.config import read_config
 from specdata.errors import ConfigError
 from tests.tiny import joint_distribution, tiny_llama
 
@@ -265,3 +268,58 @@ def test_impossible_settings_are_refused(bad: dict[str, object], message: str) -
     for stop in ("logit", "cost"):
         with pytest.raises(ConfigError, match=message):
             DecodeConfig(**{"stop": stop, **bad})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", STOPPING_RULES.values(), ids=lambda rule: rule.name)
+def test_a_rule_describes_its_parameters_which_no_other_setting_is_called(
+    rule: type[StoppingRule],
+) -> None:
+    assert STOPPING_RULES[rule.name] is rule
+    settings = {*DecodeConfig.model_fields, *MethodConfig.model_fields}
+    assert not settings & set(rule.model_fields)
+    for name, field in rule.model_fields.items():
+        assert field.description, name
+        assert field.default is not PydanticUndefined, name
+    made = read_config(MethodConfig, {"name": "a", "stop": rule.name})
+    assert made.stop == rule()
+    assert DecodeConfig(stop=rule()) == DecodeConfig(stop=rule.name)
+
+
+def test_thresholds_have_their_own_ranges_and_defaults() -> None:
+    # Probabilities of a token, in nats, of a product, and of a rejection (twice).
+    defaults = {"confidence": 0.4, "entropy": 1.0, "cumulative": 0.3, "logit": 0.7, "head": 0.7}
+    for name, threshold in defaults.items():
+        assert DecodeConfig(stop=name).stop.reported()["threshold"] == threshold
+    assert DecodeConfig(stop="entropy", threshold=2.5).stop.longest == 20
+    for name in defaults:
+        if name != "entropy":
+            with pytest.raises(ConfigError, match="threshold: must be less than or equal to 1"):
+                DecodeConfig(stop=name, threshold=1.5)
+        with pytest.raises(ConfigError, match="threshold: must be greater than or equal to 0"):
+            DecodeConfig(stop=name, threshold=-0.5)
+
+
+def test_one_call_may_name_the_parameters_of_several_rules() -> None:
+    """As a loop over rules does; what the chosen rule does not have is checked and ignored."""
+    for name in STOPPING_RULES:
+        config = DecodeConfig(stop=name, length=7, threshold=0.25, limit=5, temperature=0.5)
+        parameters = config.stop.reported()
+        assert (
+            parameters.items()
+            <= {
+                "length": 7,
+                "threshold": 0.25,
+                "limit": 5,
+                "calibration": [0.0, 1.0],
+                "draft_seconds": 0.0,
+                "token_seconds": 0.0,
+                "mean_acceptance": 0.8,
+            }.items()
+        )
+    with pytest.raises(ConfigError, match="unknown key: did you mean 'threshold'"):
+        DecodeConfig(stop="head", treshold=0.5)
+    with pytest.raises(ConfigError, match="unknown stop 'heads'; choose from fixed"):
+        DecodeConfig(stop="heads")
+    assert DecodeConfig(stop=Logit(threshold=0.2)).replace(limit=3).stop == Logit(
+        threshold=0.2, limit=3
+    )

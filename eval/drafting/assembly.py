@@ -41,9 +41,7 @@ def make_drafters(
             f"path_drafts {config.path_drafts} needs {wanted} draft models, got {len(models)}"
         )
     if config.stop.needs_head and head is None:
-        raise ConfigError(
-            f"stop={config.stop.name!r} needs an acceptance head: pass head=..."
-        )
+        raise ConfigError(f"stop={config.stop.name!r} needs an acceptance head: pass head=...")
     if config.drafter == "chain":
         return lambda row: ChainDrafter(
             models[0].sequence(row, config.sampling), config.stop.start(head), ends
@@ -68,4 +66,6 @@ def _paths(config: DecodeConfig, models: Sequence[CachedModel], row: int) -> lis
             SamplingConfig(temperature, config.top_k, config.top_p)
             for temperature in config.path_temperatures
         ]
-    return [DraftPath(sequences[d], sampling) for d, sampling in zip(drafts, samplings, strict=True)]
+    return [
+        DraftPath(sequences[d], sampling) for d, sampling in zip(drafts, samplings, strict=True)
+    ]

@@ -45,7 +45,8 @@ class MethodConfig(DraftingConfig):
         description="plain (target alone), speculative (ours), or assisted (transformers' own)",
     )
     path_drafts: tuple[str, ...] = Field(
-        default=(), description="a draft model (folder or Hub id) for each path; '' is the run's draft"
+        default=(),
+        description="a draft model (folder or Hub id) for each path; '' is the run's draft",
     )
 
     @model_validator(mode="before")
@@ -128,7 +129,9 @@ class EvalConfig(Config):
         default="eager", description="how our forwards run: eager, captured or compiled (README)"
     )
     batch: int = Field(
-        default=1, ge=1, description="prompts decoded together; above 1 only counts are measured, no times"
+        default=1,
+        ge=1,
+        description="prompts decoded together; above 1 only counts are measured, no times",
     )
     threads: int = Field(
         default=0, ge=0, description="threads of torch while measuring; 0 leaves its default"

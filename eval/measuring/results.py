@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from eval.drafting.stopping import STOPPING_RULES, StoppingRule
 from eval.measuring.environment import Environment
 from eval.measuring.metrics import (
     LatencyFit,
@@ -69,6 +70,16 @@ class Method(Strict):
     sampling: dict[str, float | int | None]
     parameters: dict[str, Any] = Field(default_factory=dict)
     lossless: bool = True
+
+    @property
+    def rule(self) -> type[StoppingRule] | None:
+        """The class of its stopping rule; None for plain decoding, and for rules unknown here."""
+        return STOPPING_RULES.get(self.stop or "")
+
+    @property
+    def fixed_length(self) -> bool:
+        """Whether the same number of tokens is drafted in every round."""
+        return self.rule is not None and not self.rule.adaptive
 
 
 class Run(Metrics, Method):

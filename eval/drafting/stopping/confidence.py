@@ -22,7 +22,10 @@ class Confidence(AdaptiveRule):
     name: ClassVar[str] = "confidence"
 
     threshold: float = Field(
-        default=0.4, ge=0.0, le=1.0, description="stop after the first token drafted with less probability"
+        default=0.4,
+        ge=0.0,
+        le=1.0,
+        description="stop after the first token drafted with less probability",
     )
 
     def start(self, head: AcceptanceHead | None) -> ActiveRule:

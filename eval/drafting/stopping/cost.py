@@ -56,7 +56,9 @@ class Cost(CalibratedRule):
         le=1.0,
         description="acceptance of a token not drawn yet; where a cost is measured, a first guess",
     )
-    head: bool = Field(default=True, description="whether to ask the acceptance head, if there is one")
+    head: bool = Field(
+        default=True, description="whether to ask the acceptance head, if there is one"
+    )
 
     @property
     def reads_head(self) -> bool:
@@ -97,8 +99,8 @@ def worth_drafting(
 
     One more token saves lambda, the time of an emitted token, if it and all before it are accepted,
     and costs t_d. With lambda the least reachable time per token this is the optimal rule for
-    independent acceptances (`eval.analysis.optimal_stopping`); taking lambda from what the rule itself
-    achieves is Dinkelbach's iteration, which gets there.
+    independent acceptances (`eval.analysis.optimal_stopping`); taking lambda from what the rule
+    itself achieves is Dinkelbach's iteration, which converges to it.
 
     Args:
         survival: prod_{i<=k} a_i, that everything drafted so far is accepted.
@@ -114,10 +116,10 @@ class CostEstimates:
 
     If both costs are given, nothing is measured and generations do not influence each other.
     Otherwise the missing cost, the mean acceptance and the logistic model are measured over the
-    last rounds, whatever sequence they belong to: t_d as what a round takes longer for one more drafted
-    token (draft, target and stopping rule together), lambda as the time of these rounds per emitted
-    token, prefills apart. Before the first measurement, and in batches, whose rounds have no times
-    of their own, t_d is `DRAFT_SHARE` of lambda.
+    last rounds, whatever sequence they belong to: t_d as what a round takes longer for one more
+    drafted token (draft, target and stopping rule together), lambda as the time of these rounds per
+    emitted token, prefills apart. Before the first measurement, and in batches, whose rounds have
+    no times of their own, t_d is `DRAFT_SHARE` of lambda.
 
     Args:
         calibration: acceptance from max q; where something is measured, only the first guess.
@@ -151,15 +153,19 @@ class CostEstimates:
         """Start a round."""
         import torch
 
+        from heads.inputs import HeadInputs
+
         seen: list[float] = []
+        tokens: list[DraftedToken] = []
         self._round, head, known = seen, self._head, 1.0
 
         @torch.inference_mode()
         def should_stop(drafted: DraftedToken) -> bool:
             nonlocal known
-            if head is not None and seen:
-                assert drafted.state is not None
-                known *= float(head.probability(drafted.state))
+            tokens.append(drafted)
+            inputs = None if head is None else HeadInputs.from_drafted(head.reads, tokens)
+            if head is not None and inputs is not None:
+                known *= float(head.probability(inputs))
             seen.append(float(drafted.distribution.max()))
             newest = self.calibration.accept(seen[-1])
             if head is None:

@@ -23,7 +23,10 @@ class Cumulative(AdaptiveRule):
     name: ClassVar[str] = "cumulative"
 
     threshold: float = Field(
-        default=0.3, ge=0.0, le=1.0, description="stop once the product of the tokens' probabilities is less"
+        default=0.3,
+        ge=0.0,
+        le=1.0,
+        description="stop once the product of the tokens' probabilities is less",
     )
 
     def start(self, head: AcceptanceHead | None) -> ActiveRule:

@@ -23,7 +23,9 @@ class Entropy(AdaptiveRule):
     name: ClassVar[str] = "entropy"
 
     threshold: float = Field(
-        default=1.0, ge=0.0, description="stop after the first token drawn with more entropy, in nats"
+        default=1.0,
+        ge=0.0,
+        description="stop after the first token drawn with more entropy, in nats",
     )
 
     def start(self, head: AcceptanceHead | None) -> ActiveRule:

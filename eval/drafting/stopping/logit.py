@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Logit(CalibratedRule):
-    """End once the logistic model gives a rejection in this draft more probability than `threshold`.
+    """End once the logistic model gives a rejection more probability than `threshold`.
 
     Stop when 1 - prod_i P_i > threshold with P_i = sigmoid(intercept + slope logit(max_x q_i(x))):
     the combination of SpecDec++ (arXiv:2405.19715) without its lag, because the distribution of
@@ -26,7 +26,10 @@ class Logit(CalibratedRule):
     name: ClassVar[str] = "logit"
 
     threshold: float = Field(
-        default=0.7, ge=0.0, le=1.0, description="stop once a rejection has more probability, by max q"
+        default=0.7,
+        ge=0.0,
+        le=1.0,
+        description="stop once a rejection has more probability, by max q",
     )
 
     def start(self, head: AcceptanceHead | None) -> ActiveRule:

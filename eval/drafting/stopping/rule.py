@@ -125,7 +125,9 @@ class StoppingRule(Config):
 class AdaptiveRule(StoppingRule):
     """A rule that looks at the tokens of the draft, with a cap on their number."""
 
-    limit: int = Field(default=20, ge=1, description="most tokens drafted in a round (SpecDec++: 20)")
+    limit: int = Field(
+        default=20, ge=1, description="most tokens drafted in a round (SpecDec++: 20)"
+    )
 
     @property
     def longest(self) -> int:

@@ -1,0 +1,136 @@
+"""The measured bias of verifiers that are not lossless, against exact enumeration."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from eval.analysis import theory
+from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.drafts import DraftTree
+from eval.measuring import bias
+from eval.measuring.bias import drafted_positions, emitted_distribution, measure_bias, variation
+from eval.rounds import Round
+from eval.verifiers import VERIFIERS
+from specdata.probability import probabilities
+from specdata.sampling import SamplingConfig
+from tests.tiny import tiny_llama
+
+BIASED = [("biased_uno", theory.uno_loss), ("biased_opt", theory.opt_loss)]
+
+
+def pairs(count: int, vocabulary: int = 6) -> list[tuple[Tensor, Tensor]]:
+    draws = torch.randn(
+        count, 2, vocabulary, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    return [(p.softmax(-1), q.softmax(-1)) for p, q in 2 * draws]
+
+
+@pytest.mark.parametrize(("name", "loss"), BIASED)
+@pytest.mark.parametrize("epsilon", [0.0, 0.05, 0.3])
+def test_the_variation_is_the_loss_of_the_paper(name: str, loss: object, epsilon: float) -> None:
+    verifier = VERIFIERS[name].make(epsilon=epsilon)
+    for p, q in pairs(20):
+        exact = loss(p, q, epsilon)  # type: ignore[operator]
+        assert variation(verifier, p, q) == pytest.approx(exact, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["token", "block", "naive", "rrs", "kseq", "traversal"])
+def test_a_lossless_verifier_has_none(name: str) -> None:
+    verifier = VERIFIERS[name].make()
+    for p, q in pairs(10):
+        torch.testing.assert_close(emitted_distribution(verifier, p, q), p, atol=1e-12, rtol=0)
+
+
+def test_what_is_not_enumerated_changes_the_variation_by_its_probability_at_most() -> None:
+    verifier = VERIFIERS["biased_uno"].make(epsilon=0.1)
+    changed = 0
+    for p, q in pairs(20, 40):
+        exact = variation(verifier, p, q)
+        for tail in (1e-4, 0.01, 0.2):
+            short = variation(verifier, p, q, tail=tail)
+            assert abs(short - exact) <= tail + 1e-12
+            changed += short != exact
+    assert changed > 20, "a tail must leave something out"
+
+
+def test_tokens_that_the_draft_never_proposes_are_not_enumerated() -> None:
+    p, q = torch.tensor([0.2, 0.3, 0.5]), torch.tensor([1.0, 0.0, 0.0])
+    verifier = VERIFIERS["biased_opt"].make(epsilon=0.1)
+    emitted = emitted_distribution(verifier, p, q)
+    torch.testing.assert_close(emitted.sum(), torch.tensor(1.0, dtype=torch.float64))
+    assert variation(verifier, p, q) == pytest.approx(theory.opt_loss(p, q, 0.1), abs=1e-6)
+
+
+def test_positions_of_a_round_are_drafted_but_for_its_bonus_token() -> None:
+    def made(drafted: int, accepted: int, emitted: int) -> Round:
+        return Round(drafted, drafted, accepted, emitted, drafted, 0.0, 0.0, 0.0)
+
+    whole, rejected, ended, empty = made(2, 2, 3), made(3, 1, 2), made(3, 2, 2), made(0, 0, 1)
+    assert drafted_positions([whole]) == [True, True, False]
+    assert drafted_positions([rejected]) == [True, True]
+    assert drafted_positions([ended, empty]) == [True, True, False]
+
+
+def exact_emitted(verifier: object, p: Tensor, q: Tensor) -> Tensor:
+    """The emitted token's distribution from whole verdicts, one for each token of the draft."""
+    emitted = torch.zeros_like(p)
+    for token, chance in enumerate(q.tolist()):
+        tree = DraftTree.chain(torch.tensor([token]), q.unsqueeze(0))
+        verdict = verifier(tree, p.expand(2, -1))  # type: ignore[operator]
+        emitted += chance * verdict.stop[0] * verdict.bonus[0]
+        emitted[token] += chance * verdict.stop[1]
+    return emitted
+
+
+@torch.inference_mode()
+def next_distribution(model: LlamaForCausalLM, ids: Tensor, sampling: SamplingConfig) -> Tensor:
+    return probabilities(model(input_ids=ids).logits[0, -1], sampling)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_bias_of_a_generation_is_that_of_its_own_positions(temperature: float) -> None:
+    """Against forwards of every prefix by itself and whole verdicts."""
+    target, draft = tiny_llama(0, vocab=40), tiny_llama(1, vocab=40)
+    config = DecodeConfig(
+        verifier="biased_uno",
+        verifier_args={"epsilon": 0.1},
+        length=3,
+        temperature=temperature,
+    )
+    verifier, prompt = config.make_verifier(), torch.tensor([2, 3])
+    decoder = SpeculativeDecoder.from_config(target, draft, config)
+    tokens, variations = 0, 0.0
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        out = decoder.generate(prompt, max_new_tokens=12, generator=generator)
+        expected = 0.0
+        for index, drafted in enumerate(drafted_positions(out.rounds)):
+            ids = torch.cat([prompt, out.tokens[:index]]).unsqueeze(0)
+            p, q = (next_distribution(model, ids, config.sampling) for model in (target, draft))
+            if drafted:
+                expected += float((exact_emitted(verifier, p, q) - p).abs().sum()) / 2
+        total, count = measure_bias(target, draft, verifier, config.sampling, prompt, out)
+        assert count == len(out.tokens)
+        assert total == pytest.approx(expected, abs=count * bias.TAIL)
+        tokens, variations = tokens + count, variations + expected
+    assert tokens > 20
+    assert variations > 0.5, "there must be a bias to find"
+
+
+def test_a_long_generation_is_measured_at_evenly_spaced_positions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, draft = tiny_llama(0, vocab=40), tiny_llama(1, vocab=40)
+    config = DecodeConfig(verifier="biased_opt", verifier_args={"epsilon": 0.2}, length=2)
+    decoder = SpeculativeDecoder.from_config(target, draft, config)
+    prompt, seeds = torch.tensor([2, 5]), map(torch.Generator().manual_seed, range(20))
+    outs = (decoder.generate(prompt, max_new_tokens=40, generator=seed) for seed in seeds)
+    out = next(out for out in outs if len(out.tokens) > 5)
+    measure = (target, draft, config.make_verifier(), config.sampling, prompt, out)
+    _, count = measure_bias(*measure)
+    assert count == min(len(out.tokens), bias.POSITIONS)
+    monkeypatch.setattr(bias, "POSITIONS", 5)
+    assert measure_bias(*measure)[1] == 5
