@@ -8,6 +8,7 @@ known name of an unknown key, and one line a mistake under its dotted key.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -56,7 +57,8 @@ def mistakes(error: ValidationError, kind: type) -> list[str]:
     lines = []
     for mistake in error.errors(include_url=False):
         path, value = mistake["loc"], mistake["input"]
-        message = mistake["msg"].removeprefix("Value error, ").replace("Input should", "must")
+        message = mistake["msg"].removeprefix("Value error, ")
+        message = re.sub(r"^(Input|String|List|Tuple|Dictionary) should", "must", message)
         if mistake["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             owner = _class_at(kind, path[:-1])
             message = "unknown key: " + nearest(str(path[-1]), fields_of(owner) if owner else ())
