@@ -17,6 +17,7 @@ from torch import Tensor
 from eval.analysis.compare import explain, main, read_method, table
 from eval.analysis.ties import NOISE_FACTOR, Choice, compare, find_difference, greedy_reference
 from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.drafting.assembly import make_drafters
 from eval.runtime.model import CachedModel
 from specdata.errors import ConfigError
 from specdata.toy.corpus import corpus
@@ -50,7 +51,7 @@ def decoder(kind: type[CachedModel], target: Any, draft: Any, config: DecodeConf
     return SpeculativeDecoder(
         kind(target, 40),
         config.sampling,
-        config.make_drafters(drafts, None, frozenset()),
+        make_drafters(config, drafts, None, frozenset()),
         config.make_verifier(),
         frozenset({1}),
         drafts=drafts,
