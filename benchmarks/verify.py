@@ -1,10 +1,10 @@
-"""Time of one verification: every verifier's walk over every form of draft that it takes.
+"""Time of one sampled verification: every verifier over every form of draft that it takes.
 
     python benchmarks/verify.py [--out runs/bench/verify.json] [--vocabularies 2048 32768 131072]
 
-A walk is `Verifier.draw` on a draft it has not seen before, distributions already computed, float32 on the
-CPU. Each figure is the median over fresh drafts and the range of that median over repeats. Where a
-goal at V = 32768 is missed, the lines of the profile that cost most are kept beside it.
+`Verifier.draw` is timed on drafts that it has not met before, distributions already computed,
+float32 on the CPU. Each figure is the median over fresh drafts and the range of that median over
+repeats. Where a goal at V = 32768 is missed, the functions that take most time are kept beside it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCHEMA_VERSION = 1
 GOAL_V = 32768
 GOAL_MS = {"chain": 1.0, "paths": 5.0, "tree": 5.0}
 DRAFTS, REPEATS, BUDGET_SECONDS = 12, 5, 2.0
-TINY_V = 200  # where the full linear program can be timed against the truncated one
+TINY_V = 200  # small enough for the full linear program, which is compared with the truncated
 
 # Settings of verifiers that have some; "lp" is timed at V = 200 only.
 SETTINGS: Mapping[str, list[dict[str, Any]]] = {
@@ -50,7 +50,7 @@ def chain_of_8(distributions: Tensor, generator: torch.Generator) -> DraftTree:
 
 
 def paths_8_of_4(distributions: Tensor, generator: torch.Generator) -> DraftTree:
-    """8 rollouts of 4 tokens; the distribution depends on the depth only, as rows that are held once."""
+    """8 rollouts of 4 tokens; the distribution depends on the depth only, so 4 rows are held."""
     tokens = drawn(distributions[:4], 8, generator).T.contiguous()
     depth = torch.arange(4).repeat(8)
     index = torch.arange(32)
@@ -59,7 +59,7 @@ def paths_8_of_4(distributions: Tensor, generator: torch.Generator) -> DraftTree
 
 
 def tree_of(how: How) -> Maker:
-    """A 4x2x2 tree whose siblings are drawn as told."""
+    """Makes 4x2x2 trees whose siblings are drawn as `how` states."""
     widths = (4, 2, 2)
 
     def make(distributions: Tensor, generator: torch.Generator) -> DraftTree:
@@ -75,7 +75,7 @@ def tree_of(how: How) -> Maker:
 
 
 def siblings(distribution: Tensor, count: int, how: How, generator: torch.Generator) -> Tensor:
-    """(count,) candidates of one place."""
+    """(count,) candidates for one position."""
     if how != "greedy":
         return torch.multinomial(distribution, count, replacement=how == "iid", generator=generator)
     best = distribution.topk(count - 1).indices
@@ -114,7 +114,16 @@ def target_rows(tree: DraftTree, p: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one walk."""
+    """Milliseconds of one sampled verification.
+
+    Args:
+        median_ms: median over all.
+        low_ms: tenth percentile.
+        high_ms: ninetieth percentile.
+        spread_ms: least and largest median of a repeat.
+        walks: how many were timed.
+        accepted: mean number of accepted tokens.
+    """
 
     median_ms: float
     low_ms: float
@@ -125,9 +134,9 @@ class Timing:
 
 
 def fresh(draft: tuple[DraftTree, Tensor], generator: torch.Generator) -> tuple[DraftTree, Tensor]:
-    """An equally hard draft with distributions never seen before: all token ids moved by one amount.
+    """An equally hard draft with new distributions: all token ids shifted by one amount.
 
-    In decoding no two rounds have the same distributions, so nothing that a verifier remembers may help.
+    In decoding no two rounds have the same distributions, so cached selections must not help here.
     """
     tree, target = draft
     vocabulary = tree.vocabulary
@@ -139,10 +148,10 @@ def fresh(draft: tuple[DraftTree, Tensor], generator: torch.Generator) -> tuple[
     return moved, target.roll(shift, -1)
 
 
-def timed_walks(
+def time_draws(
     verifier: Verifier, drafts: list[tuple[DraftTree, Tensor]], generator: torch.Generator
 ) -> Timing:
-    """Walk all drafts several times, within a budget."""
+    """Verify all drafts several times, within a budget of seconds."""
     verifier.draw(*fresh(drafts[0], generator), generator)
     every, medians, accepted = [], [], 0
     begun = time.perf_counter()
@@ -173,28 +182,28 @@ def profile(
     verifier: Verifier, drafts: list[tuple[DraftTree, Tensor]], generator: torch.Generator
 ) -> list[str]:
     """The ten functions with most time of their own, over all drafts once."""
-    profiler = cProfile.AcceptanceTrace()
+    profiler = cProfile.Profile()
     for draft in drafts:
         tree, target = fresh(draft, generator)
         profiler.enable()
         verifier.draw(tree, target, generator)
         profiler.disable()
-    figures = pstats.Stats(profiler).get_stats_profile()
-    ranked = sorted(figures.func_profiles.items(), key=lambda item: -item[1].tottime)[:10]
+    functions = pstats.Stats(profiler).get_stats_profile().func_profiles
+    ranked = sorted(functions.items(), key=lambda item: -item[1].tottime)[:10]
     return [
-        f"{1e3 * figure.tottime / len(drafts):.3f} ms own, {figure.ncalls} calls: {name}"
-        for name, figure in ranked
+        f"{1e3 * times.tottime / len(drafts):.3f} ms own, {times.ncalls} calls: {name}"
+        for name, times in ranked
     ]
 
 
-def zoo() -> Iterator[tuple[str, dict[str, Any], Verifier]]:
+def every_verifier() -> Iterator[tuple[str, dict[str, Any], Verifier]]:
     """Every verifier with the settings it is timed with."""
     for name, entry in VERIFIERS.items():
         for settings in SETTINGS.get(name, [{}]):
             yield name, settings, entry.make(**settings)
 
 
-def walks(vocabulary: int, generator: torch.Generator) -> Iterator[dict[str, Any]]:
+def measurements(vocabulary: int, generator: torch.Generator) -> Iterator[dict[str, Any]]:
     """A record for every verifier and form at one vocabulary."""
     p, q = models(vocabulary, 9, generator)
     for form, make in FORMS.items():
@@ -202,10 +211,10 @@ def walks(vocabulary: int, generator: torch.Generator) -> Iterator[dict[str, Any
         trees = [make(q, generator) for _ in range(DRAFTS)]
         checked_ms = 1e3 * (time.perf_counter() - begun) / DRAFTS
         drafts = [(tree, target_rows(tree, p)) for tree in trees]
-        for name, settings, verifier in zoo():
+        for name, settings, verifier in every_verifier():
             if trees[0].kind not in verifier.takes:
                 continue
-            timing = timed_walks(verifier, drafts, generator)
+            timing = time_draws(verifier, drafts, generator)
             record = {
                 "verifier": name,
                 "settings": settings,
@@ -222,8 +231,8 @@ def walks(vocabulary: int, generator: torch.Generator) -> Iterator[dict[str, Any
             yield record
 
 
-def selection_at_one_place(generator: torch.Generator) -> Iterator[dict[str, Any]]:
-    """`importance` on two candidates: a node of Luce selection, and truncated against full LP."""
+def selection_at_one_position(generator: torch.Generator) -> Iterator[dict[str, Any]]:
+    """`importance` on two candidates: Luce selection, and truncated against full LP."""
     cases = [(GOAL_V, {"solver": "luce"}), (TINY_V, {"solver": "truncated", "s": 5})]
     cases.append((TINY_V, {"solver": "lp"}))
     for vocabulary, settings in cases:
@@ -236,7 +245,7 @@ def selection_at_one_place(generator: torch.Generator) -> Iterator[dict[str, Any
             "settings": settings,
             "form": "2 siblings",
             "vocabulary": vocabulary,
-            **dataclasses.asdict(timed_walks(verifier, drafts, generator)),
+            **dataclasses.asdict(time_draws(verifier, drafts, generator)),
         }
 
 
@@ -250,9 +259,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     generator = torch.Generator().manual_seed(options.seed)
-    records = list(selection_at_one_place(generator)) if "importance" in VERIFIERS else []
+    records = list(selection_at_one_position(generator)) if "importance" in VERIFIERS else []
     for vocabulary in options.vocabularies:
-        records += walks(vocabulary, generator)
+        records += measurements(vocabulary, generator)
     for record in records:
         mark = {True: "", False: "  over the goal", None: ""}[record.get("met")]
         settings = " ".join(f"{key}={value}" for key, value in record["settings"].items())

@@ -1,4 +1,4 @@
-"""A Hub on loopback: the part of its protocol with which data sets are found and fetched."""
+"""A Hub on loopback: the part of its protocol that lists and downloads data sets."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class _Handler(BaseHTTPRequestHandler):
             folder = repository / "/".join(rest[2:])
             if not folder.is_dir():
                 return self._send(404, code="EntryNotFound")
-            found = folder.rglob("*") if "recursive=true" in self.path else folder.iterdir()
-            return self._json([_entry(path, repository) for path in sorted(found)])
+            paths = folder.rglob("*") if "recursive=true" in self.path else folder.iterdir()
+            return self._json([_entry(path, repository) for path in sorted(paths)])
         files = [path for path in repository.rglob("*") if path.is_file()]
         siblings = [{"rfilename": path.relative_to(repository).as_posix()} for path in files]
         identity = "/".join(repository.parts[-2:])

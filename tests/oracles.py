@@ -1,8 +1,9 @@
-"""Exact distributions of small cases, by enumeration: what every verifier is held against.
+"""Exact distributions of small cases by enumeration, the reference for every verifier.
 
-Models are lookup tables: a distribution for every prefix, drawn at random, with zeros. Nothing here uses the
-formulas of a verifier: drafts are enumerated with their probability, a verdict is completed with
-the target's own distribution to a fixed length, and the result is compared with the target's joint distribution.
+Models are tabular: a distribution for every prefix, drawn at random, with zeros. Nothing here uses
+the formulas of a verifier: drafts are enumerated with their probability, a verdict is completed
+with the target's own distribution to a fixed length, and the result is compared with the target's
+joint distribution.
 """
 
 from __future__ import annotations
@@ -20,15 +21,14 @@ from eval.drafts import DraftTree, How
 from eval.verifiers import Verifier
 
 Prefix = tuple[int, ...]
-Table = Mapping[Prefix, Tensor]
+TabularModel = Mapping[Prefix, Tensor]
 """The distribution (V,) of the next token after every prefix."""
-Drafts = Iterator[tuple[float, DraftTree]]
+WeightedDrafts = Iterator[tuple[float, DraftTree]]
 """Every draft with its probability."""
-Weighted = Sequence[tuple[float, DraftTree]]
 
 
 def random_distribution(vocabulary: int, generator: torch.Generator, zeros: float = 0.0) -> Tensor:
-    """A distribution (V,) in float64; each entry is zero with probability `zeros`, never all of them."""
+    """A distribution (V,) in float64; each entry is zero with probability `zeros`, not all are."""
     skew = 0.5 + 2.5 * torch.rand((), generator=generator, dtype=torch.float64)
     uniform = torch.rand(vocabulary, generator=generator, dtype=torch.float64)
     weights = (-torch.log(uniform.clamp(min=1e-12))) ** skew + 1e-9
@@ -38,7 +38,7 @@ def random_distribution(vocabulary: int, generator: torch.Generator, zeros: floa
     return weights / weights.sum()
 
 
-def random_table(vocabulary: int, depth: int, seed: int, zeros: float = 0.0) -> Table:
+def random_model(vocabulary: int, depth: int, seed: int, zeros: float = 0.0) -> TabularModel:
     """Context-dependent distributions for every prefix of at most `depth` tokens."""
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -48,7 +48,7 @@ def random_table(vocabulary: int, depth: int, seed: int, zeros: float = 0.0) -> 
     }
 
 
-def constant_table(distribution: Sequence[float], depth: int) -> Table:
+def constant_model(distribution: Sequence[float], depth: int) -> TabularModel:
     """The same distribution after every prefix."""
     row = torch.tensor(distribution, dtype=torch.float64)
     return {
@@ -58,21 +58,23 @@ def constant_table(distribution: Sequence[float], depth: int) -> Table:
     }
 
 
-def markov_table(first: Sequence[float], rows: Sequence[Sequence[float]], depth: int) -> Table:
+def markov_model(
+    first: Sequence[float], rows: Sequence[Sequence[float]], depth: int
+) -> TabularModel:
     """A Markov chain: `first` after the empty prefix, `rows[last token]` after any other."""
-    table = {
+    model = {
         prefix: torch.tensor(rows[prefix[-1]], dtype=torch.float64)
         for length in range(1, depth + 1)
         for prefix in itertools.product(range(len(first)), repeat=length)
     }
-    return {(): torch.tensor(first, dtype=torch.float64), **table}
+    return {(): torch.tensor(first, dtype=torch.float64), **model}
 
 
-def shifted(table: Table, prefix: Prefix, depth: int) -> Table:
-    """The table as seen after a prefix, for `depth` further tokens."""
-    vocabulary = table[()].shape[0]
+def conditioned(model: TabularModel, prefix: Prefix, depth: int) -> TabularModel:
+    """The model given a prefix, for `depth` further tokens."""
+    vocabulary = model[()].shape[0]
     return {
-        rest: table[prefix + rest]
+        rest: model[prefix + rest]
         for length in range(depth + 1)
         for rest in itertools.product(range(vocabulary), repeat=length)
     }
@@ -113,21 +115,24 @@ def _distinct(distribution: Tensor, count: int) -> list[tuple[float, Prefix]]:
     return groups
 
 
-def continuations(table: Table, length: int) -> list[tuple[float, Prefix]]:
+def continuations(model: TabularModel, length: int) -> list[tuple[float, Prefix]]:
     """Every sequence of `length` tokens with its probability; impossible ones left out."""
     sequences: list[tuple[float, Prefix]] = [(1.0, ())]
     for _ in range(length):
         sequences = [
             (weight * mass, (*prefix, token))
             for weight, prefix in sequences
-            for mass, token in support(table[prefix])
+            for mass, token in support(model[prefix])
         ]
     return sequences
 
 
 def chain_drafts(
-    q: Table, length: int, stop: Callable[[Prefix], bool] = lambda _: False, tail: bool = False
-) -> Drafts:
+    q: TabularModel,
+    length: int,
+    stop: Callable[[Prefix], bool] = lambda _: False,
+    tail: bool = False,
+) -> WeightedDrafts:
     """Every chain of at most `length` tokens that ends early where `stop` says so.
 
     `stop` is asked after a token has been drafted and sees the kept tokens only.
@@ -141,7 +146,7 @@ def chain_drafts(
             open_ends += [(weight * mass, (*prefix, token)) for mass, token in support(q[prefix])]
 
 
-def chain_draft(tokens: Prefix, q: Table, tail: bool = False) -> DraftTree:
+def chain_draft(tokens: Prefix, q: TabularModel, tail: bool = False) -> DraftTree:
     """The chain with these tokens."""
     vocabulary = q[()].shape[0]
     rows = [q[tokens[:depth]] for depth in range(len(tokens))]
@@ -150,37 +155,37 @@ def chain_draft(tokens: Prefix, q: Table, tail: bool = False) -> DraftTree:
     return DraftTree.chain(ids, distributions, q[tokens] if tail else None)
 
 
-def sibling_drafts(q: Table, count: int, how: How) -> Drafts:
+def sibling_drafts(q: TabularModel, count: int, how: How) -> WeightedDrafts:
     """Every group of siblings drawn from one distribution."""
     for weight, tokens in sibling_groups(q[()], count, how):
         yield weight, DraftTree.siblings(torch.tensor(tokens), q[()], how)
 
 
-def independent_siblings(tables: Sequence[Table]) -> Drafts:
+def independent_siblings(models: Sequence[TabularModel]) -> WeightedDrafts:
     """One sibling from each distribution."""
-    distributions = torch.stack([table[()] for table in tables])
+    distributions = torch.stack([model[()] for model in models])
     for draws in itertools.product(*(support(distribution) for distribution in distributions)):
         weight = math.prod(mass for mass, _ in draws)
         yield weight, DraftTree.siblings(torch.tensor([token for _, token in draws]), distributions)
 
 
-def path_drafts(tables: Sequence[Table], length: int) -> Drafts:
-    """One rollout from each table (the same table several times for iid paths)."""
-    for rollouts in itertools.product(*(continuations(table, length) for table in tables)):
+def path_drafts(models: Sequence[TabularModel], length: int) -> WeightedDrafts:
+    """One rollout from each model; the same model several times gives iid paths."""
+    for rollouts in itertools.product(*(continuations(model, length) for model in models)):
         weight = math.prod(mass for mass, _ in rollouts)
         distributions = [
-            torch.stack([table[tokens[:depth]] for depth in range(length)])
-            for table, (_, tokens) in zip(tables, rollouts, strict=True)
+            torch.stack([model[tokens[:depth]] for depth in range(length)])
+            for model, (_, tokens) in zip(models, rollouts, strict=True)
         ]
         tokens = torch.tensor([tokens for _, tokens in rollouts])
         yield weight, DraftTree.paths(tokens, torch.stack(distributions))
 
 
-def tree_drafts(q: Table, widths: Sequence[int], how: How) -> Drafts:
+def tree_drafts(q: TabularModel, widths: Sequence[int], how: How) -> WeightedDrafts:
     """Every k-configuration; nodes have fewer children where the support runs out."""
     partial: list[tuple[float, list[Prefix], list[int], list[int]]] = [(1.0, [()], [], [0])]
     for width in widths:
-        builder = []
+        extended = []
         for weight, prefixes, parents, level in partial:
             choices = [sibling_groups(q[prefixes[node]], width, how) for node in level]
             for groups in itertools.product(*choices):
@@ -190,14 +195,14 @@ def tree_drafts(q: Table, widths: Sequence[int], how: How) -> Drafts:
                     new_parents += [node] * len(tokens)
                 total = weight * math.prod(mass for mass, _ in groups)
                 new_level = list(range(len(prefixes), len(new_prefixes)))
-                builder.append((total, new_prefixes, new_parents, new_level))
-        partial = builder
+                extended.append((total, new_prefixes, new_parents, new_level))
+        partial = extended
     for weight, prefixes, parents, _ in partial:
         yield weight, _tree_draft(q, widths, how, prefixes, parents)
 
 
 def _tree_draft(
-    q: Table, widths: Sequence[int], how: How, prefixes: list[Prefix], parents: list[int]
+    q: TabularModel, widths: Sequence[int], how: How, prefixes: list[Prefix], parents: list[int]
 ) -> DraftTree:
     tokens = torch.tensor([prefix[-1] for prefix in prefixes[1:]])
     inner = sorted(set(parents))
@@ -219,27 +224,29 @@ class Case:
         kind: what `DraftTree.kind` must say (or a kind that it degenerates to).
         vocabulary: V.
         depth: tokens on the longest path.
-        tables: how many draft models it needs.
+        draft_models: how many draft models it needs.
         drafts: all drafts of those models.
     """
 
     kind: str
     vocabulary: int
     depth: int
-    tables: int
-    drafts: Callable[[Sequence[Table]], Drafts]
+    draft_models: int
+    drafts: Callable[[Sequence[TabularModel]], WeightedDrafts]
 
-    def models(self, seed: int, zeros: float) -> tuple[Table, list[Table]]:
-        """The target and the drafts, as random tables."""
-        p = random_table(self.vocabulary, self.depth, 1000 * seed, zeros)
+    def models(self, seed: int, zeros: float) -> tuple[TabularModel, list[TabularModel]]:
+        """The target and the drafts, as random models."""
+        p = random_model(self.vocabulary, self.depth, 1000 * seed, zeros)
         qs = [
-            random_table(self.vocabulary, self.depth, 1000 * seed + 1 + index, zeros)
-            for index in range(self.tables)
+            random_model(self.vocabulary, self.depth, 1000 * seed + 1 + index, zeros)
+            for index in range(self.draft_models)
         ]
         return p, qs
 
     @cache  # noqa: B019  the cases live as long as the module
-    def enumerated(self, seed: int, zeros: float) -> tuple[Table, Table, Weighted]:
+    def enumerated(
+        self, seed: int, zeros: float
+    ) -> tuple[TabularModel, TabularModel, Sequence[tuple[float, DraftTree]]]:
         """The target, the (first) draft, and all drafts with their probability."""
         p, qs = self.models(seed, zeros)
         return p, qs[0], tuple(self.drafts(qs))
@@ -289,7 +296,7 @@ CASES: Mapping[str, Case] = {
 """Small forms that are enumerated in full, every kind of `DraftTree` among them."""
 
 
-# --- distributions of outputs ----------------------------------------------------------------------------
+# --- distributions of outputs -------------------------------------------------------------------
 
 
 def node_prefixes(tree: DraftTree) -> list[Prefix]:
@@ -300,12 +307,12 @@ def node_prefixes(tree: DraftTree) -> list[Prefix]:
     return prefixes
 
 
-def target_rows(tree: DraftTree, p: Table) -> Tensor:
+def target_rows(tree: DraftTree, p: TabularModel) -> Tensor:
     """(N+1, V) the target's distributions after every node."""
     return torch.stack([p[prefix] for prefix in node_prefixes(tree)])
 
 
-def joint_distribution(p: Table, prefix: Prefix, length: int) -> Tensor:
+def joint_distribution(p: TabularModel, prefix: Prefix, length: int) -> Tensor:
     """(V,) * length: the joint distribution of the tokens that follow a prefix."""
     if length == 0:
         return torch.ones((), dtype=torch.float64)
@@ -319,8 +326,14 @@ def joint_distribution(p: Table, prefix: Prefix, length: int) -> Tensor:
     )
 
 
-def completed(p: Table, prefix: Prefix, distribution: Tensor, length: int) -> Tensor:
-    """Joint distribution of `length` tokens: a fixed prefix, one token from `distribution`, the rest from p."""
+def completed_by_target(
+    p: TabularModel, prefix: Prefix, distribution: Tensor, length: int
+) -> Tensor:
+    """Joint distribution of a prefix, one token from `distribution`, and the rest from p.
+
+    Returns:
+        (V,) * length.
+    """
     vocabulary = distribution.shape[0]
     joint = torch.zeros((vocabulary,) * length, dtype=torch.float64)
     rest = length - len(prefix) - 1
@@ -331,12 +344,12 @@ def completed(p: Table, prefix: Prefix, distribution: Tensor, length: int) -> Te
 
 
 def output_distribution(
-    verifier: Verifier, drafts: Drafts, p: Table, length: int, q: Table
+    verifier: Verifier, drafts: WeightedDrafts, p: TabularModel, length: int, q: TabularModel
 ) -> Tensor:
     """(V,) * length: the joint distribution of what one round emits and plain decoding then adds.
 
-    Plain decoding draws from p, and through the carried of a verifier that carries some; q is the
-    draft's table, which carried refer to.
+    Plain decoding draws from p, or from the target as modified by the residuals that the verifier
+    carries; these refer to q, the draft's model.
     """
     joint = torch.zeros((p[()].shape[0],) * length, dtype=torch.float64)
     for weight, tree in drafts:
@@ -345,32 +358,40 @@ def output_distribution(
         if verifier.carries_residual:
             for chance, end in verifier.outcomes(tree, target):
                 for mass, token in support(end.distribution):
-                    text = (*prefixes[end.node], token)
+                    sequence = (*prefixes[end.node], token)
                     after = verifier.after(tree, target, end, token)
-                    joint += weight * chance * mass * plain_distribution(after, text, p, q, length)
+                    joint += (
+                        weight * chance * mass * plain_distribution(after, sequence, p, q, length)
+                    )
             continue
         verdict = verifier(tree, target)
         for node, stop in enumerate(verdict.stop.tolist()):
             if stop > 0:
-                joint += weight * stop * completed(p, prefixes[node], verdict.bonus[node], length)
+                joint += (
+                    weight
+                    * stop
+                    * completed_by_target(p, prefixes[node], verdict.bonus[node], length)
+                )
     return joint
 
 
-def plain_distribution(verifier: Verifier, text: Prefix, p: Table, q: Table, length: int) -> Tensor:
-    """(V,) * length: a fixed text, and what rounds of empty drafts add to it."""
+def plain_distribution(
+    verifier: Verifier, sequence: Prefix, p: TabularModel, q: TabularModel, length: int
+) -> Tensor:
+    """(V,) * length: a fixed sequence, and what rounds of empty drafts add to it."""
     joint = torch.zeros((p[()].shape[0],) * length, dtype=torch.float64)
-    if len(text) >= length:
-        joint[text[:length]] = 1.0
+    if len(sequence) >= length:
+        joint[sequence[:length]] = 1.0
         return joint
-    tree, target = chain_draft((), shifted(q, text, 0), tail=True), p[text].unsqueeze(0)
+    tree, target = chain_draft((), conditioned(q, sequence, 0), tail=True), p[sequence].unsqueeze(0)
     for chance, end in verifier.outcomes(tree, target):
         for mass, token in support(end.distribution):
             after = verifier.after(tree, target, end, token)
-            joint += chance * mass * plain_distribution(after, (*text, token), p, q, length)
+            joint += chance * mass * plain_distribution(after, (*sequence, token), p, q, length)
     return joint
 
 
-def expected_accepted(verifier: Verifier, drafts: Drafts, p: Table) -> float:
+def expected_accepted(verifier: Verifier, drafts: WeightedDrafts, p: TabularModel) -> float:
     """E[tau], the expected number of accepted tokens in a round."""
     total = 0.0
     for weight, tree in drafts:
@@ -387,9 +408,9 @@ def total_variation(first: Tensor, second: Tensor) -> float:
 
 def rounds_distribution(
     verifier: Verifier,
-    p: Table,
+    p: TabularModel,
     length: int,
-    draft: Callable[[Prefix, Verifier], Drafts],
+    draft: Callable[[Prefix, Verifier], WeightedDrafts],
 ) -> tuple[Tensor, float]:
     """The first `length` tokens of a decoder that runs as many rounds as it takes.
 
@@ -406,25 +427,28 @@ def rounds_distribution(
     waiting: dict[tuple[Prefix, Verifier], float] = {((), verifier): 1.0}
     rounds = 0.0
     while waiting:
-        # Shortest text first, so that equal states have met before they are expanded.
+        # Shortest sequence first, so that equal states are merged before they are expanded.
         state = min(waiting, key=lambda pair: len(pair[0]))
         weight = waiting.pop(state)
         rounds += weight
-        for text, after, chance in _one_round(*state, p, draft):
-            if len(text) >= length:
-                joint[text[:length]] += weight * chance
+        for sequence, after, chance in _one_round(*state, p, draft):
+            if len(sequence) >= length:
+                joint[sequence[:length]] += weight * chance
             else:
-                waiting[text, after] = waiting.get((text, after), 0.0) + weight * chance
+                waiting[sequence, after] = waiting.get((sequence, after), 0.0) + weight * chance
     return joint, rounds
 
 
 def _one_round(
-    text: Prefix, verifier: Verifier, p: Table, draft: Callable[[Prefix, Verifier], Drafts]
+    sequence: Prefix,
+    verifier: Verifier,
+    p: TabularModel,
+    draft: Callable[[Prefix, Verifier], WeightedDrafts],
 ) -> Iterator[tuple[Prefix, Verifier, float]]:
-    for weight, tree in draft(text, verifier):
+    for weight, tree in draft(sequence, verifier):
         prefixes = node_prefixes(tree)
-        target = torch.stack([p[text + prefix] for prefix in prefixes])
+        target = torch.stack([p[sequence + prefix] for prefix in prefixes])
         for chance, end in verifier.outcomes(tree, target):
             for mass, token in support(end.distribution):
                 after = verifier.after(tree, target, end, token)
-                yield (*text, *prefixes[end.node], token), after, weight * chance * mass
+                yield (*sequence, *prefixes[end.node], token), after, weight * chance * mass

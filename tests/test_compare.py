@@ -1,4 +1,4 @@
-"""Texts that differ are told apart: a tie of rounding, or a defect."""
+"""Greedy output that differs is judged: a tie by rounding, or a defect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from eval.analysis.compare import explain, main, read_method, table
-from eval.analysis.ties import NOISE_FACTOR, Choice, compare, find_difference, greedy_reference
+from eval.analysis.ties import (
+    NOISE_FACTOR,
+    Choice,
+    compare_sequences,
+    find_difference,
+    greedy_reference,
+)
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.assembly import make_drafters
 from eval.runtime.model import CachedModel
@@ -73,9 +79,14 @@ def test_texts_of_a_sound_decoder_are_identical(dtype: torch.dtype) -> None:
         "tree": decode(SpeculativeDecoder.from_config(target, draft, TREE)),
     }
     done: list[int] = []
-    found = compare(target, PROMPTS, methods, max_new_tokens=BUDGET, report=done.append)
-    assert [one.method for one in found] == list(methods)
-    assert all(one.texts == 6 and not one.differences and one.tokens > 50 for one in found)
+    compared = compare_sequences(
+        target, PROMPTS, methods, max_new_tokens=BUDGET, report=done.append
+    )
+    assert [comparison.method for comparison in compared] == list(methods)
+    for comparison in compared:
+        assert comparison.texts == 6
+        assert comparison.differences == ()
+        assert comparison.tokens > 50
     assert sum(done) == 6 * 4
 
 
@@ -86,12 +97,12 @@ def test_a_decoder_with_a_defect_is_called_a_bug(
 ) -> None:
     target = tiny("llama", 2, dtype=dtype)
     methods = {"broken": decode(decoder(defect, target, target, CHAIN))}
-    (found,) = compare(target, PROMPTS, methods, max_new_tokens=BUDGET)
-    assert found.count("bug") >= 2
+    (comparison,) = compare_sequences(target, PROMPTS, methods, max_new_tokens=BUDGET)
+    assert comparison.count("bug") >= 2
 
 
 def test_half_precision_texts_that_differ_are_ties() -> None:
-    """Flat distributions in bfloat16: the same logits to a few bits, so rounding picks among them."""
+    """Flat distributions in bfloat16: many logits are equal to a few bits, so rounding decides."""
     ties = 0
     for seed in range(6):
         sizes = {"initializer_range": 0.1, "dtype": torch.bfloat16, "hidden_size": 32}
@@ -102,15 +113,17 @@ def test_half_precision_texts_that_differ_are_ties() -> None:
             "chain": decode(SpeculativeDecoder.from_config(target, target, CHAIN)),
             "tree": decode(SpeculativeDecoder.from_config(target, draft, TREE)),
         }
-        for one in compare(target, PROMPTS, methods, max_new_tokens=BUDGET, exact=exact):
-            assert one.count("bug") == 0
-            for difference in one.differences:
+        for comparison in compare_sequences(
+            target, PROMPTS, methods, max_new_tokens=BUDGET, exact=exact
+        ):
+            assert comparison.count("bug") == 0
+            for difference in comparison.differences:
                 assert difference.expected is not None
                 assert difference.found is not None
                 assert difference.expected.token != difference.found.token
                 assert difference.found.float32_gap is not None
                 assert difference.found.gap <= NOISE_FACTOR * difference.found.noise
-            ties += one.count("tie")
+            ties += comparison.count("tie")
     assert ties > 0, "no text differed, so nothing was judged"
 
 
@@ -127,13 +140,13 @@ def test_a_defect_after_a_tie_is_still_a_bug() -> None:
     assert twin == expected, "of equal logits the first is taken"
 
     def judged(text: list[int], budget: int = BUDGET) -> str:
-        found = find_difference(target, prompt.tolist(), expected, text, max_new_tokens=budget)
-        assert found is not None
-        assert found.position == next(
+        difference = find_difference(target, prompt.tolist(), expected, text, max_new_tokens=budget)
+        assert difference is not None
+        assert difference.position == next(
             (i for i, pair in enumerate(zip(expected, text, strict=False)) if pair[0] != pair[1]),
             min(len(expected), len(text)),
         )
-        return found.verdict
+        return difference.verdict
 
     head = [*expected[:4], 39]
     rest = greedy_reference(target, torch.tensor([*prompt, *head]), BUDGET - 5).tolist()
@@ -151,15 +164,15 @@ def test_the_noise_is_measured_by_other_forwards_and_is_small(family: str) -> No
     target = tiny(family, 2)
     expected = greedy_reference(target, PROMPTS[1], BUDGET).tolist()
     text = [*expected[:10], (expected[10] + 1) % 40, *expected[11:]]
-    found = find_difference(target, PROMPTS[1].tolist(), expected, text, max_new_tokens=BUDGET)
-    assert found is not None
-    assert found.expected is not None
-    assert found.found is not None
-    assert found.position == 10
-    assert found.verdict == "bug"
-    assert found.expected.gap == 0.0
-    assert found.found.gap > 1e-3 > 1e6 * found.found.noise
-    assert len(found.found.ways) == 5
+    difference = find_difference(target, PROMPTS[1].tolist(), expected, text, max_new_tokens=BUDGET)
+    assert difference is not None
+    assert difference.expected is not None
+    assert difference.found is not None
+    assert difference.position == 10
+    assert difference.verdict == "bug"
+    assert difference.expected.gap == 0.0
+    assert difference.found.gap > 1e-3 > 1e6 * difference.found.noise
+    assert len(difference.found.ways) == 5
 
 
 @pytest.fixture(scope="module")
@@ -169,14 +182,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     tokenizer = train_tokenizer(
         corpus(seed=0, examples_per_family=20, library_characters=5000), vocab_size=400
     )
-    found = {}
+    folders = {}
     for name, seed in (("target", 2), ("draft", 3)):
         tiny("llama", seed, vocab=400, dtype=torch.float32).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-        found[name] = str(folder / name)
+        folders[name] = str(folder / name)
     prompts = folder / "mine.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in ("one two", "three")))
-    return found | {"prompts": str(prompts)}
+    return folders | {"prompts": str(prompts)}
 
 
 def test_the_command_line_compares_and_writes_what_it_shows(
@@ -253,15 +266,15 @@ def test_a_difference_is_explained_with_tokens_logits_gap_and_noise(pair: dict[s
     target = tiny("llama", 2, vocab=400)
     expected = greedy_reference(target, PROMPTS[0], 8).tolist()
     text = [expected[0], (expected[1] + 1) % 400, *expected[2:]]
-    (found,) = compare(
+    (comparison,) = compare_sequences(
         target, PROMPTS[:1], {"[odd] name": lambda prompt: torch.tensor(text)}, max_new_tokens=8
     )
-    (difference,) = found.differences
+    (difference,) = comparison.differences
     shown = explain(difference, tokenizer)
     assert "BUG" in shown
     assert f"{expected[1]} {tokenizer.decode([expected[1]])!r}" in shown
     assert f"noise {difference.found.noise:.3g}" in shown  # type: ignore[union-attr]
-    assert table([found]).row_count == 1
+    assert table([comparison]).row_count == 1
 
 
 def test_a_choice_is_tied_up_to_a_multiple_of_the_noise() -> None:

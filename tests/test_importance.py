@@ -1,4 +1,4 @@
-"""Selection then speculative sampling: exact distributions, the truncation's bound, near-optimal rules."""
+"""Selection, then speculative sampling: exact distributions, the truncation's bound, optimality."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from eval.drafts import DraftTree
 from eval.verifiers import VERIFIERS, Verifier
 from eval.verifiers.optimum import optimal_acceptance, optimal_acceptance_independent
 from eval.verifiers.selection import luce as luce_module
-from eval.verifiers.selection import solvers as selection_module
-from eval.verifiers.selection.linear_program import solve_flow, solve_program
+from eval.verifiers.selection import solvers
+from eval.verifiers.selection.linear_program import solve_linear_program, solve_max_flow
 from eval.verifiers.selection.luce import fit_pair, fit_race, race_distribution
 from eval.verifiers.selection.pairs import PairRule, pair_masses
 from eval.verifiers.selection.solvers import (
     Selection,
-    best_form,
+    best_rule,
     selector,
     truncated,
     truncated_nosort,
 )
 from tests.oracles import (
-    constant_table,
+    constant_model,
     expected_accepted,
     independent_siblings,
     joint_distribution,
-    markov_table,
+    markov_model,
     output_distribution,
     path_drafts,
     random_distribution,
-    random_table,
+    random_model,
     total_variation,
 )
 
@@ -47,7 +47,7 @@ P3, Q3, R3 = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5], [0.6, 0.2, 0.2]], d
 
 
 def random_distributions(seed: int, count: int, size: int = 4, alike: bool = False) -> list[Tensor]:
-    """p and the drafts' distributions; every third seed has zeros; `alike` drafts share one distribution."""
+    """p and the drafts' distributions (one for all if `alike`); every third seed has zeros."""
     generator = torch.Generator().manual_seed(seed)
     zeros = 0.35 if seed % 3 == 1 else 0.0
     p, *qs = (random_distribution(size, generator, zeros) for _ in range(count + 1))
@@ -55,12 +55,12 @@ def random_distributions(seed: int, count: int, size: int = 4, alike: bool = Fal
 
 
 def acceptance(verifier: Verifier, p: Tensor, qs: Sequence[Tensor]) -> float:
-    """Exact acceptance at one place, after checking that the output distribution is p."""
-    drafts = list(independent_siblings([constant_table(q.tolist(), 1) for q in qs]))
-    table = constant_table(p.tolist(), 1)
-    emitted = output_distribution(verifier, iter(drafts), table, 2, table)
-    assert total_variation(emitted, joint_distribution(table, (), 2)) <= 1e-12
-    return expected_accepted(verifier, iter(drafts), table)
+    """Exact acceptance at one position, after checking that the output distribution is p."""
+    drafts = list(independent_siblings([constant_model(q.tolist(), 1) for q in qs]))
+    model = constant_model(p.tolist(), 1)
+    emitted = output_distribution(verifier, iter(drafts), model, 2, model)
+    assert total_variation(emitted, joint_distribution(model, (), 2)) <= 1e-12
+    return expected_accepted(verifier, iter(drafts), model)
 
 
 def enumerated_distribution(selection: Selection, qs: Sequence[Array]) -> Array:
@@ -98,17 +98,17 @@ def test_the_distribution_of_the_selected_token_is_exact(solver: Any, k: int, al
         np.testing.assert_allclose(selection.distribution.sum(), 1.0, atol=1e-13)
 
 
-def test_every_form_has_its_exact_distribution_at_a_vocabulary_of_groups_and_ranks() -> None:
+def test_every_rule_has_its_exact_distribution_over_groups_and_ranks() -> None:
     p, q1, q2 = (distribution.numpy() for distribution in random_distributions(0, 2, size=90))
     for second in (q1, q2):
-        forms = [
+        rules = [
             *truncated(p, q1, second, 5),
             *truncated_nosort(p, q1, second, 5),
             fit_pair(p, q1, second),
         ]
-        for form in forms:
-            enumerated = enumerated_distribution(tournament_of(form), [q1, second])
-            np.testing.assert_allclose(form.distribution(q1, second), enumerated, atol=1e-14)
+        for rule in rules:
+            enumerated = enumerated_distribution(tournament_of(rule), [q1, second])
+            np.testing.assert_allclose(rule.distribution(q1, second), enumerated, atol=1e-14)
 
 
 def test_luce_selection_of_many_drafts_is_exact_with_groups(
@@ -125,10 +125,10 @@ def test_luce_selection_of_many_drafts_is_exact_with_groups(
 
 @pytest.mark.parametrize("solver", ["truncated", "truncated_nosort"])
 @pytest.mark.parametrize("k", [2, 3])
-def test_selection_by_letters_is_exact(
+def test_selection_over_a_reduced_vocabulary_is_exact(
     monkeypatch: pytest.MonkeyPatch, solver: Any, k: int
 ) -> None:
-    monkeypatch.setattr(selection_module, "LETTERS", 3)
+    monkeypatch.setattr(solvers, "SINGLE", 3)
     for seed in range(3):
         p, q, *_ = (
             distribution.numpy() for distribution in random_distributions(3 * seed, 1, size=90)
@@ -142,13 +142,13 @@ def test_selection_by_letters_is_exact(
         )
 
 
-def test_letters_of_a_large_vocabulary_cost_next_to_nothing() -> None:
-    """Against a tournament over all 5000 tokens, which knows nothing of letters."""
+def test_reducing_a_large_vocabulary_costs_less_than_half_a_percent_of_acceptance() -> None:
+    """Against a tournament over all 5000 tokens."""
     p, q = (distribution.numpy() for distribution in random_distributions(0, 1, size=5000))
     for k in (2, 3):
-        by_letters = selector("truncated", 5)(p, [q] * k).distribution
+        reduced = selector("truncated", 5)(p, [q] * k).distribution
         in_full = selector("truncated", 5)(p, [q.copy() for _ in range(k)]).distribution
-        gain = np.minimum(p, by_letters).sum() - np.minimum(p, in_full).sum()
+        gain = np.minimum(p, reduced).sum() - np.minimum(p, in_full).sum()
         assert gain >= -0.005
 
 
@@ -235,7 +235,7 @@ def test_worked_examples() -> None:
 
 
 def test_fills_of_the_paper_reach_its_worked_examples() -> None:
-    """The forms themselves, without the choice of the best one and without lucky residuals."""
+    """The rules themselves: no choice of the best, no residual that falls on a drafted token."""
     p, q, r = P3.numpy(), Q3.numpy(), R3.numpy()
     skewed, uniform = np.array([0.6, 0.3, 0.1]), np.full(3, 1 / 3)
     for target, first, second, s, hard, even in (
@@ -321,7 +321,7 @@ def test_augmenting_paths_solve_the_linear_program() -> None:
         )
         sure, masses = q1 * q2, pair_masses(q1, q2)
         values = []
-        for shares in (solve_flow(p, sure, masses), solve_program(p, sure, masses)):
+        for shares in (solve_max_flow(p, sure, masses), solve_linear_program(p, sure, masses)):
             np.testing.assert_allclose(shares + shares.T, 1.0, atol=1e-12)
             assert shares.min() >= 0
             b = sure + (masses * shares).sum(axis=1)
@@ -330,15 +330,15 @@ def test_augmenting_paths_solve_the_linear_program() -> None:
         assert values[0] == pytest.approx(values[1], abs=1e-8)
 
 
-def test_the_alphabet_beats_the_papers_second_coin() -> None:
+def test_the_alphabet_accepts_more_than_the_papers_second_test() -> None:
     """alpha >= P(W) sum_m Bin(m) alpha_m on p given W; .55 against .51 for this pair."""
     verifier = VERIFIERS["importance"].make(solver="lp", alphabet=2)
     assert acceptance(verifier, P3, [Q3, Q3]) >= 0.55 - 1e-12
 
 
-def test_blind_forms_keep_the_better_of_two_drafts() -> None:
+def test_constant_rules_keep_the_acceptance_of_the_better_of_two_drafts() -> None:
     p = P3.numpy()
-    rule, distribution = best_form(p, R3.numpy(), np.array([0.0, 0.0, 1.0]), iter(()))
+    rule, distribution = best_rule(p, R3.numpy(), np.array([0.0, 0.0, 1.0]), iter(()))
     assert rule.first == 1.0
     np.testing.assert_array_equal(distribution, R3.numpy())
 
@@ -350,8 +350,8 @@ def test_blind_forms_keep_the_better_of_two_drafts() -> None:
 @pytest.mark.parametrize("independent", [False, True])
 def test_paths_are_lossless_and_block_verification_gains(solver: str, independent: bool) -> None:
     for seed in range(4):
-        p = random_table(2, 2, 10 * seed)
-        q, other = (random_table(2, 2, 10 * seed + 1 + index) for index in range(2))
+        p = random_model(2, 2, 10 * seed)
+        q, other = (random_model(2, 2, 10 * seed + 1 + index) for index in range(2))
         drafts = list(path_drafts([q, other if independent else q], 2))
         accepted = {}
         for name in ("importance", "multipath_block"):
@@ -363,7 +363,7 @@ def test_paths_are_lossless_and_block_verification_gains(solver: str, independen
 
 
 def test_multipath_block_of_one_path_is_block_verification() -> None:
-    p, q = random_table(3, 3, 1), random_table(3, 3, 2)
+    p, q = random_model(3, 3, 1), random_model(3, 3, 2)
     for _, paths in path_drafts([q], 3):
         chain = DraftTree.chain(paths.tokens, paths.distributions[paths.distribution_index])
         target = torch.stack([p[tuple(paths.token_list[:depth])] for depth in range(4)])
@@ -374,8 +374,8 @@ def test_multipath_block_of_one_path_is_block_verification() -> None:
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_multipath_block_of_one_place_is_importance(solver: str) -> None:
-    p, q = random_table(3, 1, 1), random_table(3, 1, 2)
+def test_multipath_block_of_one_position_is_importance(solver: str) -> None:
+    p, q = random_model(3, 1, 1), random_model(3, 1, 2)
     multipath = VERIFIERS["multipath_block"].make(solver=solver)
     selection = VERIFIERS["importance"].make(solver=solver)
     for k in (2, 3):
@@ -386,8 +386,8 @@ def test_multipath_block_of_one_place_is_importance(solver: str) -> None:
 
 
 def test_multipath_block_of_a_worked_example() -> None:
-    p = markov_table((0.5, 0.5), ((0.7, 0.3), (0.2, 0.8)), 2)
-    q = markov_table((0.8, 0.2), ((0.4, 0.6), (0.5, 0.5)), 2)
+    p = markov_model((0.5, 0.5), ((0.7, 0.3), (0.2, 0.8)), 2)
+    q = markov_model((0.8, 0.2), ((0.4, 0.6), (0.5, 0.5)), 2)
     drafts = list(path_drafts([q, q], 2))
     multipath = VERIFIERS["multipath_block"].make(solver="lp")
     assert expected_accepted(multipath, iter(drafts), p) == pytest.approx(1.622, abs=1e-7)

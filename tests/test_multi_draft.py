@@ -1,4 +1,4 @@
-"""Distributions of the verifiers of several candidates: exact output, exact acceptance, edge cases."""
+"""Verifiers of several candidates: exact output distribution and acceptance, edge cases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ P4, Q4 = torch.tensor([[0.45, 0.25, 0.2, 0.1], [0.35, 0.1, 0.15, 0.4]], dtype=to
 
 
 def siblings(q: Tensor, k: int, how: How) -> Iterator[tuple[float, DraftTree]]:
-    """Every draft of k siblings with its probability; q is (V,), or (k, V) for several distributions."""
+    """Every draft of k siblings with its probability; q is (V,), or (k, V) for one each."""
     chosen = q.argsort(descending=True, stable=True)[: k - 1].tolist() if how == "greedy" else []
     for tokens in product(range(q.shape[-1]), repeat=k):
         weight, rest = 1.0, q.clone()
@@ -37,7 +37,7 @@ def siblings(q: Tensor, k: int, how: How) -> Iterator[tuple[float, DraftTree]]:
 
 
 def judge(name: str, p: Tensor, q: Tensor, k: int, how: How = "iid") -> tuple[Tensor, float]:
-    """Exact output distribution and acceptance of a verifier at one place, by enumerating every draft."""
+    """Exact output distribution (V,) and acceptance at one position, over every draft."""
     verifier = VERIFIERS[name].make()
     distribution, acceptance, total = torch.zeros_like(p), 0.0, 0.0
     for weight, tree in siblings(q, k, how):

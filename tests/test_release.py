@@ -21,8 +21,9 @@ from transformers import (
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.results import Results, check_metrics, read_results
-from eval.reporting.card import best_head_run, best_length, escape_markdown, short_name
+from eval.reporting.card import best_head_run, best_length, short_name
 from eval.reporting.release import About, release_draft, release_head
+from eval.reporting.rendering import escape_markdown
 from heads import AcceptanceHead
 from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError
 from specdata.toy.tokenizer import train_tokenizer

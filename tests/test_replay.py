@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.analysis.replay import best_of_each, compare, main, shown
+from eval.analysis.replay import best_settings, main, replay_rules, result_rows
 from eval.analysis.traces import AcceptanceTrace, acceptance_traces, head_probabilities
 from eval.drafting.stopping.calibration import Calibration
 from heads import AcceptanceHead
@@ -32,10 +32,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.Generator().manual_seed(0)
 
     def row(number: int) -> object:
-        text = torch.randint(2, 12, (14,), generator=generator).tolist()
+        ids = torch.randint(2, 12, (14,), generator=generator).tolist()
         made = {"example_id": f"e{number}", "dataset": "d", "sample": 0, "finish": "length"}
         made["split"] = "dev" if number % 2 else "test"
-        return made | {"turn": 0, "prompt_ids": text[:3], "completion_ids": text[3:]}
+        return made | {"turn": 0, "prompt_ids": ids[:3], "completion_ids": ids[3:]}
 
     settings = {"sampling": {"temperature": 0.8, "top_k": 0, "top_p": 1.0}}
     rows = labeller(target, draft, SAMPLING)([row(number) for number in range(12)])  # type: ignore[misc]
@@ -43,20 +43,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_what_a_head_says_is_read_after_the_draft_consumed_the_drafted_token(folder: Path) -> None:
+def test_the_head_predicts_after_the_draft_consumed_the_drafted_token(folder: Path) -> None:
     draft, row = tiny_llama(1, vocab=12).float(), load_stored(folder / "labels")[0]
     torch.manual_seed(1)
     head = AcceptanceHead(hidden_size=16, depth=1, rejection_weight=6.0).eval()
-    says = head_probabilities(draft, head, row)
-    for place, token in enumerate(row["draft_ids"]):
-        text = [*row["prompt_ids"], *row["completion_ids"][:place], token]
+    predicted = head_probabilities(draft, head, row)
+    for position, token in enumerate(row["draft_ids"]):
+        ids = [*row["prompt_ids"], *row["completion_ids"][:position], token]
         with torch.no_grad():
-            state = draft.base_model(input_ids=torch.tensor([text])).last_hidden_state[0, -1]
+            state = draft.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1]
             expected = float(head.probability(state))
-        assert says[place] == pytest.approx(expected, abs=1e-5)
+        assert predicted[position] == pytest.approx(expected, abs=1e-5)
 
 
-def test_coins_are_thrown_once_for_a_seed_and_rollout(folder: Path) -> None:
+def test_outcomes_depend_on_the_seed_and_the_rollout_only(folder: Path) -> None:
     rows = load_stored(folder / "labels")
     first, again = (acceptance_traces(rows, seed=3) for _ in range(2))
     assert first == again
@@ -66,18 +66,18 @@ def test_coins_are_thrown_once_for_a_seed_and_rollout(folder: Path) -> None:
 
 def test_no_rule_is_faster_than_the_oracle_and_a_perfect_head_beats_every_fixed_length() -> None:
     generator = torch.Generator().manual_seed(0)
-    texts = []
+    traces = []
     for _ in range(60):
         accept = torch.where(torch.rand(80, generator=generator) < 0.8, 0.97, 0.3)
-        coins = torch.rand(80, generator=generator) < accept
-        texts.append(
-            AcceptanceTrace(coins.tolist(), accept.tolist(), accept.tolist(), accept.tolist())
+        accepted = torch.rand(80, generator=generator) < accept
+        traces.append(
+            AcceptanceTrace(accepted.tolist(), accept.tolist(), accept.tolist(), accept.tolist())
         )
-    rows = compare(texts, Calibration(), draft_seconds=0.1, target_seconds=1.0)
-    table = shown(rows, 0.1, 1.0)
-    assert max(table, key=lambda row: row["of_the_oracles_speed"])["rule"] == "oracle"
-    best = {row["rule"]: row for row in best_of_each(table) if row["setting"] != "cost rule"}
-    cost = {r["rule"]: r["seconds_per_token"] for r in table if r["setting"] == "cost rule"}
+    results = replay_rules(traces, Calibration(), draft_seconds=0.1, target_seconds=1.0)
+    rows = result_rows(results, 0.1, 1.0)
+    assert max(rows, key=lambda row: row["of_the_oracles_speed"])["rule"] == "oracle"
+    best = {row["rule"]: row for row in best_settings(rows) if row["setting"] != "cost rule"}
+    cost = {r["rule"]: r["seconds_per_token"] for r in rows if r["setting"] == "cost rule"}
     assert cost["perfect head"] < best["fixed"]["seconds_per_token"]
     # Here max q is the acceptance itself, and the logistic model trusts it.
     assert cost["logit"] == cost["perfect head"]

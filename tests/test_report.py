@@ -13,18 +13,18 @@ from PIL import Image
 from rich.console import Console
 
 from eval.measuring.results import PLAIN, Results, build_results, check_metrics, fastest
-from eval.reporting.annotations import POINT, extent
-from eval.reporting.charts import FAMILIES, family, series
-from eval.reporting.plots import PLOTS, kinds, plot, to_svg
+from eval.reporting.charts import FAMILIES, PARTS, POINT, data_boxes, extent, family, series
+from eval.reporting.plots import kinds, plot, to_svg
 from eval.reporting.report import COLUMNS, Context, render_page, sections_of, terminal, write_report
 from tests.synthetic_results import ENVIRONMENT, method, synthetic_results
 
 EVIL = "<script>alert('x')</script> $\\frac{1}{2}$ [bold]&amp;"
+SHOWN_FAMILIES = {"plain", "fixed", "head", "rule", "tree", "transformers"}
 VOID = {"meta", "link", "img", "br", "hr", "input"}
 
 
 class Page(HTMLParser):
-    """Collects what a browser would: tags, attributes, text; and that every tag is closed."""
+    """Collects tags, attributes and text, and asserts that every tag is closed."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -139,35 +139,50 @@ def test_equal_results_make_equal_drawings(results: Results) -> None:
     assert once == again
 
 
-def test_drawings_take_the_ink_of_the_page(results: Results) -> None:
+def test_drawings_use_the_colour_of_the_page(results: Results) -> None:
     svg = to_svg(plot("cost", results, ["alpaca"]), prefix="a", title="<t>", description="a & b")
     assert "currentColor" in svg
     assert "&lt;t&gt;" in svg
     assert "#24292f" not in svg
 
 
-@pytest.mark.parametrize("kind", sorted(set(PLOTS) - {"efficiency"}))
-def test_png_files_have_one_panel_a_dataset_at_150_dots_an_inch(folder: Path, kind: str) -> None:
+DRAWN_COLOURS = {
+    "speedup": {FAMILIES[key].colour for key in SHOWN_FAMILIES},
+    "pareto": {FAMILIES[key].colour for key in SHOWN_FAMILIES - {"plain", "tree"}},
+    "acceptance": {FAMILIES[key].colour for key in SHOWN_FAMILIES - {"plain"}},
+    "cost": {colour for _, colour in PARTS},
+}
+
+
+@pytest.mark.parametrize("kind", DRAWN_COLOURS)
+def test_png_files_show_every_family_in_one_panel_a_dataset_at_150_dots_an_inch(
+    folder: Path, kind: str
+) -> None:
     with Image.open(folder / f"{kind}.png") as image:
         assert image.format == "PNG"
         assert image.width == 2 * 5.2 * 150
         assert image.height >= 600
-        colours = image.convert("RGB").getcolors(1 << 24)
+        above_the_legend = image.convert("RGB").crop((0, 0, image.width, image.height * 3 // 4))
+        colours = above_the_legend.getcolors(1 << 24)
     assert colours is not None
-    assert len(colours) > 50  # something is drawn
+    drawn = {"#{:02X}{:02X}{:02X}".format(*colour) for _, colour in colours}  # type: ignore[misc]
+    assert drawn >= {colour.upper() for colour in DRAWN_COLOURS[kind]}
 
 
-def test_labels_of_the_pareto_plot_hide_no_other_label(results: Results) -> None:
+def test_labels_of_the_pareto_plot_hide_no_label_line_or_marker(results: Results) -> None:
     figure = plot("pareto", results, results.datasets())
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
     for axes in figure.axes:
-        texts = [t for t in axes.texts if isinstance(t, Annotation) and t.get_gid() == POINT]
-        boxes = [extent(text, renderer) for text in texts]
+        labels = [t for t in axes.texts if isinstance(t, Annotation) and t.get_gid() == POINT]
+        boxes = [extent(label, renderer) for label in labels]
         assert len(boxes) == sum(
             run.drafter in ("chain", "transformers") for run in results.of("alpaca")
         )
+        data = data_boxes(axes, figure.dpi / 72)
+        assert len(data) > len(boxes)
         for index, box in enumerate(boxes):
             assert box.count_overlaps(boxes[:index]) == 0
+            assert box.count_overlaps(data) == 0
 
 
 def test_text_of_a_plot_stays_inside_the_picture(results: Results) -> None:
@@ -183,8 +198,8 @@ def test_text_of_a_plot_stays_inside_the_picture(results: Results) -> None:
 
 
 def test_a_sweep_is_one_series_in_the_order_of_its_parameter(results: Results) -> None:
-    found = series([run for run in results.of("alpaca") if run.drafter == "chain"])
-    names = [[run.method for run in group] for group in found]
+    groups = series([run for run in results.of("alpaca") if run.drafter == "chain"])
+    names = [[run.method for run in group] for group in groups]
     assert ["fixed-2", "fixed-4", "fixed-6", "fixed-8", "fixed-12"] in names
     assert ["head-0.3", "head-0.5", "head-0.7", "head-0.9"] in names
     assert ["block-6"] in names
@@ -192,7 +207,7 @@ def test_a_sweep_is_one_series_in_the_order_of_its_parameter(results: Results) -
 
 def test_every_run_has_a_family_and_colours_differ(results: Results) -> None:
     seen = {family(run) for run in results.runs}
-    assert seen == {"plain", "fixed", "head", "rule", "tree", "transformers"}
+    assert seen == SHOWN_FAMILIES
     assert len({f.colour for f in FAMILIES.values()}) == len(FAMILIES)
     assert len({f.marker for f in FAMILIES.values()}) == len(FAMILIES)
 
@@ -206,9 +221,33 @@ def test_the_fastest_method_is_lossless_and_ties_are_named(results: Results) -> 
         assert best.lossless
         assert best.tokens_per_second == max(r.tokens_per_second for r in runs if r.lossless)
         assert all(run.lossless and run is not best for run in ties)
-    block = sections_of(results)[0]
-    assert [row.mark for row in block.rows].count("★") == 1
-    assert [row.note for row in block.rows if row.method.startswith("biased")] == ["† TV 0.041"]
+    section = sections_of(results)[0]
+    assert [row.mark for row in section.rows].count("★") == 1
+
+
+def test_a_measured_bias_is_shown_with_its_interval(results: Results) -> None:
+    def with_bias(value: float | None, interval: tuple[float, float] | None) -> Results:
+        runs = []
+        for run in results.runs:
+            if not run.lossless:
+                intervals = {k: v for k, v in run.intervals.items() if k != "total_variation"}
+                if interval is not None:
+                    intervals["total_variation"] = interval
+                run = run.model_copy(update={"total_variation": value, "intervals": intervals})
+            runs.append(run)
+        return results.model_copy(update={"runs": runs})
+
+    def note(shown: Results) -> str:
+        (row,) = [row for row in sections_of(shown)[0].rows if row.method.startswith("biased")]
+        return row.note
+
+    measured = with_bias(0.041, (0.03, 0.052))
+    assert note(measured) == "† TV 0.041 [0.030, 0.052]"
+    assert "TV: total variation" in sections_of(measured)[0].footnote
+    assert "† TV 0.041 [0.030, 0.052]" in "".join(Page(render_page(measured, Context())).text)
+    assert note(with_bias(0.041, None)) == "† TV 0.041"
+    assert note(with_bias(None, None)) == "†"
+    assert "TV: total variation" not in sections_of(with_bias(None, None))[0].footnote
 
 
 def test_a_method_measured_twice_ties_with_itself(results: Results) -> None:
@@ -235,7 +274,7 @@ def test_terminal_names_are_not_markup(results: Results) -> None:
     assert "[bold red]x[/]" in console.export_text()
 
 
-def test_a_slow_draft_is_said_to_be_slow(results: Results) -> None:
+def test_a_draft_that_makes_decoding_slower_is_reported_as_no_gain(results: Results) -> None:
     plain = results.plain("alpaca")
     assert plain is not None
     slow = [dataclasses.replace(g, seconds=g.seconds * 3) for g in results.runs[2].generations]
@@ -261,7 +300,8 @@ def test_without_plain_decoding_the_report_shows_tokens_per_second(results: Resu
 def test_plain_decoding_alone_makes_a_report(results: Results, tmp_path: Path) -> None:
     only = [results.runs[0]]
     alone = results.model_copy(update={"runs": only, "latency": {"alpaca": None}})
-    assert write_report(alone, tmp_path).exists()
+    page = Page(write_report(alone, tmp_path).read_text(encoding="utf-8"))
+    assert "No method was faster than the target alone." in " ".join(page.text)
 
 
 def test_without_times_tables_say_so_and_drawings_need_none(tmp_path: Path) -> None:
@@ -269,14 +309,14 @@ def test_without_times_tables_say_so_and_drawings_need_none(tmp_path: Path) -> N
     check_metrics(untimed)
     assert kinds(untimed) == ["efficiency", "pareto", "acceptance"]
     assert fastest(untimed.runs) is None
-    (block,) = sections_of(untimed)
-    assert all(row.cells[:2] == ("not measured", "not measured") for row in block.rows)
-    assert not any(row.mark for row in block.rows)
-    assert block.summary.startswith("Speeds were not measured: 4 prompts were decoded together.")
+    (section,) = sections_of(untimed)
+    assert all(row.cells[:2] == ("not measured", "not measured") for row in section.rows)
+    assert not any(row.mark for row in section.rows)
+    assert section.summary.startswith("Speeds were not measured: 4 prompts were decoded together.")
     lossless = [run for run in untimed.runs if run.lossless]
     best = max(lossless, key=lambda run: run.block_efficiency)
-    assert f"{best.method}, {best.block_efficiency:.2f}" in block.summary
-    assert "★" not in block.footnote
+    assert f"{best.method}, {best.block_efficiency:.2f}" in section.summary
+    assert "★" not in section.footnote
     page = Page(write_report(untimed, tmp_path).read_text(encoding="utf-8"))
     assert sum(tag == "svg" for tag, _ in page.tags) == 3
     assert {path.stem for path in tmp_path.glob("*.png")} == set(kinds(untimed))
@@ -284,6 +324,6 @@ def test_without_times_tables_say_so_and_drawings_need_none(tmp_path: Path) -> N
     console.print(terminal(untimed))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= 100
-    assert text.count("not measured") == 2 * len(block.rows) + 1
+    assert text.count("not measured") == 2 * len(section.rows) + 1
     for run in untimed.runs:
         assert f"{run.block_efficiency:.2f}" in text

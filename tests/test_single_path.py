@@ -18,30 +18,30 @@ from eval.verifiers.carried_residual import CarriedResidual
 from eval.verifiers.rule import Outcome, Rng
 from specdata.probability import residual
 from tests.oracles import (
-    Drafts,
     Prefix,
-    Table,
+    TabularModel,
+    WeightedDrafts,
     chain_draft,
     chain_drafts,
-    constant_table,
+    conditioned,
+    constant_model,
     expected_accepted,
     joint_distribution,
-    markov_table,
+    markov_model,
     output_distribution,
     path_drafts,
     random_distribution,
-    random_table,
+    random_model,
     rounds_distribution,
-    shifted,
     target_rows,
     total_variation,
     tree_drafts,
 )
 
-TOY = constant_table((1 / 3, 2 / 3), 9), constant_table((2 / 3, 1 / 3), 9)
+TOY = constant_model((1 / 3, 2 / 3), 9), constant_model((2 / 3, 1 / 3), 9)
 MARKOV = (
-    markov_table((0.5, 0.5), [[0.7, 0.3], [0.2, 0.8]], 9),
-    markov_table((0.8, 0.2), [[0.4, 0.6], [0.5, 0.5]], 9),
+    markov_model((0.5, 0.5), [[0.7, 0.3], [0.2, 0.8]], 9),
+    markov_model((0.8, 0.2), [[0.4, 0.6], [0.5, 0.5]], 9),
 )
 
 
@@ -49,25 +49,25 @@ def made(name: str) -> Verifier:
     return VERIFIERS[name].make()
 
 
-def fixed_chains(q: Table, length: int) -> Callable[[Prefix, Verifier], Drafts]:
+def fixed_chains(q: TabularModel, length: int) -> Callable[[Prefix, Verifier], WeightedDrafts]:
     """A drafter of chains of one length, which passes `tail` only where it is asked for."""
 
-    def draft(text: Prefix, verifier: Verifier) -> Drafts:
+    def draft(sequence: Prefix, verifier: Verifier) -> WeightedDrafts:
         tail = verifier.needs_tail(length)
-        return chain_drafts(shifted(q, text, length), length, tail=tail)
+        return chain_drafts(conditioned(q, sequence, length), length, tail=tail)
 
     return draft
 
 
 def stopped_chains(
-    q: Table, length: int, stop: Callable[[Prefix], bool]
-) -> Callable[[Prefix, Verifier], Drafts]:
-    """A drafter that ends a chain where `stop` says so, seeing the text and the kept tokens."""
+    q: TabularModel, length: int, stop: Callable[[Prefix], bool]
+) -> Callable[[Prefix, Verifier], WeightedDrafts]:
+    """A drafter that ends a chain where `stop` says so, seeing the sequence and the kept tokens."""
 
-    def draft(text: Prefix, verifier: Verifier) -> Drafts:
-        here = shifted(q, text, length)
+    def draft(sequence: Prefix, verifier: Verifier) -> WeightedDrafts:
+        here = conditioned(q, sequence, length)
         return chain_drafts(
-            here, length, lambda drafted: stop(text + drafted), verifier.carries_residual
+            here, length, lambda drafted: stop(sequence + drafted), verifier.carries_residual
         )
 
     return draft
@@ -77,7 +77,7 @@ def stopped_chains(
 
 
 def test_block_is_token_verification_for_one_token() -> None:
-    p, q = random_table(4, 1, 1, 0.3), random_table(4, 1, 2, 0.3)
+    p, q = random_model(4, 1, 1, 0.3), random_model(4, 1, 2, 0.3)
     for _, tree in chain_drafts(q, 1):
         token, block = (made(name)(tree, target_rows(tree, p)) for name in ("token", "block"))
         torch.testing.assert_close(token.stop, block.stop)
@@ -85,7 +85,7 @@ def test_block_is_token_verification_for_one_token() -> None:
 
 
 def test_traversal_of_a_chain_is_block_verification() -> None:
-    p, q = random_table(3, 3, 3, 0.3), random_table(3, 3, 4, 0.3)
+    p, q = random_model(3, 3, 3, 0.3), random_model(3, 3, 4, 0.3)
     for _, tree in chain_drafts(q, 3):
         block, walk = (made(name)(tree, target_rows(tree, p)) for name in ("block", "traversal"))
         torch.testing.assert_close(block.stop, walk.stop)
@@ -94,7 +94,7 @@ def test_traversal_of_a_chain_is_block_verification() -> None:
 
 def test_block_accepts_a_prefix_with_its_capped_ratio() -> None:
     """P(tau >= i | x^i) = r_i = R_i / max(1, max_j<=i R_j), R the joint ratio without a cap."""
-    p, q = random_table(3, 3, 5, 0.3), random_table(3, 3, 6, 0.3)
+    p, q = random_model(3, 3, 5, 0.3), random_model(3, 3, 6, 0.3)
     reached: dict[Prefix, float] = {}
     for weight, tree in chain_drafts(q, 3):
         tail = made("block")(tree, target_rows(tree, p)).stop.flip(0).cumsum(0).flip(0)
@@ -148,15 +148,15 @@ def test_traversal_goldens() -> None:
 
 def test_batch_follows_the_accepted_rollout_only() -> None:
     """A twin with the accepted prefix is of no use to `batch`, and of use to `rrs`."""
-    q = constant_table((0.5, 0.5), 2)
-    p = {**constant_table((1.0, 0.0), 2), (): torch.tensor([0.5, 0.5], dtype=torch.float64)}
+    q = constant_model((0.5, 0.5), 2)
+    p = {**constant_model((1.0, 0.0), 2), (): torch.tensor([0.5, 0.5], dtype=torch.float64)}
     distributions = torch.stack([q[()], q[()]]).expand(2, 2, 2)
     tree = DraftTree.paths(torch.tensor([[0, 1], [0, 0]]), distributions)
     assert made("batch")(tree, target_rows(tree, p)).stop.tolist() == [0, 1, 0, 0, 0]
     rrs = made("rrs")(tree, target_rows(tree, p)).stop
     assert float(rrs[4]) == 1.0
     for seed in range(4):
-        p, q = random_table(2, 2, seed, 0.2), random_table(2, 2, seed + 9, 0.2)
+        p, q = random_model(2, 2, seed, 0.2), random_model(2, 2, seed + 9, 0.2)
         batch, both = (
             expected_accepted(made(name), path_drafts([q, q], 2), p) for name in ("batch", "rrs")
         )
@@ -171,13 +171,13 @@ def test_batch_follows_the_accepted_rollout_only() -> None:
 def test_biased_verifiers_have_exactly_the_declared_distribution(name: str, epsilon: float) -> None:
     """Accepted tokens weigh q b; the one after a rejection R P; what follows is the target's."""
     length = 2
-    p, q = random_table(3, 3, 7, 0.3), random_table(3, 3, 8, 0.3)
+    p, q = random_model(3, 3, 7, 0.3), random_model(3, 3, 8, 0.3)
     expected = torch.zeros((3,) * (length + 1), dtype=torch.float64)
-    for text in itertools.product(range(3), repeat=length + 1):
+    for sequence in itertools.product(range(3), repeat=length + 1):
         for accepted in range(length + 1):
             weight = 1.0
-            for depth, token in enumerate(text):
-                here, draft = p[text[:depth]], q[text[:depth]]
+            for depth, token in enumerate(sequence):
+                here, draft = p[sequence[:depth]], q[sequence[:depth]]
                 accept = theory.over_acceptance(here, draft, epsilon)
                 if depth < accepted:
                     weight *= float(draft[token] * accept[token])
@@ -187,7 +187,7 @@ def test_biased_verifiers_have_exactly_the_declared_distribution(name: str, epsi
                     weight *= theory.rejection(draft, accept) * float(distribution[token])
                 else:
                     weight *= float(here[token])
-            expected[text] += weight
+            expected[sequence] += weight
     verifier = VERIFIERS[name].make(epsilon=epsilon)
     emitted = output_distribution(verifier, chain_drafts(q, length), p, length + 1, q)
     assert total_variation(emitted, expected) <= 1e-12
@@ -216,34 +216,36 @@ def test_greedy_block_over_several_rounds_keeps_the_joint_distribution(
     vocabulary: int, length: int, emitted: int, zeros: float
 ) -> None:
     for seed in range(3):
-        p = random_table(vocabulary, emitted + length, 20 + 2 * seed, zeros)
-        q = random_table(vocabulary, emitted + length, 21 + 2 * seed, zeros)
+        p = random_model(vocabulary, emitted + length, 20 + 2 * seed, zeros)
+        q = random_model(vocabulary, emitted + length, 21 + 2 * seed, zeros)
         joint, _ = rounds_distribution(made("greedy_block"), p, emitted, fixed_chains(q, length))
         assert total_variation(joint, joint_distribution(p, (), emitted)) <= 1e-12
 
 
-def test_frames_nest_and_expire() -> None:
-    """A rejection under a carried residual opens a second one; both end with the length that was planned."""
-    p, q = random_table(2, 7, 31), random_table(2, 7, 32)
+def test_carried_residuals_nest_and_expire() -> None:
+    """A rejection while a residual is carried adds another; both last for the planned length."""
+    p, q = random_model(2, 7, 31), random_model(2, 7, 32)
     seen: set[int] = set()
     waiting: list[tuple[Prefix, Verifier]] = [((), made("greedy_block"))]
     while waiting:
-        text, verifier = waiting.pop()
+        sequence, verifier = waiting.pop()
         seen.add(len(verifier.carried))
-        assert all(residual.ratio > 1 and 1 <= residual.left <= 2 for residual in verifier.carried)
+        assert all(
+            residual.ratio > 1 and 1 <= residual.remaining <= 2 for residual in verifier.carried
+        )
         assert verifier.needs_tail(3) is False
         assert verifier.needs_tail(0) is bool(verifier.carried)
-        for _, tree in chain_drafts(shifted(q, text, 3), 3) if len(text) < 4 else ():
-            target = target_rows(tree, shifted(p, text, 3))
+        for _, tree in chain_drafts(conditioned(q, sequence, 3), 3) if len(sequence) < 4 else ():
+            target = target_rows(tree, conditioned(p, sequence, 3))
             for _, end in verifier.outcomes(tree, target):
                 for token in end.distribution.nonzero().flatten().tolist():
                     after = verifier.after(tree, target, end, token)
                     drafted = tuple(tree.token_list[: end.node])
-                    waiting.append(((*text, *drafted, token), after))
+                    waiting.append(((*sequence, *drafted, token), after))
     assert seen == {0, 1, 2}
 
 
-def test_a_frame_that_outlives_the_draft_asks_for_the_distribution_after_it() -> None:
+def test_a_residual_carried_past_the_draft_needs_the_distribution_after_it() -> None:
     q = torch.tensor([[0.6, 0.4], [0.5, 0.5]])
     held = dataclasses.replace(made("greedy_block"), carried=(CarriedResidual(1.5, 3),))
     target = torch.tensor([[0.5, 0.5]] * 3)
@@ -258,17 +260,17 @@ def test_a_frame_that_outlives_the_draft_asks_for_the_distribution_after_it() ->
     assert float(verdict.stop.sum()) == pytest.approx(1.0)
 
 
-def test_draw_carries_the_frames_that_enumeration_names() -> None:
-    p, q = random_table(2, 6, 41), random_table(2, 6, 42)
+def test_sampling_carries_the_residuals_that_enumeration_gives() -> None:
+    p, q = random_model(2, 6, 41), random_model(2, 6, 42)
     generator = torch.Generator().manual_seed(0)
     carried = 0
     for _ in range(40):
-        verifier, text = made("greedy_block"), ()
-        while len(text) < 4:
-            drafts = list(chain_drafts(shifted(q, text, 2), 2, tail=True))
+        verifier, sequence = made("greedy_block"), ()
+        while len(sequence) < 4:
+            drafts = list(chain_drafts(conditioned(q, sequence, 2), 2, tail=True))
             weights = torch.tensor([weight for weight, _ in drafts])
             tree = drafts[int(torch.multinomial(weights, 1, generator=generator))][1]
-            target = target_rows(tree, shifted(p, text, 2))
+            target = target_rows(tree, conditioned(p, sequence, 2))
             drawn = verifier.draw(tree, target, generator)
             possible = [
                 verifier.after(tree, target, end, drawn.token)
@@ -277,7 +279,7 @@ def test_draw_carries_the_frames_that_enumeration_names() -> None:
             ]
             assert drawn.verifier in possible
             carried += bool(drawn.verifier.carried)
-            text = (*text, *tree.token_list[: len(drawn.nodes)], drawn.token)
+            sequence = (*sequence, *tree.token_list[: len(drawn.nodes)], drawn.token)
             verifier = drawn.verifier
     assert carried > 10
 
@@ -291,7 +293,7 @@ def test_draw_carries_the_frames_that_enumeration_names() -> None:
     ],
 )
 def test_rounds_to_emit_six_tokens(
-    models: tuple[Table, Table], length: int, goldens: tuple[float, ...]
+    models: tuple[TabularModel, TabularModel], length: int, goldens: tuple[float, ...]
 ) -> None:
     p, q = models
     for name, golden in zip(("token", "block", "greedy_block"), goldens, strict=True):
@@ -306,49 +308,49 @@ def test_rounds_to_emit_six_tokens(
 @pytest.mark.parametrize("name", ["token", "block"])
 def test_a_draft_that_stops_on_its_kept_tokens_keeps_the_joint_distribution(name: str) -> None:
     for seed, zeros in ((51, 0.0), (53, 0.35)):
-        p, q = random_table(2, 7, seed, zeros), random_table(2, 7, seed + 1, zeros)
-        drafter = stopped_chains(q, 3, lambda text: text[-1] == 0 or len(text) == 2)
+        p, q = random_model(2, 7, seed, zeros), random_model(2, 7, seed + 1, zeros)
+        drafter = stopped_chains(q, 3, lambda sequence: sequence[-1] == 0 or len(sequence) == 2)
         joint, _ = rounds_distribution(made(name), p, 4, drafter)
         assert total_variation(joint, joint_distribution(p, (), 4)) <= 1e-12
 
 
 def test_greedy_block_is_biased_where_the_draft_stops_on_its_tokens() -> None:
-    """Which is why `carries` says that the length must be planned."""
-    p, q = random_table(2, 7, 5), random_table(2, 7, 6)
-    drafter = stopped_chains(q, 3, lambda text: text[-1] == 0)
+    """`Verifier.carries_residual` therefore demands a planned length."""
+    p, q = random_model(2, 7, 5), random_model(2, 7, 6)
+    drafter = stopped_chains(q, 3, lambda sequence: sequence[-1] == 0)
     joint, _ = rounds_distribution(made("greedy_block"), p, 4, drafter)
     assert total_variation(joint, joint_distribution(p, (), 4)) > 1e-2
 
 
-def test_greedy_block_plans_its_length_as_the_text_allows() -> None:
-    """The length may depend on the committed text, which is known before anything is drafted."""
-    p, q = random_table(2, 8, 57), random_table(2, 8, 58)
+def test_greedy_block_plans_its_length_from_the_committed_sequence() -> None:
+    """The length may depend on what was committed, which is known before anything is drafted."""
+    p, q = random_model(2, 8, 57), random_model(2, 8, 58)
 
-    def draft(text: Prefix, verifier: Verifier) -> Drafts:
-        length = 1 + (len(text) + sum(text)) % 3
+    def draft(sequence: Prefix, verifier: Verifier) -> WeightedDrafts:
+        length = 1 + (len(sequence) + sum(sequence)) % 3
         tail = verifier.needs_tail(length)
-        return chain_drafts(shifted(q, text, length), length, tail=tail)
+        return chain_drafts(conditioned(q, sequence, length), length, tail=tail)
 
     joint, _ = rounds_distribution(made("greedy_block"), p, 5, draft)
     assert total_variation(joint, joint_distribution(p, (), 5)) <= 1e-12
 
 
 @pytest.mark.parametrize(("planned", "lossless"), [(3, True), (None, False)])
-def test_an_end_token_cuts_a_draft_short_but_not_the_frame(
+def test_an_end_token_cuts_a_draft_short_but_not_the_carried_residual(
     planned: int | None, lossless: bool
 ) -> None:
-    """Token 0 ends the text: the draft stops there, and `planned` keeps the carried residual's length."""
+    """Token 0 ends the sequence and so the draft; `planned` keeps the residual's full length."""
     end = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
     p, q = (
         {
-            text: end if 0 in text else distribution
-            for text, distribution in random_table(3, 7, seed).items()
+            sequence: end if 0 in sequence else distribution
+            for sequence, distribution in random_model(3, 7, seed).items()
         }
         for seed in (5, 6)
     )
 
-    def draft(text: Prefix, verifier: Verifier) -> Drafts:
-        here = shifted(q, text, 3)
+    def draft(sequence: Prefix, verifier: Verifier) -> WeightedDrafts:
+        here = conditioned(q, sequence, 3)
         for weight, tree in chain_drafts(here, 3, lambda drafted: drafted[-1] == 0, tail=True):
             yield weight, dataclasses.replace(tree, planned=planned)
 
@@ -369,7 +371,7 @@ def test_block_survives_ratios_that_overflow() -> None:
         assert bool(torch.isfinite(verdict.bonus).all())
 
 
-# --- the harness has teeth: wrong variants fail it ---
+# --- wrong variants fail ---
 
 
 def variant(tree: DraftTree, target: Tensor, rng: Rng, wrong: str) -> Outcome:
@@ -399,7 +401,7 @@ def variant(tree: DraftTree, target: Tensor, rng: Rng, wrong: str) -> Outcome:
 
 
 def bias_of(rule: Callable[[DraftTree, Tensor, Rng], Outcome]) -> float:
-    p, q = random_table(3, 3, 61), random_table(3, 3, 62)
+    p, q = random_model(3, 3, 61), random_model(3, 3, 62)
     verifier = Verifier("variant", rule, ("chain",))
     emitted = output_distribution(verifier, chain_drafts(q, 3), p, 4, q)
     return total_variation(emitted, joint_distribution(p, (), 4))
@@ -414,9 +416,9 @@ def test_a_wrong_block_verification_fails(wrong: str) -> None:
     assert bias_of(lambda tree, target, rng: variant(tree, target, rng, wrong)) > 1e-3
 
 
-def test_a_dropped_frame_fails() -> None:
+def test_a_dropped_carried_residual_fails() -> None:
     def forgets(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
-        return dataclasses.replace(greedy_block(tree, target, rng), opens=None)
+        return dataclasses.replace(greedy_block(tree, target, rng), carry=None)
 
     assert bias_of(forgets) > 1e-3
 
@@ -424,9 +426,9 @@ def test_a_dropped_frame_fails() -> None:
 @pytest.mark.parametrize("name", ["token", "block"])
 def test_looking_at_a_token_and_then_dropping_it_fails(name: str) -> None:
     """A rule that discards the drafted token it stops at is biased; one that keeps it is not."""
-    p, q = random_table(3, 3, 63), random_table(3, 3, 64)
+    p, q = random_model(3, 3, 63), random_model(3, 3, 64)
 
-    def drafts(drop: bool) -> Drafts:
+    def drafts(drop: bool) -> WeightedDrafts:
         for weight, tree in chain_drafts(q, 2, lambda drafted: drafted[-1] == 0):
             kept = tuple(tree.token_list)
             if drop and kept[-1] == 0:
@@ -440,7 +442,7 @@ def test_looking_at_a_token_and_then_dropping_it_fails(name: str) -> None:
 
 def test_a_distribution_that_was_not_drawn_from_fails() -> None:
     """Storing another distribution than the one a token was drawn from breaks losslessness."""
-    p, q, raw = random_table(3, 2, 65), random_table(3, 2, 66), random_table(3, 2, 67)
+    p, q, raw = random_model(3, 2, 65), random_model(3, 2, 66), random_model(3, 2, 67)
     wrong = (
         (weight, chain_draft(tuple(tree.token_list), raw)) for weight, tree in chain_drafts(q, 2)
     )

@@ -16,34 +16,36 @@ from eval.verifiers import VERIFIERS
 from eval.verifiers.rule import Verifier
 from tests.oracles import (
     Prefix,
-    Table,
+    TabularModel,
     chain_drafts,
-    constant_table,
+    conditioned,
+    constant_model,
     expected_accepted,
-    markov_table,
+    markov_model,
     node_prefixes,
     output_distribution,
     path_drafts,
     random_distribution,
-    random_table,
-    shifted,
+    random_model,
     target_rows,
 )
 
 P, Q = (0.5, 0.3, 0.2), (0.2, 0.3, 0.5)
 
 
-def counted_rejections(verifier: Verifier, p: Table, q: Table, horizon: int, paths: int) -> float:
+def counted_rejections(
+    verifier: Verifier, p: TabularModel, q: TabularModel, horizon: int, paths: int
+) -> float:
     """E[N_rej] by running the algorithm itself: drafts to the horizon, no bonus token."""
     waiting: dict[Prefix, float] = {(): 1.0}
     rejections = 0.0
     for length in range(horizon):
-        for text in [text for text in waiting if len(text) == length]:
-            weight, rest = waiting.pop(text), horizon - length
-            tables = [shifted(q, text, rest)] * paths
-            drafts = chain_drafts(tables[0], rest) if paths == 1 else path_drafts(tables, rest)
+        for sequence in [sequence for sequence in waiting if len(sequence) == length]:
+            weight, rest = waiting.pop(sequence), horizon - length
+            models = [conditioned(q, sequence, rest)] * paths
+            drafts = chain_drafts(models[0], rest) if paths == 1 else path_drafts(models, rest)
             for chance, tree in drafts:
-                target = target_rows(tree, shifted(p, text, rest))
+                target = target_rows(tree, conditioned(p, sequence, rest))
                 verdict = verifier(tree, target)
                 for node, prefix in enumerate(node_prefixes(tree)):
                     mass = weight * chance * float(verdict.stop[node])
@@ -52,7 +54,7 @@ def counted_rejections(verifier: Verifier, p: Table, q: Table, horizon: int, pat
                     rejections += mass
                     for token, share in enumerate(verdict.bonus[node].tolist()):
                         if share > 0 and length + len(prefix) + 1 < horizon:
-                            new = (*text, *prefix, token)
+                            new = (*sequence, *prefix, token)
                             waiting[new] = waiting.get(new, 0.0) + mass * share
     return rejections
 
@@ -62,7 +64,7 @@ def counted_rejections(verifier: Verifier, p: Table, q: Table, horizon: int, pat
 
 @pytest.mark.parametrize("zeros", [0.0, 0.4])
 def test_theorem_1_counts_the_rejections_of_token_verification(zeros: float) -> None:
-    p, q = random_table(3, 4, 1, zeros), random_table(3, 4, 2, zeros)
+    p, q = random_model(3, 4, 1, zeros), random_model(3, 4, 2, zeros)
     counted = counted_rejections(VERIFIERS["token"].make(), p, q, 4, 1)
     exact = theory.expected_rejections(p.__getitem__, q.__getitem__, 4)
     assert float(exact.sum()) == pytest.approx(counted, abs=1e-12)
@@ -70,7 +72,7 @@ def test_theorem_1_counts_the_rejections_of_token_verification(zeros: float) -> 
 
 @pytest.mark.parametrize(("paths", "zeros"), [(1, 0.0), (2, 0.0), (2, 0.4), (3, 0.0)])
 def test_theorem_3_counts_the_rejections_of_batch_verification(paths: int, zeros: float) -> None:
-    p, q = random_table(2, 3, 3, zeros), random_table(2, 3, 4, zeros)
+    p, q = random_model(2, 3, 3, zeros), random_model(2, 3, 4, zeros)
     counted = counted_rejections(
         VERIFIERS["token" if paths == 1 else "batch"].make(), p, q, 3, paths
     )
@@ -79,7 +81,7 @@ def test_theorem_3_counts_the_rejections_of_batch_verification(paths: int, zeros
 
 
 def test_theorem_3_goldens() -> None:
-    p, q = (constant_table(distribution, 4).__getitem__ for distribution in (P, Q))
+    p, q = (constant_model(distribution, 4).__getitem__ for distribution in (P, Q))
     for responses, golden in [(1, 1.2), (2, 1.09149216), (3, 1.0119608233), (None, 0.747)]:
         exact = theory.batch_rejections(p, q, 4, responses)
         assert float(exact.sum()) == pytest.approx(golden, abs=1e-7)
@@ -87,8 +89,8 @@ def test_theorem_3_goldens() -> None:
 
 @pytest.mark.parametrize("q", [Q, (0.0, 0.4, 0.6), (0.9, 0.1, 0.0), (1.0, 0.0, 0.0)])
 def test_limit_of_many_responses(q: Prefix) -> None:
-    """It is reached from above, and is not zero: later places still reject."""
-    models = constant_table(P, 3).__getitem__, constant_table(q, 3).__getitem__
+    """It is reached from above, and is not zero: later positions still reject."""
+    models = constant_model(P, 3).__getitem__, constant_model(q, 3).__getitem__
     limit = theory.batch_rejections(*models, 3, None)
     few, many = (theory.batch_rejections(*models, 3, responses) for responses in (4, 300))
     assert float((limit - many).abs().max()) < 1e-9
@@ -106,7 +108,7 @@ def test_limit_of_many_responses_where_a_token_is_never_drafted() -> None:
 
 def test_merging_contexts_of_a_markov_chain_changes_nothing() -> None:
     rows = [[0.7, 0.3], [0.2, 0.8]], [[0.4, 0.6], [0.5, 0.5]]
-    p, q = markov_table((0.5, 0.5), rows[0], 7), markov_table((0.8, 0.2), rows[1], 7)
+    p, q = markov_model((0.5, 0.5), rows[0], 7), markov_model((0.8, 0.2), rows[1], 7)
     for memory in (1, 2):
         for responses in (1, 3):
             whole = theory.batch_rejections(p.__getitem__, q.__getitem__, 6, responses)
@@ -138,8 +140,8 @@ FORMULAS = {
 @pytest.mark.parametrize("name", FORMULAS)
 def test_accepted_length_is_the_formula(name: str, zeros: float) -> None:
     for seed, vocabulary, length in [(1, 2, 4), (2, 3, 3), (3, 4, 2), (4, 5, 1)]:
-        p = random_table(vocabulary, length, 10 * seed, zeros)
-        q = random_table(vocabulary, length, 10 * seed + 1, zeros)
+        p = random_model(vocabulary, length, 10 * seed, zeros)
+        q = random_model(vocabulary, length, 10 * seed + 1, zeros)
         counted = expected_accepted(VERIFIERS[name].make(), chain_drafts(q, length), p)
         exact = FORMULAS[name](p.__getitem__, q.__getitem__, length)
         assert exact == pytest.approx(counted, abs=1e-12)
@@ -152,22 +154,22 @@ MARKOV = {2: (1.19, 1.31, 1.37), 3: (1.533, 1.794, 1.923), 4: (1.7731, 2.2210, 2
 
 @pytest.mark.parametrize(("length", "goldens"), TOY.items())
 def test_accepted_length_of_the_two_token_example(length: int, goldens: Prefix) -> None:
-    p, q = constant_table((1 / 3, 2 / 3), 5), constant_table((2 / 3, 1 / 3), 5)
+    p, q = constant_model((1 / 3, 2 / 3), 5), constant_model((2 / 3, 1 / 3), 5)
     for formula, golden in zip(FORMULAS.values(), goldens, strict=True):
         assert formula(p.__getitem__, q.__getitem__, length) == pytest.approx(golden, abs=1e-7)
 
 
 @pytest.mark.parametrize(("length", "goldens"), MARKOV.items())
 def test_accepted_length_of_the_markov_example(length: int, goldens: Prefix) -> None:
-    p = markov_table((0.5, 0.5), [[0.7, 0.3], [0.2, 0.8]], 4)
-    q = markov_table((0.8, 0.2), [[0.4, 0.6], [0.5, 0.5]], 4)
+    p = markov_model((0.5, 0.5), [[0.7, 0.3], [0.2, 0.8]], 4)
+    q = markov_model((0.8, 0.2), [[0.4, 0.6], [0.5, 0.5]], 4)
     for formula, golden in zip(FORMULAS.values(), goldens, strict=True):
         assert formula(p.__getitem__, q.__getitem__, length) == pytest.approx(golden, abs=1e-7)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.25, 0.5, 0.75, 0.9])
 def test_bernoulli_curves_are_the_general_formulas(p: float) -> None:
-    target, draft = constant_table((1 - p, p), 6), constant_table((0.25, 0.75), 6)
+    target, draft = constant_model((1 - p, p), 6), constant_model((0.25, 0.75), 6)
     models = target.__getitem__, draft.__getitem__
     for length in range(1, 6):
         assert theory.bernoulli_token_accepted(p, 0.75, length) == pytest.approx(
@@ -180,8 +182,8 @@ def test_bernoulli_curves_are_the_general_formulas(p: float) -> None:
 
 def test_token_accepts_no_more_than_block_and_block_no_more_than_greedy() -> None:
     for seed in range(20):
-        p = random_table(3, 3, 100 + 2 * seed, 0.3)
-        q = random_table(3, 3, 101 + 2 * seed, 0.3)
+        p = random_model(3, 3, 100 + 2 * seed, 0.3)
+        q = random_model(3, 3, 101 + 2 * seed, 0.3)
         token, block, greedy = (f(p.__getitem__, q.__getitem__, 3) for f in FORMULAS.values())
         assert token <= block + 1e-12 <= greedy + 2e-12
 
@@ -264,7 +266,7 @@ def test_bias_goldens() -> None:
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, 2.0])
 def test_stated_bias_is_that_of_the_verifier(name: str, loss: object, epsilon: float) -> None:
     for seed in range(4):
-        p, q = random_table(3, 1, seed, 0.3), random_table(3, 1, seed + 50, 0.3)
+        p, q = random_model(3, 1, seed, 0.3), random_model(3, 1, seed + 50, 0.3)
         verifier = VERIFIERS[name].make(epsilon=epsilon)
         first = output_distribution(verifier, chain_drafts(q, 1), p, 2, q).sum(dim=1)
         measured = float(theory.distance(first, p[()]))
@@ -288,7 +290,7 @@ def test_optimal_stopping_goldens(golden: tuple[Prefix, Prefix, float, float, fl
     chain, costs = AcceptanceChain.iid(accept, weights), Costs(draft, 1.0, 25)
     best = optimal_stopping.optimal(chain, costs)
     assert best.seconds_per_token == pytest.approx(price, abs=1e-6)
-    length, fixed = optimal_stopping.best_fixed(chain, costs)
+    length, fixed = optimal_stopping.best_length_policy(chain, costs)
     assert (length, fixed.seconds_per_token) == (fixed_length, pytest.approx(fixed_price, abs=1e-6))
     mean = sum(a * w for a, w in zip(accept, weights, strict=True))
     stop_at = optimal_stopping.stopping_threshold(best.seconds_per_token, mean, draft)
@@ -311,7 +313,7 @@ def test_optimal_stopping_goldens(golden: tuple[Prefix, Prefix, float, float, fl
 )
 def test_constant_acceptance(accept: float, draft: float, price: float, length: int) -> None:
     chain, costs = AcceptanceChain.iid([accept], [1.0]), Costs(draft, 1.0, 25)
-    best, policy = optimal_stopping.best_fixed(chain, costs)
+    best, policy = optimal_stopping.best_length_policy(chain, costs)
     assert best == length
     assert policy.seconds_per_token == pytest.approx(price, abs=1e-6)
     geometric = (1 - accept ** (length + 1)) / (1 - accept)

@@ -1,1 +1,1 @@
-"""Tools and theory beside the pipeline: greedy comparison, replay, what the papers predict."""
+"""Comparison of greedy output, replay of acceptance, and the exact results of the papers."""

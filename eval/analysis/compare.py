@@ -1,11 +1,10 @@
-"""Compare greedy texts of speculative decoding with plain ones: identical, tied, or a bug?
+"""Compare greedy output of speculative decoding with plain decoding: identical, tied, or a bug?
 
-python -m eval.analysis.compare --target ID --draft ID [--head ID] [--method "{length: 8, verifier: block}"]
-[--prompts instruct] [--dtype bfloat16] [--max-new-tokens 64] [--engine captured] [--json FILE]
+    python -m eval.analysis.compare --target ID --draft ID --method "{length: 8, verifier: block}"
 
-Texts are compared with transformers' generate(do_sample=False). Exit status: 0 if all are
-identical or differ by numerical ties, 1 if there is a bug, 2 for unusable input. How a tie is told
-from a bug: see `eval.analysis.ties`.
+Sequences are compared with those of transformers' generate(do_sample=False). Exit status: 0 if all
+are identical or differ by numerical ties, 1 if there is a bug, 2 for unusable input. How a tie is
+told from a bug: see `eval.analysis.ties`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from eval.analysis.ties import Choice, Comparison, Difference, compare
+from eval.analysis.ties import Choice, Comparison, Difference, compare_sequences
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from eval.runtime.engines import Engine
@@ -48,14 +47,14 @@ METHODS = (
 )
 PLAIN = "plain"
 SHOWN_TOKENS = 24
-OURS = (ConfigError, VocabularyMismatchError, CacheNotRewindableError)
+UNUSABLE = (ConfigError, VocabularyMismatchError, CacheNotRewindableError)
 
 
 def read_method(text: str) -> DecodeConfig:
-    """A greedy method of a YAML mapping of `DecodeConfig`'s fields.
+    """A greedy decoding configuration from a YAML mapping of `DecodeConfig`'s fields.
 
     Raises:
-        ConfigError: if it is none, or cannot work.
+        ConfigError: if it is no such mapping, or its settings exclude each other.
     """
     try:
         given = yaml.safe_load(text)
@@ -70,66 +69,66 @@ def read_method(text: str) -> DecodeConfig:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    asked = _parser().parse_args(arguments)
+    given = _parser().parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True)
     try:
-        configs = {text: read_method(text) for text in asked.method or METHODS}
-        found, tokenizer = _run(asked, configs)
-        if asked.json:
-            write_json(asked.json, _plain_values(asked, found))
-    except (*OURS, OSError) as error:
+        configs = {text: read_method(text) for text in given.method or METHODS}
+        comparisons, tokenizer = _run(given, configs)
+        if given.json:
+            write_json(given.json, _stored(given, comparisons))
+    except (*UNUSABLE, OSError) as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {error}", markup=False)
         return 2
-    console.print(table(found))
-    for comparison in found:
+    console.print(table(comparisons))
+    for comparison in comparisons:
         for difference in comparison.differences:
             console.print(explain(difference, tokenizer))
-    return int(any(comparison.count("bug") for comparison in found))
+    return int(any(comparison.count("bug") for comparison in comparisons))
 
 
 def _run(
-    asked: argparse.Namespace, configs: dict[str, DecodeConfig]
+    given: argparse.Namespace, configs: dict[str, DecodeConfig]
 ) -> tuple[list[Comparison], PreTrainedTokenizerBase]:
-    if asked.max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens must be 1 or larger, got {asked.max_new_tokens}")
-    tokenizer = load_tokenizer(asked.target)
-    check_shared_vocabulary(tokenizer, load_tokenizer(asked.draft))
-    target = load_model(asked.target, dtype=asked.dtype)
-    room = target.config.get_text_config().max_position_embeddings - asked.max_new_tokens
+    if given.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens must be 1 or larger, got {given.max_new_tokens}")
+    tokenizer = load_tokenizer(given.target)
+    check_shared_vocabulary(tokenizer, load_tokenizer(given.draft))
+    target = load_model(given.target, dtype=given.dtype)
+    room = target.config.get_text_config().max_position_embeddings - given.max_new_tokens
     if room < 1:
         raise ConfigError(
-            f"--max-new-tokens {asked.max_new_tokens} leaves no room for a prompt: {asked.target} "
-            f"has positions for {room + asked.max_new_tokens} tokens"
+            f"--max-new-tokens {given.max_new_tokens} leaves no room for a prompt: {given.target} "
+            f"has positions for {room + given.max_new_tokens} tokens"
         )
-    wanted = PromptSet(asked.prompts, asked.split, asked.count)
-    loaded = load_prompts([wanted], tokenizer, seed=asked.seed, max_tokens=room)
+    wanted = PromptSet(given.prompts, given.split, given.count)
+    loaded = load_prompts([wanted], tokenizer, seed=given.seed, max_tokens=room)
     for line in dropped(loaded.report):
         Console(stderr=True, soft_wrap=True).print(line, markup=False)
-    prompts = [one.ids for one in loaded.prompts]
-    draft = load_model(asked.draft, dtype=asked.dtype)
+    prompts = [prompt.ids for prompt in loaded.prompts]
+    draft = load_model(given.draft, dtype=given.dtype)
     for model in (target, draft):
-        check_length(model, max(map(len, prompts)) + asked.max_new_tokens)
+        check_length(model, max(map(len, prompts)) + given.max_new_tokens)
     head = None
-    if asked.head:
+    if given.head:
         try:
-            head = AcceptanceHead.from_pretrained(asked.head)
+            head = AcceptanceHead.from_pretrained(given.head)
         except (ValueError, OSError) as error:
-            raise ConfigError(f"cannot load the head {asked.head!r}: {error}") from error
+            raise ConfigError(f"cannot load the head {given.head!r}: {error}") from error
     methods = {
-        PLAIN: _decode(target, None, DecodeConfig(temperature=0.0), None, asked),
-        **{text: _decode(target, draft, config, head, asked) for text, config in configs.items()},
+        PLAIN: _decode(target, None, DecodeConfig(temperature=0.0), None, given),
+        **{text: _decode(target, draft, config, head, given) for text, config in configs.items()},
     }
-    texts = len(prompts) * (len(methods) + 1)
-    with tqdm(total=texts, desc="comparison", unit="text", file=sys.stderr) as bar:
-        found = compare(
+    sequences = len(prompts) * (len(methods) + 1)
+    with tqdm(total=sequences, desc="comparison", unit="sequence", file=sys.stderr) as bar:
+        comparisons = compare_sequences(
             target,
             [torch.tensor(ids) for ids in prompts],
             methods,
-            max_new_tokens=asked.max_new_tokens,
+            max_new_tokens=given.max_new_tokens,
             exact=_in_float32(target),
             report=bar.update,
         )
-    return found, tokenizer
+    return comparisons, tokenizer
 
 
 def _decode(
@@ -137,15 +136,15 @@ def _decode(
     draft: Any,
     config: DecodeConfig,
     head: AcceptanceHead | None,
-    asked: argparse.Namespace,
+    given: argparse.Namespace,
 ) -> Callable[[Tensor], Tensor]:
     head = head if config.stop.reads_head else None
-    decoder = SpeculativeDecoder.from_config(target, draft, config, head, engine=asked.engine)
+    decoder = SpeculativeDecoder.from_config(target, draft, config, head, engine=given.engine)
     return lambda prompt: (
         decoder.generate(
             prompt,
-            max_new_tokens=asked.max_new_tokens,
-            generator=torch.Generator().manual_seed(asked.seed),
+            max_new_tokens=given.max_new_tokens,
+            generator=torch.Generator().manual_seed(given.seed),
         ).tokens
     )
 
@@ -160,27 +159,27 @@ def _in_float32(model: Any) -> Any:
         return None
 
 
-def table(found: Sequence[Comparison]) -> Table:
+def table(comparisons: Sequence[Comparison]) -> Table:
     """One row a method."""
-    made = Table(title="greedy texts against transformers' generate")
-    made.add_column("method")
+    rows = Table(title="greedy output against transformers' generate")
+    rows.add_column("method")
     for name in ("texts", "identical", "ties", "bugs", "tokens"):
-        made.add_column(name, justify="right")
-    for one in found:
-        ties, bugs = one.count("tie"), one.count("bug")
-        same = one.texts - len(one.differences)
-        row = (one.texts, same, ties, bugs, one.tokens)
-        made.add_row(escape(one.method), *map(str, row), style="red" if bugs else None)
-    return made
+        rows.add_column(name, justify="right")
+    for comparison in comparisons:
+        ties, bugs = comparison.count("tie"), comparison.count("bug")
+        same = comparison.texts - len(comparison.differences)
+        row = (comparison.texts, same, ties, bugs, comparison.tokens)
+        rows.add_row(escape(comparison.method), *map(str, row), style="red" if bugs else None)
+    return rows
 
 
 def explain(difference: Difference, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What differs, and why it is a tie or a bug; rich markup."""
+    """What differs, and why it is a tie or a bug, in rich's markup."""
 
-    def shown(choice: Choice | None) -> str:
+    def described(choice: Choice | None) -> str:
         if choice is None:
-            return "nothing (its text has ended)"
-        token, best = (repr(tokenizer.decode([one])) for one in (choice.token, choice.best))
+            return "nothing (it has ended)"
+        token, best = (repr(tokenizer.decode([token])) for token in (choice.token, choice.best))
         exact = "" if choice.float32_gap is None else f", {choice.float32_gap:.3g} in float32"
         return escape(
             f"{choice.token} {token}, logit {choice.logit:.6g}; gap to the largest "
@@ -193,24 +192,24 @@ def explain(difference: Difference, tokenizer: PreTrainedTokenizerBase) -> str:
     lines = [
         f"{escape(head)}[{colour}]{difference.verdict.upper()}[/]",
         escape(f"  after  ...{context!r}"),
-        f"  plain  {shown(difference.expected)}",
-        f"  method {shown(difference.found)}",
+        f"  plain  {described(difference.expected)}",
+        f"  method {described(difference.found)}",
     ]
     worst = difference.worst
     if worst is not None and worst != difference.found:
-        lines.append(f"  worst after that, new token {worst.position}: {shown(worst)}")
+        lines.append(f"  worst after that, new token {worst.position}: {described(worst)}")
     if not difference.complete:
-        lines.append("  its text ends neither at the first end token nor at the budget")
+        lines.append("  it ends neither at the first end token nor at the budget")
     return "\n".join(lines)
 
 
-def _plain_values(asked: argparse.Namespace, found: Sequence[Comparison]) -> dict[str, Any]:
-    settings = {key: value for key, value in vars(asked).items() if key != "json"}
+def _stored(given: argparse.Namespace, comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    settings = {key: value for key, value in vars(given).items() if key != "json"}
     rows = []
-    for one in found:
-        texts = [asdict(each) | {"verdict": each.verdict} for each in one.differences]
-        ties, bugs = one.count("tie"), one.count("bug")
-        rows.append(asdict(one) | {"ties": ties, "bugs": bugs, "differences": texts})
+    for comparison in comparisons:
+        differences = [asdict(each) | {"verdict": each.verdict} for each in comparison.differences]
+        ties, bugs = comparison.count("tie"), comparison.count("bug")
+        rows.append(asdict(comparison) | {"ties": ties, "bugs": bugs, "differences": differences})
     return {"schema_version": SCHEMA_VERSION, "settings": settings, "methods": rows}
 
 

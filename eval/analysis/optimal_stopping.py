@@ -1,9 +1,9 @@
 """How many tokens to draft, solved exactly for acceptance probabilities that follow a Markov chain.
 
 A round drafts K tokens, then pays for one target forward; it emits the accepted tokens and one
-more. Drafted token i is accepted with probability a_i, which is seen once the token is drafted (the
-acceptance head's reading). The yardstick for stopping rules is the least time per emitted token,
-E[c K + t] / E[accepted + 1], over all rules that stop by looking at a_1 .. a_k.
+more. Drafted token i is accepted with probability a_i, which is known once the token is drafted
+(the prediction of an acceptance head). Stopping rules are compared with the least time per emitted
+token, E[c K + t] / E[accepted + 1], over all rules that decide by a_1 .. a_k.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RULE_CHANGES = 64
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Time of one round.
+    """Times that make up a round.
 
     Args:
         draft_seconds: c, one draft forward.
@@ -62,7 +62,8 @@ class AcceptanceChain:
                 or abs(sum(distribution) - 1.0) > 1e-9
             ):
                 raise ValueError(
-                    f"every distribution must have {states} entries that sum to 1, got {distribution}"
+                    f"every distribution must have {states} entries that sum to 1,"
+                    f" got {distribution}"
                 )
 
     @classmethod
@@ -74,7 +75,7 @@ class AcceptanceChain:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a stopping rule costs and yields in a round.
+    """Expectations of a round under a stopping rule.
 
     Args:
         drafted: E[K].
@@ -87,20 +88,22 @@ class Policy:
     seconds_per_token: float
 
 
-Counts = tuple[int, ...]
-"""How many of the drafted tokens came from each state."""
+StateCounts = tuple[int, ...]
+"""How many of the drafted tokens were in each state: (S,)."""
 
 Continues = Callable[[int, float, int | None], bool]
-"""(k drafted, their survival probability prod a_i, state of the last; None before the first)."""
+"""(tokens drafted, prod a_i, state of the last token or None) -> whether to draft another."""
 
 
 def evaluate(chain: AcceptanceChain, costs: Costs, continues: Continues) -> Policy:
-    """What a stopping rule costs: every history is followed, with equal ones merged."""
+    """The expectations of a stopping rule, by enumeration of all histories (equal ones merged)."""
 
-    def goes_on(counts: Counts, state: int | None, _drafted: float, _accepted: float) -> bool:
+    def continues_after(
+        counts: StateCounts, state: int | None, _drafted: float, _accepted: float
+    ) -> bool:
         return continues(sum(counts), _survival(chain, counts), state)
 
-    return _follow(chain, costs, goes_on)
+    return _policy(chain, costs, continues_after)
 
 
 def optimal(chain: AcceptanceChain, costs: Costs) -> Policy:
@@ -115,7 +118,7 @@ def optimal(chain: AcceptanceChain, costs: Costs) -> Policy:
         price = best.seconds_per_token
 
         def pays(
-            _counts: Counts,
+            _counts: StateCounts,
             _state: int | None,
             drafted: float,
             accepted: float,
@@ -123,22 +126,22 @@ def optimal(chain: AcceptanceChain, costs: Costs) -> Policy:
         ) -> bool:
             return costs.draft_seconds * drafted < price * accepted
 
-        better = _follow(chain, costs, pays)
+        better = _policy(chain, costs, pays)
         if better.seconds_per_token >= best.seconds_per_token:
             return best
         best = better
-    raise ArithmeticError(f"no fixed rule after {RULE_CHANGES} steps for {chain}, {costs}")
+    raise ArithmeticError(f"the rule still changes after {RULE_CHANGES} steps for {chain}, {costs}")
 
 
-def _follow(
+def _policy(
     chain: AcceptanceChain,
     costs: Costs,
-    goes_on: Callable[[Counts, int | None, float, float], bool],
+    continues: Callable[[StateCounts, int | None, float, float], bool],
 ) -> Policy:
-    """A round under a rule that also sees E[tokens drafted, accepted] if it goes on optimally."""
+    """The expectations of a rule that also knows E[further tokens drafted, accepted]."""
 
     @cache
-    def ahead(counts: Counts, state: int | None) -> tuple[float, float]:
+    def ahead(counts: StateCounts, state: int | None) -> tuple[float, float]:
         if sum(counts) == costs.limit:
             return 0.0, 0.0
         drafted, accepted = 1.0, 0.0
@@ -149,22 +152,22 @@ def _follow(
                 rest = ahead(later, following)
                 drafted += weight * rest[0]
                 accepted += weight * (_survival(chain, later) + rest[1])
-        return (drafted, accepted) if goes_on(counts, state, drafted, accepted) else (0.0, 0.0)
+        return (drafted, accepted) if continues(counts, state, drafted, accepted) else (0.0, 0.0)
 
     drafted, accepted = ahead((0,) * len(chain.accept), None)
     time = costs.draft_seconds * drafted + costs.target_seconds
     return Policy(drafted, accepted + 1.0, time / (accepted + 1.0))
 
 
-def best_fixed(chain: AcceptanceChain, costs: Costs) -> tuple[int, Policy]:
-    """The best number of tokens to draft every time, and what it costs."""
-    policies = [fixed(chain, costs, length) for length in range(costs.limit + 1)]
+def best_length_policy(chain: AcceptanceChain, costs: Costs) -> tuple[int, Policy]:
+    """The best number of tokens to draft in every round, and its policy."""
+    policies = [length_policy(chain, costs, length) for length in range(costs.limit + 1)]
     best = min(range(len(policies)), key=lambda k: policies[k].seconds_per_token)
     return best, policies[best]
 
 
-def fixed(chain: AcceptanceChain, costs: Costs, length: int) -> Policy:
-    """Always draft `length` tokens. Constant a: (c K + t) (1 - a) / (1 - a^(K+1))."""
+def length_policy(chain: AcceptanceChain, costs: Costs, length: int) -> Policy:
+    """Draft `length` tokens in every round. Constant a: (c K + t) (1 - a) / (1 - a^(K+1))."""
     emitted, weights = 1.0, chain.initial
     for _ in range(length):
         alive = [weight * accept for weight, accept in zip(weights, chain.accept, strict=True)]
@@ -184,7 +187,8 @@ def stopping_threshold(seconds_per_token: float, mean_accept: float, draft_secon
     return 1.0 - draft_seconds / (seconds_per_token * mean_accept)
 
 
-def _survival(chain: AcceptanceChain, counts: tuple[int, ...]) -> float:
+def _survival(chain: AcceptanceChain, counts: StateCounts) -> float:
+    """Prod a_i: the probability that all drafted tokens are accepted."""
     survival = 1.0
     for accept, count in zip(chain.accept, counts, strict=True):
         survival *= accept**count

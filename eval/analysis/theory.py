@@ -2,8 +2,9 @@
 
 p is the target and q the draft throughout (Yin et al. write q for the target and p for the draft;
 Sun et al. M_b for the target and M_s for the draft). A model is a function from a context, the
-tuple of tokens since the start, to a distribution (V,). Contexts are enumerated, V^n of them at position n,
-unless `memory` says that distributions depend on the position and the last few tokens only.
+tuple of tokens since the start, to a distribution (V,). Contexts are enumerated, V^n of them at
+position n, unless `memory` says that distributions depend on the position and the last few tokens
+only.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ def expected_rejections(p: Model, q: Model, horizon: int, memory: int | None = N
         p: the target.
         q: the draft.
         horizon: tokens to generate, T.
-        memory: how many of the last tokens the distributions depend on (besides the position); None: all.
+        memory: how many of the last tokens the distributions depend on, besides the position;
+            None for all.
     """
 
-    def grow(context: Context, weight: Tensor) -> Tensor:
+    def extend(context: Context, weight: Tensor) -> Tensor:
         return p(context).double().unsqueeze(-1) * weight
 
     return _sum_levels(
-        _levels(grow, torch.ones(1, dtype=torch.float64), horizon, memory),
+        _levels(extend, torch.ones(1, dtype=torch.float64), horizon, memory),
         lambda context, weight: weight[0] * distance(p(context), q(context)),
     )
 
@@ -71,7 +73,7 @@ def batch_rejections(
     if responses is not None and responses < 1:
         raise ValueError(f"a batch needs at least 1 response, got {responses}")
 
-    def grow(context: Context, weight: Tensor) -> Tensor:
+    def extend(context: Context, weight: Tensor) -> Tensor:
         target, draft = p(context).double(), q(context).double()
         missed, distribution = first_token_missed(target, draft, responses)
         corrected = weight[1] * missed * distribution + (weight[0] - weight[1]) * (
@@ -86,7 +88,7 @@ def batch_rejections(
         return weight[0] * single - weight[1] * (single - missed)
 
     start = torch.ones(2, dtype=torch.float64)
-    return _sum_levels(_levels(grow, start, horizon, memory), rejected)
+    return _sum_levels(_levels(extend, start, horizon, memory), rejected)
 
 
 def first_token_missed(p: Tensor, q: Tensor, responses: int | None) -> tuple[float, Tensor]:
@@ -111,10 +113,10 @@ def first_token_missed(p: Tensor, q: Tensor, responses: int | None) -> tuple[flo
 def token_accepted(p: Model, q: Model, length: int, memory: int | None = None) -> float:
     """E[tau] of token verification: sum_l sum_{x^l} prod_i min(p, q)(x_i | x^{i-1})."""
 
-    def grow(context: Context, weight: Tensor) -> Tensor:
+    def extend(context: Context, weight: Tensor) -> Tensor:
         return torch.minimum(p(context), q(context)).double().unsqueeze(-1) * weight
 
-    levels = _levels(grow, torch.ones(1, dtype=torch.float64), length + 1, memory)
+    levels = _levels(extend, torch.ones(1, dtype=torch.float64), length + 1, memory)
     return float(_sum_levels(levels, lambda _, weight: weight[0])[1:].sum())
 
 
@@ -125,13 +127,13 @@ def block_accepted(p: Model, q: Model, length: int) -> float:
     measure q(x^i) r_i = min(q(x^i), q(x^{i-1}) r_{i-1} p(x_i)), which needs no division.
     """
 
-    def grow(context: Context, weight: Tensor) -> Tensor:
+    def extend(context: Context, weight: Tensor) -> Tensor:
         drafted = weight[0] * q(context).double()
         return torch.stack(
             [drafted, torch.minimum(drafted, weight[1] * p(context).double())], dim=-1
         )
 
-    levels = _levels(grow, torch.ones(2, dtype=torch.float64), length + 1, None)
+    levels = _levels(extend, torch.ones(2, dtype=torch.float64), length + 1, None)
     return float(_sum_levels(levels, lambda _, weight: weight[1])[1:].sum())
 
 
@@ -142,10 +144,10 @@ def greedy_block_accepted(p: Model, q: Model, length: int) -> float:
     distributions accepts in one block.
     """
 
-    def grow(context: Context, weight: Tensor) -> Tensor:
+    def extend(context: Context, weight: Tensor) -> Tensor:
         return torch.stack([p(context).double(), q(context).double()], dim=-1) * weight
 
-    levels = _levels(grow, torch.ones(2, dtype=torch.float64), length + 1, None)
+    levels = _levels(extend, torch.ones(2, dtype=torch.float64), length + 1, None)
     return float(_sum_levels(levels, lambda _, weight: weight.min())[1:].sum())
 
 
@@ -170,7 +172,7 @@ def bernoulli_greedy_block_accepted(p: float, q: float, length: int) -> float:
     )
 
 
-# --- rejection against bias at one place (Yin et al. 2024, Theorems 4 and 5) ---
+# --- rejection against bias at one position (Yin et al. 2024, Theorems 4 and 5) ---
 
 
 def distance(p: Tensor, q: Tensor) -> Tensor:
@@ -189,14 +191,15 @@ def rejection(q: Tensor, accept: Tensor) -> float:
 
 
 def emitted_distribution(q: Tensor, accept: Tensor, distribution: Tensor) -> Tensor:
-    """A = q b + R P, the distribution of the token at one place: (V,)."""
+    """A = q b + R P, the distribution of the token at one position: (V,)."""
     return q * accept + rejection(q, accept) * distribution
 
 
 def least_bias(p: Tensor, q: Tensor, accept: Tensor) -> float:
-    """The least TV(q b + R P, p) over distributions P: sum_x (q b - p)+ (Yin et al. 2024, Theorem 4).
+    """The least TV(q b + R P, p) over distributions P: sum_x (q b - p)+.
 
-    Attained by `least_bias_distribution`; 0 if b <= min(1, p/q), which with equality is token verification.
+    Yin et al. 2024, Theorem 4. Attained by `least_bias_distribution`; 0 if b <= min(1, p/q), which
+    with equality is token verification.
     """
     return float((q * accept - p).clamp(min=0.0).sum())
 
@@ -215,12 +218,12 @@ def least_bias_at(p: Tensor, q: Tensor, rejected: float) -> float:
 
 
 def opt_loss(p: Tensor, q: Tensor, epsilon: float) -> float:
-    """Bias of Decoding-OPT at one place; it lies on the line of `least_bias_at`."""
+    """Bias of Decoding-OPT at one position; it lies on the line of `least_bias_at`."""
     return least_bias(p, q, over_acceptance(p, q, epsilon))
 
 
 def uno_loss(p: Tensor, q: Tensor, epsilon: float) -> float:
-    """Bias of Decoding-UNO at one place: TV(q b + R p, p)."""
+    """Bias of Decoding-UNO at one position: TV(q b + R p, p)."""
     return float(distance(emitted_distribution(q, over_acceptance(p, q, epsilon), p), p))
 
 
@@ -228,28 +231,28 @@ def uno_loss(p: Tensor, q: Tensor, epsilon: float) -> float:
 
 
 def _levels(
-    grow: Callable[[Context, Tensor], Tensor], start: Tensor, count: int, memory: int | None
+    extend: Callable[[Context, Tensor], Tensor], start: Tensor, count: int, memory: int | None
 ) -> Iterator[list[tuple[Context, Tensor]]]:
     """Contexts of length 0, 1, .. count-1 with their weights.
 
     Args:
-        grow: weights (V, k) of a context's extensions, given its own weights (k,).
+        extend: weights (V, k) of a context's extensions, given its own weights (k,).
         start: weights (k,) of the empty context.
         count: how many lengths.
         memory: contexts that agree in their last `memory` tokens are merged and their weights
-            added, which is exact where `grow` is linear and depends on those tokens only.
+            added, which is exact where `extend` is linear and depends on those tokens only.
     """
     level: dict[Context, tuple[Context, Tensor]] = {(): ((), start)}
     for _ in range(count):
         yield list(level.values())
         longer: dict[Context, tuple[Context, Tensor]] = {}
         for context, weight in level.values():
-            builder = grow(context, weight)
-            for token in builder.any(dim=-1).nonzero().flatten().tolist():
-                text = (*context, token)
-                key = text if memory is None else text[max(0, len(text) - memory) :]
-                kept, known = longer.get(key, (text, torch.zeros_like(start)))
-                longer[key] = (kept, known + builder[token])
+            extensions = extend(context, weight)
+            for token in extensions.any(dim=-1).nonzero().flatten().tolist():
+                extended = (*context, token)
+                key = extended if memory is None else extended[max(0, len(extended) - memory) :]
+                kept, known = longer.get(key, (extended, torch.zeros_like(start)))
+                longer[key] = (kept, known + extensions[token])
         level = longer
 
 

@@ -1,9 +1,9 @@
-"""Is a greedy text that differs from another a matter of rounding, or of a defect?
+"""Do two greedy outputs differ because of rounding, or because of a defect?
 
 Greedy decoding takes the largest logit. Forwards over other numbers of tokens round differently,
-so where the two largest logits lie closer than that, either may be written and both are right: a
-tie. What is judged is measured with transformers alone, none of our caches and masks, so that a
-defect of ours cannot excuse itself as noise.
+so where the two largest logits differ by less than that, either token is a correct choice: a tie.
+Logits and rounding noise are measured with transformers alone, without our caches and masks, so
+that a defect of ours cannot raise the noise that would excuse it.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from transformers import DynamicCache, GenerationConfig
 
 from specdata.models import end_ids
 
-# Two logits that each move by the noise close twice of it; as much again because few ways of
-# running the model are tried.
+# The gap between two logits that each change by the noise changes by twice that; twice again
+# because only a few ways of running the model are tried.
 NOISE_FACTOR = 4.0
 CHUNK = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One token of a text, and how far the model is from choosing it.
+    """One token of a sequence, and how far the model is from choosing it.
 
     Args:
         position: new tokens before it.
-        token: what was written.
-        logit: its logit, in one forward over the whole text before it.
+        token: the token.
+        logit: its logit, in one forward over all tokens before it.
         best: the token of the largest logit in that forward.
         best_logit: its logit.
         noise: rounding: the largest difference of any token's logit among `ways`.
         ways: that difference for each way of running the model, against the one forward.
-        float32_gap: best_logit - logit of these tokens in float32, if that was to be had.
+        float32_gap: best_logit - logit of these tokens in float32, if that was computed.
     """
 
     position: int
@@ -50,7 +50,7 @@ class Choice:
 
     @property
     def gap(self) -> float:
-        """What the token's logit lacks to the largest."""
+        """How far the token's logit is below the largest."""
         return self.best_logit - self.logit
 
     @property
@@ -61,16 +61,17 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How a text departs from plain decoding.
+    """The first difference between a method's output and plain decoding's.
 
     Args:
-        method: what wrote the text.
+        method: name of the method.
         prompt: which prompt, from 0.
         position: new tokens before the first that differs.
-        expected: plain decoding's choice there; None if its text has ended.
-        found: the method's; None if its text has ended.
-        worst: the token of the method's text from there on that lacks most to the model's choice.
-        complete: whether the method's text ends at its first end token or at the budget.
+        expected: plain decoding's choice there; None if its output has ended.
+        found: the method's; None if its output has ended.
+        worst: the token of the method's output from there on whose logit is furthest below the
+            largest.
+        complete: whether the method's output ends at its first end token or at the budget.
         context: (n,) ids of prompt and new tokens before the difference.
     """
 
@@ -85,14 +86,14 @@ class Difference:
 
     @property
     def verdict(self) -> Literal["tie", "bug"]:
-        """A tie if rounding explains both choices, and everything the method wrote after."""
+        """A tie if rounding explains both choices and all later ones of the method."""
         choices = (self.expected, self.found, self.worst)
-        explained = all(one is not None and one.tied for one in choices)
+        explained = all(choice is not None and choice.tied for choice in choices)
         return "tie" if explained and self.complete else "bug"
 
 
 def greedy_reference(model: Any, prompt: Tensor, max_new_tokens: int) -> Tensor:
-    """The text (n,) of transformers' `generate(do_sample=False)`, without any penalty."""
+    """New tokens (n,) of transformers' `generate(do_sample=False)`, without any penalty."""
     ids = prompt.unsqueeze(0).to(model.device)
     config = GenerationConfig(
         do_sample=False,
@@ -101,9 +102,9 @@ def greedy_reference(model: Any, prompt: Tensor, max_new_tokens: int) -> Tensor:
         pad_token_id=model.generation_config.pad_token_id,
         bos_token_id=model.generation_config.bos_token_id,
     )
-    text = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-    found: Tensor = text[0, len(prompt) :].cpu()
-    return found
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    new: Tensor = output[0, len(prompt) :].cpu()
+    return new
 
 
 @torch.inference_mode()
@@ -118,7 +119,7 @@ def find_difference(
     number: int = 0,
     exact: Any = None,
 ) -> Difference | None:
-    """Compare a method's text with plain decoding's and judge the first place that differs.
+    """Compare a method's output with plain decoding's and judge the first difference.
 
     Args:
         model: the target.
@@ -131,80 +132,82 @@ def find_difference(
         exact: the target in float32, to show the gap without rounding; None leaves that out.
 
     Returns:
-        None if the texts are equal.
+        None if the two are equal.
     """
     if list(expected) == list(found):
         return None
     pairs = zip(expected, found, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
 
-    def judge(text: Sequence[int], position: int) -> Choice | None:
-        if position >= len(text):
+    def choice(tokens: Sequence[int], position: int) -> Choice | None:
+        if position >= len(tokens):
             return None
-        return _judge(model, [*prompt, *text[:position]], len(prompt), text[position], exact)
+        context = [*prompt, *tokens[:position]]
+        return _choice(model, context, len(prompt), tokens[position], exact)
 
-    theirs = judge(found, at)
+    actual = choice(found, at)
     return Difference(
         method,
         number,
         at,
-        judge(expected, at),
-        theirs,
-        judge(found, worst) if (worst := _worst(model, prompt, found, at)) != at else theirs,
+        choice(expected, at),
+        actual,
+        choice(found, worst) if (worst := _worst(model, prompt, found, at)) != at else actual,
         _complete(found, end_ids(model), max_new_tokens),
         (*prompt, *found[:at]),
     )
 
 
-def _complete(text: Sequence[int], ends: frozenset[int], budget: int) -> bool:
-    """Whether a text ends where it must: at its first end token, or at the budget."""
-    early = any(token in ends for token in text[:-1])
-    return bool(text) and not early and (text[-1] in ends or len(text) == budget)
+def _complete(tokens: Sequence[int], ends: frozenset[int], budget: int) -> bool:
+    """Whether new tokens end where they must: at the first end token, or at the budget."""
+    early = any(token in ends for token in tokens[:-1])
+    return bool(tokens) and not early and (tokens[-1] in ends or len(tokens) == budget)
 
 
-def _worst(model: Any, prompt: Sequence[int], text: Sequence[int], start: int) -> int:
-    """The position, from `start` on, whose token lacks most to the largest logit there."""
-    if start >= len(text):
+def _worst(model: Any, prompt: Sequence[int], tokens: Sequence[int], start: int) -> int:
+    """The position, from `start` on, whose token's logit is furthest below the largest there."""
+    if start >= len(tokens):
         return start
-    ids = torch.tensor([[*prompt, *text[:-1]]], device=model.device)
+    ids = torch.tensor([[*prompt, *tokens[:-1]]], device=model.device)
     rows = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 + start :].float()
-    chosen = torch.tensor(text[start:], device=rows.device)
-    lacks = rows.amax(-1) - rows.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
-    return start + int(lacks.argmax())
+    chosen = torch.tensor(tokens[start:], device=rows.device)
+    gaps = rows.amax(-1) - rows.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+    return start + int(gaps.argmax())
 
 
-def _judge(model: Any, text: list[int], prompt: int, token: int, exact: Any) -> Choice:
-    whole = _last_logits(model, [text])
+def _choice(model: Any, context: list[int], prompt: int, token: int, exact: Any) -> Choice:
+    """Measure the choice of `token` after `context`, of which `prompt` tokens are the prompt."""
+    whole = _last_logits(model, [context])
     ways = {
         name: float((_last_logits(model, pieces) - whole).abs().max())
-        for name, pieces in _ways(text, prompt).items()
+        for name, pieces in _ways(context, prompt).items()
     }
     best = int(whole.argmax())
-    gap32 = None
+    float32_gap = None
     if exact is not None:
-        row = _last_logits(exact, [text])
-        gap32 = float(row[best] - row[token])
+        row = _last_logits(exact, [context])
+        float32_gap = float(row[best] - row[token])
     # Logits that are stored in few bits are equal to their neighbours within one step.
     step = torch.finfo(model.dtype).eps * float(whole[best].abs())
     return Choice(
-        len(text) - prompt,
+        len(context) - prompt,
         token,
         float(whole[token]),
         best,
         float(whole[best]),
         max(step, *ways.values()),
         ways,
-        gap32,
+        float32_gap,
     )
 
 
-def _ways(text: list[int], prompt: int) -> dict[str, list[list[int]]]:
-    """The same text fed to a cache in other pieces."""
-    head, new = text[:prompt], text[prompt:]
+def _ways(tokens: list[int], prompt: int) -> dict[str, list[list[int]]]:
+    """Ways of splitting the same tokens into forwards over a cache."""
+    head, new = tokens[:prompt], tokens[prompt:]
     ways = {
-        "last token alone": [text[:-1], text[-1:]],
-        f"last {CHUNK} together": [text[:-CHUNK], text[-CHUNK:]],
-        f"last {2 * CHUNK} together": [text[: -2 * CHUNK], text[-2 * CHUNK :]],
+        "last token alone": [tokens[:-1], tokens[-1:]],
+        f"last {CHUNK} together": [tokens[:-CHUNK], tokens[-CHUNK:]],
+        f"last {2 * CHUNK} together": [tokens[: -2 * CHUNK], tokens[-2 * CHUNK :]],
         "token by token": [head, *([token] for token in new)],
         f"{CHUNK} at a time": [
             head,
@@ -230,9 +233,9 @@ class Comparison:
 
     Args:
         method: its name.
-        texts: how many were compared.
+        texts: how many sequences were compared.
         tokens: new tokens in them.
-        differences: of the texts that are not identical.
+        differences: one for each sequence that is not identical.
     """
 
     method: str
@@ -241,11 +244,11 @@ class Comparison:
     differences: tuple[Difference, ...]
 
     def count(self, verdict: Literal["tie", "bug"]) -> int:
-        """Texts with that verdict."""
-        return sum(one.verdict == verdict for one in self.differences)
+        """Sequences with that verdict."""
+        return sum(difference.verdict == verdict for difference in self.differences)
 
 
-def compare(
+def compare_sequences(
     model: Any,
     prompts: Sequence[Tensor],
     methods: Mapping[str, Callable[[Tensor], Tensor]],
@@ -261,31 +264,33 @@ def compare(
         prompts: each (T,) int64.
         methods: what decodes a prompt greedily: (T,) -> new tokens (n,).
         max_new_tokens: the budget that the methods have.
-        exact: the target in float32, for the figures only.
-        report: called with 1 when a text is done.
+        exact: the target in float32, to show gaps without rounding; None leaves that out.
+        report: called with 1 when a sequence is done.
 
     Returns:
         One comparison a method, in their order.
     """
-    found: dict[str, list[Difference]] = {name: [] for name in methods}
+    differences: dict[str, list[Difference]] = {name: [] for name in methods}
     tokens = dict.fromkeys(methods, 0)
     for number, prompt in enumerate(prompts):
         expected = greedy_reference(model, prompt, max_new_tokens).tolist()
         report(1)
         for name, decode in methods.items():
-            text = decode(prompt).tolist()
-            tokens[name] += len(text)
+            output = decode(prompt).tolist()
+            tokens[name] += len(output)
             difference = find_difference(
                 model,
                 prompt.tolist(),
                 expected,
-                text,
+                output,
                 max_new_tokens=max_new_tokens,
                 method=name,
                 number=number,
                 exact=exact,
             )
             if difference is not None:
-                found[name].append(difference)
+                differences[name].append(difference)
             report(1)
-    return [Comparison(name, len(prompts), tokens[name], tuple(found[name])) for name in methods]
+    return [
+        Comparison(name, len(prompts), tokens[name], tuple(differences[name])) for name in methods
+    ]

@@ -1,26 +1,23 @@
-"""The text of model cards, made of results."""
+"""Model cards of drafts and heads, made of results."""
 
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment as Templates
-from jinja2 import FileSystemLoader, StrictUndefined
-
 from eval.measuring.results import Results, Run, fastest
-from eval.reporting.report import COLUMNS, NOT_MEASURED, environment_rows, sections_of
+from eval.reporting.rendering import render
+from eval.reporting.report import COLUMNS, environment_rows, sections_of
 from specdata.errors import ManifestError
 
 
 @dataclass(frozen=True, slots=True)
 class DraftFacts:
-    """What a draft's card says of the model itself.
+    """What a draft's card states about the model itself.
 
     Args:
         name: Hub id, or the folder's name.
@@ -48,7 +45,16 @@ class DraftFacts:
 
 @dataclass(frozen=True, slots=True)
 class HeadFacts:
-    """What a head's card says of the head itself; see `AcceptanceHead`."""
+    """What a head's card states about the head itself.
+
+    Args:
+        name: Hub id, or the folder's name.
+        target: the model whose acceptance it predicts.
+        draft: the model whose hidden states it reads.
+        hidden_size: H of the draft.
+        depth: residual blocks before the linear layer.
+        rejection_weight: weight of rejections in its training loss.
+    """
 
     name: str
     target: str
@@ -61,9 +67,9 @@ class HeadFacts:
 def best_length(results: Results) -> int:
     """The fixed length of a lossless chain with the most tokens a second over all data sets.
 
-    Where nothing was timed, the longest: only counts of it are known, so it is not the best.
-    Token verification counts, as the engines use it; another rule only if it was not measured.
-    transformers' own loop counts before ours, because the setting is for that loop.
+    Where nothing was timed, the longest: then only counts are known, and they name no best.
+    Measurements of transformers' own loop are preferred, because the setting is for that loop;
+    then those of token verification, which the serving engines use; then those of other rules.
 
     Raises:
         ManifestError: if no fixed length was measured on every data set.
@@ -108,25 +114,27 @@ def best_head_run(results: Results) -> Run:
     tokens a forward of the target.
 
     Raises:
-        ManifestError: if no method asked a head on every data set.
+        ManifestError: if no method used a head on every data set.
     """
     groups: dict[str, list[Run]] = {}
     for run in results.runs:
         if run.rule and run.rule.needs_head and run.lossless:
             groups.setdefault(run.method, []).append(run)
-    whole = {n: g for n, g in groups.items() if len(g) == len(results.datasets())}
-    if not whole:
+    complete = {
+        method: runs for method, runs in groups.items() if len(runs) == len(results.datasets())
+    }
+    if not complete:
         raise ManifestError(
             "the card of a head needs a method with stop: head measured on every prompt set"
         )
 
-    def merit(name: str) -> float:
-        group = whole[name]
+    def merit(method: str) -> float:
+        runs = complete[method]
         if results.timed:
-            return _speed(group)
-        return sum(run.tokens for run in group) / sum(run.rounds for run in group)
+            return _speed(runs)
+        return sum(run.tokens for run in runs) / sum(run.rounds for run in runs)
 
-    return whole[max(whole, key=merit)][0]
+    return complete[max(complete, key=merit)][0]
 
 
 def draft_text(facts: DraftFacts, results: Results, measures: Mapping[str, float | None]) -> str:
@@ -136,7 +144,7 @@ def draft_text(facts: DraftFacts, results: Results, measures: Mapping[str, float
         "model": facts.name,
         "num_speculative_tokens": facts.length,
     }
-    return _render(
+    return _card(
         "draft_card.md.jinja",
         results,
         facts=facts,
@@ -149,7 +157,7 @@ def draft_text(facts: DraftFacts, results: Results, measures: Mapping[str, float
 
 def head_text(facts: HeadFacts, results: Results, measures: Mapping[str, float | None]) -> str:
     """The card of a head below its metadata."""
-    return _render(
+    return _card(
         "head_card.md.jinja",
         results,
         facts=facts,
@@ -161,33 +169,25 @@ def head_text(facts: HeadFacts, results: Results, measures: Mapping[str, float |
 
 def _positions(results: Results) -> list[tuple[str, Run]]:
     """For each data set its longest fixed chain: the acceptance vector that simulators ask for."""
-    found = []
+    positions = []
     for dataset in results.datasets():
         chains = [r for r in results.of(dataset) if r.drafter == "chain" and r.fixed_length]
         chains = [r for r in chains if r.verifier == "token"] or chains
         if chains:
             longest = max(chains, key=lambda run: len(run.acceptance_by_position))
-            found.append((dataset, longest))
-    return found
+            positions.append((dataset, longest))
+    return positions
 
 
-def _render(template: str, results: Results, **values: Any) -> str:
-    templates = Templates(  # Markdown: the `md` filter escapes, not autoescape
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    templates.filters |= {"md": escape_markdown, "quoted": shlex.quote, "number": _number}
-    found = {dataset: fastest(results.of(dataset)) for dataset in results.datasets()}
-    return templates.get_template(template).render(
+def _card(template: str, results: Results, **values: Any) -> str:
+    return render(
+        template,
         columns=[name for name, _ in COLUMNS],
         meanings=COLUMNS,
-        blocks=sections_of(results),
+        sections=sections_of(results),
         environment=environment_rows(results),
         commit=results.environment.git_commit,
-        fastest=found,
+        fastest={dataset: fastest(results.of(dataset)) for dataset in results.datasets()},
         timed=results.timed,
         batch=results.environment.batch_size,
         **values,
@@ -195,18 +195,9 @@ def _render(template: str, results: Results, **values: Any) -> str:
 
 
 def short_name(name: str) -> str:
-    """A Hub id as it is; of a folder only its last part, which says nothing about this machine."""
+    """A Hub id as it is; of a folder only its last part, so that no local path is published."""
     path = Path(name)
     if name.count("/") == 1 and not path.exists() and not path.is_absolute():
         return name
     # The pipeline calls its model folders "model"; the folder around it says which.
     return path.parent.name if path.name == "model" and path.parent.name else path.name
-
-
-def escape_markdown(text: str) -> str:
-    """Text that Markdown and HTML leave as it is within a line or a table cell."""
-    return re.sub(r"([\\`*_\[\]<>|~$&])", r"\\\1", " ".join(str(text).split()))
-
-
-def _number(value: float | None) -> str:
-    return NOT_MEASURED if value is None else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""The figures of a report as PNG files and as SVG inside a page: no pyplot, no display.
+"""The plots of a report as PNG files and as SVG inside a page: no pyplot, no display.
 
 A PNG shows all datasets side by side; a page shows each on its own, so that a phone can read it.
 """
@@ -21,8 +21,7 @@ from matplotlib.lines import Line2D
 
 from eval.measuring.results import Results
 from eval.reporting import charts
-from eval.reporting.annotations import label, place_labels
-from eval.reporting.charts import FAMILIES, GRID, INK, MIN_ROUNDS, family
+from eval.reporting.charts import FAMILIES, GRID, INK, MIN_ROUNDS, family, label, place_labels
 from specdata.storage.files import atomic_write
 
 Draw = Callable[[Axes, Results, str], None]
@@ -110,7 +109,7 @@ _RC: dict[Any, Any] = {
     "axes.spines.right": False,
     "legend.fontsize": 8,
     "legend.frameon": False,
-    "svg.hashsalt": "report",  # equal input, equal bytes
+    "svg.hashsalt": "report",  # makes ids, and so the bytes, depend on the input only
     "svg.fonttype": "path",
 }
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jinja2 import Environment as Templates
-from jinja2 import FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from rich import box
 from rich.console import Group
@@ -15,14 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from eval.measuring.results import Results, Run, fastest
+from eval.reporting.rendering import NOT_MEASURED, render
 from specdata.storage.files import write_text
 
 PAGE = "report.html"
-NOT_MEASURED = "\N{EN DASH}"
 UNTIMED = "not measured"
-"""A speed in results that have none."""
+"""A speed in results without times."""
 
-# Column, how it is written, how to read it in one sentence.
+# Heading of a column, and how to read it.
 COLUMNS = (
     (
         "speed-up",
@@ -67,7 +65,14 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """One method as a report writes it; `cells` follow COLUMNS."""
+    """One method in the table of a dataset.
+
+    Args:
+        method: its name.
+        cells: its metrics as text, in the order of COLUMNS.
+        mark: "★" for the fastest method, "≈" for one that cannot be told apart from it.
+        note: "†" for a biased verifier, with its measured bias; else empty.
+    """
 
     method: str
     cells: tuple[str, ...]
@@ -77,7 +82,14 @@ class ReportRow:
 
 @dataclass(frozen=True, slots=True)
 class DatasetSection:
-    """One dataset as a report writes it."""
+    """One dataset as a report presents it.
+
+    Args:
+        dataset: its name.
+        summary: the finding, a sentence.
+        rows: its table.
+        footnote: the conditions of the measurement, and what the marks mean.
+    """
 
     dataset: str
     summary: str
@@ -86,11 +98,11 @@ class DatasetSection:
 
 
 def sections_of(results: Results) -> list[DatasetSection]:
-    """Everything a report says in words and numbers, one block a dataset."""
-    return [_block(results, dataset) for dataset in results.datasets()]
+    """The words and numbers of a report, one section a dataset."""
+    return [_section(results, dataset) for dataset in results.datasets()]
 
 
-def _block(results: Results, dataset: str) -> DatasetSection:
+def _section(results: Results, dataset: str) -> DatasetSection:
     runs = results.of(dataset)
     winner = fastest(runs)
     rows = []
@@ -106,6 +118,11 @@ def _block(results: Results, dataset: str) -> DatasetSection:
         footnote += " ≈ not told apart from it by a paired 95 % interval."
     if any(not run.lossless for run in runs):
         footnote += " † biased: changes the target's distribution, never counted as fastest."
+    if any(run.total_variation is not None for run in runs):
+        footnote += (
+            " TV: total variation between the distribution of an emitted token and the target's,"
+            " given the tokens before it, on average; brackets hold its 95 % bootstrap interval."
+        )
     fit = results.latency.get(dataset)
     if fit is not None:
         footnote += (
@@ -153,11 +170,16 @@ def _summary_of_counts(results: Results, dataset: str) -> str:
 
 
 def _note(run: Run) -> str:
+    """The mark of a biased verifier, with its measured bias."""
     if run.lossless:
         return ""
     if run.total_variation is None:
         return "†"
-    return f"† TV {run.total_variation:.3f}"
+    note = f"† TV {run.total_variation:.3f}"
+    if "total_variation" in run.intervals:
+        low, high = run.intervals["total_variation"]
+        note += f" [{low:.3f}, {high:.3f}]"
+    return note
 
 
 def _cells(run: Run) -> tuple[str, ...]:
@@ -181,10 +203,10 @@ def _cells(run: Run) -> tuple[str, ...]:
 def terminal(results: Results) -> Group:
     """Tables for `rich.print`, at most 100 columns wide, one a dataset."""
     tables = []
-    for block in sections_of(results):
+    for section in sections_of(results):
         table = Table(
-            title=Text(block.dataset, style="bold"),
-            caption=Text(f"{block.summary}\n{block.footnote}"),
+            title=Text(section.dataset, style="bold"),
+            caption=Text(f"{section.summary}\n{section.footnote}"),
             box=box.SIMPLE_HEAD,
             caption_justify="left",
             title_justify="left",
@@ -193,7 +215,7 @@ def terminal(results: Results) -> Group:
         table.add_column("method", max_width=28, overflow="fold")
         for name, _ in COLUMNS:
             table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
-        for row in block.rows:
+        for row in section.rows:
             style = "bold green" if row.mark == "★" else ""
             # Text, not str: a name may hold what rich would take for markup.
             method = Text(" ".join(filter(None, (row.method, row.mark, row.note))), style=style)
@@ -223,14 +245,7 @@ def render_page(results: Results, context: Context) -> str:
     """One self-contained HTML page: no script, no font, no image outside it."""
     from eval.reporting.plots import PLOTS, kinds, plot, to_svg  # imports matplotlib
 
-    templates = Templates(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    sections = []
+    plots = []
     for kind in kinds(results):
         what, drawings = PLOTS[kind], []
         for index, dataset in enumerate(results.datasets()):
@@ -240,13 +255,14 @@ def render_page(results: Results, context: Context) -> str:
                 title=f"{what.title}, {dataset}",
                 description=f"{what.caption} {_described(results, dataset, kind)}",
             )
-            drawings.append(Markup(svg))  # safe: its texts are drawn as paths or escaped
-        sections.append({"title": what.title, "caption": what.caption, "drawings": drawings})
-    return templates.get_template("report.html.jinja").render(
+            drawings.append(Markup(svg))  # safe: its words are drawn as paths or escaped
+        plots.append({"title": what.title, "caption": what.caption, "drawings": drawings})
+    return render(
+        "report.html.jinja",
         context=context,
-        blocks=sections_of(results),
+        sections=sections_of(results),
         columns=COLUMNS,
-        sections=sections,
+        plots=plots,
         environment=environment_rows(results),
         models=_models(results),
     )

@@ -1,7 +1,7 @@
-"""Every verifier by name, and nothing else.
+"""Every verifier by name.
 
-To add one: write its rule (a `NodeRule` of one place, wrapped in `walk`, or a whole `Rule`), then
-add its line below. `tests/test_verifiers.py` drives every entry through the same distributions.
+To add one, write its rule (a `NodeRule` for one position, wrapped in `walk`, or a `Rule` for the
+whole draft) and add one entry to `VERIFIERS`. `tests/test_verifiers.py` tests every entry.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["VERIFIERS", "Verdict", "Verifier", "VerifierSpec"]
 
 @dataclass(frozen=True, slots=True)
 class VerifierSpec:
-    """One verifier of the zoo.
+    """An entry of `VERIFIERS`.
 
     Args:
         build: builds the verifier; its keyword arguments are the verifier's parameters.
-        branching: whether it takes drafts with more than one candidate for a place.
+        branching: whether it takes drafts with more than one candidate for a position.
         lossless: whether the output distribution is exactly the target's.
         paper: where it comes from.
     """
@@ -41,7 +41,11 @@ class VerifierSpec:
     paper: str
 
     def make(self, **parameters: object) -> Verifier:
-        """Build the verifier. Raises ValueError for parameters that it does not have or needs."""
+        """Build the verifier.
+
+        Raises:
+            ValueError: for a parameter that it does not have, lacks, or cannot use.
+        """
         try:
             verifier = self.build(**parameters)
         except TypeError as error:
@@ -49,6 +53,7 @@ class VerifierSpec:
         return replace(verifier, branching=self.branching, lossless=self.lossless, paper=self.paper)
 
 
+# Kinds of drafts (`DraftTree.kind`) that verifiers have proofs for.
 IID = ("chain", "siblings, iid", "paths, iid", "tree, iid")
 INDEPENDENT = (*IID, "siblings, independent", "paths, independent")
 DISTINCT = ("siblings, distinct", "tree, distinct")

@@ -1,4 +1,4 @@
-"""Verifiers that trade a bias for fewer rejections. Not lossless; off unless asked for by name."""
+"""Verifiers that accept more tokens at the price of a bias: they are not lossless."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ def biased_uno(epsilon: float) -> NodeRule:
 
     Implements Yin et al. 2024 (NeurIPS, arXiv:2411.00841), Decoding-UNO: accept x with probability
     b(x) = min(1, (p(x) + epsilon) / q(x)), else draw from p. Paper symbols: the paper's q is the
-    target p here and its p the draft q. Biased, even at epsilon = 0; `eval.analysis.theory.uno_loss` is its
-    bias at one place, and it adds up over places.
+    target p here and its p the draft q. Biased, even at epsilon = 0; its bias at one position is
+    `eval.analysis.theory.uno_loss`, and biases add up over positions.
+
+    Args:
+        epsilon: added to p in the acceptance probability.
 
     Raises:
         ValueError: if epsilon is negative or not finite.
     """
     _check(epsilon)
 
-    def rule(p: Tensor, siblings: Candidates, rng: Rng) -> int | Tensor:
-        return 0 if _accepts(p, siblings, rng, epsilon) else p
+    def rule(p: Tensor, candidates: Candidates, rng: Rng) -> int | Tensor:
+        return 0 if _accepts(p, candidates, rng, epsilon) else p
 
     return rule
 
@@ -35,25 +38,28 @@ def biased_opt(epsilon: float) -> NodeRule:
 
     Implements Yin et al. 2024 (NeurIPS, arXiv:2411.00841), Theorems 4 and 5, Decoding-OPT: accept x
     with probability b(x) = min(1, (p(x) + epsilon) / q(x)), else draw from norm((p - b q)+). Paper
-    symbols as in `biased_uno`. Its bias at one place is `eval.analysis.theory.opt_loss`, TV(p, q) minus the
-    probability of a rejection; epsilon = 0 is token verification.
+    symbols as in `biased_uno`. Its bias at one position, `eval.analysis.theory.opt_loss`, is
+    TV(p, q) minus the probability of a rejection; epsilon = 0 is token verification.
+
+    Args:
+        epsilon: added to p in the acceptance probability.
 
     Raises:
         ValueError: if epsilon is negative or not finite.
     """
     _check(epsilon)
 
-    def rule(p: Tensor, siblings: Candidates, rng: Rng) -> int | Tensor:
-        if _accepts(p, siblings, rng, epsilon):
+    def rule(p: Tensor, candidates: Candidates, rng: Rng) -> int | Tensor:
+        if _accepts(p, candidates, rng, epsilon):
             return 0
         # b q = min(q, p + epsilon), also where q is 0.
-        return residual(p, torch.minimum(siblings.distributions[0], p + epsilon))
+        return residual(p, torch.minimum(candidates.distributions[0], p + epsilon))
 
     return rule
 
 
-def _accepts(p: Tensor, siblings: Candidates, rng: Rng, epsilon: float) -> bool:
-    x, q = siblings.tokens[0], siblings.distributions[0]
+def _accepts(p: Tensor, candidates: Candidates, rng: Rng, epsilon: float) -> bool:
+    x, q = candidates.tokens[0], candidates.distributions[0]
     return rng.bernoulli((float(p[x]) + epsilon) / float(q[x]))
 
 

@@ -17,11 +17,12 @@ def block(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
 
     Implements Sun et al. 2025 (ICLR, arXiv:2403.10444v2), Algorithm 2. Paper symbols: M_b is the
     target p, M_s the draft q. With r_0 = 1 and r_i = min(1, r_{i-1} p(x_i)/q(x_i)), the accepted
-    length is the largest i whose test passes, and the next token has the distribution norm((r_i p - q)+).
-    Lossless. P(tau >= i | x^i) = r_i, so E[tau] = sum_i E_q[r_i], at least token verification's.
+    length is the largest i whose test passes, and the next token has the distribution
+    norm((r_i p - q)+). Lossless. P(tau >= i | x^i) = r_i, so E[tau] = sum_i E_q[r_i], at least that
+    of token verification.
 
-    The tests are independent, so they may be thrown from the longest prefix down, which reads no
-    more of the distributions than it must.
+    The tests are independent, so they may be drawn from the longest prefix down; the first that
+    passes makes the shorter ones unnecessary.
     """
     ratios = _prefix_ratios(tree, target, cap=1.0)
     length, tau = len(tree), _longest(ratios, tree, target, rng)
@@ -35,10 +36,11 @@ def greedy_block(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
 
     Implements Sun et al. 2024 (arXiv:2403.10444v1), Algorithm 3. Paper symbols: M_b is the target
     p, M_s the draft q; p_remain / p_rej there is m / (m + 1 - r) here. A round accepts as much as
-    any verifier can, E[tau] = sum_l sum_{x^l} min(p(x^l), q(x^l)), and a rejection opens a carried residual:
-    the target is modified for the rest of the block's planned length. Lossless over rounds if the
-    carried residual is carried and the planned length does not depend on the drafted tokens (an end token may
-    cut the chain short; `DraftTree.planned` then says how long it was to be).
+    any verifier can, E[tau] = sum_l sum_{x^l} min(p(x^l), q(x^l)). A rejection leaves a residual
+    that is carried over the rest of the block's planned length, in which the target is modified.
+    Lossless over rounds if that residual is carried on and the planned length does not depend on
+    the drafted tokens (where an end token cuts the chain short, `DraftTree.planned` holds the
+    length that was planned).
     """
     ratios = _prefix_ratios(tree, target, cap=sys.float_info.max)
     length, tau = len(tree), _longest(ratios, tree, target, rng)

@@ -1,4 +1,4 @@
-"""Importance-weighted selection of one draft, then speculative sampling with its exact distribution."""
+"""Importance-weighted selection of one draft, then speculative sampling from its distribution."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from eval.verifiers.multi_candidate import follow_if_drafted
 from eval.verifiers.rule import Candidates, NodeRule, Rng
-from eval.verifiers.selection.pairs import largest
+from eval.verifiers.selection.arrays import Array, Ids
+from eval.verifiers.selection.groups import largest
 from eval.verifiers.selection.solvers import Solver, selector
 from eval.verifiers.token import token
 from specdata.probability import residual
-
-Array = NDArray[np.float64]
-Ids = NDArray[np.int64]
 
 # A drafted token has b > 0, but a product of tiny probabilities may round to 0.
 SMALLEST = torch.finfo(torch.float64).tiny
@@ -28,9 +25,10 @@ def importance(solver: Solver = "truncated", s: int = 5, alphabet: int | None = 
 
     Implements Khisti et al. 2025 (ICLR, arXiv:2410.18234): the canonical decomposition (Theorems 1
     and 4), the linear program, its truncation (Algorithm 2), its variant without sorting (appendix
-    G.1), drafts of different distributions (appendix I), more than two drafts (Remark 3), the truncated
-    alphabet. Paper symbols: target q and draft p there. Luce selection is ours. Lossless for
-    independent drafts, each with its own distribution, because b is computed from the weights in use.
+    G.1), drafts of different distributions (appendix I), more than two drafts (Remark 3), the
+    truncated alphabet. Paper symbols: target q and draft p there. Luce selection is ours. Lossless
+    for independent drafts, each with its own distribution, because b, the distribution of the
+    selected token, is computed exactly from the weights in use.
 
     Acceptance is sum_x min(p, b), plus, where the selection is not optimal, the part of the
     residual that falls on a drafted token: the walk goes on below that token.
@@ -42,8 +40,8 @@ def importance(solver: Solver = "truncated", s: int = 5, alphabet: int | None = 
             same; "luce" is near the optimum for any K and V.
         s: tokens whose pairs are optimised by the truncated solvers (the paper uses 5).
         alphabet: select among the drafts that are one of this many most likely tokens of p (the
-            paper uses 40). Unlike the paper, whose second coin ignores drafts outside, the
-            selected token is then tested against the whole of p, which never accepts less.
+            paper uses 40). The paper's acceptance test ignores drafts outside; here the selected
+            token is tested against the whole of p, which never accepts less.
 
     Raises:
         ValueError: for an unknown solver, s < 1 or alphabet < 1.
@@ -52,25 +50,25 @@ def importance(solver: Solver = "truncated", s: int = 5, alphabet: int | None = 
     if alphabet is not None and not (isinstance(alphabet, int) and alphabet >= 1):
         raise ValueError(f"alphabet must be None or a whole number from 1, got {alphabet!r}")
 
-    def rule(p: Tensor, siblings: Candidates, rng: Rng) -> int | Tensor:
-        tokens = siblings.tokens
+    def rule(p: Tensor, candidates: Candidates, rng: Rng) -> int | Tensor:
+        tokens = candidates.tokens
         if len(tokens) == 1:
-            return token(p, siblings, rng)
-        target, distributions = as_distribution(p), as_distributions(siblings.distributions)
+            return token(p, candidates, rng)
+        target, distributions = as_distribution(p), as_distributions(candidates.distributions)
         if alphabet is None or alphabet >= len(target):
             inside, selected = list(range(len(tokens))), select(target, distributions)
             weights, b = selected.weights(tokens), selected.distribution
         else:
-            letters = largest(target, alphabet)
-            inside = np.flatnonzero(np.isin(tokens, letters)).tolist()
+            likely = largest(target, alphabet)
+            inside = np.flatnonzero(np.isin(tokens, likely)).tolist()
             if not inside:
                 return follow_if_drafted(p, tokens, rng)
             selected = select(
-                target[letters], _on_letters(letters, [distributions[i] for i in inside])
+                target[likely], _restricted([distributions[i] for i in inside], likely)
             )
-            weights = selected.weights([int((letters == tokens[i]).argmax()) for i in inside])
+            weights = selected.weights([int((likely == tokens[i]).argmax()) for i in inside])
             b = np.zeros_like(target)
-            b[letters] = selected.distribution
+            b[likely] = selected.distribution
         chosen = inside[rng.categorical(weights)]
         x = tokens[chosen]
         if rng.bernoulli(float(target[x]) / max(float(b[x]), SMALLEST)):
@@ -82,7 +80,10 @@ def importance(solver: Solver = "truncated", s: int = 5, alphabet: int | None = 
 
 
 def as_distribution(distribution: Tensor) -> Array:
-    """(V,) a distribution as float64 that sums to 1: b is a difference of nearly equal sums elsewhere."""
+    """A distribution (V,) as a float64 array that sums to 1 in that precision.
+
+    Later steps subtract nearly equal sums, so the rounding of single precision would show.
+    """
     exact: Array = (
         (distribution.detach().double() / distribution.detach().sum(dtype=torch.float64))
         .cpu()
@@ -92,7 +93,7 @@ def as_distribution(distribution: Tensor) -> Array:
 
 
 def as_distributions(distributions: Sequence[Tensor]) -> list[Array]:
-    """The same for every draft; drafts that share a distribution share the array."""
+    """`as_distribution` of every draft; drafts with equal distributions share one array."""
     distinct: list[tuple[Tensor, Array]] = []
     shared = []
     for distribution in distributions:
@@ -108,10 +109,10 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return first.data_ptr() == second.data_ptr() or torch.equal(first, second)
 
 
-def _on_letters(letters: Ids, distributions: Sequence[Array]) -> list[Array]:
-    """The distributions of drafts that lie on the letters; drafts that share a distribution still do."""
+def _restricted(distributions: Sequence[Array], tokens: Ids) -> list[Array]:
+    """Distributions conditional on these tokens; those that are one array remain one array."""
     parts = {
-        id(distribution): distribution[letters] / distribution[letters].sum()
+        id(distribution): distribution[tokens] / distribution[tokens].sum()
         for distribution in distributions
     }
     return [parts[id(distribution)] for distribution in distributions]

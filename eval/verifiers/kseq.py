@@ -11,35 +11,36 @@ from eval.verifiers.rule import Candidates, Rng
 from specdata.probability import residual
 
 
-def kseq(p: Tensor, siblings: Candidates, rng: Rng) -> int | Tensor:
+def kseq(p: Tensor, candidates: Candidates, rng: Rng) -> int | Tensor:
     """K-SEQ: accept each candidate with probability min(1, p/(rho q)), rho from `discount`.
 
     Implements Sun et al. 2023 (SpecTr, arXiv:2310.15141), Algorithm 3. Paper symbols: target q and
     draft p there. Lossless for iid candidates. Acceptance: 1 - (1 - beta(rho))^K = rho beta(rho)
     at the rho where both are equal.
     """
-    # The residual is a small difference of large sums: float64, and distributions that sum to 1 in it.
-    p, q = p.double(), siblings.distributions[0].double()
+    # The residual is a small difference of large sums: normalised in float64.
+    p, q = p.double(), candidates.distributions[0].double()
     p, q = p / p.sum(), q / q.sum()
-    rho = discount(p, q, len(siblings.tokens))
+    rho = discount(p, q, len(candidates.tokens))
     tested = torch.minimum(q, p / rho)
-    for index, x in enumerate(siblings.tokens):
+    for index, x in enumerate(candidates.tokens):
         if rng.bernoulli(float(tested[x]) / float(q[x])):
             return index
     beta = min(1.0, float(tested.sum()))
     if beta == 0.0:
         return p
-    return residual(p, tested * (any_accepted(beta, len(siblings.tokens)) / beta))
+    return residual(p, tested * (any_accepted(beta, len(candidates.tokens)) / beta))
 
 
 def discount(p: Tensor, q: Tensor, k: int) -> float:
     """The smallest rho in [1, K] for which K-SEQ is lossless, rounded up.
 
     With beta(rho) = sum_x min(q, p/rho), a rho is valid if 1 - (1 - beta)^K <= rho beta. The
-    difference f of the two sides decreases in rho and f(1) >= 0 >= f(K). Only tokens with ratio p/q
-    in (1, K) change sides, so the others are summed once; and for a given set of tokens on the
-    q side beta = a + b/rho, so the root under that set is a scalar problem. Solving it, and
-    splitting again at its root until the sets agree, takes a handful of passes.
+    difference f of the two sides decreases in rho and f(1) >= 0 >= f(K). Which of q and p/rho is
+    smaller depends on rho only for tokens with ratio p/q in (1, K), so the others are summed once.
+    For a given set of tokens with q < p/rho, beta = a + b/rho, and the root is a scalar problem.
+    Solving it, and recomputing the set at its root until the set no longer changes, takes a few
+    passes.
 
     Args:
         p: (V,) target's distribution, float64.
@@ -47,7 +48,7 @@ def discount(p: Tensor, q: Tensor, k: int) -> float:
         k: number of candidates, K.
 
     Returns:
-        rho, from the side where the rule is valid.
+        rho, rounded to the side where the rule is valid.
     """
     if k == 1:
         return 1.0

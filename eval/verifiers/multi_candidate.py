@@ -1,7 +1,7 @@
-"""Several candidates for one place: naive sampling, recursive rejection, greedy drafts.
+"""Several candidates for one position: naive sampling, recursive rejection, greedy drafts.
 
-"Accepted" means that the emitted token is one of the candidates, however it came about: the walk
-then goes on below that candidate.
+A candidate counts as accepted whenever the emitted token equals it, also if that token was drawn
+from a residual: the next position is then verified below that candidate.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ def follow_if_drafted(distribution: Tensor, tokens: Sequence[int], rng: Rng) -> 
     """Draw the next token, and follow the candidate that carries it if there is one.
 
     Args:
-        distribution: (V,) distribution of the next token, independent of what was drafted after the candidates.
-        tokens: the candidates of this place; of equal ones the first is followed.
-        rng: decides.
+        distribution: (V,) distribution of the next token, independent of what was drafted after
+            the candidates.
+        tokens: the candidates for this position; of equal ones the first is followed.
+        rng: source of randomness.
 
     Returns:
-        The index of the candidate that was hit, or the distribution (V,) given that none was.
+        The index of the candidate that was drawn, or the distribution (V,) given that none was.
     """
     distinct = list(dict.fromkeys(tokens))
     index = distribution.new_tensor(distinct).long()
@@ -34,40 +35,40 @@ def follow_if_drafted(distribution: Tensor, tokens: Sequence[int], rng: Rng) -> 
     return tokens.index(distinct[hit]) if hit < len(distinct) else rest / mass
 
 
-def naive(p: Tensor, siblings: Candidates, rng: Rng) -> int | Tensor:
+def naive(p: Tensor, candidates: Candidates, rng: Rng) -> int | Tensor:
     """Naive sampling: draw y from p and follow it if it was drafted.
 
     Implements multi-candidate naive sampling (MCNS), the baseline of Yang et al. 2024
     (arXiv:2401.06706). Lossless whatever the candidates are, chosen ones included: they play no
     part in the draw. Acceptance for iid candidates: sum_x p(x) (1 - (1 - q(x))^K).
     """
-    return follow_if_drafted(p, siblings.tokens, rng)
+    return follow_if_drafted(p, candidates.tokens, rng)
 
 
-def rrs(p: Tensor, siblings: Candidates, rng: Rng) -> int | Tensor:
-    """Recursive rejection: try candidates in turn, each against what the last ones left of p.
+def rrs(p: Tensor, candidates: Candidates, rng: Rng) -> int | Tensor:
+    """Recursive rejection: test candidates in turn, each against the residual of those before it.
 
     Implements SpecInfer (Miao et al. 2023, arXiv:2305.09781, Algorithm 2) and Yang et al. 2024
-    (arXiv:2401.06706), Algorithm 1. Lossless for independent candidates, each with its own distribution:
-    every step is token verification of a fresh draft, with the residual as its target. Acceptance:
-    1 - prod_k TV(p^k, q_k), with p^1 = p and p^(k+1) = norm((p^k - q_k)+).
+    (arXiv:2401.06706), Algorithm 1. Lossless for independent candidates, each with its own
+    distribution: every step is token verification of a fresh draft, with the residual as its
+    target. Acceptance: 1 - prod_k TV(p^k, q_k), with p^1 = p and p^(k+1) = norm((p^k - q_k)+).
     """
-    for index, (x, q) in enumerate(zip(siblings.tokens, siblings.distributions, strict=True)):
+    for index, (x, q) in enumerate(zip(candidates.tokens, candidates.distributions, strict=True)):
         if rng.bernoulli(float(p[x]) / float(q[x])):
             return index
         p = residual(p, q)
     return p
 
 
-def rrs_wor(p: Tensor, siblings: Candidates, rng: Rng) -> int | Tensor:
+def rrs_wor(p: Tensor, candidates: Candidates, rng: Rng) -> int | Tensor:
     """Recursive rejection of candidates drawn without replacement.
 
     Implements Yang et al. 2024 (arXiv:2401.06706), Algorithm 2. Candidate k was drawn from q with
-    the earlier ones removed, and is verified against that distribution. Lossless. Where q has fewer than K
-    tokens the draft is shorter, and the token comes from the residual that is left by then.
+    the earlier ones removed, and is verified against that distribution. Lossless. Where q has fewer
+    than K tokens the draft is shorter, and the next token comes from the residual after its last.
     """
-    q = siblings.distributions[0]
-    for index, x in enumerate(siblings.tokens):
+    q = candidates.distributions[0]
+    for index, x in enumerate(candidates.tokens):
         if rng.bernoulli(float(p[x]) / float(q[x])):
             return index
         p = residual(p, q)
@@ -75,25 +76,26 @@ def rrs_wor(p: Tensor, siblings: Candidates, rng: Rng) -> int | Tensor:
     return p
 
 
-def greedy_draft(p: Tensor, siblings: Candidates, rng: Rng) -> int | Tensor:
-    """Greedy drafts: K-1 chosen candidates, and one drawn from q off the chosen ones.
+def greedy_draft(p: Tensor, candidates: Candidates, rng: Rng) -> int | Tensor:
+    """Greedy drafts: the K-1 most likely candidates, and one drawn from the rest of q.
 
     Implements the greedy draft sampling of Hu et al. 2025 (ICLR, "Towards optimal multi-draft
-    speculative decoding"). The last candidate goes through token verification against its own distribution
-    q' = norm(q off T); a residual token that is one of the chosen set T is accepted. Lossless for
-    any T that was fixed before the last draw. Acceptance: P(T) + sum_{x not in T} min(p, q').
+    speculative decoding"). The last candidate goes through token verification against its own
+    distribution q' = norm(q outside T), T being the set of the others; a token drawn from the
+    residual is accepted if it lies in T. Lossless for any T that was fixed before the last draw.
+    Acceptance: P(T) + sum_{x not in T} min(p, q').
     """
-    *chosen, x = siblings.tokens
-    q = _without(siblings.distributions[0], chosen)
+    *chosen, x = candidates.tokens
+    q = _without(candidates.distributions[0], chosen)
     if not float(q[x]) > 0:  # nothing was left to draw from: every candidate was chosen
-        return follow_if_drafted(p, siblings.tokens, rng)
+        return follow_if_drafted(p, candidates.tokens, rng)
     if rng.bernoulli(float(p[x]) / float(q[x])):
         return len(chosen)
-    return follow_if_drafted(residual(p, q), siblings.tokens, rng)
+    return follow_if_drafted(residual(p, q), candidates.tokens, rng)
 
 
 def _without(q: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Norm of q with some tokens removed; all zeros if nothing is left."""
+    """(V,) q with some tokens removed, normalised; all zeros if nothing is left."""
     rest = q.index_fill(0, q.new_tensor(list(tokens)).long(), 0.0)
     mass = rest.sum()
     return rest / mass if float(mass) > 0 else rest

@@ -1,8 +1,8 @@
-"""The best acceptance that any lossless rule can reach: the yardstick next to every verifier.
+"""The best acceptance that any lossless rule can reach, the reference for every verifier.
 
-Of all joint distributions of (drafts, emitted token) with the right margins, the best puts as much mass as
-possible on emitted tokens that were drafted. That is a maximum flow (drafts -> their tokens ->
-sink, with capacities Pr(drafts) and p), so by its minimum cut
+Of all joint distributions of (drafts, emitted token) with the right marginals, the best one puts
+as much mass as possible on emitted tokens that were drafted. That is a maximum flow (drafts ->
+their tokens -> sink, with capacities Pr(drafts) and p), so by its minimum cut
 
     alpha* = 1 + min over token sets H of P(H) - Pr(all drafts lie in H).
 
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-Array = NDArray[np.float64]
+from eval.verifiers.selection.arrays import Array
 
 # Gap at which the search over independent drafts stops.
 TOLERANCE = 1e-11
@@ -109,15 +109,15 @@ def _compressed(draft: Array) -> Array:
 def optimal_acceptance_independent(p: Tensor, qs: Tensor | Sequence[Tensor]) -> float:
     """Best acceptance of independent drafts, each from its own distribution.
 
-    alpha* = 1 + min_H {P(H) - prod_k Q_k(H)}. With different distributions no order of the tokens makes the
-    minimiser a prefix, but it is a threshold set: x lies in H where p(x) < sum_k c_k q_k(x) and
-    outside where p(x) > it, with c_k = prod_{j != k} Q_j(H). A branch and bound over the box of
-    (Q_1(H), ..., Q_K(H)) uses this to accept tokens, and bounds the product from above by the
-    linear interpolants of its factors.
+    alpha* = 1 + min_H {P(H) - prod_k Q_k(H)}. With different distributions no order of the tokens
+    makes the minimiser a prefix, but it is a threshold set: x lies in H where p(x) < sum_k c_k
+    q_k(x), and outside where p(x) is larger, with c_k = prod_{j != k} Q_j(H). A branch and bound
+    over the box of (Q_1(H), ..., Q_K(H)) uses this to decide tokens, and bounds the product from
+    above by the linear interpolants of its factors.
 
-    Guaranteed to within 1e-11 of the optimum for any p, any distributions and any K. Every box costs O(K V);
-    a handful to a few thousand boxes are needed for two to four distributions, and their number may
-    grow exponentially with K.
+    Guaranteed to within 1e-11 of the optimum for any p, any distributions and any K. Every box
+    costs O(K V); ten to a few thousand boxes are needed for two to four distributions, and their
+    number may grow exponentially with K.
 
     Args:
         p: (V,) target's distribution.
@@ -138,10 +138,10 @@ def optimal_acceptance_independent(p: Tensor, qs: Tensor | Sequence[Tensor]) -> 
         middle = (low[axis] + high[axis]) / 2
         halves = (low, _with(high, axis, middle)), (_with(low, axis, middle), high)
         for part in halves:
-            found = _bounds(target, drafts, *part)
-            if found is None:
+            bounds = _bounds(target, drafts, *part)
+            if bounds is None:
                 continue
-            value, bound, smallest, largest = found
+            value, bound, smallest, largest = bounds
             best = min(best, value)
             if bound < best - TOLERANCE:
                 heapq.heappush(open_boxes, (bound, next(ticket), smallest, largest))

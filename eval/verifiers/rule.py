@@ -1,12 +1,13 @@
-"""One rule, two readers.
+"""What a verifier is: one random procedure, evaluated in two ways.
 
-A verifier is written once, as the random procedure of its paper: it looks at a draft and at the
-target's distributions, throws rng, and says at which node the accepted path ends and what distribution the next
-token has there. The two readers differ in the rng only:
+A verifier is written once, as the random procedure of its paper: it reads a draft and the target's
+distributions, draws random numbers from an `Rng`, and returns the node at which the accepted path
+ends and the distribution of the next token there. The two ways of evaluating it differ only in
+the `Rng` that it is given:
 
-* `Verifier.draw` throws real rng, so it visits just the nodes that it walks (the decoder);
-* `Verifier.__call__` follows every outcome of every throw and adds up the weights, which gives the
-  exact distribution of the procedure (tests, replay, reports).
+* `Verifier.draw` samples from a generator, and so visits just the nodes on its way (the decoder);
+* `Verifier.__call__` enumerates every outcome of every draw with its probability, which gives the
+  exact distribution of the procedure (tests, measured bias, reports).
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from eval.drafts import DraftTree
 from eval.verifiers.carried_residual import (
     CarriedResidual,
     CarriedResiduals,
-    carried_after,
+    carried_after_round,
+    modified_rows,
     needs_tail,
-    target_with_carried,
 )
 from specdata.probability import draw_one
 
@@ -32,13 +33,13 @@ T = TypeVar("T")
 
 
 class Rng(Protocol):
-    """A source of choices whose probabilities the rule states."""
+    """The only source of randomness of a rule."""
 
     def bernoulli(self, probability: float) -> bool:
-        """True with the given probability (clamped to [0, 1])."""
+        """True with the given probability, which is clamped to [0, 1]."""
 
     def categorical(self, weights: Sequence[float]) -> int:
-        """An index, drawn in proportion to non-negative weights."""
+        """An index, drawn in proportion to non-negative weights that need not sum to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +49,26 @@ class Outcome:
     Args:
         node: the last accepted node; 0 if no drafted token was accepted.
         distribution: (V,) distribution of the token that is emitted after it.
-        opens: the carried residual that this rejection leaves behind for the tokens after `node`, the one
-            drawn from `distribution` being the first; None for all rules but greedy block verification.
+        carry: the residual that this rejection carries over the tokens after `node`, the one drawn
+            from `distribution` being the first; None for all rules but greedy block verification.
     """
 
     node: int
     distribution: Tensor
-    opens: CarriedResidual | None = None
+    carry: CarriedResidual | None = None
 
 
 Rule = Callable[[DraftTree, Tensor, Rng], Outcome]
-"""(draft, target (N+1, V), rng) -> Outcome."""
+"""(draft of N nodes, target (N+1, V), rng) -> Outcome."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The drafted tokens that compete for one place, in draw order.
+    """The drafted tokens for one position, in draw order.
 
     Args:
         tokens: n token ids; they may repeat unless drawn without replacement.
-        distributions: n distributions (V,), the one each token was drawn from.
+        distributions: n distributions (V,), the one that each token was drawn from.
         how: "iid", "distinct" or "greedy", as in `DraftTree`.
     """
 
@@ -77,21 +78,22 @@ class Candidates:
 
     @classmethod
     def of(cls, tree: DraftTree, children: Sequence[int]) -> Candidates:
-        """Those that some nodes of a draft make."""
+        """The candidates that these nodes of a draft hold."""
         tokens = [tree.token_list[child - 1] for child in children]
         return cls(tokens, [tree.distribution_of(child) for child in children], tree.how)
 
 
 NodeRule = Callable[[Tensor, Candidates, Rng], "int | Tensor"]
-"""(p (V,), siblings, rng) -> index of the accepted sibling, or the distribution (V,) if none is."""
+"""(p (V,), candidates, rng) -> index of the accepted one, or the next token's distribution (V,)."""
 
 
 def walk(node_rule: NodeRule) -> Rule:
-    """Apply a rule for one place from the root down: the walk shared by most verifiers.
+    """Apply a rule for one position from the root down, as most verifiers do.
 
-    A rule for one place keeps p: sum_i P(accept i) [token i = y] + P(reject all) distribution(y) = p(y).
-    Walking keeps the joint distribution, because the siblings below a node are drawn independently of how
-    the node was chosen.
+    A lossless rule for one position satisfies, for every token y and in expectation over the
+    candidates, sum_i P(accept i) [token i = y] + P(reject all) distribution(y) = p(y). Applying it
+    along a path then keeps the joint distribution, because the siblings below a node are drawn
+    independently of how the node was chosen.
     """
 
     def rule(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
@@ -108,11 +110,12 @@ def walk(node_rule: NodeRule) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The exact distribution of a verification.
+    """The exact distribution of a verification's outcome.
 
     Args:
         stop: (N+1,) probability that the accepted path ends at each node; sums to 1.
-        bonus: (N+1, V) distribution of the next token given that it ended there; zero rows where stop = 0.
+        bonus: (N+1, V) distribution of the next token given that it ended there; rows are zero
+            where stop is 0.
     """
 
     stop: Tensor
@@ -121,12 +124,12 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One drawn verification.
+    """One sampled verification.
 
     Args:
         nodes: accepted nodes from the root down, without node 0.
         token: the token emitted after them.
-        verifier: what verifies the next round: the same verifier, or one that holds carried.
+        verifier: verifies the next round: the same verifier, or a copy that carries residuals.
     """
 
     nodes: list[int]
@@ -142,10 +145,11 @@ class Verifier:
         name: its key in `VERIFIERS`.
         rule: the procedure.
         takes: the `DraftTree.kind`s that it may be given.
-        carries_residual: whether a rejection opens a carried residual. The length of every draft must then be planned
-            before its first token is drawn: a stopping rule that looks at drafted tokens is biased.
-        carried: what earlier rounds left behind; the rule sees the target through them.
-        branching: whether it takes drafts with more than one candidate for a place.
+        carries_residual: whether a rejection carries a residual over to the next rounds. The length
+            of every draft must then be planned before its first token is drawn; with a stopping
+            rule that looks at drafted tokens the output is biased.
+        carried: residuals from earlier rounds; the rule is given the target modified by them.
+        branching: whether it takes drafts with more than one candidate for a position.
         lossless: whether the output distribution is exactly the target's.
         paper: where it comes from.
     """
@@ -160,11 +164,16 @@ class Verifier:
     paper: str = ""
 
     def needs_tail(self, length: int) -> bool:
-        """Whether a chain of `length` tokens must carry the draft's distribution after its last one."""
+        """Whether a chain of `length` tokens must hold q after its last one (`DraftTree.tail`)."""
         return needs_tail(self.carried, length)
 
     def check(self, tree: DraftTree, target: Tensor) -> None:
-        """Raise ValueError unless there is a proof for this form of draft and p fits it."""
+        """Check the arguments of `__call__`.
+
+        Raises:
+            ValueError: if there is no proof for this form of draft, or if `target` has another
+                shape than (N+1, V) or less than single precision.
+        """
         if tree.kind not in self.takes:
             raise ValueError(
                 f"verifier {self.name!r} is proved for {'; '.join(self.takes)}; got {tree.kind}"
@@ -177,7 +186,7 @@ class Verifier:
             raise ValueError(f"target must be (N+1, V) = {expected}, got {tuple(target.shape)}")
 
     def __call__(self, tree: DraftTree, target: Tensor) -> Verdict:
-        """Enumerate the rule.
+        """The exact distribution of the outcome, by enumeration of the rule.
 
         Args:
             tree: N drafted nodes.
@@ -185,13 +194,14 @@ class Verifier:
                 node i's token.
 
         Raises:
-            ValueError: for a draft without a proof, or a target of another shape or that is no distribution.
+            ValueError: as `check`, or if a row of `target` is no distribution.
         """
         self.check(tree, target)
         off = float((target.sum(dim=-1) - 1).abs().max())
         if bool((target < 0).any()) or not off <= 1e-3:
             raise ValueError(
-                f"target must hold distributions: no negative entry, rows that sum to 1; one is off by {off}"
+                "target must hold distributions: no negative entry, rows that sum to 1; one is off"
+                f" by {off}"
             )
         stop = torch.zeros(len(tree) + 1, dtype=torch.float64)
         bonus = torch.zeros(target.shape, dtype=torch.float64)
@@ -204,29 +214,41 @@ class Verifier:
         return Verdict(stop.to(target), bonus.to(target))
 
     def outcomes(self, tree: DraftTree, target: Tensor) -> Iterator[tuple[float, Outcome]]:
-        """Every way in which the round can end, with its probability. Arguments as above."""
+        """Every way in which the round can end, with its probability.
+
+        Arguments and errors as in `__call__`, which merges the outcomes that end at one node.
+        """
         self.check(tree, target)
-        seen = target_with_carried(self.carried, tree, target) if self.carried else target
-        return outcomes(lambda rng: self.rule(tree, seen, rng))
+        rows = modified_rows(self.carried, tree, target) if self.carried else target
+        return outcomes(lambda rng: self.rule(tree, rows, rng))
 
     def after(self, tree: DraftTree, target: Tensor, end: Outcome, token: int) -> Verifier:
         """The verifier of the next round, given how this one ended and the token drawn there."""
-        if not self.carried and end.opens is None:
+        if not self.carried and end.carry is None:
             return self
-        carried = carried_after(self.carried, end.opens, tree, target, end.node, token)
+        carried = carried_after_round(self.carried, end.carry, tree, target, end.node, token)
         return replace(self, carried=carried)
 
     def draw(self, tree: DraftTree, target: Tensor, generator: torch.Generator) -> Drawn:
-        """Draw one outcome, visiting only the nodes walked. Arguments as in `__call__`."""
+        """Sample one outcome, reading only the rows of `target` that the rule needs for it.
+
+        Args:
+            tree: as in `__call__`.
+            target: as in `__call__`.
+            generator: where random numbers come from.
+
+        Raises:
+            ValueError: as `check`.
+        """
         self.check(tree, target)
-        seen = target_with_carried(self.carried, tree, target) if self.carried else target
-        end = self.rule(tree, seen, GeneratorRng(generator))
+        rows = modified_rows(self.carried, tree, target) if self.carried else target
+        end = self.rule(tree, rows, GeneratorRng(generator))
         token = draw_one(end.distribution, generator)
         return Drawn(tree.path_to(end.node), token, self.after(tree, target, end, token))
 
 
 class GeneratorRng:
-    """Rng thrown with a generator; uniforms are drawn in blocks, which is cheaper."""
+    """An `Rng` that samples from a generator; uniforms are drawn in blocks, which is cheaper."""
 
     BLOCK = 32
 
@@ -264,7 +286,13 @@ class GeneratorRng:
 
 
 class ScriptedRng:
-    """Rng that follow a script of outcomes and then take the first possible one."""
+    """An `Rng` that returns given outcomes in order, and then always the first possible one.
+
+    Attributes:
+        weight: probability of everything returned so far.
+        taken: outcome of every call.
+        possible: for every call, the outcomes of positive probability.
+    """
 
     def __init__(self, script: list[int]) -> None:
         self.weight = 1.0
@@ -291,7 +319,9 @@ class ScriptedRng:
 def outcomes(procedure: Callable[[Rng], T]) -> Iterator[tuple[float, T]]:
     """Every outcome of a random procedure with its probability.
 
-    The procedure is run once an outcome; it must depend on nothing but its rng.
+    Depth-first over the tree of random choices: the procedure is run once for every leaf, each
+    time with a script of choices up to the branch that is next. It must depend on nothing but its
+    rng.
     """
     script: list[int] | None = []
     while script is not None:

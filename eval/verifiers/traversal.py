@@ -10,15 +10,15 @@ from eval.verifiers.rule import Outcome, Rng
 
 
 def traversal(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
-    """Try every path to its leaf, in draw order, before giving up the prefix it shares.
+    """Test every path down to its leaf, in draw order, before rejecting the prefix it shares.
 
     Implements Weng et al. 2025 (NeurIPS, arXiv:2505.12398). Paper symbols: M_b is the target p, M_s
     the draft q. Lossless; on a chain it is block verification. Paths are merged by prefix: a path
     that repeats a token already tried is rejected, which still uses up its draw.
 
-    A node is entered with the share of probability that its subtree may use, for a child x of a
-    node with share a that is min(1, a p(x)/q(x)). Whatever hangs below, the subtree accepts with
-    exactly that probability; so it may be tried before later siblings, and have any form.
+    Every node has a share, the probability with which its subtree is to be accepted: 1 for the
+    root, and min(1, a p(x)/q(x)) for a child x of a node with share a. A subtree of any form
+    accepts with exactly that probability, so it may be tested before later siblings.
     """
     end = _visit(tree, target, rng, [0], 1.0)
     assert end is not None, "the root accepts"
@@ -41,7 +41,7 @@ def _visit(
                 return end
         last = index == len(children) - 1
         used, share = share, _share_left(share, p, q)
-        # The residual is worked out only where someone needs it.
+        # The residual is computed only where a later sibling or the outcome needs it.
         if share == 0.0 or (last and node and not rng.bernoulli(share)):
             return None
         p = scaled_residual(used, p, q)
@@ -53,7 +53,7 @@ def _visit(
 
 
 def _share_left(share: float, p: Tensor, q: Tensor) -> float:
-    """What a node may still use after a child failed: m / (m + 1 - a), m = sum (a p - q)+."""
+    """Share of a node after a child was rejected: m / (m + 1 - a), m = sum (a p - q)+."""
     if share >= 1.0:
         return 1.0
     mass = float((share * p - q).clamp(min=0.0).sum())
@@ -61,7 +61,7 @@ def _share_left(share: float, p: Tensor, q: Tensor) -> float:
 
 
 def _distribution(tree: DraftTree, child: int, removed: list[int]) -> Tensor:
-    """(V,) what a child's token was drawn from: without the picks before it, if distinct."""
+    """(V,) the distribution that a child's token was drawn from, earlier picks removed."""
     distribution = tree.distribution_of(child)
     if not removed:
         return distribution

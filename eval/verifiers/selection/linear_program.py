@@ -1,4 +1,4 @@
-"""The best shares of a set of pairs: the linear program of Khisti et al., in two sizes."""
+"""The best shares of a set of pairs: the program of Khisti et al. and an equivalent flow."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections import deque
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-Array = NDArray[np.float64]
+from eval.verifiers.selection.arrays import Array
 
 # More pairs than this take minutes and gigabytes (630 tokens).
 MAX_PAIRS = 200_000
@@ -18,13 +17,13 @@ MAX_PAIRS = 200_000
 EPSILON = 1e-15
 
 
-def solve_program(p: Array, sure: Array, masses: Array) -> Array:
-    """Shares of all pairs by a linear program, solved with HiGHS.
+def solve_linear_program(p: Array, sure: Array, masses: Array) -> Array:
+    """Shares of all pairs by the linear program, solved with HiGHS.
 
     Implements equation 9 of Khisti et al. 2025 (arXiv:2410.18234), with p and q swapped: maximise
-    sum_k t_k over shares w in [0, 1] and t_k <= p_k, t_k <= b_k, where b_k is what token k is sure
-    of plus its share of every pair. Shares come back clipped, so that the distribution b that a caller
-    computes from them is exact whatever the solver's tolerance.
+    sum_k t_k over shares w in [0, 1] and t_k <= p_k, t_k <= b_k, where b_k is the mass that goes to
+    token k in any case plus its share of every pair. Shares are clipped to [0, 1], so that the
+    distribution b that a caller computes from them is exact whatever the solver's tolerance.
 
     Args:
         p: (m,) target's probabilities.
@@ -35,7 +34,8 @@ def solve_program(p: Array, sure: Array, masses: Array) -> Array:
         (m, m) share of the pair {i, j} that goes to i; the diagonal is 1/2.
 
     Raises:
-        ValueError: for more pairs than the solver can take.
+        ValueError: for more than `MAX_PAIRS` pairs.
+        RuntimeError: if HiGHS finds no solution.
     """
     size = len(p)
     rows, columns = np.nonzero(np.triu(masses))
@@ -73,13 +73,13 @@ def solve_program(p: Array, sure: Array, masses: Array) -> Array:
     return shares
 
 
-def solve_flow(p: Array, sure: Array, masses: Array, start: Array | None = None) -> Array:
-    """The same shares by augmenting paths: the program is a maximum flow.
+def solve_max_flow(p: Array, sure: Array, masses: Array, start: Array | None = None) -> Array:
+    """The same shares by augmenting paths: the program is a maximum flow problem.
 
-    Pairs supply their mass, tokens take at most p of it. Mass moves along shortest chains of pairs
-    from a token with too much to one with too little until no chain is left, which is when the
-    program is solved, with no solver's tolerance. For the five tokens of Algorithm 2 this takes a
-    fraction of a solver's time; for many it takes the last 1e-7 off a solver's answer.
+    Pairs supply their mass, tokens take at most p of it. Mass is moved along shortest chains of
+    pairs from a token with more than p to one with less until no chain is left; the program is
+    then solved without a solver's tolerance. For the five tokens of Algorithm 2 this takes a
+    fraction of a solver's time; for many it refines a solver's answer, which is good to 1e-7.
 
     Args:
         p: (m,) target's probabilities.
@@ -107,7 +107,7 @@ def solve_flow(p: Array, sure: Array, masses: Array, start: Array | None = None)
 
 
 def _chain(held: Array, surplus: Array) -> list[int] | None:
-    """Shortest chain of tokens along which mass can move from too much to too little."""
+    """Shortest chain of tokens along which surplus mass can move to a token with a deficit."""
     came_from = {int(i): -1 for i in np.flatnonzero(surplus > EPSILON)}
     if not came_from or not (surplus < -EPSILON).any():
         return None

@@ -1,7 +1,7 @@
 """Selecting one of two drafted tokens, by a rule whose distribution is known exactly.
 
-Everything about two drafts X1 ~ q1, X2 ~ q2 depends on the unordered pair they form: the pair
-{i, j} has mass q1(i) q2(j) + q1(j) q2(i), and a rule decides which share of it goes to i. (Khisti
+A rule for two drafts X1 ~ q1, X2 ~ q2 is given by shares of unordered pairs: the pair {i, j} has
+mass q1(i) q2(j) + q1(j) q2(i), and the rule decides which share of it goes to i. (Khisti
 et al. 2025, arXiv:2410.18234, equation 197, lets the share depend on who drew which; averaging
 over that reaches the same distributions with half the variables.)
 """
@@ -11,16 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
-Ids = NDArray[np.int64]
+from eval.verifiers.selection.arrays import Array, Ids
+from eval.verifiers.selection.groups import group_masses
 
 NO_IDS: Ids = np.zeros(0, dtype=np.int64)
-# Ratios p/q from 1/16 to 16 in steps of an eighth of an octave.
-OCTAVES, PER_OCTAVE = 4, 8
-BUCKETS = 2 * OCTAVES * PER_OCTAVE
 
 
 @dataclass(frozen=True)
@@ -28,8 +23,8 @@ class PairRule:
     """Which of two different tokens is selected.
 
     Tokens are sorted into G groups. Between groups there is a share for every pair of groups;
-    within a group the first draft is taken with a fixed probability, except that the tokens of one
-    group may be put in a strict order of preference.
+    within a group the first draft is taken with a constant probability, except that the tokens of
+    one group may be put in a strict order of preference.
 
     Args:
         group: (V,) group of every token.
@@ -61,6 +56,10 @@ class PairRule:
         Implements equations 9, 11 and 196 of Khisti et al. 2025 (198 to 201 for q1 != q2), for
         whatever shares the rule has: token i of group g gets its part of every pair it is in,
         q1(i) sum_h Q2(h) shares[g, h] + q2(i) sum_h Q1(h) shares[g, h].
+
+        Args:
+            q1: (V,) distribution of the first draft.
+            q2: (V,) distribution of the second; the same array as q1 if they are one distribution.
         """
         if len(self.shares) == 1:
             return _mixed(q1, q2, self.first)
@@ -75,10 +74,10 @@ class PairRule:
         return b
 
     def _gains(self, q1: Array, q2: Array) -> tuple[Array, Array]:
-        """(G,) what a group adds to b for every unit of q1, and of q2, that it holds."""
+        """Two arrays (G,): what a group adds to b per unit of q1, and of q2, in it."""
         count = len(self.shares)
-        groups_1 = sums(self.group, q1, count)
-        groups_2 = groups_1 if q1 is q2 else sums(self.group, q2, count)
+        groups_1 = group_masses(self.group, q1, count)
+        groups_2 = groups_1 if q1 is q2 else group_masses(self.group, q2, count)
         within = np.full(count, self.first), np.full(count, 1.0 - self.first)
         if self.ranked.size:  # the order decides there
             ordered = self.group[self.ranked[0]]
@@ -91,8 +90,8 @@ class PairRule:
         )
 
 
-def blind(size: int, first: float) -> PairRule:
-    """Take the first draft with a fixed probability, whatever the tokens are."""
+def constant_rule(size: int, first: float) -> PairRule:
+    """Select the first draft with probability `first` whatever the tokens (of `size`) are."""
     return PairRule(np.zeros(size, dtype=np.int64), np.zeros((1, 1)), first)
 
 
@@ -104,39 +103,14 @@ def pair_masses(q1: Array, q2: Array) -> Array:
     return masses
 
 
-def largest(scores: Array, count: int) -> Ids:
-    """Ids of the largest entries, largest first; all of them if there are fewer."""
-    ids: Ids = torch.from_numpy(scores).topk(min(count, len(scores))).indices.numpy()
-    return ids
-
-
-def groups_by_ratio(p: Array, q: Array, head: Ids) -> Ids:
-    """(V,) a group for every head token, then groups of tokens whose p/q is nearly the same.
-
-    Tokens with one ratio want one preference, so a bucket loses only what its width costs.
-    """
-    # Which bucket a token falls into is a matter of taste: single precision will do.
-    target, draft = torch.from_numpy(p).float(), torch.from_numpy(q).float()
-    octaves = target.div_(draft).log2_().nan_to_num_(nan=0.0)
-    bucket = ((octaves + OCTAVES) * PER_OCTAVE).clamp_(0, BUCKETS - 1)
-    group: Ids = bucket.long().numpy() + len(head)
-    group[head] = np.arange(len(head))
-    return group
-
-
-def sums(group: Ids, distribution: Array, count: int) -> Array:
-    """(G,) mass of every group."""
-    totals: Array = np.bincount(group, distribution, count).astype(np.float64, copy=False)
-    return totals
-
-
 def _mixed(q1: Array, q2: Array, first: float) -> Array:
+    """First q1 + (1 - first) q2; one of them itself where that is the result."""
     if q1 is q2 or first == 1.0:
         return q1
     return q2 if first == 0.0 else first * q1 + (1.0 - first) * q2
 
 
 def _after(masses: Array) -> Array:
-    """Sum of the later entries, for every entry."""
+    """(n,) for every entry the sum of those after it."""
     later: Array = np.cumsum(masses[::-1])[::-1]
     return np.append(later[1:], 0.0)

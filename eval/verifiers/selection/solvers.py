@@ -1,10 +1,10 @@
-"""Which of K drafted tokens goes on to speculative sampling, and the exact distribution of that token.
+"""Selecting one of K drafted tokens by a named solver, with the exact distribution of the choice.
 
 Khisti et al. 2025 (arXiv:2410.18234) show that the best rule for several drafts is a selection
-followed by ordinary speculative sampling whose draft distribution is the selected token's distribution b. Acceptance
-is sum_x min(p, b) at least, so a selection is judged by it. A selection may look at p and at the
-draft's distributions but chooses its form before it sees the tokens, so taking the best of several forms
-costs nothing in exactness.
+followed by ordinary speculative sampling, whose draft distribution is that of the selected token,
+b. Acceptance is at least sum_x min(p, b), so selections are compared by it. A selection is fitted
+to p and the drafts' distributions before the drafted tokens are read, so taking the best of several
+fitted rules is exact as well.
 """
 
 from __future__ import annotations
@@ -15,38 +15,28 @@ from functools import lru_cache, partial
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
-from eval.verifiers.selection.linear_program import solve_flow, solve_program
+from eval.verifiers.selection.arrays import Array, Ids
+from eval.verifiers.selection.groups import BUCKETS, group_masses, groups_by_ratio, largest
+from eval.verifiers.selection.linear_program import solve_linear_program, solve_max_flow
 from eval.verifiers.selection.luce import fit_pair, fit_race
-from eval.verifiers.selection.pairs import (
-    BUCKETS,
-    NO_IDS,
-    PairRule,
-    blind,
-    groups_by_ratio,
-    largest,
-    pair_masses,
-    sums,
-)
+from eval.verifiers.selection.pairs import NO_IDS, PairRule, constant_rule, pair_masses
 
-Array = NDArray[np.float64]
-Ids = NDArray[np.int64]
 Solver = Literal["lp", "truncated", "truncated_nosort", "luce"]
 
-# Tokens that are put in order; the rest hold next to no mass, and a full sort costs milliseconds.
+# Tokens that are put in order; the rest have hardly any mass, and a full sort costs milliseconds.
 RANKED = 512
-# Tokens that are letters of their own where drafts of one distribution meet a large vocabulary.
-LETTERS = 512
-# Tokens with soft shares of their own; the others share theirs with tokens of similar p/q.
-SOFT = 32
-# Selections of vocabularies up to this size are remembered: enumeration asks for the same again.
-REMEMBERED_SIZE, REMEMBERED = 64, 512
+# Tokens that remain single where a large vocabulary is reduced to groups.
+SINGLE = 512
+# Tokens with shares of their own in `_proportional`; the others are grouped by p/q.
+PROPORTIONAL = 32
+# Selections of vocabularies up to this size are cached: enumeration repeats them.
+CACHED_SIZE, CACHED = 64, 512
 
 
 @dataclass(frozen=True)
 class Selection:
-    """One of n drafted tokens, chosen at random.
+    """A random choice of one of n drafted tokens.
 
     Args:
         distribution: (V,) exact distribution b of the selected token.
@@ -58,17 +48,17 @@ class Selection:
 
 
 Select = Callable[[Array, Sequence[Array]], Selection]
-"""(p (V,), the distribution (V,) of every draft) -> Selection. p may be part of a distribution, summing below 1."""
-PairForms = Callable[[Array, Array, Array], Iterator[PairRule]]
-"""(p, q1, q2) -> the forms to choose from."""
+"""(p (V,), the distribution (V,) of every draft) -> Selection. p may sum to less than 1."""
+PairRules = Callable[[Array, Array, Array], Iterator[PairRule]]
+"""(p, q1, q2), each (V,) -> the rules to choose from."""
 
 
 def selector(solver: Solver, s: int) -> Select:
     """The selection of a solver.
 
-    Two drafts are selected from as the solver says; more by a tournament (Remark 3 of the paper),
-    in which the winner so far, whose distribution is known, meets the next draft. Luce selection takes any
-    number of drafts of one distribution at once.
+    From two drafts the solver selects directly; from more by a tournament (Remark 3 of the paper),
+    in which the token selected so far, whose distribution is known, is compared with the next
+    draft. Luce selection handles any number of drafts of one distribution at once.
 
     Args:
         solver: "lp", "truncated", "truncated_nosort" or "luce".
@@ -81,57 +71,57 @@ def selector(solver: Solver, s: int) -> Select:
         raise ValueError(f"solver must be one of {', '.join(get_args(Solver))}; got {solver!r}")
     if not (isinstance(s, int) and s >= 1):
         raise ValueError(f"s must be a whole number from 1, got {s!r}")
-    forms: dict[str, PairForms] = {
+    rules: dict[str, PairRules] = {
         "lp": full_program,
         "truncated": partial(truncated, s=s),
         "truncated_nosort": partial(truncated_nosort, s=s),
         "luce": luce_pair,
     }
-    return _remembering(partial(_select, forms[solver], solver))
+    return _cached(partial(_select, rules[solver], solver))
 
 
 def _select(
-    forms: PairForms, solver: Solver, p: Array, distributions: Sequence[Array]
+    rules: PairRules, solver: Solver, p: Array, distributions: Sequence[Array]
 ) -> Selection:
     alike = all(distribution is distributions[0] for distribution in distributions)
     if solver == "luce" and alike and len(distributions) > 2:
         fitted = fit_race(p, distributions[0], len(distributions))
         return Selection(fitted.distribution, fitted.weights)
-    reducible = solver in ("truncated", "truncated_nosort") and len(p) > LETTERS + BUCKETS
+    reducible = solver in ("truncated", "truncated_nosort") and len(p) > SINGLE + BUCKETS
     if reducible and alike and len(distributions) > 1:
-        return _by_letters(forms, p, distributions)
-    return tournament(forms, p, distributions)
+        return _reduced_tournament(rules, p, distributions)
+    return tournament(rules, p, distributions)
 
 
-def _by_letters(forms: PairForms, p: Array, distributions: Sequence[Array]) -> Selection:
-    """A tournament over a reduced vocabulary, for many drafts of one distribution.
+def _reduced_tournament(rules: PairRules, p: Array, distributions: Sequence[Array]) -> Selection:
+    """A tournament over a reduced vocabulary, for drafts of one distribution.
 
-    A letter is one of the likeliest tokens, or all others of nearly the same p/q. Selection sees
-    letters only, so the selected token of a letter is distributed as q is on that letter.
+    The likeliest tokens remain single, all others are grouped by p/q. The selection depends on
+    groups only, so given its group the selected token is distributed as under q.
     """
     q = distributions[0]
-    letter = groups_by_ratio(p, q, largest(np.maximum(p, q), LETTERS))
-    target, draft = (sums(letter, distribution, LETTERS + BUCKETS) for distribution in (p, q))
-    inner = tournament(forms, target, [draft] * len(distributions))
-    gain = inner.distribution / np.where(draft > 0, draft, 1.0)
+    group = groups_by_ratio(p, q, largest(np.maximum(p, q), SINGLE))
+    target, draft = (group_masses(group, each, SINGLE + BUCKETS) for each in (p, q))
+    reduced = tournament(rules, target, [draft] * len(distributions))
+    gain = reduced.distribution / np.where(draft > 0, draft, 1.0)
     return Selection(
-        q * gain.take(letter), lambda tokens: inner.weights([int(letter[x]) for x in tokens])
+        q * gain.take(group), lambda tokens: reduced.weights([int(group[x]) for x in tokens])
     )
 
 
-def tournament(forms: PairForms, p: Array, distributions: Sequence[Array]) -> Selection:
-    """Select between the first two drafts, then between the winner and the next one, and so on."""
-    distribution, rules = distributions[0], []
-    for challenger in distributions[1:]:
-        rule, distribution = best_form(
-            p, distribution, challenger, forms(p, distribution, challenger)
+def tournament(rules: PairRules, p: Array, distributions: Sequence[Array]) -> Selection:
+    """Select from the first two drafts, then from the selected one and the next, and so on."""
+    distribution, chosen = distributions[0], []
+    for following in distributions[1:]:
+        rule, distribution = best_rule(
+            p, distribution, following, rules(p, distribution, following)
         )
-        rules.append(rule)
+        chosen.append(rule)
 
     def weights(tokens: list[int]) -> list[float]:
         chances = [1.0]
-        for rule, challenger in zip(rules, tokens[1:], strict=True):
-            stays = [rule.prefer(token, challenger) for token in tokens[: len(chances)]]
+        for rule, following in zip(chosen, tokens[1:], strict=True):
+            stays = [rule.prefer(token, following) for token in tokens[: len(chances)]]
             kept = [chance * stay for chance, stay in zip(chances, stays, strict=True)]
             lost = [chance * (1 - stay) for chance, stay in zip(chances, stays, strict=True)]
             chances = [*kept, sum(lost)]
@@ -140,12 +130,13 @@ def tournament(forms: PairForms, p: Array, distributions: Sequence[Array]) -> Se
     return Selection(distribution, weights)
 
 
-def best_form(p: Array, q1: Array, q2: Array, forms: Iterator[PairRule]) -> tuple[PairRule, Array]:
-    """The form that accepts most, with its distribution; taking either draft blindly is always an option."""
-    # One half makes b = q for drafts of one distribution; 1 and 0 keep what the better draft alone reaches.
-    halves = (0.5,) if q1 is q2 else (0.5, 1.0, 0.0)
-    rules = (*forms, *(blind(len(p), first) for first in halves))
-    distributions = [(rule, rule.distribution(q1, q2)) for rule in rules]
+def best_rule(p: Array, q1: Array, q2: Array, rules: Iterator[PairRule]) -> tuple[PairRule, Array]:
+    """The rule with the highest acceptance, constant rules included, and its distribution (V,)."""
+    # One half gives b = q for drafts of one distribution; with 1 and 0 the acceptance is at least
+    # that of the better draft alone.
+    constants = (0.5,) if q1 is q2 else (0.5, 1.0, 0.0)
+    candidates = (*rules, *(constant_rule(len(p), first) for first in constants))
+    distributions = [(rule, rule.distribution(q1, q2)) for rule in candidates]
     return max(distributions, key=lambda pair: float(np.minimum(p, pair[1]).sum()))
 
 
@@ -153,27 +144,28 @@ def full_program(p: Array, q1: Array, q2: Array) -> Iterator[PairRule]:
     """The exact optimum for two drafts (equations 8, 9 and 199)."""
     head = np.flatnonzero((q1 > 0) | (q2 > 0))
     sure, masses = q1[head] * q2[head], pair_masses(q1[head], q2[head])
-    shares = solve_flow(p[head], sure, masses, solve_program(p[head], sure, masses))
-    group = np.zeros(len(p), dtype=np.int64)  # undrafted tokens may be anywhere
+    start = solve_linear_program(p[head], sure, masses)
+    shares = solve_max_flow(p[head], sure, masses, start)
+    group = np.zeros(len(p), dtype=np.int64)  # tokens with q = 0 may be in any group
     group[head] = np.arange(len(head))
     yield PairRule(group, shares)
 
 
 def truncated(p: Array, q1: Array, q2: Array, s: int) -> Iterator[PairRule]:
-    """The truncated program (Algorithm 2, equations 10 to 12), and a softer filling.
+    """The truncated program (Algorithm 2, equations 10 to 12), and a softer variant.
 
-    The s tokens with the largest p - q1 q2 share optimally among themselves. The paper lets them
-    win over all others, and the others rank among themselves by the same score; that distorts b
-    even at p = q. The second form gives every other pair shares in proportion to p/q.
+    Pairs of the s tokens with the largest p - q1 q2 get the optimal shares. In the paper these
+    tokens are preferred to all others, and the others are ordered by the same score; that distorts
+    b even at p = q. The second rule gives every other pair shares in proportion to p/q.
     """
     ranks = largest(p - q1 * q2, RANKED)
-    yield _inner_program(p, q1, q2, ranks[:s], ranks[s:])
-    yield _soft(p, q1, q2, ranks[:s])
+    yield _ordered(p, q1, q2, ranks[:s], ranks[s:])
+    yield _proportional(p, q1, q2, ranks[:s])
 
 
 def truncated_nosort(p: Array, q1: Array, q2: Array, s: int) -> Iterator[PairRule]:
     """The variant of appendix G.1: pairs outside the s best tokens are shared evenly."""
-    yield _inner_program(p, q1, q2, largest(p - q1 * q2, s), NO_IDS)
+    yield _ordered(p, q1, q2, largest(p - q1 * q2, s), NO_IDS)
 
 
 def luce_pair(p: Array, q1: Array, q2: Array) -> Iterator[PairRule]:
@@ -181,13 +173,13 @@ def luce_pair(p: Array, q1: Array, q2: Array) -> Iterator[PairRule]:
     yield fit_pair(p, q1, q2)
 
 
-def _inner_program(p: Array, q1: Array, q2: Array, head: Ids, ranked: Ids) -> PairRule:
-    """Optimal shares inside the head, which wins over everything else."""
+def _ordered(p: Array, q1: Array, q2: Array, head: Ids, ranked: Ids) -> PairRule:
+    """Optimal shares inside the head, which is preferred to `ranked` (in order) and the rest."""
     first, second = q1[head], q2[head]
     rest_1, rest_2 = max(0.0, q1.sum() - first.sum()), max(0.0, q2.sum() - second.sum())
     sure = first * second + first * rest_2 + second * rest_1
-    shares = solve_flow(p[head], sure, pair_masses(first, second))
-    # Groups: every head token, those in order, the rest; the lower number wins.
+    shares = solve_max_flow(p[head], sure, pair_masses(first, second))
+    # Groups: every head token, those in order, the rest; the lower number is preferred.
     size = len(head)
     group = np.full(len(p), size + 1)
     group[ranked] = size
@@ -197,42 +189,39 @@ def _inner_program(p: Array, q1: Array, q2: Array, head: Ids, ranked: Ids) -> Pa
     return PairRule(group, full, ranked=ranked)
 
 
-def _soft(p: Array, q1: Array, q2: Array, inner: Ids) -> PairRule:
-    """Optimal shares inside `inner`; elsewhere i wins over j as p_i/q_i is to p_j/q_j."""
+def _proportional(p: Array, q1: Array, q2: Array, inner: Ids) -> PairRule:
+    """Optimal shares inside `inner`; other pairs {i, j} are shared as p_i/q_i to p_j/q_j."""
     both = q1 if q1 is q2 else (q1 + q2) / 2
     scores = np.maximum(p, both)
     scores[inner] = -1.0
-    head = np.concatenate([inner, largest(scores, min(SOFT, len(p) - len(inner)))])
+    head = np.concatenate([inner, largest(scores, min(PROPORTIONAL, len(p) - len(inner)))])
     group = groups_by_ratio(p, both, head)
     count, m = len(head) + BUCKETS, len(inner)
     target, drafts, first, second = (
-        sums(group, distribution, count) for distribution in (p, both, q1, q2)
+        group_masses(group, distribution, count) for distribution in (p, both, q1, q2)
     )
     odds = np.outer(target, drafts)  # p_i q_j against p_j q_i: no division by q
     total = odds + odds.T
     shares = np.where(total > 0, odds / np.where(total > 0, total, 1.0), 0.5)
     masses = pair_masses(first, second)
     sure = first[:m] * second[:m] + (masses * shares)[:m, m:].sum(axis=1)
-    shares[:m, :m] = solve_flow(p[inner], sure, masses[:m, :m])
+    shares[:m, :m] = solve_max_flow(p[inner], sure, masses[:m, :m])
     return PairRule(group, shares)
 
 
-def _remembering(select: Select) -> Select:
-    """Remember the selections of small vocabularies."""
+def _cached(select: Select) -> Select:
+    """Cache the selections of small vocabularies."""
 
-    @lru_cache(maxsize=REMEMBERED)
+    @lru_cache(maxsize=CACHED)
     def small(p: bytes, distributions: tuple[bytes, ...]) -> Selection:
-        # One array for each distinct distribution, so that equal distributions are recognised; writable, for torch.
-        arrays = {
-            distribution: np.frombuffer(distribution).copy() for distribution in distributions
-        }
-        return select(
-            np.frombuffer(p).copy(), [arrays[distribution] for distribution in distributions]
-        )
+        # One array for each distinct distribution, so that equal ones are recognised by identity;
+        # copies, because torch wants writable arrays.
+        arrays = {each: np.frombuffer(each).copy() for each in distributions}
+        return select(np.frombuffer(p).copy(), [arrays[each] for each in distributions])
 
-    def remembered(p: Array, distributions: Sequence[Array]) -> Selection:
-        if len(p) > REMEMBERED_SIZE:
+    def cached(p: Array, distributions: Sequence[Array]) -> Selection:
+        if len(p) > CACHED_SIZE:
             return select(p, distributions)
-        return small(p.tobytes(), tuple(distribution.tobytes() for distribution in distributions))
+        return small(p.tobytes(), tuple(each.tobytes() for each in distributions))
 
-    return remembered
+    return cached
