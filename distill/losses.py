@@ -1,9 +1,9 @@
-"""What a draft is distilled with: six divergences between the target's distribution p and the draft's q.
+"""What a draft is distilled with: six divergences between the distributions p and q.
 
 All share one signature, `(draft_logits, target_logits, mask) -> scalar`: the mean over the
-positions where `mask` is true of a divergence between p = softmax(target_logits) and
-q = softmax(draft_logits). Gradients reach the draft only. Both distributions must already be warped as in
-serving (temperature; for p also truncation, a logit of -inf is a probability of 0).
+positions where `mask` is true of a divergence between the target's p = softmax(target_logits) and
+the draft's q = softmax(draft_logits). Gradients reach the draft only. Both must already be warped
+as in serving (temperature; for p also truncation, a logit of -inf is a probability of 0).
 
 Everything is computed from log probabilities in float32 (float64 stays float64), so that saturated
 logits give finite values and gradients. z are the draft's logits, s_j = 1[q_j > p_j] and
@@ -17,12 +17,14 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from distill.config import Objective
+
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # Smaller log probabilities count as this: a single -inf, as of a padding id that only one model
 # has, would make a divergence infinite. No trained logit comes near it.
 _LOG_FLOOR = -1e4
-# Reverse KL charges q log(1/p) for mass where p is 0; float32 distributions end at about exp(-100) anyway.
+# Reverse KL charges q log(1/p) for mass where p is 0; float32 probabilities end at about exp(-100).
 _REVERSE_FLOOR = -100.0
 
 JS_BETA = 0.5
@@ -103,7 +105,7 @@ def lk_hybrid(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tens
     return _masked_mean(divergence, mask)
 
 
-LOSSES: Mapping[str, Loss] = {
+LOSSES: Mapping[Objective, Loss] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
     "js": js,

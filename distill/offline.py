@@ -12,7 +12,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,53 +21,25 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
+from distill.config import DistilConfig, Objective
 from distill.losses import LOSSES
 from distill.training import (
     Schedule,
-    check_settings,
-    join_processes,
-    run,
     save_model,
+    train_resumably,
     training_arguments,
 )
-from specdata.errors import ConfigError
 from specdata.models import known_ids, load_model, load_tokenizer
-from specdata.probability import SamplingConfig, overlap, probabilities, to_vocabulary
+from specdata.probability import overlap, probabilities, to_vocabulary
+from specdata.processes import join_processes
+from specdata.sampling import SamplingConfig
 from specdata.storage.files import atomic_folder, write_json
+from specdata.storage.resume import Settings, as_settings, defaults_of
 from specdata.vocabulary import check_shared_vocabulary
 
 SETTINGS_FILE = "training.json"
 RESULT_FILE = "distillation.json"
 IGNORED = -100  # the Trainer counts the labels that differ from it
-
-
-@dataclass(frozen=True, slots=True)
-class DistilConfig:
-    """What the draft is trained to minimise, how long and how fast."""
-
-    objective: str = field(default="lk_hybrid", metadata={"help": f"the loss: {', '.join(LOSSES)}"})
-    epochs: float = field(default=3.0, metadata={"help": "passes over the training rollouts"})
-    batch_size: int = field(default=8, metadata={"help": "rollouts in a step of one process"})
-    accumulation: int = field(
-        default=1, metadata={"help": "batches added up before an optimizer step"}
-    )
-    learning_rate: float = field(default=1e-4, metadata={"help": "largest learning rate"})
-    warmup_ratio: float = field(
-        default=0.1, metadata={"help": "share of the steps over which the learning rate rises"}
-    )
-    save_steps: int = field(
-        default=100, metadata={"help": "steps between checkpoints, from which a killed run goes on"}
-    )
-
-    def __post_init__(self) -> None:
-        if self.objective not in LOSSES:
-            choices = ", ".join(LOSSES)
-            raise ConfigError(f"objective must be one of {choices}, got {self.objective!r}")
-        for name, value in asdict(self).items():
-            if name not in ("objective", "warmup_ratio") and not 0 < value < math.inf:
-                raise ConfigError(f"draft.{name} must be above 0, got {value}")
-        if not 0 <= self.warmup_ratio < 1:
-            raise ConfigError(f"draft.warmup_ratio must lie in [0, 1), got {self.warmup_ratio}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +90,26 @@ def distil(
         ManifestError: if `out` or its checkpoints were made with other settings.
         ValueError: if a data set is empty.
     """
-    settings = _settings(str(target), str(draft), train, dev, config, sampling, seed)
-    settings["teacher_dtype"] = teacher_dtype
+    for name, rollouts in (("train", train), ("dev", dev)):
+        if len(rollouts) == 0:
+            raise ValueError(f"{name} must hold at least one rollout, it is empty")
+    settings = Settings(
+        {
+            "target": str(target),
+            "draft": str(draft),
+            "config": as_settings(config),
+            "sampling": as_settings(sampling),
+            "seed": seed,
+            "train": _content(train),
+            "dev": _content(dev),
+            "teacher_dtype": teacher_dtype,
+        },
+        defaults_of(DistilConfig, "config") | defaults_of(SamplingConfig, "sampling"),
+        remedy=f"choose another output folder, or remove {out} and {_work(out)}",
+    )
     if out.exists():
         shutil.rmtree(_work(out), ignore_errors=True)  # of a run killed right before its end
-        check_settings(out / SETTINGS_FILE, settings)
+        settings.check_file(out / SETTINGS_FILE)
         return DistilResult(**json.loads((out / RESULT_FILE).read_text("utf-8")))
     state = join_processes()
     tokenizer = load_tokenizer(str(target))
@@ -134,7 +121,7 @@ def distil(
     before = mean_acceptance(teacher, plain, dev, sampling) if state.is_main_process else None
 
     trainer = draft_trainer(teacher, student, train, out, config, sampling, seed)
-    run(trainer, _work(out), settings, label="distilling the draft")
+    train_resumably(trainer, _work(out), settings, label="distilling the draft")
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if before is not None:
         plain.load_state_dict(weights)
@@ -143,7 +130,7 @@ def distil(
         with atomic_folder(out) as temporary:
             save_model(plain, temporary)
             tokenizer.save_pretrained(temporary)
-            write_json(temporary / SETTINGS_FILE, settings)
+            settings.write(temporary / SETTINGS_FILE)
             write_json(temporary / RESULT_FILE, asdict(result))
         shutil.rmtree(_work(out))
     state.wait_for_everyone()
@@ -196,7 +183,12 @@ class _DistilTrainer(Trainer):  # type: ignore[misc]
     """The Trainer with one method changed: the loss compares the draft with its teacher."""
 
     def __init__(
-        self, *, teacher: PreTrainedModel, objective: str, sampling: SamplingConfig, **rest: Any
+        self,
+        *,
+        teacher: PreTrainedModel,
+        objective: Objective,
+        sampling: SamplingConfig,
+        **rest: Any,
     ) -> None:
         super().__init__(**rest)
         self.student: PreTrainedModel = rest["model"]  # `model` may be wrapped by an engine
@@ -268,30 +260,6 @@ def draft_trainer(
 
 def _work(out: Path) -> Path:
     return out.with_name(f"{out.name}.training")
-
-
-def _settings(
-    target: str,
-    draft: str,
-    train: Dataset,
-    dev: Dataset,
-    config: DistilConfig,
-    sampling: SamplingConfig,
-    seed: int,
-) -> dict[str, Any]:
-    """All that the trained draft depends on."""
-    for name, rollouts in (("train", train), ("dev", dev)):
-        if len(rollouts) == 0:
-            raise ValueError(f"{name} must hold at least one rollout, it is empty")
-    return {
-        "target": target,
-        "draft": draft,
-        "config": asdict(config),
-        "sampling": asdict(sampling),
-        "seed": seed,
-        "train": _content(train),
-        "dev": _content(dev),
-    }
 
 
 def _content(rollouts: Dataset) -> str:

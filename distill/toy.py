@@ -1,16 +1,14 @@
-"""The embedded pair: a deep target and a shallow base draft, trained from scratch on `toy` text.
+"""The embedded pair: a deep target and a shallow base draft, trained from scratch.
 
-Both become ordinary model folders, so that nothing after this stage knows where they came from.
+Both become ordinary model folders, which later stages treat as any other pair.
 """
 
 from __future__ import annotations
 
 import math
 import shutil
-from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from datasets import Dataset
@@ -25,44 +23,14 @@ from transformers import (
     set_seed,
 )
 
-from distill.training import Schedule, check_settings, run, save_model, training_arguments
-from specdata.storage.files import atomic_folder, write_json
+from distill.config import ToyPairConfig
+from distill.training import Schedule, save_model, train_resumably, training_arguments
+from specdata.storage.files import atomic_folder
+from specdata.storage.resume import Settings, defaults_of
 from specdata.toy.corpus import corpus
 from specdata.toy.tokenizer import train_tokenizer
 
 SETTINGS_FILE = "training.json"
-
-
-@dataclass(frozen=True, slots=True)
-class ToyPairConfig:
-    """The two models and how long they train; the defaults take minutes on two cores."""
-
-    vocab_size: int = field(default=2048, metadata={"help": "tokens of the shared vocabulary"})
-    examples_per_family: int = field(
-        default=2000, metadata={"help": "training documents of each prompt family"}
-    )
-    library_characters: int = field(
-        default=100_000, metadata={"help": "library text in the training documents, at most"}
-    )
-    block_size: int = field(default=128, metadata={"help": "tokens of one packed training block"})
-    batch_size: int = field(default=4, metadata={"help": "blocks of one training step"})
-    target_layers: int = field(default=12, metadata={"help": "layers of the target"})
-    target_width: int = field(default=256, metadata={"help": "hidden size of the target"})
-    target_steps: int = field(default=450, metadata={"help": "training steps of the target"})
-    target_learning_rate: float = field(
-        default=3e-3, metadata={"help": "largest learning rate of the target"}
-    )
-    draft_layers: int = field(default=1, metadata={"help": "layers of the draft"})
-    draft_width: int = field(default=128, metadata={"help": "hidden size of the draft"})
-    draft_steps: int = field(
-        default=400, metadata={"help": "training steps of the base draft; distillation goes on"}
-    )
-    draft_learning_rate: float = field(
-        default=4e-3, metadata={"help": "largest learning rate of the draft"}
-    )
-    save_steps: int = field(
-        default=100, metadata={"help": "steps between checkpoints, from which a killed run goes on"}
-    )
 
 
 def train_toy_pair(folder: Path, config: ToyPairConfig, *, seed: int) -> None:
@@ -79,12 +47,14 @@ def train_toy_pair(folder: Path, config: ToyPairConfig, *, seed: int) -> None:
     for name in ("target", "draft"):
         # A model depends on the settings of its own and the shared ones only.
         other = {"target": "draft_", "draft": "target_"}[name]
-        settings: dict[str, Any] = {
-            key: value for key, value in asdict(config).items() if not key.startswith(other)
-        }
-        settings["seed"] = seed
+        own = {key: v for key, v in config.model_dump().items() if not key.startswith(other)}
+        settings = Settings(
+            {**own, "seed": seed},
+            defaults_of(ToyPairConfig),
+            remedy=f"choose another output folder, or remove {folder}",
+        )
         if (folder / name).exists():
-            check_settings(folder / name / SETTINGS_FILE, settings)
+            settings.check_file(folder / name / SETTINGS_FILE)
         else:
             _train(folder / name, config, settings, seed=seed)
 
@@ -95,7 +65,7 @@ def language_model(
     """Return a Llama with random weights, tied embeddings and heads of 64 (32 if narrow).
 
     Weights start at about 1/sqrt(width), and layers add to the residual stream at 1/sqrt(2 layers)
-    of that. At the usual 0.02 a narrow deep model spends its whole short training waking up.
+    of that. With the usual 0.02, a narrow deep model learns too slowly for so short a training.
     """
     head_size = 64 if width % 64 == 0 and width > 128 else min(32, width)
     set_seed(seed)
@@ -130,7 +100,7 @@ def language_model(
     return model
 
 
-def packed(texts: list[str], tokenizer: PreTrainedTokenizerBase, block_size: int) -> Dataset:
+def token_blocks(texts: list[str], tokenizer: PreTrainedTokenizerBase, block_size: int) -> Dataset:
     """Return blocks of `block_size` tokens: the documents in a row, each ended by the end token."""
     documents = tokenizer(texts)["input_ids"]
     end = [tokenizer.eos_token_id]
@@ -142,14 +112,14 @@ def packed(texts: list[str], tokenizer: PreTrainedTokenizerBase, block_size: int
     return Dataset.from_dict({"input_ids": blocks, "labels": blocks})
 
 
-def _train(path: Path, config: ToyPairConfig, settings: dict[str, Any], *, seed: int) -> None:
+def _train(path: Path, config: ToyPairConfig, settings: Settings, *, seed: int) -> None:
     texts = corpus(
         seed=seed,
         examples_per_family=config.examples_per_family,
         library_characters=config.library_characters,
     )
     target = path.name == "target"
-    # The draft speaks the very tokens of the target.
+    # The draft shares the target's tokenizer.
     tokenizer = (
         train_tokenizer(texts, config.vocab_size)
         if target
@@ -172,14 +142,14 @@ def _train(path: Path, config: ToyPairConfig, settings: dict[str, Any], *, seed:
     trainer = Trainer(
         model=model,
         args=training_arguments(work, schedule, seed=seed),
-        train_dataset=packed(texts, tokenizer, config.block_size),
+        train_dataset=token_blocks(texts, tokenizer, config.block_size),
         data_collator=default_data_collator,
     )
-    run(trainer, work, settings, label=f"training the {path.name}")
+    train_resumably(trainer, work, settings, label=f"training the {path.name}")
     with atomic_folder(path) as temporary:
         save_model(model, temporary)
         tokenizer.save_pretrained(temporary)
-        write_json(temporary / SETTINGS_FILE, settings)
+        settings.write(temporary / SETTINGS_FILE)
     shutil.rmtree(work)
     del trainer
     torch.cuda.empty_cache()

@@ -6,7 +6,6 @@ reached, so its final weights are those of an uninterrupted run.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import get_int_from_env, parse_flag_from_env
 from tqdm.auto import tqdm
 from transformers import (
     PreTrainedModel,
@@ -30,9 +27,9 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from specdata.errors import ManifestError
+from specdata.processes import join_processes
 from specdata.storage.files import write_json
-from specdata.storage.manifest import differences
+from specdata.storage.resume import Settings
 
 # Written last, so its existence means that every rank has written its part of the checkpoint.
 _COMPLETE = "complete.json"
@@ -40,7 +37,16 @@ _COMPLETE = "complete.json"
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How long and how fast to train, in optimizer steps."""
+    """How long and how fast a language model trains.
+
+    Attributes:
+        steps: optimizer steps in all.
+        batch_size: rows of one forward in one process.
+        learning_rate: the largest, reached after the warm-up; a cosine takes it to 0.
+        warmup_ratio: share of the steps over which it rises from 0.
+        save_steps: optimizer steps between checkpoints.
+        accumulation: forwards added up before an optimizer step.
+    """
 
     steps: int
     batch_size: int
@@ -48,18 +54,6 @@ class Schedule:
     warmup_ratio: float
     save_steps: int
     accumulation: int = 1
-
-
-def join_processes() -> PartialState:
-    """Join the processes of this run; call it before models are loaded, to have the right device.
-
-    On the CPU accelerate needs the backend named, or DeepSpeed's ranks start as worlds of their
-    own, and needs `cpu` exactly without DeepSpeed: with it, DeepSpeed turns into plain DDP.
-    """
-    launched = get_int_from_env(["WORLD_SIZE"], 1) > 1
-    if not launched or torch.cuda.is_available():
-        return PartialState()
-    return PartialState(cpu=not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"), backend="gloo")
 
 
 def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> TrainingArguments:
@@ -101,23 +95,23 @@ def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> Training
     return arguments
 
 
-def run(trainer: Trainer, work: Path, settings: dict[str, Any], *, label: str) -> None:
+def train_resumably(trainer: Trainer, work: Path, settings: Settings, *, label: str) -> None:
     """Train to the end, from the newest complete checkpoint in `work` if there is one.
 
     Args:
         trainer: ready to train, with `training_arguments(work, ...)`.
         work: folder of the checkpoints; the caller deletes it when the result is saved.
-        settings: what the result depends on (JSON); checkpoints of other settings are refused.
+        settings: what the result depends on; checkpoints of other settings are refused.
         label: shown beside the progress bar.
 
     Raises:
         ManifestError: if `work` was started with other settings.
     """
     with join_processes().main_process_first():
-        check_settings(work / "settings.json", settings)
+        settings.check_file(work / "settings.json")
         if trainer.is_world_process_zero():
             work.mkdir(parents=True, exist_ok=True)
-            write_json(work / "settings.json", settings)
+            settings.write(work / "settings.json")
             for checkpoint in work.glob("checkpoint-*"):
                 if not (checkpoint / _COMPLETE).is_file():
                     shutil.rmtree(checkpoint)
@@ -146,22 +140,6 @@ def _no_shard_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def check_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Refuse to go on with files that were made with other settings.
-
-    Raises:
-        ManifestError: if `path` holds settings that differ.
-    """
-    if not path.is_file():
-        return
-    stored = json.loads(path.read_text("utf-8"))
-    if changed := differences(stored, json.loads(json.dumps(settings))):
-        raise ManifestError(
-            f"{path.parent} was made with other settings; delete that folder or use another one. "
-            "Stored -> asked:\n  " + "\n  ".join(changed)
-        )
 
 
 def _step(checkpoint: Path) -> int:

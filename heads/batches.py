@@ -19,9 +19,9 @@ from heads.mixing import (
     MixedRow,
     blank,
     collate,
-    derived_generator,
 )
 from specdata.errors import ConfigError
+from specdata.seeds import numpy_generator_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,13 @@ class LabelRows:
         digest = hashlib.sha256()
         prompts: list[int] = []
         completions: list[int] = []
-        for table in columns.with_format("arrow").iter(batch_size=1024):
+        for rows in columns.with_format("arrow").iter(batch_size=1024):
             sink = pa.BufferOutputStream()
-            with pa.ipc.new_stream(sink, table.schema) as writer:
-                writer.write_table(table.combine_chunks())
+            with pa.ipc.new_stream(sink, rows.schema) as writer:
+                writer.write_table(rows.combine_chunks())
             digest.update(sink.getvalue())
-            prompts += pc.list_value_length(table["prompt_ids"]).to_pylist()
-            completions += pc.list_value_length(table["completion_ids"]).to_pylist()
+            prompts += pc.list_value_length(rows["prompt_ids"]).to_pylist()
+            completions += pc.list_value_length(rows["completion_ids"]).to_pylist()
         lengths = enumerate(zip(prompts, completions, strict=True))
         usable = [i for i, (prompt, rest) in lengths if prompt < max_length and rest > 0]
         if not usable:
@@ -84,15 +84,15 @@ class LabelRows:
 
     def epoch(self, seed: int, epoch: int, batch_size: int) -> Iterator[list[LabelRow]]:
         """Yield the global batches of one epoch, shuffled; the last one may be short."""
-        order = derived_generator("order", seed, epoch).permutation(len(self))
+        order = numpy_generator_for("order", seed, epoch).permutation(len(self))
         for start in range(0, len(self), batch_size):
             yield [self[int(position)] for position in order[start : start + batch_size]]
 
 
 def micro_batches(
-    rows: Sequence[MixedRow], *, size: int, rounds: int, process: int, processes: int
+    rows: Sequence[MixedRow], *, size: int, count: int, process: int, processes: int
 ) -> Iterator[MixedBatch]:
-    """Yield one process's part of a global batch, in `rounds` padded micro-batches.
+    """Yield one process's part of a global batch, in `count` padded micro-batches.
 
     Where rows run out, rows without labels fill up: every process computes equally many
     micro-batches of equal size, as collective operations require, and the sum does not change.
@@ -100,17 +100,17 @@ def micro_batches(
     Args:
         rows: the whole batch, the same on every process.
         size: rows a micro-batch.
-        rounds: micro-batches; size * rounds * processes must hold all rows.
+        count: micro-batches a process; size * count * processes must hold all rows.
         process: index of this process.
         processes: how many there are.
     """
     ordered = sorted(rows, key=lambda row: row.input_ids.numel())  # like lengths pad less
-    ordered += [blank(ordered[0])] * (size * rounds * processes - len(ordered))
-    for turn in range(rounds):
-        start = (turn * processes + process) * size
+    ordered += [blank(ordered[0])] * (size * count * processes - len(ordered))
+    for index in range(count):
+        start = (index * processes + process) * size
         yield collate(ordered[start : start + size])
 
 
-def rounds_for(rows: int, *, size: int, processes: int) -> int:
+def micro_batch_count(rows: int, *, size: int, processes: int) -> int:
     """How many micro-batches a process needs for so many rows."""
     return math.ceil(rows / (size * processes))

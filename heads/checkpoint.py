@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from specdata.errors import ManifestError
 from specdata.storage.files import atomic_write
+from specdata.storage.resume import Settings
 
 CHECKPOINTS_KEPT = 2
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -31,7 +33,7 @@ class Checkpoint:
 
     Attributes:
         step: updates done.
-        run: digest of configuration, seed, data and draft.
+        settings: all that the weights depend on, as stored (`specdata.storage.resume`).
         notes: JSON values to carry along.
         weights: head parameters by name.
         moments: Adam's moments, `moments["exp_avg"]` and `moments["exp_avg_sq"]` by name.
@@ -39,7 +41,7 @@ class Checkpoint:
     """
 
     step: int
-    run: str
+    settings: Mapping[str, Any]
     notes: dict[str, Any]
     weights: dict[str, Tensor]
     moments: dict[str, dict[str, Tensor]]
@@ -47,8 +49,8 @@ class Checkpoint:
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
-    found = ((re.fullmatch(r"step-(\d+)\.safetensors", p.name), p) for p in folder.glob("step-*"))
-    return sorted((int(match[1]), path) for match, path in found if match)
+    names = ((re.fullmatch(r"step-(\d+)\.safetensors", p.name), p) for p in folder.glob("step-*"))
+    return sorted((int(match[1]), path) for match, path in names if match)
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
@@ -59,7 +61,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     tensors["losses"] = checkpoint.losses
     metadata = {
         "step": str(checkpoint.step),
-        "run": checkpoint.run,
+        "settings": json.dumps(checkpoint.settings),
         "notes": json.dumps(checkpoint.notes),
     }
     with atomic_write(folder / f"step-{checkpoint.step:08d}.safetensors") as temporary:
@@ -70,31 +72,30 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
         path.unlink()
 
 
-def latest_checkpoint(folder: Path, run: str) -> Checkpoint | None:
+def latest_checkpoint(folder: Path, settings: Settings) -> Checkpoint | None:
     """Read the newest checkpoint, or None if there is none.
 
     Raises:
-        ManifestError: if it belongs to a run with another configuration, seed, data or draft.
+        ManifestError: if it was made with other settings, or not by this program.
     """
-    found = _steps(folder)
-    if not found:
+    steps = _steps(folder)
+    if not steps:
         return None
-    path = found[-1][1]
+    path = steps[-1][1]
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, not a dict
-    if metadata["run"] != run:
-        raise ManifestError(
-            f"{path} belongs to a run with another configuration, seed, data or draft; "
-            f"delete {folder.parent} or choose another output folder"
-        )
+    if "settings" not in metadata:
+        raise ManifestError(f"{path} is of an older version: {settings.remedy}")
+    stored = json.loads(metadata["settings"])
+    settings.check(stored, path)
 
     def group(prefix: str) -> dict[str, Tensor]:
         return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
 
     return Checkpoint(
         step=int(metadata["step"]),
-        run=run,
+        settings=stored,
         notes=json.loads(metadata["notes"]),
         weights=group("weight."),
         moments={moment: group(f"{moment}.") for moment in MOMENTS},

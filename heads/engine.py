@@ -1,10 +1,9 @@
-"""Where training runs: one process, DDP or DeepSpeed, all through accelerate."""
+"""Where head training runs: one process, DDP or DeepSpeed, all through accelerate."""
 
 from __future__ import annotations
 
-import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,61 +11,28 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import is_initialized
-from accelerate.utils import (
-    DistributedType,
-    InitProcessGroupKwargs,
-    get_int_from_env,
-    parse_flag_from_env,
-)
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from heads.checkpoint import MOMENTS, Checkpoint
 from heads.model import AcceptanceHead
-
-logger = logging.getLogger(__name__)
+from specdata.processes import join_processes
 
 
 def start_accelerator() -> Accelerator:
     """Join the processes that the launcher started.
 
     Raises:
-        RuntimeError: if the launcher asked for DeepSpeed or for several processes and accelerate
-            silently settled for less.
+        RuntimeError: if the launcher's DeepSpeed or processes were silently lost.
     """
-    wanted = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
-    ranked = get_int_from_env(["LOCAL_RANK"], -1) >= 0
-    gloo = ranked and not torch.cuda.is_available()
-    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
-    if on_cpu and not ranked and get_int_from_env(["MASTER_PORT"], 0):
-        logger.warning(
-            "accelerate was asked for several CPU processes and started one, as it does without "
-            "mpirun; the result is the same, and launch/cpu-2.yaml starts two"
-        )
-    accelerator = Accelerator(
-        # Without a GPU accelerate must be told both, or each process trains alone: the backend
-        # under DeepSpeed, and that the processes are on the CPU otherwise.
-        cpu=gloo and not wanted,
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if gloo else None,
-        # The head is float32 and leaves autocast by itself; an accelerator that the process already
-        # has, from a trainer that ran before, cannot be changed and need not be.
-        mixed_precision=None if is_initialized() else "no",
-    )
-    if wanted and accelerator.distributed_type != DistributedType.DEEPSPEED:
-        raise RuntimeError(
-            "the launcher asked for DeepSpeed but accelerate runs without it; without a GPU, unset "
-            "ACCELERATE_USE_CPU, do not pass --cpu, and set DS_ACCELERATOR=cpu"
-        )
-    asked = get_int_from_env(["WORLD_SIZE"], 1)
-    if accelerator.num_processes != asked:
-        raise RuntimeError(
-            f"the launcher started {asked} processes but they formed a group of "
-            f"{accelerator.num_processes}; check MASTER_ADDR and MASTER_PORT"
-        )
-    return accelerator
+    join_processes()
+    # The head is float32 and leaves autocast by itself; an accelerator that the process already
+    # has, from a trainer that ran before, cannot be changed and need not be.
+    return Accelerator(mixed_precision=None if is_initialized() else "no")
 
 
 @dataclass(slots=True)
-class Engine:
+class TrainingEngine:
     """A head ready to train.
 
     Attributes:
@@ -91,7 +57,7 @@ class Engine:
         ddp = isinstance(self.model, nn.parallel.DistributedDataParallel)
         return "ddp" if ddp else "single"
 
-    def update(self, loss: Tensor, *, max_norm: float) -> None:
+    def backward(self, loss: Tensor, *, max_norm: float) -> None:
         """Back-propagate one micro-batch; step the optimizer on the last one of a batch."""
         self.accelerator.backward(loss)
         if self.accelerator.sync_gradients:
@@ -128,7 +94,7 @@ def prepare(
     micro_batch_size: int,
     accumulation: int,
     max_norm: float,
-) -> Engine:
+) -> TrainingEngine:
     """Wrap a head and a new Adam for the accelerator; batch sizes are ours, not the launcher's.
 
     Args:
@@ -142,7 +108,7 @@ def prepare(
     optimizer = torch.optim.Adam(head.parameters())
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         model, optimizer = accelerator.prepare(head.to(accelerator.device), optimizer)
-        return Engine(accelerator, head, model, optimizer, None)
+        return TrainingEngine(accelerator, head, model, optimizer, None)
     from deepspeed import DeepSpeedEngine  # here, because it is heavy and rarely needed
 
     plugin = accelerator.state.deepspeed_plugin
@@ -157,10 +123,10 @@ def prepare(
     model, optimizer = accelerator.prepare(head, optimizer)
     if not isinstance(model, DeepSpeedEngine):
         raise RuntimeError(f"accelerate wrapped the head in {type(model).__name__}, not DeepSpeed")
-    return Engine(accelerator, head, model, optimizer, model.zero_optimization_stage())
+    return TrainingEngine(accelerator, head, model, optimizer, model.zero_optimization_stage())
 
 
-def _whole(engine: Engine, parameter: Any, moment: str | None) -> Tensor:
+def _whole(engine: TrainingEngine, parameter: Any, moment: str | None) -> Tensor:
     """A parameter (moment None) or one of its moments, gathered from all processes."""
     if engine.zero_stage:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -175,12 +141,12 @@ def _whole(engine: Engine, parameter: Any, moment: str | None) -> Tensor:
     return value.detach().cpu().clone().contiguous()
 
 
-def whole_weights(engine: Engine) -> dict[str, Tensor]:
+def whole_weights(engine: TrainingEngine) -> dict[str, Tensor]:
     """The head's parameters by name; every process must call this."""
     return {name: _whole(engine, value, None) for name, value in engine.head.named_parameters()}
 
 
-def whole_moments(engine: Engine) -> dict[str, dict[str, Tensor]]:
+def whole_moments(engine: TrainingEngine) -> dict[str, dict[str, Tensor]]:
     """Adam's moments by kind and name; every process must call this, after the first step."""
     named = dict(engine.head.named_parameters())
     return {
@@ -189,16 +155,21 @@ def whole_moments(engine: Engine) -> dict[str, dict[str, Tensor]]:
     }
 
 
-def restore_moments(engine: Engine, checkpoint: Checkpoint) -> None:
+def restore_moments(
+    engine: TrainingEngine, checkpoint: Checkpoint, features: Sequence[Tensor]
+) -> None:
     """Put Adam back where it was; the weights go into the head before `prepare`.
 
-    Optimizers create their state in the first step, so one step at rate 0 is taken to have it.
+    Args:
+        engine: with the weights of the checkpoint.
+        checkpoint: holds the moments and the number of updates.
+        features: any arguments of the head. Optimizers create their state in the first step, so one
+            step at rate 0 is taken to have it.
     """
     engine.set_learning_rate(0.0)
-    nothing = torch.zeros(1, engine.head.hidden_size, device=engine.accelerator.device)
     for _ in range(engine.accelerator.gradient_accumulation_steps):
         with engine.accelerator.accumulate(engine.model):
-            engine.update(0.0 * engine.model(nothing).sum(), max_norm=1.0)
+            engine.backward(0.0 * engine.model(*features).sum(), max_norm=1.0)
     for state in engine.optimizer.state.values():
         state["step"].fill_(checkpoint.step)
     for moment in MOMENTS:
@@ -206,7 +177,7 @@ def restore_moments(engine: Engine, checkpoint: Checkpoint) -> None:
             _set_moment(engine, parameter, moment, checkpoint.moments[moment][name])
 
 
-def _set_moment(engine: Engine, parameter: Any, moment: str, value: Tensor) -> None:
+def _set_moment(engine: TrainingEngine, parameter: Any, moment: str, value: Tensor) -> None:
     value = value.to(engine.accelerator.device)
     if not engine.zero_stage:
         engine.optimizer.state[parameter][moment].copy_(value)

@@ -1,44 +1,85 @@
-"""The training loop of a head, and its evaluation, over any engine.
+"""The training loop of a head, and its evaluation, in one process, under DDP or DeepSpeed.
 
 The loss of a batch is a sum over its drafted tokens divided by the mass of the whole batch, which
 every process knows from the labels, so neither accumulation nor the number of processes changes it.
+
+Drafts train in `transformers.Trainer` (package `distill`). A head does not, because of the
+Trainer's checkpoints: they are pickles, and depend on the engine. A Trainer (transformers 5.23)
+trains the same head, to the bit in one process. But a training that begins under ZeRO-2 and goes on
+in one process finds no optimizer state there, starts Adam anew without a warning, and ends 1.2e-2
+from the weights that it should have, where 1e-5 is allowed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import tqdm
 from torch import Tensor
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from heads.batches import LabelRows, micro_batches, rounds_for
+from heads.batches import LabelRows, micro_batch_count, micro_batches
 from heads.checkpoint import Checkpoint, save_checkpoint
-from heads.config import HeadConfig, learning_rate
-from heads.engine import Engine, restore_moments, whole_moments, whole_weights
-from heads.hidden import hidden_states
+from heads.config import HeadConfig
+from heads.engine import TrainingEngine, restore_moments, whole_moments, whole_weights
+from heads.inputs import HeadInputs
 from heads.loss import HeadMetrics, head_metrics, loss_mass, weighted_bce
 from heads.mixing import LabelRow, MixedBatch, MixedRow, mix
+from specdata.lm_head import hidden_states
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+def learning_rates(steps: int, config: HeadConfig) -> list[float]:
+    """The rate of each of `steps` updates, and the 0 after them: (steps + 1,).
+
+    Linear from peak / warm-up steps to the peak, then a cosine down to 0. It is listed beforehand,
+    because a resumed run then needs nothing but its step. transformers' cosine schedule would begin
+    at 0 and so waste the first update.
+    """
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate)
+    warmup = math.ceil(config.warmup_ratio * steps)
+    schedules: list[LRScheduler] = [CosineAnnealingLR(optimizer, T_max=max(1, steps - warmup))]
+    if warmup:
+        rise = LinearLR(optimizer, start_factor=1.0 / warmup, total_iters=warmup - 1)
+        schedules.insert(0, rise)
+    schedule = SequentialLR(optimizer, schedules, milestones=[warmup] if warmup else [])
+    rates = [float(schedule.get_last_lr()[0])]
+    for _ in range(steps):
+        optimizer.step()
+        schedule.step()
+        rates.append(float(schedule.get_last_lr()[0]))
+    return rates
+
+
 @dataclass(frozen=True, slots=True)
 class Training:
-    """One run: its engine, its frozen draft and where it keeps checkpoints."""
+    """One training: what it trains, on what, and where it keeps checkpoints.
 
-    engine: Engine
+    Attributes:
+        engine: the head, ready to train.
+        draft: the frozen draft, on the engine's device.
+        config: settings of the head and of its training.
+        seed: of order and mixing.
+        settings: all that the weights depend on; stored with each checkpoint.
+        folder: where checkpoints go.
+        draft_logits: gives the draft's logits of its last hidden states.
+    """
+
+    engine: TrainingEngine
     draft: PreTrainedModel
     config: HeadConfig
     seed: int
-    run: str
+    settings: Mapping[str, Any]
     folder: Path
+    draft_logits: Callable[[Tensor], Tensor]
 
     def start(
         self, checkpoint: Checkpoint | None, dev: LabelRows
@@ -46,14 +87,15 @@ class Training:
         """Measure the untrained head, or take up where the checkpoint left off."""
         if checkpoint is None:
             return self.evaluate(dev), []
-        restore_moments(self.engine, checkpoint)
+        restore_moments(self.engine, checkpoint, self._features(next(self._parts_of(dev))))
         return HeadMetrics(**checkpoint.notes["before"]), checkpoint.losses.tolist()
 
-    def steps(self, rows: LabelRows, before: HeadMetrics, losses: Sequence[float]) -> list[float]:
-        """Do all updates that are not done yet; return the losses of all of them."""
+    def train(self, rows: LabelRows, before: HeadMetrics, losses: Sequence[float]) -> list[float]:
+        """Do all steps that are not done yet; return the losses of all of them, float64."""
         config, losses = self.config, list(losses)
         per_epoch = math.ceil(len(rows) / config.batch_size)
         total = config.epochs * per_epoch
+        rates = learning_rates(total, config)
         main = self.engine.accelerator.is_main_process
         with tqdm(
             total=total, initial=len(losses), desc="acceptance head", disable=not main
@@ -61,41 +103,37 @@ class Training:
             for epoch in range(len(losses) // per_epoch, config.epochs):
                 done = len(losses) - epoch * per_epoch
                 for batch in islice(rows.epoch(self.seed, epoch, config.batch_size), done, None):
-                    self.engine.set_learning_rate(learning_rate(len(losses), total, config))
-                    losses.append(self.step(batch, epoch))
+                    self.engine.set_learning_rate(rates[len(losses)])
+                    losses.append(self.train_step(batch, epoch))
                     bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
                     bar.update()
                     if len(losses) % config.save_steps == 0:
                         self.save(before, losses)
         return losses
 
-    def step(self, batch: Sequence[LabelRow], epoch: int) -> float:
+    def train_step(self, batch: Sequence[LabelRow], epoch: int) -> float:
         """Update the head once on a global batch; return the batch's loss."""
         accelerator, weight = self.engine.accelerator, self.config.rejection_weight
-        rounds = accelerator.gradient_accumulation_steps
         mixed = [self._mixed(row, ("train", self.seed, epoch)) for row in batch]
         mass = sum(float(loss_mass(row.accept, row.mask, weight)) for row in mixed)
         mass = mass or 1.0  # a batch without drafted tokens has loss 0
         # The engines average over processes and over micro-batches; this makes it a sum again.
-        scale = accelerator.num_processes * rounds / mass
+        accumulation = accelerator.gradient_accumulation_steps
+        scale = accelerator.num_processes * accumulation / mass
         total = torch.zeros((), device=accelerator.device)
-        for part in self._parts(mixed, rounds):
+        for part in self._parts(mixed, accumulation):
             with accelerator.accumulate(self.engine.model):
                 logits = self._logits(part)
                 numerator = weighted_bce(logits, part.accept, part.mask, weight)
-                self.engine.update(numerator * scale, max_norm=self.config.max_grad_norm)
+                self.engine.backward(numerator * scale, max_norm=self.config.max_grad_norm)
             total += numerator.detach()
         return float(accelerator.reduce(total, "sum")) / mass
 
     def evaluate(self, rows: LabelRows) -> HeadMetrics:
         """Judge the head on all rows, always mixed in the same way."""
         accelerator = self.engine.accelerator
-        mixed = [self._mixed(rows[position], ("dev",)) for position in range(len(rows))]
-        rounds = rounds_for(
-            len(mixed), size=self.config.micro_batch_size, processes=accelerator.num_processes
-        )
         pairs: list[Tensor] = []  # (n, 2): logit, label
-        for part in self._parts(mixed, rounds):
+        for part in self._parts_of(rows):
             with torch.no_grad():
                 logits = self._logits(part)
             pairs.append(torch.stack([logits[part.mask], part.accept[part.mask]], dim=1))
@@ -106,23 +144,47 @@ class Training:
         seen = torch.cat([padded[i, :count] for i, count in enumerate(counts)])
         return head_metrics(seen[:, 0], seen[:, 1], self.config.rejection_weight)
 
+    def _parts_of(self, rows: LabelRows) -> Iterator[MixedBatch]:
+        """This process's micro-batches of all rows, which are always mixed in the same way."""
+        mixed = [self._mixed(rows[position], ("dev",)) for position in range(len(rows))]
+        return self._parts(
+            mixed,
+            micro_batch_count(
+                len(mixed),
+                size=self.config.micro_batch_size,
+                processes=self.engine.accelerator.num_processes,
+            ),
+        )
+
     def _mixed(self, row: LabelRow, key: tuple[str | int, ...]) -> MixedRow:
         return mix(row, rate=self.config.mixing, max_length=self.config.max_length, key=key)
 
-    def _parts(self, mixed: Sequence[MixedRow], rounds: int) -> Iterator[MixedBatch]:
+    def _parts(self, mixed: Sequence[MixedRow], count: int) -> Iterator[MixedBatch]:
         accelerator = self.engine.accelerator
         for part in micro_batches(
             mixed,
             size=self.config.micro_batch_size,
-            rounds=rounds,
+            count=count,
             process=accelerator.process_index,
             processes=accelerator.num_processes,
         ):
             yield part.to(accelerator.device)
 
+    def _features(self, part: MixedBatch) -> tuple[Tensor, ...]:
+        """What the head reads of a micro-batch, in the order of its `forward`."""
+        head = self.engine.head
+        inputs = HeadInputs.from_batch(
+            head.reads,
+            input_ids=part.input_ids,
+            states=hidden_states(self.draft, part.input_ids, part.attention_mask),
+            logits=self.draft_logits,
+            sampling=head.sampling_config,
+        )
+        return tuple(inputs[name] for name in head.reads)
+
     def _logits(self, part: MixedBatch) -> Tensor:
-        states = hidden_states(self.draft, part.input_ids, part.attention_mask)
-        logits: Tensor = self.engine.model(states.float())
+        # The wrapped model, which gets tensors only: DDP and DeepSpeed look for them in arguments.
+        logits: Tensor = self.engine.model(*self._features(part))
         return logits
 
     def save(self, before: HeadMetrics, losses: Sequence[float]) -> None:
@@ -131,7 +193,7 @@ class Training:
         if self.engine.accelerator.is_main_process:
             checkpoint = Checkpoint(
                 step=len(losses),
-                run=self.run,
+                settings=self.settings,
                 notes={"before": asdict(before)},
                 weights=weights,
                 moments=moments,

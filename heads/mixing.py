@@ -7,7 +7,6 @@ The state of Z_i, after the draft consumed it, is what predicts its acceptance; 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
@@ -15,6 +14,8 @@ from typing import TypedDict
 import numpy as np
 import torch
 from torch import Tensor
+
+from specdata.seeds import numpy_generator_for
 
 
 class LabelRow(TypedDict):
@@ -65,12 +66,6 @@ class MixedBatch:
         )
 
 
-def derived_generator(*parts: str | int) -> np.random.Generator:
-    """A generator that depends on the parts and on nothing else: not on order, process or run."""
-    text = "\x1f".join(str(part) for part in parts)
-    return np.random.default_rng(int.from_bytes(hashlib.sha256(text.encode()).digest(), "big"))
-
-
 def mix(row: LabelRow, *, rate: float, max_length: int, key: tuple[str | int, ...]) -> MixedRow:
     """Mix one row.
 
@@ -97,7 +92,7 @@ def mix(row: LabelRow, *, rate: float, max_length: int, key: tuple[str | int, ..
             f"example {row['example_id']!r}, sample {row['sample']}: accept_prob must lie in "
             f"[0, 1], got values from {accept.min()} to {accept.max()}; label the rollouts again"
         )
-    uniform = derived_generator(*key, row["example_id"], row["sample"]).random(target.size)
+    uniform = numpy_generator_for(*key, row["example_id"], row["sample"]).random(target.size)
     drafted = uniform >= rate
     prompt = np.asarray(row["prompt_ids"], dtype=np.int64)
     tokens = np.concatenate([prompt, np.where(drafted, draft, target).astype(np.int64)])

@@ -1,10 +1,10 @@
-"""The acceptance head: from the draft's hidden state to the odds that the target accepts."""
+"""The acceptance head: from what is known of a drafted token to the odds that it is accepted."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub import PyTorchModelHubMixin, hf_hub_download
@@ -14,6 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from heads.inputs import HeadInputs
+from specdata.sampling import SamplingConfig
 from specdata.storage.files import atomic_write, write_json
 
 
@@ -44,6 +46,9 @@ class AcceptanceHead(
 
     Constructor arguments are the saved `config.json`; weights are safetensors only.
 
+    Attributes:
+        reads: names of the features in `heads.inputs.FEATURES` that `forward` takes, in its order.
+
     Args:
         hidden_size: H, the width of the draft's hidden state.
         depth: number of residual blocks before the linear layer; 0 is a linear head.
@@ -55,6 +60,8 @@ class AcceptanceHead(
     Raises:
         ValueError: if a size is out of range.
     """
+
+    reads: ClassVar[tuple[str, ...]] = ("hidden",)
 
     def __init__(
         self,
@@ -79,6 +86,11 @@ class AcceptanceHead(
         self.sampling = sampling
         self.blocks = nn.ModuleList(ResidualBlock(hidden_size) for _ in range(depth))
         self.output = nn.Linear(hidden_size, 1)
+
+    @property
+    def sampling_config(self) -> SamplingConfig:
+        """The distribution under which its labels were made; the default one if not recorded."""
+        return SamplingConfig(**(self.sampling or {}))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the raw acceptance logit of the token just consumed.
@@ -105,18 +117,32 @@ class AcceptanceHead(
             logits: Tensor = self.output(state)
         return logits.squeeze(-1)
 
-    def probability(self, hidden: Tensor) -> Tensor:
+    def logits(self, inputs: HeadInputs) -> Tensor:
+        """Return the raw acceptance logits of drafted tokens.
+
+        Their sigmoid, which SpecDec++ compares with its threshold, is biased by the weighted loss.
+
+        Args:
+            inputs: the features in `reads`, with the leading shape (...).
+
+        Returns:
+            (...) logits.
+        """
+        logits: Tensor = self(*(inputs[name] for name in self.reads))
+        return logits
+
+    def probability(self, inputs: HeadInputs) -> Tensor:
         """Return the calibrated acceptance probability, the bias of the weighted loss undone.
 
         With phat = sigmoid(logit), this is w phat / (1 - phat + w phat) = sigmoid(logit + log w).
 
         Args:
-            hidden: (..., H), any float type.
+            inputs: the features in `reads`, with the leading shape (...).
 
         Returns:
             (...) probabilities.
         """
-        return torch.sigmoid(self(hidden) + math.log(self.rejection_weight))
+        return torch.sigmoid(self.logits(inputs) + math.log(self.rejection_weight))
 
     def _save_pretrained(self, save_directory: Path) -> None:
         weights = {name: value.contiguous() for name, value in self.state_dict().items()}

@@ -6,36 +6,34 @@ The draft runs at every step, outside DDP and DeepSpeed, and gets no gradient.
 from __future__ import annotations
 
 import hashlib
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import datasets
 import torch
 
-from heads.batches import LabelRows, rounds_for
+from heads.batches import LabelRows, micro_batch_count
 from heads.checkpoint import Checkpoint, latest_checkpoint
 from heads.config import HeadConfig
 from heads.engine import (
-    Engine,
+    TrainingEngine,
     deprecations_of_deepspeed_hidden,
     prepare,
     start_accelerator,
     whole_weights,
 )
-from heads.hidden import check_hidden_states, weights_fingerprint
+from heads.inputs import logits_of_states
 from heads.loop import Training
 from heads.loss import HeadMetrics
 from heads.model import AcceptanceHead
-from specdata.errors import ManifestError
-from specdata.probability import SamplingConfig
+from specdata.lm_head import check_hidden_states
+from specdata.sampling import SamplingConfig
 from specdata.storage.files import write_json
+from specdata.storage.resume import Settings, defaults_of, read_record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-__all__ = ["METRICS_NAME", "HeadConfig", "HeadResult", "train_head"]
 
 METRICS_NAME = "metrics.json"
 CHECKPOINTS_NAME = "checkpoints"
@@ -97,41 +95,49 @@ def train_head(
 
     Raises:
         ValueError: if rows or draft cannot be used.
-        ManifestError: if `out` holds another run.
+        ManifestError: if `out` holds a head of other settings, rows or draft.
         RuntimeError: if the launcher's DeepSpeed or processes were silently lost.
     """
     data = (
         LabelRows.read("train", train, config.max_length),
         LabelRows.read("dev", dev, config.max_length),
     )
-    run = _fingerprint(config, seed, draft, data)
-    finished = _finished(out, run)
+    settings = _settings(config, seed, draft, data, out)
+    finished = _finished(out, settings)
     if finished is not None:
         return finished
     was_training = draft.training
     try:
         with deprecations_of_deepspeed_hidden():
-            return _run(draft.eval(), data, out, config, seed, sampling, run)
+            return _train(draft.eval(), data, out, config, seed, sampling, settings)
     finally:
         draft.train(was_training)
 
 
-def _run(
+def _train(
     draft: PreTrainedModel,
     data: tuple[LabelRows, LabelRows],
     out: Path,
     config: HeadConfig,
     seed: int,
     sampling: SamplingConfig | None,
-    run: str,
+    settings: Settings,
 ) -> HeadResult:
     """Train on the first rows, measure on the second, save."""
     joined = torch.distributed.is_initialized()  # then leaving is up to whoever joined
     head = _new_head(draft, config, seed, sampling)
-    engine, checkpoint = _start(draft, head, config, out, run)
-    training = Training(engine, draft, config, seed, run, out / CHECKPOINTS_NAME)
+    engine, checkpoint = _start(draft, head, config, out, settings)
+    training = Training(
+        engine,
+        draft,
+        config,
+        seed,
+        settings.values,
+        out / CHECKPOINTS_NAME,
+        logits_of_states(draft),
+    )
     before, losses = training.start(checkpoint, data[1])
-    losses = training.steps(data[0], before, losses)
+    losses = training.train(data[0], before, losses)
     result = HeadResult(
         before=before,
         after=training.evaluate(data[1]),
@@ -147,27 +153,27 @@ def _run(
         final = _new_head(draft, config, seed, sampling)
         final.load_state_dict(weights)
         final.save_pretrained(out)
-        write_json(out / METRICS_NAME, {"run": run, **asdict(result)})
+        write_json(out / METRICS_NAME, {"settings": settings.values, **asdict(result)})
     engine.close(leave=not joined)
     return result
 
 
 def _start(
-    draft: PreTrainedModel, head: AcceptanceHead, config: HeadConfig, out: Path, run: str
-) -> tuple[Engine, Checkpoint | None]:
+    draft: PreTrainedModel, head: AcceptanceHead, config: HeadConfig, out: Path, settings: Settings
+) -> tuple[TrainingEngine, Checkpoint | None]:
     """Join the other processes and wrap the head, with the last checkpoint's weights if any."""
     accelerator = start_accelerator()
-    checkpoint = latest_checkpoint(out / CHECKPOINTS_NAME, run)
-    accelerator.wait_for_everyone()  # nobody writes before everybody has looked
+    checkpoint = latest_checkpoint(out / CHECKPOINTS_NAME, settings)
+    accelerator.wait_for_everyone()  # no process writes before all have looked
     draft.to(accelerator.device)
-    check_hidden_states(draft, torch.arange(2, device=accelerator.device).unsqueeze(0))
+    check_hidden_states(draft)
     if checkpoint is not None:
         head.load_state_dict(checkpoint.weights)
     engine = prepare(
         accelerator,
         head,
         micro_batch_size=config.micro_batch_size,
-        accumulation=rounds_for(
+        accumulation=micro_batch_count(
             config.batch_size, size=config.micro_batch_size, processes=accelerator.num_processes
         ),
         max_norm=config.max_grad_norm,
@@ -189,25 +195,42 @@ def _new_head(
         )
 
 
-def _fingerprint(
-    config: HeadConfig, seed: int, draft: PreTrainedModel, data: tuple[LabelRows, LabelRows]
-) -> str:
-    """Digest of all that decides the result: a folder belongs to one such digest."""
-    settings = asdict(replace(config, micro_batch_size=1, save_steps=1))  # these do not
-    parts = [settings, seed, weights_fingerprint(draft), *(rows.fingerprint for rows in data)]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+def _settings(
+    config: HeadConfig,
+    seed: int,
+    draft: PreTrainedModel,
+    data: tuple[LabelRows, LabelRows],
+    out: Path,
+) -> Settings:
+    """All that decides the result: a folder belongs to one such value."""
+    return Settings(
+        {
+            "config": config.model_dump(exclude={"micro_batch_size", "save_steps"}),  # these do not
+            "seed": seed,
+            "draft": weights_fingerprint(draft),
+            "train": data[0].fingerprint,
+            "dev": data[1].fingerprint,
+        },
+        defaults_of(HeadConfig, "config"),
+        remedy=f"delete {out} or choose another output folder",
+    )
 
 
-def _finished(out: Path, run: str) -> HeadResult | None:
+def weights_fingerprint(model: torch.nn.Module) -> str:
+    """Hex digest of a sample of every parameter: changes whenever the model was trained further."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().flatten()[:1024].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _finished(out: Path, settings: Settings) -> HeadResult | None:
     path = out / METRICS_NAME
     if not path.is_file():
         return None
-    stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if stored.pop("run") != run:
-        raise ManifestError(
-            f"{out} holds the head of another configuration, seed, data or draft; "
-            "delete it or choose another output folder"
-        )
+    stored = read_record(path, ("settings",), settings.remedy)
+    settings.check(stored.pop("settings"), out)
     stored["before"], stored["after"] = (HeadMetrics(**stored[k]) for k in ("before", "after"))
     stored["losses"] = tuple(stored["losses"])
     return HeadResult(**stored)

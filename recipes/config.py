@@ -18,8 +18,7 @@ import yaml
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from distill.offline import DistilConfig
-from distill.toy import ToyPairConfig
+from distill.config import DistilConfig, ToyPairConfig
 from eval.measuring.methods import EvalConfig, renamed
 from eval.measuring.results import PLAIN
 from heads.config import HeadConfig

@@ -1,6 +1,11 @@
-"""A model's logits at chosen positions, a few at a time: no (T, V) tensor is ever made.
+"""Last hidden states, the ones that the output embedding (`lm_head`) reads, and logits from them.
 
-The body runs once and gives hidden states (T, H); the output embedding is applied in pieces.
+This is the one place that reads a model's last hidden state, in two ways that `check_hidden_states`
+compares: `hidden_states` runs the model's body alone, for sequences known beforehand (labels, head
+training, replay); `capturing_hidden` sees what reaches the output embedding in any forward, whoever
+makes it (decoding).
+
+`LMHead` applies the output embedding to chosen states, a few at a time: no (T, V) tensor is made.
 """
 
 from __future__ import annotations
@@ -9,23 +14,105 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
+from specdata.errors import ConfigError
 from specdata.models import known_ids
 
-LogitTransform = Callable[[Tensor], Tensor]
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
 
-# Some distributions are only seen to differ at large logits (a soft cap is the identity at small ones).
+LogitTransform = Callable[[Tensor], Tensor]
+"""What a model does to the output embedding's result to make its logits: (..., V) -> (..., V)."""
+
+# Some transforms are only seen at large logits (a soft cap is the identity at small ones).
 LARGE = 100.0
+
+
+@torch.no_grad()  # not inference_mode: what is trained on the states must be allowed to keep them
+def hidden_states(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    past_key_values: Cache | None = None,
+) -> Tensor:
+    """Return the last hidden state at each position, after the model consumed the token there.
+
+    Equal to `output_hidden_states=True`'s last entry, without the logits and the other layers. No
+    gradient reaches the model.
+
+    Args:
+        model: a causal language model.
+        input_ids: (B, T); ids beyond the model's vocabulary are replaced (`known_ids`).
+        attention_mask: (B, T), 1 at tokens, 0 at padding. Padding on the right needs none: a causal
+            model reads nothing to the right.
+        past_key_values: a cache of the tokens before, to which these are added in place.
+
+    Returns:
+        (B, T, H) in the model's precision.
+    """
+    states: Tensor = model.base_model(
+        input_ids=known_ids(input_ids, model),
+        attention_mask=attention_mask,
+        past_key_values=past_key_values,
+        use_cache=past_key_values is not None,
+    )[0]
+    return states
+
+
+@contextmanager
+def capturing_hidden(model: PreTrainedModel, capture: Callable[[Tensor], object]) -> Iterator[None]:
+    """Pass what the output embedding reads to `capture`, in every forward in the `with` block.
+
+    Args:
+        model: a causal language model, or a wrapper of one that forwards `get_output_embeddings`.
+        capture: called with (B, rows, H), the positions that logits are made of.
+
+    Raises:
+        ConfigError: if the model has no output embedding.
+    """
+    embedding: nn.Module | None = model.get_output_embeddings()
+    if embedding is None:
+        raise ConfigError(f"{type(model).__name__} has no output embedding; pass a causal LM")
+
+    def before_forward(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        capture(inputs[0])
+
+    hook = embedding.register_forward_pre_hook(before_forward)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@torch.no_grad()
+def check_hidden_states(model: PreTrainedModel) -> None:
+    """Make sure that `hidden_states` and `capturing_hidden` read the same states of a model.
+
+    Raises:
+        ConfigError: if the model does something between its last layer and its output embedding, or
+            has no output embedding.
+    """
+    ids = torch.arange(2, device=model.device).unsqueeze(0)
+    captured: list[Tensor] = []
+    with capturing_hidden(model, captured.append):
+        model(input_ids=ids, use_cache=False)
+    states = hidden_states(model, ids)
+    if states.shape != captured[0].shape or not torch.allclose(
+        states, captured[0], rtol=1e-2, atol=1e-3
+    ):
+        raise ConfigError(
+            f"{type(model).__name__} changes its hidden state before the output embedding, so a "
+            "head trained on the last hidden state would not see it in decoding; use another draft"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class LMHead:
-    """How to get logits from a model's states; made by `readout`.
+    """How to get logits from a model's states; made by `find_lm_head`.
 
     Attributes:
         model: the language model.
@@ -41,18 +128,16 @@ class LMHead:
     vocabulary: int
 
     def states(self, ids: Tensor) -> Tensor:
-        """(B, T) ids, padded on the right -> (B, T, H) states, or logits if nothing is chunked.
-
-        Padding on the right needs no mask: a causal model reads nothing to the right.
-        """
-        ids = known_ids(ids, self.model)
+        """(B, T) ids, padded on the right -> (B, T, H) states, or logits if `embedding` is None."""
         if self.embedding is None:
-            logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
+            logits: Tensor = self.model(
+                input_ids=known_ids(ids, self.model), use_cache=False
+            ).logits
             return logits
-        return _hidden(self.model, ids)
+        return hidden_states(self.model, ids)
 
     def logits(self, states: Tensor) -> Tensor:
-        """(N, H) states -> (N, V) logits, equal to the model's own."""
+        """(..., H) states -> (..., V) logits, equal to the model's own."""
         return states if self.embedding is None else self.logit_transform(self.embedding(states))
 
 
@@ -62,24 +147,19 @@ def find_lm_head(model: PreTrainedModel) -> LMHead:
 
     Names in configurations do not tell: `logits_scaling` multiplies in one family and divides in
     another. So each known way is compared with the model's own forward, at its logits as they are
-    and at large ones. If none agrees, the result is not chunked.
+    and at large ones. If none agrees, `embedding` is None and logits are the model's own.
     """
     embedding = model.get_output_embeddings()
     size = model.config.get_text_config().vocab_size
     ids = (torch.arange(8, device=model.device) * 7919 % size).unsqueeze(0)
     vocabulary = model(input_ids=ids, use_cache=False).logits.shape[-1]
-    if embedding is not None and _fits(embedding, _hidden(model, ids)):
+    if embedding is not None and _fits(embedding, hidden_states(model, ids)):
         for logit_transform in _logit_transforms(model):
             if all(
                 _agrees(model, embedding, logit_transform, ids, large) for large in (False, True)
             ):
                 return LMHead(model, embedding, logit_transform, vocabulary)
     return LMHead(model, None, _same, vocabulary)
-
-
-def _hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    states: Tensor = model.base_model(input_ids=ids, use_cache=False)[0]
-    return states
 
 
 def _fits(embedding: nn.Module, states: Any) -> bool:
@@ -96,8 +176,8 @@ def _agrees(
     ids: Tensor,
     large: bool,
 ) -> bool:
-    """Whether embedding and logit_transform give the model's own logits, as they are or scaled up."""
-    states = _hidden(model, ids)
+    """Whether embedding and transform give the model's own logits, as they are or scaled up."""
+    states = hidden_states(model, ids)
     factor = LARGE / float(embedding(states).float().abs().amax().clamp(min=1e-6)) if large else 1.0
     with _scaled(embedding, factor):
         own = model(input_ids=ids, use_cache=False).logits

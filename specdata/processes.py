@@ -1,15 +1,70 @@
-"""Which of the launcher's processes this is: torchrun's and accelerate's environment, no group."""
+"""The launcher's processes: which one this is, and how they join into a group."""
 
 from __future__ import annotations
 
+import logging
 import os
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
+
+logger = logging.getLogger(__name__)
 
 
 def process_count() -> int:
-    """How many processes the launcher started, on all nodes."""
+    """How many processes the launcher started, on all nodes; no group is needed to know."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_main() -> bool:
     """Whether this is the process that writes run.json and prints."""
     return int(os.environ.get("RANK", "0")) == 0
+
+
+def join_processes() -> PartialState:
+    """Join the processes of this run; call it before models are loaded, to have the right device.
+
+    Every training calls this first, heads and drafts alike. It may be called again.
+
+    On the CPU, accelerate must be told two things, or each process trains alone: the backend, and
+    `cpu` exactly without DeepSpeed (with it, DeepSpeed turns into plain DDP).
+
+    Raises:
+        RuntimeError: if the launcher asked for DeepSpeed or for several processes and accelerate
+            silently settled for less.
+    """
+    import torch
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType, get_int_from_env, parse_flag_from_env
+
+    wants_deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
+    launched = get_int_from_env(["LOCAL_RANK"], -1) >= 0
+    if on_cpu and not launched and get_int_from_env(["MASTER_PORT"], 0):
+        _warn_of_one_process()
+    if launched and not torch.cuda.is_available():
+        state = PartialState(cpu=not wants_deepspeed, backend="gloo")
+    else:
+        state = PartialState()
+    # Accelerate would drop DeepSpeed later, when it reads ACCELERATE_USE_CPU.
+    if wants_deepspeed and (on_cpu or state.distributed_type != DistributedType.DEEPSPEED):
+        raise RuntimeError(
+            "the launcher asked for DeepSpeed but accelerate runs without it; without a GPU, unset "
+            "ACCELERATE_USE_CPU, do not pass --cpu, and set DS_ACCELERATOR=cpu"
+        )
+    if state.num_processes != process_count():
+        raise RuntimeError(
+            f"the launcher started {process_count()} processes but they formed a group of "
+            f"{state.num_processes}; check MASTER_ADDR and MASTER_PORT"
+        )
+    return state
+
+
+@cache
+def _warn_of_one_process() -> None:
+    logger.warning(
+        "accelerate was asked for several CPU processes and started one, as it does without "
+        "mpirun; the result is the same, and launch/cpu-2.yaml starts two"
+    )

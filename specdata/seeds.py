@@ -1,21 +1,37 @@
 """Randomness that belongs to an example, not to a process.
 
-Sharding, batching, the number of workers and a resume can then not change what is drawn.
+Sharding, batching, the number of workers and a resume can then not change what is drawn. Both
+generators are seeded by one digest of the key's parts.
 """
 
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
 
 
 def seed_for(seed: int, *key: str | int) -> int:
     """A 63-bit seed that depends on the run's seed and on a key such as (example id, sample)."""
-    text = "\x1f".join(str(part) for part in (seed, *key))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+    return int.from_bytes(_digest(seed, *key)[:8], "big") >> 1
 
 
 def generator_for(seed: int, *key: str | int) -> torch.Generator:
     """A CPU generator seeded by `seed_for`."""
+    import torch
+
     return torch.Generator().manual_seed(seed_for(seed, *key))
+
+
+def numpy_generator_for(*key: str | int) -> np.random.Generator:
+    """A numpy generator that depends on the key and on nothing else; the seed is a part of it."""
+    import numpy as np
+
+    return np.random.default_rng(int.from_bytes(_digest(*key), "big"))
+
+
+def _digest(*parts: str | int) -> bytes:
+    return hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()

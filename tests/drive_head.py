@@ -20,8 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 if __name__ == "__main__":  # as a script, only its own folder is on the path
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from heads.train import HeadConfig, HeadResult, train_head
-from specdata.probability import SamplingConfig
+from heads.config import HeadConfig
+from heads.train import HeadResult, train_head
+from specdata.sampling import SamplingConfig
 
 VOCABULARY = 48
 LEVELS = np.array([0.0, 0.3, 0.8, 1.0], dtype=np.float32)

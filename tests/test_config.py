@@ -45,7 +45,7 @@ def test_lists_and_null_can_be_given_on_the_command_line() -> None:
         (["--config", "."], "cannot be read"),
         (["--head.depth", "deep"], r"head.depth: .*\(got 'deep'\)"),
         (["--eval.sets", "[{nam: maths}]"], "did you mean 'name'"),
-        (["--draft.objective", "best"], "objective must be one of"),
+        (["--draft.objective", "best"], "draft.objective: must be 'forward_kl', 'reverse_kl'"),
         (["--sampling.top_p", "0"], "top_p must lie in"),
         (["--eval.methods", "[{name: a}]"], "exactly one, 'plain'"),
         (["--seed", "[1"], "not a YAML value"),

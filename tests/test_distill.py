@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeVar, get_args
 
 import pytest
 import torch
@@ -18,21 +18,24 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
+from distill.config import DistilConfig, Objective, ToyPairConfig
+from distill.losses import LOSSES
 from distill.offline import (
     IGNORED,
-    DistilConfig,
     DistilResult,
     collate,
     distil,
     draft_trainer,
     mean_acceptance,
 )
-from distill.toy import ToyPairConfig, train_toy_pair
+from distill.toy import train_toy_pair
+from specdata.config import Config, read_config
 from specdata.errors import ManifestError, VocabularyMismatchError
 from specdata.models import load_model, load_tokenizer
 from specdata.probability import SamplingConfig
 from specdata.toy.corpus import examples
 
+C = TypeVar("C", bound=Config)
 REPOSITORY = Path(__file__).parents[1]
 SMALL = ToyPairConfig(
     vocab_size=400,
@@ -47,6 +50,11 @@ SMALL = ToyPairConfig(
     save_steps=10,
 )
 QUICK = DistilConfig(epochs=2, learning_rate=5e-3, save_steps=4)
+
+
+def changed(config: C, **changes: object) -> C:
+    """The configuration with some settings changed, checked again."""
+    return type(config)(**{**config.model_dump(), **changes})
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +95,11 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def assert_same_weights(one: Path, other: Path, tolerance: float = 0.0) -> None:
-    ours, theirs = weights(one), weights(other)
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=0.0, atol=tolerance)
+def assert_same_weights(ours: Path, theirs: Path, tolerance: float = 0.0) -> None:
+    actual, expected = weights(ours), weights(theirs)
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], rtol=0.0, atol=tolerance)
 
 
 def test_the_pair_is_two_ordinary_folders_with_one_vocabulary(pair: Path) -> None:
@@ -121,7 +129,7 @@ def test_a_finished_model_is_kept_and_a_missing_one_comes_out_the_same(
 
 def test_a_model_trained_with_other_settings_is_refused(pair: Path) -> None:
     with pytest.raises(ManifestError, match="target_steps: 40 -> 41"):
-        train_toy_pair(pair, replace(SMALL, target_steps=41), seed=0)
+        train_toy_pair(pair, changed(SMALL, target_steps=41), seed=0)
     with pytest.raises(ManifestError, match="seed: 0 -> 1"):
         train_toy_pair(pair, SMALL, seed=1)
 
@@ -129,7 +137,7 @@ def test_a_model_trained_with_other_settings_is_refused(pair: Path) -> None:
 def test_distillation_raises_acceptance_on_rollouts_it_did_not_see(
     pair: Path, tmp_path: Path
 ) -> None:
-    result = distilled(pair, tmp_path / "draft", replace(QUICK, epochs=6))
+    result = distilled(pair, tmp_path / "draft", changed(QUICK, epochs=6))
     assert result.acceptance_after > result.acceptance_before + 0.02
     assert result.steps == 36
     dev = rollouts(pair, 8, seed=2)
@@ -140,9 +148,9 @@ def test_distillation_raises_acceptance_on_rollouts_it_did_not_see(
     assert draft.config.use_cache
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft"]
     # A finished stage is read, not run again.
-    changed = (tmp_path / "draft" / "model.safetensors").stat()
-    assert distilled(pair, tmp_path / "draft", replace(QUICK, epochs=6)) == result
-    assert (tmp_path / "draft" / "model.safetensors").stat() == changed
+    written = (tmp_path / "draft" / "model.safetensors").stat()
+    assert distilled(pair, tmp_path / "draft", changed(QUICK, epochs=6)) == result
+    assert (tmp_path / "draft" / "model.safetensors").stat() == written
 
 
 @pytest.mark.parametrize(
@@ -152,7 +160,7 @@ def test_distillation_raises_acceptance_on_rollouts_it_did_not_see(
 def test_distillation_learns_the_distribution_that_serving_uses(
     pair: Path, tmp_path: Path, sampling: SamplingConfig
 ) -> None:
-    result = distilled(pair, tmp_path / "draft", replace(QUICK, epochs=3), sampling)
+    result = distilled(pair, tmp_path / "draft", changed(QUICK, epochs=3), sampling)
     assert result.acceptance_after > result.acceptance_before
 
 
@@ -169,8 +177,8 @@ def test_mean_acceptance_counts_completion_positions_only(pair: Path) -> None:
             # The token at `position` was drawn from the distribution one row earlier.
             values.append(sum(map(min, p[position - 1].tolist(), q[position - 1].tolist())))
     expected = sum(values) / len(values)
-    found = mean_acceptance(target, draft, rows, SamplingConfig())
-    assert found == pytest.approx(expected, abs=1e-5)
+    measured = mean_acceptance(target, draft, rows, SamplingConfig())
+    assert measured == pytest.approx(expected, abs=1e-5)
     assert mean_acceptance(target, target, rows, SamplingConfig()) == pytest.approx(1.0, abs=1e-5)
 
 
@@ -207,7 +215,7 @@ def step_gradients(
         load_model(str(pair / "draft")),
         rollouts(pair, 8, seed=1),
         out,
-        replace(QUICK, epochs=1, batch_size=batch_size, accumulation=accumulation),
+        changed(QUICK, epochs=1, batch_size=batch_size, accumulation=accumulation),
         SamplingConfig(),
         seed=0,
     )
@@ -242,10 +250,11 @@ def test_accumulated_small_batches_equal_a_large_one(pair: Path, tmp_path: Path)
 
 
 def test_unusable_inputs_are_named(pair: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="objective must be one of forward_kl"):
-        DistilConfig(objective="kl")
-    with pytest.raises(ValueError, match="batch_size must be above 0, got 0"):
-        DistilConfig(batch_size=0)
+    with pytest.raises(ValueError, match="objective: must be 'forward_kl', 'reverse_kl', 'js'"):
+        read_config(DistilConfig, {"objective": "kl"})
+    with pytest.raises(ValueError, match=r"batch_size: must be greater .* 1 \(got 0\)"):
+        read_config(DistilConfig, {"batch_size": 0})
+    assert get_args(Objective) == tuple(LOSSES)
     arguments = {
         "target": pair / "target",
         "draft": pair / "draft",
@@ -259,7 +268,7 @@ def test_unusable_inputs_are_named(pair: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="dev must hold at least one rollout"):
         distil(**{**arguments, "dev": empty}, out=tmp_path / "draft")
     other = tmp_path / "other"
-    train_toy_pair(other, replace(SMALL, vocab_size=390, target_steps=1, draft_steps=1), seed=0)
+    train_toy_pair(other, changed(SMALL, vocab_size=390, target_steps=1, draft_steps=1), seed=0)
     with pytest.raises(VocabularyMismatchError):
         distil(**{**arguments, "draft": other / "draft"}, out=tmp_path / "draft")
     assert not (tmp_path / "draft").exists()
@@ -285,7 +294,7 @@ else:
 def command(stage: str, pair: Path, out: Path, config: DistilConfig = QUICK) -> list[str]:
     driver = out.with_name("driver.py")
     driver.write_text(DRIVER)
-    return [str(driver), stage, str(pair), str(out), json.dumps(asdict(config))]
+    return [str(driver), stage, str(pair), str(out), config.model_dump_json()]
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -318,13 +327,13 @@ def test_a_killed_pair_training_ends_in_the_same_weights(pair: Path, tmp_path: P
 
 
 def test_a_killed_distillation_ends_in_the_same_weights(pair: Path, tmp_path: Path) -> None:
-    config = replace(QUICK, epochs=8)
+    config = changed(QUICK, epochs=8)
     uninterrupted = distilled(pair, tmp_path / "whole", config)
     out = tmp_path / "out"
     kill_after_checkpoint(command("distil", pair, out, config), tmp_path / "out.training")
     assert not out.exists()
     with pytest.raises(ManifestError, match=r"config\."):
-        distilled(pair, out, replace(config, learning_rate=1e-3))
+        distilled(pair, out, changed(config, learning_rate=1e-3))
     tear(tmp_path / "out.training")
     assert distilled(pair, out, config) == uninterrupted
     assert_same_weights(out, tmp_path / "whole")
@@ -345,7 +354,7 @@ def test_two_processes_train_the_same_draft_as_one(
     pair: Path, tmp_path: Path, launcher: str, engine: str
 ) -> None:
     alone = distilled(pair, tmp_path / "alone", QUICK)
-    arguments = command("distil", pair, tmp_path / "two", replace(QUICK, batch_size=4))
+    arguments = command("distil", pair, tmp_path / "two", changed(QUICK, batch_size=4))
     done = subprocess.run(
         [sys.executable, "-m", *launcher.split(), *arguments],
         env=environment(DS_ACCELERATOR="cpu"),

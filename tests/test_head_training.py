@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -10,21 +11,34 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from heads import AcceptanceHead
-from heads.config import learning_rate
+from heads.config import HeadConfig
+from heads.loop import learning_rates
 from heads.loss import soft_auroc
-from heads.train import HeadConfig, HeadResult, train_head
+from heads.train import HeadResult, train_head
+from specdata.config import Config, read_config
 from specdata.errors import ConfigError, ManifestError
 from tests.drive_head import LEVELS, drive, synthetic_rows, tiny_draft
+
+
+class Sections(Config):
+    """A file with a head section, as recipes read it."""
+
+    head: HeadConfig
+
+
+def changed(config: HeadConfig, **changes: float) -> HeadConfig:
+    """The configuration with some settings changed, checked again."""
+    return HeadConfig(**{**config.model_dump(), **changes})
+
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = Path(__file__).resolve().parent / "drive_head.py"
@@ -85,17 +99,17 @@ def assert_same_training(out: Path, reference: tuple[Path, HeadResult]) -> None:
         torch.tensor(losses), torch.tensor(reference[1].losses), rtol=1e-5, atol=1e-6
     )
     expected = load_file(reference[0] / "model.safetensors")
-    found = load_file(out / "model.safetensors")
-    assert found.keys() == expected.keys()
+    weights = load_file(out / "model.safetensors")
+    assert weights.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
 
 
 # --- learning
 
 
 def test_a_head_learns_acceptance_that_the_hidden_state_reveals(tmp_path: Path) -> None:
-    config = replace(CONFIG, depth=2, epochs=25, micro_batch_size=16, learning_rate=1e-2)
+    config = changed(CONFIG, depth=2, epochs=25, micro_batch_size=16, learning_rate=1e-2)
     result = drive(tmp_path, config, rows=64)
     levels = torch.from_numpy(LEVELS).double().repeat(100)
     best = soft_auroc(levels, levels)  # soft labels: even the truth scores below 1
@@ -123,7 +137,7 @@ def test_hard_labels_are_separated(tmp_path: Path) -> None:
         train=synthetic_rows(64, seed=1).map(harden),
         dev=synthetic_rows(30, seed=2, split="dev").map(harden),
         out=tmp_path,
-        config=replace(CONFIG, depth=2, epochs=20, micro_batch_size=16, learning_rate=1e-2),
+        config=changed(CONFIG, depth=2, epochs=20, micro_batch_size=16, learning_rate=1e-2),
         seed=0,
     )
     assert result.after.auroc is not None
@@ -154,7 +168,7 @@ def test_training_draws_nothing_from_the_global_generator(tmp_path: Path) -> Non
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    drive(tmp_path, replace(CONFIG, epochs=1), rows=20)
+    drive(tmp_path, changed(CONFIG, epochs=1), rows=20)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -165,7 +179,7 @@ def test_training_draws_nothing_from_the_global_generator(tmp_path: Path) -> Non
 def test_accumulation_does_not_change_losses_or_weights(
     micro_batch_size: int, tmp_path: Path, reference: tuple[Path, HeadResult]
 ) -> None:
-    result = drive(tmp_path, replace(CONFIG, micro_batch_size=micro_batch_size))
+    result = drive(tmp_path, changed(CONFIG, micro_batch_size=micro_batch_size))
     assert_same_training(tmp_path, reference)
     assert result.after.kl == pytest.approx(reference[1].after.kl, rel=1e-4)
 
@@ -227,7 +241,7 @@ def test_deepspeed_shards_and_trains_the_same_head_and_one_process_can_go_on(
 
 def test_deepspeed_that_was_silently_lost_is_an_error() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "from heads.engine import start_accelerator; start_accelerator()"],
+        [sys.executable, "-c", "from specdata.processes import join_processes; join_processes()"],
         cwd=ROOT,
         env=environment(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_USE_CPU="true"),
         capture_output=True,
@@ -242,7 +256,7 @@ def test_deepspeed_that_was_silently_lost_is_an_error() -> None:
 
 
 def test_a_run_killed_in_the_middle_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    config = replace(CONFIG, epochs=30)
+    config = changed(CONFIG, epochs=30)
     command = [sys.executable, str(SCRIPT), "--out", str(tmp_path / "killed")]
     command += ["--epochs", str(config.epochs), "--save-steps", str(config.save_steps)]
     checkpoints = tmp_path / "killed" / "checkpoints"
@@ -276,7 +290,7 @@ def test_a_finished_run_is_not_trained_again(
     shutil.copytree(reference[0], tmp_path / "head")
     written = (tmp_path / "head" / "model.safetensors").stat().st_mtime_ns
     # Neither setting decides what is learned, so both may change between the two calls.
-    again = drive(tmp_path / "head", replace(CONFIG, micro_batch_size=5, save_steps=50))
+    again = drive(tmp_path / "head", changed(CONFIG, micro_batch_size=5, save_steps=50))
     assert again == reference[1]
     assert (tmp_path / "head" / "model.safetensors").stat().st_mtime_ns == written
 
@@ -289,12 +303,34 @@ def test_a_folder_of_another_run_is_refused(
     if unfinished:
         (tmp_path / "head" / "metrics.json").unlink()
     for config, rows, seed in [
-        (replace(CONFIG, mixing=0.2), 50, 7),
+        (changed(CONFIG, mixing=0.2), 50, 7),
         (CONFIG, 49, 7),
         (CONFIG, 50, 8),
     ]:
         with pytest.raises(ManifestError, match="choose another output folder"):
             drive(tmp_path / "head", config, rows=rows, seed=seed)
+
+
+def test_an_option_added_later_leaves_finished_heads_usable(
+    reference: tuple[Path, HeadResult], tmp_path: Path
+) -> None:
+    shutil.copytree(reference[0], tmp_path / "head")
+    stored = metrics(tmp_path / "head")
+    for name in ("mixing", "max_length"):  # as if they had come after this head
+        del stored["settings"]["config"][name]  # type: ignore[index]
+    (tmp_path / "head" / "metrics.json").write_text(json.dumps(stored))
+    assert drive(tmp_path / "head", CONFIG) == reference[1]
+    with pytest.raises(ManifestError) as refusal:
+        drive(tmp_path / "head", changed(CONFIG, mixing=0.2))
+    assert str(refusal.value).endswith("Stored -> asked:\n  config.mixing: 0.15 -> 0.2")
+
+
+def test_a_checkpoint_of_an_older_version_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    save_file({"losses": torch.zeros(1)}, folder / "step-00000001.safetensors", {"run": "0"})
+    with pytest.raises(ManifestError, match=f"older version: delete {tmp_path} or choose"):
+        drive(tmp_path, CONFIG)
 
 
 # --- what cannot be used
@@ -308,8 +344,8 @@ def test_rows_without_labels_are_refused(tmp_path: Path) -> None:
 
 def test_rows_whose_prompts_fill_the_context_are_counted_or_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="none of the 50 train rows has a completion token"):
-        drive(tmp_path, replace(CONFIG, max_length=2))
-    result = drive(tmp_path, replace(CONFIG, max_length=5))  # prompts have 2 to 5 tokens
+        drive(tmp_path, changed(CONFIG, max_length=2))
+    result = drive(tmp_path, changed(CONFIG, max_length=5))  # prompts have 2 to 5 tokens
     assert 0 < result.skipped_rows < 80
     assert result.train_rows < 50
 
@@ -319,14 +355,28 @@ def test_rows_whose_prompts_fill_the_context_are_counted_or_refused(tmp_path: Pa
     [{"batch_size": 0}, {"mixing": 1.0}, {"rejection_weight": 0.0}, {"depth": -1}, {"epochs": 0}],
 )
 def test_settings_out_of_range_are_refused_by_name(change: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=f"head.{next(iter(change))} must"):
-        HeadConfig(**{**asdict(CONFIG), **change})
+    with pytest.raises(ConfigError, match=rf"head\.{next(iter(change))}: must be "):
+        read_config(Sections, {"head": {**CONFIG.model_dump(), **change}})
 
 
 def test_the_learning_rate_warms_up_and_falls_to_zero_along_a_cosine() -> None:
-    config = replace(CONFIG, learning_rate=1.0, warmup_ratio=0.2)
-    rates = [learning_rate(step, 10, config) for step in range(11)]
+    config = changed(CONFIG, learning_rate=1.0, warmup_ratio=0.2)
+    rates = learning_rates(10, config)
     assert rates[:3] == [0.5, 1.0, 1.0]
     assert rates[6] == pytest.approx(0.5)
     assert rates[10] == pytest.approx(0.0)
-    assert learning_rate(0, 1, replace(config, warmup_ratio=0.0)) == 1.0
+    assert learning_rates(1, changed(config, warmup_ratio=0.0))[0] == 1.0
+
+
+@pytest.mark.parametrize("steps", [1, 2, 33, 3000])
+@pytest.mark.parametrize("warmup_ratio", [0.0, 0.03, 0.2, 0.9])
+def test_the_schedule_is_the_closed_form(steps: int, warmup_ratio: float) -> None:
+    warmup = math.ceil(warmup_ratio * steps)
+    expected = [
+        (step + 1) / warmup
+        if step < warmup
+        else 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+        for step in range(steps)
+    ]
+    rates = learning_rates(steps, changed(CONFIG, learning_rate=1.0, warmup_ratio=warmup_ratio))
+    assert rates[:-1] == pytest.approx(expected, abs=1e-12)

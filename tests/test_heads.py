@@ -12,11 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from heads import AcceptanceHead
-from heads.batches import micro_batches, rounds_for
-from heads.hidden import check_hidden_states, hidden_states, weights_fingerprint
+from heads.batches import micro_batch_count, micro_batches
+from heads.inputs import HeadInputs
 from heads.loss import (
     binary_kl,
     calibration_error,
@@ -26,6 +25,7 @@ from heads.loss import (
     weighted_bce,
 )
 from heads.mixing import LabelRow, collate, mix
+from heads.train import weights_fingerprint
 from tests.drive_head import tiny_draft
 
 HIDDEN = 8
@@ -86,9 +86,8 @@ def test_probability_undoes_the_bias_of_the_weighted_loss() -> None:
         optimum = accept / (accept + 6.0 * (1.0 - accept))
         assert optimum == pytest.approx(biased, abs=5e-5)
         torch.nn.init.constant_(head.output.bias, math.log(optimum / (1.0 - optimum)))
-        assert float(head.probability(torch.zeros(HIDDEN)).detach()) == pytest.approx(
-            accept, abs=1e-6
-        )
+        inputs = HeadInputs({"hidden": torch.zeros(HIDDEN)})
+        assert float(head.probability(inputs).detach()) == pytest.approx(accept, abs=1e-6)
 
 
 def test_a_saved_head_loads_offline_with_equal_outputs_and_all_its_settings(
@@ -150,35 +149,7 @@ def test_loading_what_is_no_head_says_so(tmp_path: Path) -> None:
         AcceptanceHead.from_pretrained(tmp_path)
 
 
-# --- hidden states
-
-
-def test_hidden_states_are_the_last_of_output_hidden_states_and_feed_the_output_embedding() -> None:
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=48, n_embd=16, n_layer=2, n_head=2)).eval()
-    for draft in (tiny_draft().eval(), gpt2):
-        ids = torch.arange(1, 9).view(2, 4)
-        states = hidden_states(draft, ids, torch.ones_like(ids))
-        full = draft(input_ids=ids, output_hidden_states=True)
-        torch.testing.assert_close(states, full.hidden_states[-1])
-        torch.testing.assert_close(draft.get_output_embeddings()(states), full.logits)
-        assert not states.requires_grad
-        check_hidden_states(draft, ids[:1])
-
-
-def test_a_draft_that_changes_its_state_before_the_output_embedding_is_refused() -> None:
-    draft = tiny_draft().eval()
-    draft.lm_head = torch.nn.Sequential(torch.nn.Linear(32, 32), draft.lm_head)
-    draft.get_output_embeddings = lambda: draft.lm_head[1]
-    with pytest.raises(ValueError, match="changes its hidden state"):
-        check_hidden_states(draft, torch.arange(4).view(1, 4))
-
-
-def test_right_padding_does_not_change_the_states_of_real_tokens() -> None:
-    draft = tiny_draft().eval()
-    ids = torch.tensor([[5, 6, 7, 0, 0]])
-    mask = torch.tensor([[1, 1, 1, 0, 0]])
-    alone = hidden_states(draft, ids[:, :3], mask[:, :3])
-    torch.testing.assert_close(hidden_states(draft, ids, mask)[:, :3], alone)
+# --- fingerprint of the draft
 
 
 def test_the_weights_fingerprint_changes_with_any_parameter() -> None:
@@ -257,12 +228,12 @@ def test_every_token_is_computed_exactly_once_whatever_the_split(
         mix(make_row(n, example_id=str(i)), rate=0.3, max_length=99, key=())
         for i, n in enumerate(lengths)
     ]
-    rounds = rounds_for(len(rows), size=size, processes=processes) + spare
+    count = micro_batch_count(len(rows), size=size, processes=processes) + spare
     parts = [
         part
         for process in range(processes)
         for part in micro_batches(
-            rows, size=size, rounds=rounds, process=process, processes=processes
+            rows, size=size, count=count, process=process, processes=processes
         )
     ]
     assert all(len(part.input_ids) == size for part in parts)
@@ -283,8 +254,8 @@ def test_weighted_bce_by_hand() -> None:
     assert float(numerator) == pytest.approx((1.0 + 0.25 + 4.5) * math.log(2.0))
     assert float(loss_mass(accept, mask, 6.0)) == pytest.approx(5.75)
     # phat = 3/4, a = 1/2, w = 2: -(1/2) log(3/4) - 2 (1/2) log(1/4)
-    one = weighted_bce(torch.tensor([math.log(3.0)]), torch.tensor([0.5]), mask[:1], 2.0)
-    assert float(one) == pytest.approx(-0.5 * math.log(0.75) - math.log(0.25))
+    weighted = weighted_bce(torch.tensor([math.log(3.0)]), torch.tensor([0.5]), mask[:1], 2.0)
+    assert float(weighted) == pytest.approx(-0.5 * math.log(0.75) - math.log(0.25))
 
 
 def test_the_gradient_of_the_loss_is_right_and_vanishes_outside_the_mask() -> None:

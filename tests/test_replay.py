@@ -12,6 +12,7 @@ from eval.analysis.replay import best_settings, main, replay_rules, result_rows
 from eval.analysis.traces import AcceptanceTrace, acceptance_traces, head_probabilities
 from eval.drafting.stopping.calibration import Calibration
 from heads import AcceptanceHead
+from heads.inputs import HeadInputs
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset, load_stored
 from specdata.storage.resume import Settings
@@ -52,7 +53,7 @@ def test_the_head_predicts_after_the_draft_consumed_the_drafted_token(folder: Pa
         ids = [*row["prompt_ids"], *row["completion_ids"][:position], token]
         with torch.no_grad():
             state = draft.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1]
-            expected = float(head.probability(state))
+            expected = float(head.probability(HeadInputs({"hidden": state})))
         assert predicted[position] == pytest.approx(expected, abs=1e-5)
 
 

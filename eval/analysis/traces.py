@@ -14,10 +14,11 @@ import datasets
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from heads import AcceptanceHead
-from specdata.models import known_ids
+from heads.inputs import HeadInputs, logits_of_states
+from specdata.lm_head import hidden_states
 from specdata.seeds import generator_for
 
 
@@ -44,12 +45,14 @@ class AcceptanceTrace:
 def head_probabilities(
     draft: PreTrainedModel, head: AcceptanceHead, row: dict[str, Any]
 ) -> list[float]:
-    """The head's prediction for each drafted token Y_i, after the draft consumed X_<i and Y_i.
+    """The head's acceptance probability of each drafted token Y_i of a labelled rollout.
+
+    Y_i follows the rollout's own tokens X_<i, as in the labels.
 
     Args:
-        draft: the draft.
-        head: an acceptance head of this draft.
-        row: a row of labels.
+        draft: the draft that the head was trained for.
+        head: the acceptance head.
+        row: a labelled rollout.
 
     Returns:
         n probabilities.
@@ -57,18 +60,26 @@ def head_probabilities(
     known = row["prompt_ids"] + row["completion_ids"]
     first = len(row["prompt_ids"])
     ids = torch.tensor([known[:-1]], device=draft.device)
-    cache = draft.base_model(input_ids=known_ids(ids, draft), use_cache=True).past_key_values
-    predicted = []
-    # From the end, so that the cache only has to be cropped between two positions.
-    for position in reversed(range(len(row["draft_ids"]))):
+    cache = DynamicCache(config=draft.config)
+    before = hidden_states(draft, ids, past_key_values=cache)[:, first - 1 :]
+    drafted = torch.tensor([row["draft_ids"]], device=draft.device)
+    after = []
+    # From the end, so that cropping the cache is all there is between two positions.
+    for position in reversed(range(drafted.shape[1])):
         if (surplus := cache.get_seq_length() - first - position) > 0:
             cache.crop(-surplus)
-        token = torch.tensor([[row["draft_ids"][position]]], device=draft.device)
-        output = draft.base_model(
-            input_ids=known_ids(token, draft), past_key_values=cache, use_cache=True
-        )
-        predicted.append(float(head.probability(output.last_hidden_state[0, -1])))
-    return predicted[::-1]
+        token = drafted[:, position : position + 1]
+        after.append(hidden_states(draft, token, past_key_values=cache)[0])
+    # One row a drafted token: the token before it, and the drafted one.
+    inputs = HeadInputs.from_batch(
+        head.reads,
+        input_ids=torch.stack([ids[0, first - 1 :], drafted[0]], dim=1),
+        states=torch.stack([before[0], torch.cat(after[::-1])], dim=1),
+        logits=logits_of_states(draft),
+        sampling=head.sampling_config,
+    )
+    accepted: list[float] = head.probability(inputs)[:, 1].tolist()
+    return accepted
 
 
 def acceptance_traces(

@@ -16,8 +16,7 @@ Batches and long prompts always run eagerly; nothing is compiled for a short pro
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from eval.runtime.kv_cache import CacheLayer
 from eval.runtime.model_checks import length_dependent_rope
 from eval.runtime.prepack import Prepacker, can_prepack
 from specdata.errors import ConfigError
+from specdata.lm_head import capturing_hidden
 
 # Lengths to trace with: for the tokens of a forward, and for the cache. All unlike each other, and
 # candidates enough to be unlike every other size of a model.
@@ -207,17 +207,6 @@ def _eager_forward(model: PreTrainedModel, masked: bool, last: bool) -> Graph:
         return logits, hidden[0]
 
     return forward
-
-
-@contextmanager
-def capturing_hidden(model: Any, keep: Callable[[Tensor], object]) -> Iterator[None]:
-    """Call `keep` with what the lm_head reads in each forward, (B, logits_to_keep, H)."""
-    lm_head: torch.nn.Module = model.get_output_embeddings()
-    hook = lm_head.register_forward_pre_hook(lambda _module, args: keep(args[0]) and None)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _examples(inputs: Sequence[Tensor], masked: bool) -> list[Tensor]:

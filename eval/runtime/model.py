@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.runtime.engines import Engine
-from eval.runtime.graphs import ForwardGraphs, capturing_hidden, shared_graphs
+from eval.runtime.graphs import ForwardGraphs, shared_graphs
 from eval.runtime.kv_cache import KVCache
 from eval.runtime.layout import Layout, lay_out_batch
 from eval.runtime.model_checks import check_cache, check_forward, takes_masks
 from eval.runtime.sequence import CachedSequence, Forward
+from specdata.lm_head import capturing_hidden
 from specdata.models import known_ids
 from specdata.probability import SamplingConfig, to_vocabulary
 

@@ -153,15 +153,19 @@ class CostEstimates:
         """Start a round."""
         import torch
 
+        from heads.inputs import HeadInputs
+
         seen: list[float] = []
+        tokens: list[DraftedToken] = []
         self._round, head, known = seen, self._head, 1.0
 
         @torch.inference_mode()
         def should_stop(drafted: DraftedToken) -> bool:
             nonlocal known
-            if head is not None and seen:
-                assert drafted.state is not None
-                known *= float(head.probability(drafted.state))
+            tokens.append(drafted)
+            inputs = None if head is None else HeadInputs.from_drafted(head.reads, tokens)
+            if head is not None and inputs is not None:
+                known *= float(head.probability(inputs))
             seen.append(float(drafted.distribution.max()))
             newest = self.calibration.accept(seen[-1])
             if head is None:

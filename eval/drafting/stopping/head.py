@@ -38,19 +38,21 @@ class Head(AdaptiveRule):
         """Multiply the head's acceptance probabilities of a round's tokens."""
         import torch
 
+        from heads.inputs import HeadInputs
+
         assert head is not None
 
         def begin() -> ShouldStop:
-            survival, first = 1.0, True
+            survival, tokens = 1.0, list[DraftedToken]()
 
             @torch.inference_mode()
             def should_stop(drafted: DraftedToken) -> bool:
-                nonlocal survival, first
-                if first:
-                    first = False
+                nonlocal survival
+                tokens.append(drafted)
+                inputs = HeadInputs.from_drafted(head.reads, tokens)
+                if inputs is None:
                     return False
-                assert drafted.state is not None
-                survival *= float(torch.sigmoid(head(drafted.state)))
+                survival *= float(torch.sigmoid(head.logits(inputs)))
                 return 1.0 - survival > self.threshold
 
             return should_stop

@@ -1,4 +1,4 @@
-"""Logits in pieces: equal to the model's own, whatever it does between body and logits."""
+"""Last hidden states, read in two ways that agree, and logits made of them in pieces."""
 
 from __future__ import annotations
 
@@ -7,10 +7,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from specdata.lm_head import find_lm_head
+from specdata.errors import ConfigError
+from specdata.lm_head import capturing_hidden, check_hidden_states, find_lm_head, hidden_states
+from tests.drive_head import tiny_draft
 from tests.tiny import tiny_llama
 
 V, H = 97, 32
@@ -100,3 +109,57 @@ def test_finding_out_leaves_the_model_as_it_was() -> None:
         before = model(input_ids=ids).logits
         find_lm_head(model)
         assert torch.equal(model(input_ids=ids).logits, before)
+
+
+# --- hidden states
+
+
+def test_hidden_states_are_the_last_of_output_hidden_states_and_feed_the_output_embedding() -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=48, n_embd=16, n_layer=2, n_head=2)).eval()
+    for draft in (tiny_draft().eval(), gpt2):
+        ids = torch.arange(1, 9).view(2, 4)
+        states = hidden_states(draft, ids, torch.ones_like(ids))
+        full = draft(input_ids=ids, output_hidden_states=True)
+        torch.testing.assert_close(states, full.hidden_states[-1])
+        torch.testing.assert_close(draft.get_output_embeddings()(states), full.logits)
+        assert not states.requires_grad
+        check_hidden_states(draft)
+
+
+def test_a_draft_that_changes_its_state_before_the_output_embedding_is_refused() -> None:
+    draft = tiny_draft().eval()
+    draft.lm_head = torch.nn.Sequential(torch.nn.Linear(32, 32), draft.lm_head)
+    draft.get_output_embeddings = lambda: draft.lm_head[1]
+    with pytest.raises(ValueError, match="changes its hidden state"):
+        check_hidden_states(draft)
+
+
+def test_right_padding_does_not_change_the_states_of_real_tokens() -> None:
+    draft = tiny_draft().eval()
+    ids = torch.tensor([[5, 6, 7, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 0, 0]])
+    alone = hidden_states(draft, ids[:, :3], mask[:, :3])
+    torch.testing.assert_close(hidden_states(draft, ids, mask)[:, :3], alone)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_both_ways_to_the_last_hidden_state_agree_with_and_without_a_cache(name: str) -> None:
+    model = family(name)
+    check_hidden_states(model)
+    ids = torch.randint(3, V, (2, 7), generator=torch.Generator().manual_seed(0))
+    captured: list[torch.Tensor] = []
+    with torch.no_grad(), capturing_hidden(model, captured.append):
+        model(input_ids=ids)
+    states = hidden_states(model, ids)
+    torch.testing.assert_close(states, captured[0])
+    cache = DynamicCache(config=model.config)
+    pieces = [hidden_states(model, part, past_key_values=cache) for part in ids.split([3, 1, 3], 1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), states, rtol=1e-4, atol=1e-5)
+    model(input_ids=ids)
+    assert len(captured) == 1  # the hook is gone
+
+
+def test_a_model_without_output_embedding_is_refused() -> None:
+    body = family("llama").base_model
+    with pytest.raises(ConfigError, match="has no output embedding"):
+        check_hidden_states(body)

@@ -1,0 +1,185 @@
+"""What a head reads is one value: the same in training, replay and decoding, with any feature."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+import heads.train
+from eval.analysis.traces import head_probabilities
+from eval.decoder import DecodeConfig, SpeculativeDecoder
+from heads import AcceptanceHead
+from heads.config import HeadConfig
+from heads.inputs import FEATURES, DraftedTokens, Feature, HeadInputs, logits_of_states
+from specdata.lm_head import hidden_states
+from specdata.sampling import SamplingConfig
+from tests.drive_head import VOCABULARY, synthetic_rows, tiny_draft
+
+SAMPLING = SamplingConfig(temperature=0.7, top_k=20)
+PROMPT = [3, 14, 15]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A drafted token, as stopping rules see it."""
+
+    token: int
+    distribution: Tensor
+    state: Tensor | None
+
+
+def chance(drafted: DraftedTokens) -> Tensor:
+    """q of the token itself, (..., 1)."""
+    return drafted.distributions().gather(-1, drafted.tokens.unsqueeze(-1))
+
+
+TOY = {
+    "chance": Feature(chance),
+    "before": Feature(lambda drafted: drafted.before()),
+    "token": Feature(lambda drafted: drafted.tokens),
+}
+
+
+@pytest.fixture(autouse=True)
+def toy_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line in FEATURES for each toy feature: all that a feature takes besides the model."""
+    for name, feature in TOY.items():
+        monkeypatch.setitem(FEATURES, name, feature)
+
+
+class ToyHead(AcceptanceHead):
+    """Reads the chance of the token only, and so judges the newest token without a lag."""
+
+    reads: ClassVar[tuple[str, ...]] = ("chance",)
+    seen: ClassVar[list[Tensor]] = []
+
+    def forward(self, chance: Tensor) -> Tensor:
+        self.seen.append(chance.detach().cpu())
+        return super().forward(chance.expand(*chance.shape[:-1], self.hidden_size))
+
+
+@torch.inference_mode()
+def drawn_tokens(draft: PreTrainedModel, count: int) -> list[Drawn]:
+    """Draft tokens one by one with a cache, as decoding does."""
+    generator = torch.Generator().manual_seed(0)
+    logits, cache = logits_of_states(draft), DynamicCache(config=draft.config)
+    state = hidden_states(draft, torch.tensor([PROMPT]), past_key_values=cache)[0, -1]
+    drawn = []
+    for _ in range(count):
+        distribution = (logits(state).float() / SAMPLING.temperature).softmax(-1)
+        cut = distribution < distribution.topk(SAMPLING.top_k).values[-1]
+        distribution = distribution.masked_fill(cut, 0.0)
+        distribution = distribution / distribution.sum()
+        token = int(torch.multinomial(distribution, 1, generator=generator))
+        drawn.append(Drawn(token, distribution, state))
+        state = hidden_states(draft, torch.tensor([[token]]), past_key_values=cache)[0, -1]
+    return drawn
+
+
+def batch_inputs(reads: list[str], draft: PreTrainedModel, ids: list[int]) -> HeadInputs:
+    tokens = torch.tensor([ids])
+    return HeadInputs.from_batch(
+        reads,
+        input_ids=tokens,
+        states=hidden_states(draft, tokens),
+        logits=logits_of_states(draft),
+        sampling=SAMPLING,
+    )
+
+
+def test_a_feature_is_the_same_of_a_batch_and_of_a_draft_under_way() -> None:
+    draft = tiny_draft().eval()
+    drawn = drawn_tokens(draft, 5)
+    ids = PROMPT + [each.token for each in drawn]
+    for name in FEATURES:
+        lag = int(FEATURES[name].after)
+        whole = batch_inputs([name], draft, ids)[name][0]
+        assert len(whole) == len(ids)
+        for count in range(1, len(drawn) + 1):
+            inputs = HeadInputs.from_drafted([name], drawn[:count])
+            if count <= lag:
+                assert inputs is None
+                continue
+            assert inputs is not None
+            torch.testing.assert_close(
+                inputs[name], whole[len(PROMPT) + count - 1 - lag], rtol=1e-4, atol=1e-5
+            )
+
+
+def test_one_feature_of_the_state_after_a_token_makes_all_wait_for_the_next_token() -> None:
+    drawn = drawn_tokens(tiny_draft().eval(), 3)
+    inputs = HeadInputs.from_drafted(["token", "hidden"], drawn)
+    assert inputs is not None
+    assert int(inputs["token"]) == drawn[1].token
+    assert inputs["hidden"] is drawn[2].state
+    assert HeadInputs.from_drafted(["token", "hidden"], drawn[:1]) is None
+
+
+def test_only_what_a_head_reads_is_computed() -> None:
+    def never(_: Tensor) -> Tensor:
+        raise AssertionError("no feature that is read needs logits")
+
+    states = torch.randn(1, 4, 32)
+    inputs = HeadInputs.from_batch(
+        AcceptanceHead.reads,
+        input_ids=torch.zeros(1, 4, dtype=torch.long),
+        states=states,
+        logits=never,
+        sampling=SAMPLING,
+    )
+    assert set(inputs.features) == {"hidden"}
+    assert inputs["hidden"] is states
+    uncaptured = Drawn(1, torch.ones(2) / 2, None)
+    assert HeadInputs.from_drafted(["chance"], [uncaptured]) is not None
+    with pytest.raises(ValueError, match="hidden states are needed and were not captured"):
+        HeadInputs.from_drafted(["hidden"], [uncaptured, uncaptured])
+
+
+def test_a_head_with_another_feature_goes_from_labels_to_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but FEATURES and the model knows of the feature."""
+    draft, rows = tiny_draft().eval(), synthetic_rows(24, seed=1)
+    monkeypatch.setattr(heads.train, "AcceptanceHead", ToyHead)
+    config = HeadConfig(depth=1, batch_size=8, learning_rate=1e-2, epochs=2, mixing=0.0)
+    result = heads.train.train_head(
+        draft=draft,
+        train=rows,
+        dev=synthetic_rows(8, seed=2),
+        out=tmp_path,
+        config=config,
+        seed=0,
+        sampling=SAMPLING,
+    )
+    assert result.losses[-1] < result.losses[0]
+    trained = {len(chances.shape) for chances in ToyHead.seen}
+    assert trained == {3}  # (B, T, 1)
+    head = ToyHead.from_pretrained(tmp_path)
+
+    # Replay: its probabilities are those of the chances that the draft gave to the drafted tokens.
+    row = rows[0]
+    judged = head_probabilities(draft, head, row)
+    for position, token in enumerate(row["draft_ids"]):
+        known = row["prompt_ids"] + row["completion_ids"][:position]
+        inputs = batch_inputs(["chance"], draft, [*known, token])
+        expected = float(head.probability(inputs)[0, -1].detach())
+        assert judged[position] == pytest.approx(expected, abs=1e-5)
+
+    # Decoding: asked once for each drafted token, from the distribution that it was drawn from.
+    ToyHead.seen.clear()
+    settings = DecodeConfig(
+        stop="head", threshold=0.999, limit=4, temperature=0.7, top_k=20, verifier="token"
+    )
+    decoder = SpeculativeDecoder.from_config(tiny_draft(1).eval(), draft, settings, head)
+    out = decoder.generate(
+        torch.tensor(PROMPT), max_new_tokens=12, generator=torch.Generator().manual_seed(0)
+    )
+    assert len(ToyHead.seen) == sum(step.drafted for step in out.rounds)
+    assert all(chances.shape == (1,) and 0 < float(chances) <= 1 for chances in ToyHead.seen)
+    assert max(out.tokens.tolist()) < VOCABULARY
