@@ -38,6 +38,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
+from eval.drafting.assembly import make_drafters
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.environment import describe_environment
 from eval.measuring.metrics import bootstrap_weights, interval
@@ -336,7 +337,7 @@ def _efficiencies(pair: Pair, options: argparse.Namespace) -> list[dict[str, Any
                 decoder = SpeculativeDecoder(
                     timed[0],
                     config.sampling,
-                    config.make_drafters(timed[1:], None, frozenset()),
+                    make_drafters(config, timed[1:], None, frozenset()),
                     config.make_verifier(),
                     frozenset(),
                     drafts=timed[1:],
@@ -421,7 +422,7 @@ def _replayed(pair: Pair, engine: Engine, recorded: Results, seed: int) -> dict[
         decoder = SpeculativeDecoder(
             models[0],
             config.sampling,
-            config.make_drafters(models[1:], None, frozenset()),
+            make_drafters(config, models[1:], None, frozenset()),
             replace(config.make_verifier(), rule=_as_recorded(acceptance)),
             frozenset(),
             drafts=models[1:],

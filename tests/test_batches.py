@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
+from eval.drafting.assembly import make_drafters
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import Forward
 from specdata.probability import SamplingConfig
@@ -99,7 +98,7 @@ def test_sequences_that_need_the_same_model_share_its_forwards() -> None:
     decoder = SpeculativeDecoder(
         models[0],
         config.sampling,
-        config.make_drafters(models[1:], None, frozenset()),
+        make_drafters(config, models[1:], None, frozenset()),
         config.make_verifier(),
         frozenset(),
         drafts=models[1:],

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.drafting.assembly import make_drafters
 from eval.drafts import DraftTree
 from eval.runtime.model import CachedModel
 from eval.verifiers import Verifier
@@ -54,7 +55,7 @@ def recording_decoder(
     decoder = SpeculativeDecoder(
         models[0],
         config.sampling,
-        config.make_drafters(models[1:], None, frozenset({END})),
+        make_drafters(config, models[1:], None, frozenset({END})),
         Recording(config.make_verifier(), given),  # type: ignore[arg-type]
         frozenset({END}),
         drafts=models[1:],

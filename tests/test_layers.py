@@ -75,6 +75,15 @@ def test_configuration_is_imported_without_heavy_libraries(module: str) -> None:
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "eval/runtime").glob("*.py")), ids=lambda path: path.name
+)
+def test_the_runtime_of_decoding_knows_nothing_of_what_is_decoded(path: Path) -> None:
+    for line, module in imported(path):
+        if module.split(".")[0] in OURS - {"specdata"}:
+            assert module.startswith("eval.runtime"), f"{path}:{line} imports {module}"
+
+
 def test_launch_holds_no_python_and_nobody_imports_a_package_named_like_a_builtin() -> None:
     assert not list((ROOT / "launch").rglob("*.py"))
     for path in FILES:

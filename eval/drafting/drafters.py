@@ -18,7 +18,7 @@ from eval.drafting.stopping import ActiveRule, DraftedToken
 from eval.drafting.tree_builder import TreeBuilder, drawn_chain
 from eval.drafts import DraftTree, How, TreeShape
 from eval.rounds import Round
-from eval.runtime.sequence import CachedSequence, Forward, ForwardCoroutine
+from eval.runtime.sequence import CachedSequence, ForwardCoroutine
 from specdata.probability import SamplingConfig, draw_one, draw_several
 
 
@@ -149,12 +149,15 @@ class _CachedDraft:
         self.sequence = sequence
         self._cached_number: dict[int, int] = {0: 0}
 
-    def append(self, nodes: Sequence[int], builder: TreeBuilder) -> Forward:
-        """The forward that appends nodes of the draft, whose parents are in the cache."""
+    def append(self, nodes: Sequence[int], builder: TreeBuilder) -> ForwardCoroutine[Tensor]:
+        """Run n nodes of the draft, whose parents are in the cache: logits (n, V)."""
+        parents = [self._cached_number[builder.parents[node - 1]] for node in nodes]
+        logits = yield self.sequence.append_tree(
+            [builder.tokens[node - 1] for node in nodes], parents
+        )
         for node in nodes:
             self._cached_number[node] = len(self._cached_number)
-        parents = [self._cached_number[builder.parents[node - 1]] for node in nodes]
-        return self.sequence.append_tree([builder.tokens[node - 1] for node in nodes], parents)
+        return logits
 
     def accept(self, nodes: Sequence[int]) -> None:
         """Commit the accepted nodes, as far as they are in the cache, and drop the others.
@@ -241,7 +244,7 @@ class BranchingDrafter:
                 ]
                 if not nodes:
                     continue
-                logits = yield draft.append(nodes, builder)
+                logits = yield from draft.append(nodes, builder)
             rows = logits if self._own_samplings else sequence.distribution(logits)
             scores |= {(index, node): row for node, row in zip(nodes, rows, strict=True)}
         return scores
