@@ -114,7 +114,7 @@ def _complete(
 
 
 def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[str, Any], int]:
-    """What completes, what the model is, and how long a text it takes."""
+    """What completes, what the model is, and how many tokens it takes."""
     from specdata.models import hub_commit, load_generation, load_model, positions
     from specdata.rollouts.backend import TransformersBackend
     from specdata.rollouts.vllm import VllmBackend

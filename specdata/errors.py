@@ -11,14 +11,6 @@ class VocabularyMismatchError(ValueError):
     """Target and draft do not share a vocabulary."""
 
 
-def at_least_one(settings: object, section: str, *names: str) -> None:
-    """Raise ConfigError unless the named settings are 1 or larger."""
-    for name in names:
-        value = getattr(settings, name)
-        if value < 1:
-            raise ConfigError(f"{section}.{name} must be 1 or larger, got {value}")
-
-
 class ManifestError(ValueError):
     """A stored folder is incomplete, damaged, or belongs to another run."""
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from specdata.errors import ConfigError
-from specdata.hub import hub_source as hub_source
+from specdata.hub import hub_source
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -30,7 +30,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load_model(name: str, *, dtype: str = "float32") -> Any:
     """Load a causal LM from a folder or the Hub, in eval mode, on the GPU if there is one.
 
-    A Hub id may carry a revision, OWNER/NAME@REVISION. Remote code is never run.
+    Remote code is never run.
+
+    Args:
+        name: a folder, or a Hub id, which may carry a revision: OWNER/NAME@REVISION.
+        dtype: precision of the weights, one of `DTYPES`.
+
+    Returns:
+        The model on `device()`.
 
     Raises:
         ConfigError: if it cannot be had, or `dtype` is unknown.
@@ -72,7 +79,7 @@ def hub_commit(name: str) -> str | None:
     source, revision = hub_source(name)
     if Path(source).exists():
         return None
-    # The cache is the one place that says what a branch meant when it was loaded.
+    # Only the cache tells which commit a branch was when it was loaded.
     path = try_to_load_from_cache(source, "config.json", revision=revision or "main")
     return Path(path).parent.name if isinstance(path, str) else None
 
@@ -83,7 +90,7 @@ def device() -> torch.device:
 
 
 def load_generation(name: str) -> tuple[PreTrainedConfig, frozenset[int]]:
-    """A model's configuration and the ids that end its texts, without its weights.
+    """A model's configuration and its end token ids, without its weights.
 
     Raises:
         ConfigError: if it cannot be had.
@@ -102,13 +109,13 @@ def load_generation(name: str) -> tuple[PreTrainedConfig, frozenset[int]]:
 
 
 def positions(config: PreTrainedConfig) -> int:
-    """The longest text that a model has positions for, in tokens."""
+    """The longest sequence that a model has positions for, in tokens; sys.maxsize if unlimited."""
     limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return sys.maxsize if limit is None else limit
 
 
 def check_length(model: PreTrainedModel, longest: int) -> None:
-    """Raise ConfigError if a text of `longest` tokens is more than the model has positions for."""
+    """Raise ConfigError if a model has fewer than `longest` positions (tokens)."""
     limit = positions(model.config)
     if longest > limit:
         raise ConfigError(
@@ -134,7 +141,7 @@ def known_ids(ids: Tensor, model: PreTrainedModel) -> Tensor:
 
 
 def end_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Token ids that end a text, from the model's generation configuration."""
+    """Token ids that end a sequence, from the model's generation configuration."""
     return _ends(model.generation_config)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """How both models turn logits into a distribution.
+    """How both models turn logits into a distribution: temperature, then top-k, then top-p.
+
+    A standard dataclass rather than a `Config`, because the library constructs it by position,
+    `SamplingConfig(1.0, 0, 1.0)`, and uses it as a value: hashed, compared, part of other settings.
 
     Args:
         temperature: softmax temperature; 0 makes the distribution one-hot at the largest logit.
@@ -18,9 +21,13 @@ class SamplingConfig:
         ValueError: if a value lies outside its range.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    temperature: float = field(
+        default=1.0, metadata={"help": "softmax temperature; 0 takes the likeliest token"}
+    )
+    top_k: int = field(default=0, metadata={"help": "keep the k largest logits; 0 keeps all"})
+    top_p: float = field(
+        default=1.0, metadata={"help": "keep the likeliest tokens of this mass; 1 keeps all"}
+    )
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def seed_for(seed: int, *key: str | int) -> int:
-    """A 63-bit seed that depends on the run's seed and on a key such as (example id, sample)."""
+    """A 63-bit seed for a key such as (example id, sample): the start of a SHA-256 of both."""
     return int.from_bytes(_digest(seed, *key)[:8], "big") >> 1
 
 

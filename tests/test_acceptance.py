@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from specdata.config import read_config
 from specdata.errors import ConfigError, ManifestError
 from specdata.labels import labeller as labelling
 from specdata.labels.config import LabelsConfig
@@ -212,5 +213,5 @@ def test_rollouts_are_no_labels_of_any_sampler(tmp_path: Path) -> None:
 
 
 def test_negative_counts_of_logits_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"labels\.top_logits must be 0"):
-        LabelsConfig(top_logits=-1)
+    with pytest.raises(ConfigError, match="top_logits: must be greater than or equal to 0"):
+        read_config(LabelsConfig, {"top_logits": -1})

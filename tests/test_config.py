@@ -49,7 +49,7 @@ def test_lists_and_null_can_be_given_on_the_command_line() -> None:
         (["--sampling.top_p", "0"], "top_p must lie in"),
         (["--eval.methods", "[{name: a}]"], "exactly one, 'plain'"),
         (["--seed", "[1"], "not a YAML value"),
-        (["--rollouts.shard_size", "0"], "rollouts.shard_size must be 1 or larger"),
+        (["--rollouts.shard_size", "0"], "rollouts.shard_size: must be greater than or equal to 1"),
         (["--eval.max_new_tokens", "0"], "eval.max_new_tokens: must be greater than or equal to 1"),
         (["--eval.sets", "[]"], "at least one prompt set"),
         (["--models.dtype", "int8"], "models.dtype: must be 'float32', 'bfloat16' or 'float16'"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from specdata.config import read_config
 from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import load_prompts
@@ -80,7 +81,6 @@ def test_splits_of_an_embedded_family_share_no_prompt(tokenizer: PreTrainedToken
         (['{"prompt": " .. "}'], 1, "none of its 1 prompts can be used: 1 near_empty"),
         (['{"prompt": "a"}', '{"messages": []}'], 2, "row 2, has no column 'prompt'"),
         (['{"messages": []}', '{"prompt": "a"}'], 2, "row 2, has no column 'messages'"),
-        (['{"prompt": "a"}'], -1, "count must be positive, or 0 for all"),
         ([], 0, "is empty: it must hold prompts"),
     ],
 )
@@ -95,6 +95,11 @@ def test_an_unusable_file_is_named(
     path.write_text("\n".join(rows))
     with pytest.raises(ConfigError, match=message):
         load_prompts([PromptSet(str(path), "train", count)], tokenizer, seed=0)
+
+
+def test_a_negative_count_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"count: must be greater than or equal to 0 \(got -1\)"):
+        read_config(PromptSet, {"name": "maths", "count": -1})
 
 
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "instructions", "data.csv"])

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_serializer
 
 from recipes.config import PipelineConfig, parse
 from recipes.layout import labels_stage, rollouts_stage
@@ -160,6 +160,31 @@ def test_a_removed_option_is_tolerated_if_its_former_default_is_given() -> None:
     assert differences(stored, STORED, DEFAULTS | {"plan.methods.*.old": 4}) == [
         "plan.methods.plain.old: 3 -> 4"
     ]
+
+
+def test_defaults_are_keyed_as_a_class_stores_itself() -> None:
+    class Rule(BaseModel):
+        name: str = "fixed"
+        length: int = 4
+
+    class Flat(BaseModel):
+        label: str
+        rule: Rule = Rule()
+
+        @model_serializer
+        def _flat(self) -> dict[str, Any]:
+            return {"rule": self.rule.name, "length": self.rule.length}
+
+    defaults = defaults_of(Flat, "rules.*")
+    assert (defaults["rules.*.rule"], defaults["rules.*.length"]) == ("fixed", 4)
+    assert differences({"rules": {"a.b": {}}}, {"rules": {"a.b": {"length": 4}}}, defaults) == []
+
+
+def test_the_default_of_one_item_is_preferred_to_that_of_any() -> None:
+    defaults = {"methods.*.length": 4, "methods.K=.5.length": 8}
+    stored = {"methods": {"K=.5": {}, "K": {}}}
+    asked = {"methods": {"K=.5": {"length": 8}, "K": {"length": 8}}}
+    assert differences(stored, asked, defaults) == ["methods.K.length: 4 -> 8"]
 
 
 def test_a_refusal_names_the_artefact_the_differences_and_the_remedy() -> None:

@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
+from specdata.config import read_config
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig, inverse_cdf, probabilities
 from specdata.prompts.chat_templates import chat_ids
@@ -159,7 +160,7 @@ def backend(sampling: SamplingConfig = PLAIN, **changes: Any) -> TransformersBac
 def rows_of(
     folder: Path, made: Backend, asked: Sequence[Prompt], dialogue: Any = None, **changes: Any
 ) -> list[Rollout]:
-    config = RolloutConfig([PromptSet("d")], max_new_tokens=30, **changes)
+    config = RolloutConfig(sets=[PromptSet("d")], max_new_tokens=30, **changes)
     make_rollouts(
         made,
         asked,
@@ -210,13 +211,15 @@ def test_samples_differ_and_the_first_is_what_a_single_one_would_be(tmp_path: Pa
 def test_several_greedy_samples_are_refused() -> None:
     greedy = SamplingConfig(temperature=0.0)
     with pytest.raises(ConfigError, match="every sample of a prompt is the same"):
-        check_samples(RolloutConfig([PromptSet("d")], samples=2), greedy)
-    check_samples(RolloutConfig([PromptSet("d")], samples=1), greedy)
+        check_samples(RolloutConfig(sets=[PromptSet("d")], samples=2), greedy)
+    check_samples(RolloutConfig(sets=[PromptSet("d")], samples=1), greedy)
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="transformers, vllm, got 'sglang'"):
-        RolloutConfig([PromptSet("d")], backend="sglang")
+    with pytest.raises(
+        ConfigError, match=r"backend: must be 'transformers' or 'vllm' \(got 'sglang'"
+    ):
+        read_config(RolloutConfig, {"sets": [{"name": "d"}], "backend": "sglang"})
 
 
 @pytest.fixture(scope="module")

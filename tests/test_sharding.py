@@ -170,7 +170,7 @@ def test_a_full_disk_is_named_and_the_same_command_goes_on(
         (["--sampling.temperature", "0"], "every sample of a prompt is the same"),
         (["--rollouts.max_new_tokens", "256"], "takes 256 tokens, prompt included"),
         (["--rollouts.max_new_tokens", "253"], "over_long"),
-        (["--rollouts.backend", "sglang"], "must be one of transformers, vllm"),
+        (["--rollouts.backend", "sglang"], "rollouts.backend: must be 'transformers' or 'vllm'"),
         (["--output", "/proc/nowhere"], "cannot write into /proc/nowhere/rollouts"),
     ],
 )

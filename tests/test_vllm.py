@@ -286,13 +286,13 @@ def test_a_key_is_read_from_the_environment_and_never_stored(
         with client(server, key_variable="MY_KEY") as backend:
             backend.complete(requests(1))
         assert server.headers == ["Bearer k-1"]
-    config = RolloutConfig([PromptSet("d")], backend="vllm")
+    config = RolloutConfig(sets=[PromptSet("d")], backend="vllm")
     assert "vllm" not in config.decisive()
 
 
-def test_a_table_goes_on_after_the_server_died_and_came_back(tmp_path: Path) -> None:
+def test_a_dataset_goes_on_after_the_server_died_and_came_back(tmp_path: Path) -> None:
     asked = [Prompt(request.key[0], "d", "train", request.ids) for request in requests(10)]  # type: ignore[arg-type]
-    config = RolloutConfig([PromptSet("d")], shard_size=3, backend="vllm")
+    config = RolloutConfig(sets=[PromptSet("d")], shard_size=3, backend="vllm")
 
     def make(folder: Path, troubles: tuple[int, ...] = ()) -> int:
         with (

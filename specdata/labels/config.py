@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import Self
 
-from specdata.errors import ConfigError, at_least_one
+from pydantic import Field, model_validator
+
+from specdata.config import Config
 
 
-@dataclass(frozen=True, slots=True)
-class LabelsConfig:
+class LabelsConfig(Config):
     """How rollouts are labelled with the draft's acceptance."""
 
-    shard_size: int = field(default=64, metadata={"help": "rollouts of one shard"})
-    top_logits: int = field(
+    shard_size: int = Field(default=64, ge=1, description="rollouts of one shard")
+    top_logits: int = Field(
         default=0,
-        metadata={"help": "largest target logits kept a position, to label again without it"},
+        ge=0,
+        description="largest target logits kept a position, to label again without it; 0 for none",
     )
-    cache: str | None = field(
+    cache: str | None = Field(
         default=None,
-        metadata={"help": "labels with kept logits to make these from, without the target"},
+        description="labels with kept logits to make these from, without the target",
     )
-    bound: bool = field(
-        default=False, metadata={"help": "with cache: upper bounds will do where not exact"}
+    bound: bool = Field(
+        default=False, description="with cache: upper bounds will do where not exact"
     )
 
-    def __post_init__(self) -> None:
-        at_least_one(self, "labels", "shard_size")
-        if self.top_logits < 0:
-            raise ConfigError(f"labels.top_logits must be 0 (none) or more, got {self.top_logits}")
+    @model_validator(mode="after")
+    def _cache_keeps_logits(self) -> Self:
         if self.top_logits and self.cache:
-            raise ConfigError("labels.top_logits must be 0 with labels.cache, which keeps them")
+            raise ValueError("top_logits must be 0 with cache, which keeps them")
+        return self

@@ -92,7 +92,7 @@ class Labeller:
 
     Attributes:
         distributions: batch -> p at some of its positions.
-        draft: q.
+        draft: the model of q.
         vocabulary: V of the target.
         sampling: the sampler that tokens are served with.
         seed: the run's seed.
@@ -108,7 +108,14 @@ class Labeller:
 
     @torch.inference_mode()
     def __call__(self, rows: Sequence[Rollout]) -> list[Label]:
-        """Label the rows, longest first, and return them in the order given."""
+        """Label the rows.
+
+        They go through the models longest first, and are returned in the order given.
+
+        Raises:
+            ConfigError: if a row is longer than a model's context, or if kept logits do not decide
+                the target's distributions.
+        """
         labels: dict[int, Label] = {}
         for indices in _batches(rows, self.tokens_at_once):
             batch = Batch.of([rows[index] for index in indices], self.seed, self.draft.model.device)

@@ -45,11 +45,11 @@ def make_labels(
     describes several processes, resume and errors.
 
     Args:
-        target: p.
-        draft: q.
-        rollouts: the target's completions.
+        target: the model of p.
+        draft: the model of q.
+        rollouts: the target's completions, columns of `ROLLOUTS`.
         folder: where the dataset goes.
-        config: sizes.
+        config: rollouts of a shard, logits to keep.
         sampling: the sampler that tokens are served with; stored, and checked by `load_labels`.
         seed: the run's seed; a row's own seed is made of it and of what identifies the row.
         settings: what else decides the rows; stored in the manifest, compared on resume.
@@ -94,7 +94,7 @@ def labels_from_cache(
 
     Args:
         source: a labels dataset made with `top_logits`.
-        draft: q.
+        draft: the model of q.
         folder: where the new dataset goes.
         config: sizes, and whether a bound will do; see `TopLogitDistributions`.
         sampling: the sampler that tokens are served with.

@@ -1,7 +1,7 @@
 """The prompt sets of the papers: where each comes from, its licence, template and splits.
 
 Licences are what the data set's own page states; "unknown" is what the page says. Where a paper
-does not say how it cut a set or worded a prompt, the entry's `note` says that the choice is ours.
+does not say how it cut a set or worded a prompt, `note` says that the choice is ours.
 
 A split is either one of the source's own, or a part of it that is cut by content: prompts are
 ranked by the sha256 of their columns, and a split is a range of ranks. So it depends on no seed and
@@ -24,7 +24,13 @@ _EXPORTED = {name: f"*/{name}/*.parquet" for name in ("train", "validation", "te
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A split of the source, or the ranks from `start` to `stop` (shares of 1) of it."""
+    """A split of the source, or a part of it.
+
+    Args:
+        of: the source's name of the split.
+        start: rank, as a share of 1, of the first prompt.
+        stop: rank, as a share of 1, after the last prompt.
+    """
 
     of: str
     start: float = 0.0

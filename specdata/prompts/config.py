@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Literal
 
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class PromptSet:
-    """Some prompts of one data set."""
+    """Some prompts of one data set, constructed by position: `PromptSet("maths", "test", 100)`."""
 
-    name: str = field(
-        metadata={
-            "help": "embedded (instruct, maths, code, library), catalogued (alpaca, gsm8k, ...), a "
-            "JSONL, JSON or parquet file, a folder, or a Hub id OWNER/NAME[@REVISION]"
-        }
+    name: str = Field(
+        description="embedded (instruct, maths, code, library), catalogued (alpaca, gsm8k, ...), a "
+        "JSONL, JSON or parquet file, a folder, or a Hub id OWNER/NAME[@REVISION]"
     )
-    split: str = field(
-        default="test", metadata={"help": "train, dev or test; stored with each row"}
+    split: str = Field(default="test", description="train, dev or test; stored with each row")
+    count: int = Field(
+        default=100, ge=0, description="how many prompts are read, from the first; 0 for all"
     )
-    count: int = field(
-        default=100, metadata={"help": "how many prompts are read, from the first; 0 for all"}
+    source: str | None = Field(
+        default=None, description="read a catalogued set from this file, folder or Hub id"
     )
-    source: str | None = field(
-        default=None, metadata={"help": "read a catalogued set from this file, folder or Hub id"}
+    subset: str | None = Field(default=None, description="configuration of a Hub data set")
+    source_split: str | None = Field(
+        default=None, description="the Hub split that is read (default: the one of `split`)"
     )
-    subset: str | None = field(default=None, metadata={"help": "configuration of a Hub data set"})
-    source_split: str | None = field(
-        default=None, metadata={"help": "the Hub split that is read (default: the one of `split`)"}
+    template: str | None = Field(
+        default=None, description="the prompt's text, with {column} for what a row holds"
     )
-    template: str | None = field(
-        default=None, metadata={"help": "the prompt's text, with {column} for what a row holds"}
-    )
-    chat: bool | None = field(
+    chat: bool | None = Field(
         default=None,
-        metadata={"help": "use the chat template (default: as the set is meant; `prompt`: no)"},
+        description="use the chat template (default: as the set is meant; `prompt`: no)",
     )
-    turns: Literal["all", "first", "last"] = field(
-        default="all", metadata={"help": "which of a user's turns in conversations are prompts"}
+    turns: Literal["all", "first", "last"] = Field(
+        default="all", description="which of a user's turns in conversations are prompts"
     )

@@ -52,11 +52,6 @@ def check_names(sets: Sequence[PromptSet]) -> None:
     for wanted in sets:
         if not wanted.name or "\0" in wanted.name:
             raise ConfigError(f"a prompt set must have a name, got {wanted.name!r}")
-        if wanted.count < 0:
-            raise ConfigError(
-                f"prompt set {wanted.name!r}: count must be positive, or 0 for all, got "
-                f"{wanted.count}"
-            )
         if wanted.source and wanted.name not in CATALOGUE:
             raise ConfigError(
                 f"prompt set {wanted.name!r}: `source` is where a catalogued set is read from "

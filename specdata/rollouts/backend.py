@@ -26,7 +26,12 @@ LEAVE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt to complete, and what its randomness is made of (besides the run's seed)."""
+    """A prompt to complete.
+
+    Attributes:
+        ids: its T token ids.
+        key: what, with the run's seed, decides its randomness: (example id, sample[, turn]).
+    """
 
     ids: list[int]
     key: tuple[str | int, ...]
@@ -34,19 +39,24 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """New tokens only; the last one is the end token if `finish` is "eos"."""
+    """What a prompt was completed with.
+
+    Attributes:
+        ids: the new token ids only, at least one.
+        finish: "eos" if the last id is an end token, else "length".
+    """
 
     ids: list[int]
     finish: Literal["eos", "length"]
 
 
 class Backend(Protocol):
-    """Whatever completes prompts."""
+    """What completes prompts: a model in this process or a server."""
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion a request, in their order.
+        """Return one completion for each request, in their order.
 
-        What a request gets must not depend on the other requests, but for rounding.
+        A completion must not depend on the other requests, except through rounding.
         """
 
 
@@ -56,8 +66,8 @@ class TransformersBackend:
 
     Args:
         model: the target.
-        sampling: the distribution.
-        max_new_tokens: longest completion.
+        sampling: the sampler of every token.
+        max_new_tokens: longest completion, in tokens.
         batch_size: rows decoded together.
         seed: the run's seed.
     """
@@ -104,10 +114,10 @@ def sample_batch(
         model: the language model.
         prompts: B prompts of any lengths (padded on the left here).
         uniforms: (B, max_new_tokens) in [0, 1).
-        sampling: the distribution.
+        sampling: the sampler of every token.
 
     Returns:
-        B completions; one that ends does so with its end token.
+        B completions as token ids; one that ended before the longest has its end token last.
     """
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in prompts])
@@ -149,7 +159,7 @@ def sample_batch(
 
 
 def growing_cache(model: PreTrainedModel) -> DynamicCache:
-    """A `DynamicCache` whose plain layers have room for the next tokens; others stay."""
+    """A `DynamicCache` whose plain layers reserve memory for the next tokens; others stay."""
     cache = DynamicCache(config=model.config)
     cache.layers = [
         GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
@@ -184,7 +194,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some rows of the batch."""
+        """Keep the rows (of the batch) whose indices are given."""
         if self._room:
             end = self.get_seq_length()
             self._room = tuple(room[indices] for room in self._room)

@@ -2,71 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from specdata.errors import ConfigError, at_least_one
+from pydantic import Field
+
+from specdata.config import Config
+from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig
+from specdata.storage.resume import as_settings
 
-BACKENDS = ("transformers", "vllm")
 
-
-@dataclass(frozen=True, slots=True)
-class VllmConfig:
+class VllmConfig(Config):
     """Where the server is, and how it is asked."""
 
-    url: str = field(default="http://localhost:8000", metadata={"help": "address of the server"})
-    model: str | None = field(
-        default=None, metadata={"help": "name it is served under (default: models.target)"}
+    url: str = Field(
+        default="http://localhost:8000",
+        pattern="^https?://",
+        description="address of the server, such as http://localhost:8000",
     )
-    concurrency: int = field(default=64, metadata={"help": "requests under way at once"})
-    timeout: float = field(default=600.0, metadata={"help": "seconds that one request may take"})
-    retries: int = field(
-        default=6, metadata={"help": "tries of a request, 1, 2, 4 ... seconds apart"}
+    model: str | None = Field(
+        default=None, description="name it is served under (default: models.target)"
     )
-    key_variable: str | None = field(
-        default=None, metadata={"help": "environment variable that holds the server's API key"}
+    concurrency: int = Field(default=64, ge=1, description="requests under way at once")
+    timeout: float = Field(default=600.0, gt=0, description="seconds that one request may take")
+    retries: int = Field(default=6, ge=1, description="tries of a request, 1, 2, 4 ... s apart")
+    key_variable: str | None = Field(
+        default=None, description="environment variable that holds the server's API key"
     )
 
-    def __post_init__(self) -> None:
-        at_least_one(self, "rollouts.vllm", "concurrency", "retries")
-        if not self.url.startswith(("http://", "https://")) or self.timeout <= 0:
-            raise ConfigError(
-                "rollouts.vllm needs a url such as http://localhost:8000 and a timeout above 0, "
-                f"got {self.url!r} and {self.timeout}"
-            )
 
-
-@dataclass(frozen=True, slots=True)
-class RolloutConfig:
+class RolloutConfig(Config):
     """Which prompts are completed, how far, and by what."""
 
-    sets: list[PromptSet] = field(metadata={"help": "prompt sets to complete"})
-    max_new_tokens: int = field(default=128, metadata={"help": "longest completion, in tokens"})
-    samples: int = field(default=1, metadata={"help": "completions of each prompt"})
-    shard_size: int = field(
-        default=64, metadata={"help": "prompts of one shard, which is made or lost as a whole"}
+    sets: list[PromptSet] = Field(description="prompt sets to complete")
+    max_new_tokens: int = Field(default=128, ge=1, description="longest completion, in tokens")
+    samples: int = Field(default=1, ge=1, description="completions of each prompt")
+    shard_size: int = Field(
+        default=64, ge=1, description="prompts of one shard, which is made or lost as a whole"
     )
-    batch_size: int = field(default=64, metadata={"help": "completions decoded together"})
-    backend: str = field(
+    batch_size: int = Field(default=64, ge=1, description="completions decoded together")
+    backend: Literal["transformers", "vllm"] = Field(
         default="transformers",
-        metadata={"help": "transformers (in this process) or vllm (a server in its own)"},
+        description="transformers (in this process) or vllm (a server in its own)",
     )
-    vllm: VllmConfig = field(
-        default_factory=VllmConfig, metadata={"help": "the server of backend vllm"}
-    )
-
-    def __post_init__(self) -> None:
-        at_least_one(self, "rollouts", "max_new_tokens", "samples", "shard_size", "batch_size")
-        if self.backend not in BACKENDS:
-            raise ConfigError(
-                f"rollouts.backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}"
-            )
+    vllm: VllmConfig = Field(default=VllmConfig(), description="the server of backend vllm")
 
     def decisive(self) -> dict[str, Any]:
-        """What the rows depend on; the address of a server, say, may change on resume."""
-        settings = asdict(self)
+        """The settings that the rows depend on, as JSON values.
+
+        The server's address and the like are left out, because they may change on resume.
+        """
+        settings = as_settings(self)
         del settings["vllm"]
         if self.backend == "vllm":
             del settings["batch_size"]

@@ -50,16 +50,19 @@ def make_rollouts(
     itself: neither the number of processes nor an interruption changes its batches.
 
     Args:
-        backend: what completes.
-        prompts: what is completed; the order does not matter.
+        backend: completes the prompts.
+        prompts: what is completed; their order does not matter.
         folder: where the dataset goes.
-        config: sizes.
+        config: completions of a prompt, prompts of a shard.
         dialogue: needed where prompts have follow-ups.
         settings: everything that decides the rows; stored in the manifest, compared on resume.
         report: called with the number of rows done.
 
     Returns:
         Number of completions in the dataset.
+
+    Raises:
+        ConfigError, ManifestError, OSError: as the backend and `fill_dataset`.
     """
     ordered = sorted(prompts, key=lambda prompt: (len(prompt.ids), prompt.example_id))
     groups = [
@@ -113,7 +116,7 @@ class _Turn:
 def complete_group(
     backend: Backend, group: Sequence[Prompt], samples: int, dialogue: Dialogue | None
 ) -> list[Rollout]:
-    """All samples and turns of some prompts, in this order: prompt, sample, turn."""
+    """Complete all samples and turns of some prompts; rows by prompt, then sample, then turn."""
     turns = [
         _Turn((index, sample, 0), prompt, prompt.messages, prompt.ids)
         for index, prompt in enumerate(group)

@@ -28,7 +28,7 @@ from specdata.rollouts.config import VllmConfig
 from specdata.sampling import SamplingConfig
 from specdata.seeds import seed_for
 
-# What a busy or restarting server answers; anything else that is not 200 will not get better.
+# What a busy or restarting server answers; any other status that is not 200 is final.
 PASSING = (408, 425, 429, 500, 502, 503, 504)
 
 
@@ -40,9 +40,9 @@ class VllmBackend:
     Args:
         config: the server.
         model: the name it serves the target under.
-        sampling: the distribution.
-        max_new_tokens: longest completion.
-        ends: ids that end a text.
+        sampling: the sampler of every token.
+        max_new_tokens: longest completion, in tokens.
+        ends: the target's end token ids.
         seed: the run's seed.
     """
 
@@ -94,7 +94,7 @@ class VllmBackend:
         """Make sure that the server serves this model.
 
         Returns:
-            The longest text it takes (prompt and completion), if it says.
+            The longest sequence it takes (prompt and completion, in tokens), if it states one.
 
         Raises:
             ConfigError: if it serves another model.
@@ -118,7 +118,12 @@ class VllmBackend:
         return length
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """See `Backend`; several requests are under way at once."""
+        """See `Backend`; up to `config.concurrency` requests are under way at once.
+
+        Raises:
+            ConfigError: if an answer is refused or unusable.
+            ConnectionError: if the server does not answer in `config.retries` tries.
+        """
         with ThreadPoolExecutor(self.config.concurrency) as pool:
             futures = [pool.submit(self._complete, request) for request in requests]
             try:
@@ -174,7 +179,7 @@ class VllmBackend:
         return Completion(ids, "length")
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The server's JSON; a passing trouble is tried again."""
+        """The server's JSON; after a failure that may pass, the request is sent again."""
         trouble = ""
         for attempt in range(self.config.retries):
             if attempt:

@@ -15,12 +15,12 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
-from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
+from specdata.config import fields_of
 from specdata.errors import ManifestError, OtherSettingsError
 from specdata.storage.files import write_json
 
@@ -169,13 +169,17 @@ def _compare(
 
 
 def _below(defaults: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The defaults of what is below a key, relative to it."""
-    parts = ((pattern.partition("."), value) for pattern, value in defaults.items())
-    return {rest: value for (first, dot, rest), value in parts if dot and first in (key, ANY)}
+    """The defaults of what is below a key, relative to it; the key's own before those of any."""
+    return {
+        pattern.removeprefix(start): value
+        for start in (f"{ANY}.", f"{key}.")
+        for pattern, value in defaults.items()
+        if pattern.startswith(start)
+    }
 
 
 def _has_items(defaults: Mapping[str, Any]) -> bool:
-    return any(pattern.partition(".")[0] == ANY for pattern in defaults)
+    return any(pattern.startswith(f"{ANY}.") for pattern in defaults)
 
 
 def _mapping(value: Any) -> Mapping[str, Any] | None:
@@ -214,29 +218,30 @@ def defaults_of(kind: type, prefix: str = "") -> dict[str, Any]:
         JSON values: {"eval.batch": 1, "eval.methods.*.length": 4, ...}. A field without a default
         is left out.
     """
-    defaults: dict[str, Any] = {}
-    for name, hint, default in _fields(kind):
-        key = f"{prefix}.{name}" if prefix else name
-        if default is not PydanticUndefined:
-            defaults[key] = to_jsonable_python(default)
-        for section, is_item in _sections(hint):
-            defaults |= defaults_of(section, f"{key}.{ANY}" if is_item else key)
+    start, written = f"{prefix}." if prefix else "", _written_defaults(kind)
+    defaults = {f"{start}{name}": value for name, value in written.items()}
+    for name, info in fields_of(kind).items():
+        if not isinstance(written.get(name, {}), Mapping | list | None):
+            continue  # a section that its class stores as a single value
+        for section, is_item in _sections(info.annotation):
+            defaults |= defaults_of(section, f"{start}{name}{f'.{ANY}' if is_item else ''}")
     return defaults
 
 
-def _fields(kind: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Name, type and default of each field; the default is PydanticUndefined if there is none."""
-    if is_pydantic_dataclass(kind) or issubclass(kind, BaseModel):
-        for name, info in kind.__pydantic_fields__.items():
-            default = info.get_default(call_default_factory=True, validated_data={})
-            yield name, info.annotation, default
-        return
-    hints = get_type_hints(kind)
-    for item in dataclasses.fields(kind):
-        default = PydanticUndefined if item.default is dataclasses.MISSING else item.default
-        if item.default_factory is not dataclasses.MISSING:
-            default = item.default_factory()
-        yield item.name, hints[item.name], default
+def _written_defaults(kind: type) -> dict[str, Any]:
+    """What a configuration that sets nothing is stored as, without the fields it would have to."""
+    if issubclass(kind, BaseModel):
+        # Written by the class itself, which may store other keys than it has fields.
+        return as_settings(kind.model_construct())
+    values = {
+        name: info.get_default(call_default_factory=True, validated_data={})
+        for name, info in fields_of(kind).items()
+    }
+    return {
+        name: to_jsonable_python(value)
+        for name, value in values.items()
+        if value is not PydanticUndefined
+    }
 
 
 def _sections(hint: Any) -> Iterator[tuple[type, bool]]:
