@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from functools import cache
 from pathlib import Path
 
 from specdata.storage.files import sha256
@@ -39,7 +40,17 @@ def fingerprint(source: str) -> str:
 
 
 def _digest(path: Path) -> str:
-    if path.stat().st_size <= WHOLE_FILE:
+    """A hash of a file's bytes; of a very large one, of its two ends."""
+    status = path.stat()
+    if status.st_size < END:
+        return sha256(path)
+    # Several stages read the same model; times of small files are too coarse to tell them apart.
+    return _digest_once(path, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@cache
+def _digest_once(path: Path, _inode: int, size: int, _modified: int) -> str:
+    if size <= WHOLE_FILE:
         return sha256(path)
     with path.open("rb") as handle:
         digest = hashlib.sha256(handle.read(END))

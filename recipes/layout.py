@@ -143,7 +143,8 @@ def release_stage(config: PipelineConfig) -> Stage:
         inputs["head"] = head
         parts.append(f"a copy of the head, {_head_size(config)}")
     size = "; ".join([*parts, "with model cards"]) if parts else "nothing: nothing is trained"
-    return _stage(config, "release", {"publish": as_settings(config.publish)}, inputs, size)
+    values = {"publish": as_settings(config.publish)}
+    return _stage(config, "release", values, inputs, size, "the copies are made again")
 
 
 def all_stages(config: PipelineConfig) -> list[Stage]:
@@ -161,10 +162,11 @@ def _stage(
     values: Mapping[str, Any],
     inputs: Mapping[str, str],
     size: str,
+    remedy: str | None = None,
 ) -> Stage:
     """A stage in its own folder of the run's output."""
     here = folder(config, name)
-    remedy = f"choose another --output, or remove {here} and what was made of it"
+    remedy = remedy or f"choose another --output, or remove {here} and what was made of it"
     return Stage(name, here, Settings(values, defaults_of(PipelineConfig), remedy), inputs, size)
 
 

@@ -1,6 +1,7 @@
 """Stage 1: complete prompts with the target (after training the embedded pair, for the toy).
 
-accelerate launch recipes/make_rollouts.py --config recipes/configs/toy.yaml
+python recipes/make_rollouts.py --config FILE.yaml
+draftsmith make-rollouts --config FILE.yaml     # draftsmith launch PROFILE: in several processes
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """All stages in order; each that is finished is skipped, so a killed run continues where it was.
 
-python recipes/pipeline.py --config recipes/configs/toy.yaml [--method NAME ...]
+python recipes/pipeline.py --config FILE.yaml [--method NAME ...]
+draftsmith pipeline --config FILE.yaml [--method NAME ...]
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from recipes.config import SHARED, PipelineConfig, parse
 from recipes.run import RUN, USER_ERRORS, Stage, console, stage_record
 from specdata.errors import OtherSettingsError
+from specdata.processes import is_main
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +73,18 @@ class Recipe:
 
 
 def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
-    """Print what was configured, and what each stage would read and write.
+    """Print, in the main process, what was configured and what stages would read and write.
 
     Args:
         given: values of the file and of the command line that the recipe reads.
         stages: what the recipe would do.
     """
+    if not is_main():
+        return
     text = yaml.safe_dump(dict(given), sort_keys=False, default_flow_style=None, width=100)
     console.print(text + "# everything else has its default: see --help", markup=False)
     for stage in stages:
-        console.print(f"\n[bold]{stage.name}[/] ({_state(stage)})")
+        console.print(f"\n{stage.name} ({_state(stage)})", style="bold", markup=False)
         for name, source in stage.inputs.items():
             there = "" if Path(source).exists() else " (from the Hub)"
             if there and Path(source).is_relative_to(str(given.get("output"))):
@@ -98,5 +101,5 @@ def _state(stage: Stage) -> str:
     try:
         stage.settings.check(record["settings"], stage.folder)
     except OtherSettingsError:
-        return "made with other settings, would be refused"
+        return f"made with other settings: {stage.settings.remedy}"
     return "done" if record["finished"] else "begun, would be continued"

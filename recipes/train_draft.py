@@ -1,6 +1,7 @@
 """Stage 2: distil the draft on the target's rollouts.
 
-accelerate launch recipes/train_draft.py --config recipes/configs/toy.yaml
+python recipes/train_draft.py --config FILE.yaml
+draftsmith train-draft --config FILE.yaml       # draftsmith launch PROFILE: in several processes
 """
 
 from __future__ import annotations

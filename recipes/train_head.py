@@ -1,6 +1,7 @@
 """Stage 3: label the rollouts with the draft, then train a SpecDec++ acceptance head.
 
-accelerate launch recipes/train_head.py --config recipes/configs/toy.yaml
+python recipes/train_head.py --config FILE.yaml
+draftsmith train-head --config FILE.yaml        # draftsmith launch PROFILE: in several processes
 """
 
 from __future__ import annotations

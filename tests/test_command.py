@@ -25,7 +25,9 @@ def command(*arguments: str) -> str:
 @pytest.mark.parametrize("name", RECIPES)
 def test_help_and_plan_import_no_heavy_library(name: str) -> None:
     assert f"usage: draftsmith {name}" in command(name, "--help")
-    assert "writes runs/" in command(name, "--plan", "--output=runs/toy")
+    assert "writes runs/toy/" in command(name, "--plan")
+    module = f"recipes.{name.replace('-', '_')}"
+    assert "writes runs/toy/" in run_without_heavy_libraries("-m", module, "--plan")
 
 
 def test_the_list_of_commands_names_each_with_what_it_does() -> None:

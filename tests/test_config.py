@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from recipes import train_head
 from recipes.config import PipelineConfig, build, parse
+from recipes.layout import head_stage
 from specdata.config import fields_of, section_type
 from specdata.errors import ConfigError
+from specdata.storage.files import write_json
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "recipes" / "configs").rglob("*.yaml"))
@@ -123,4 +126,24 @@ def test_plan_says_what_would_be_read_and_written_and_writes_nothing(tmp_path: P
     assert done.stderr == "", "no noise on import"
     for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
         assert f"writes {out}/{stage}" in done.stdout
+    assert "608 completions, at most 58,368 tokens, about 233.5 KB" in done.stdout
+    assert "head: {depth: 3, mixing: 0.15, rejection_weight: 6, epochs: 12" in done.stdout
+    assert "max_grad_norm" not in done.stdout, "values that were not given are not printed"
     assert not out.exists()
+
+
+def test_the_plan_of_a_folder_that_was_made_with_other_settings_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stage = head_stage(parse([]).config)
+    record = {"stage": "head", "settings": stage.settings.values, "inputs": {}}
+    record |= {"finished": True, "wall_seconds": 1.0, "results": {}}
+    write_json(stage.folder / "run.json", record)
+    for flags, state in (
+        ([], "head (done)"),
+        (["--head.depth", "3"], "head (done)"),
+        (["--head.depth", "1"], "head (made with other settings: choose another --output, or"),
+    ):
+        assert train_head.RECIPE.run([*flags, "--plan"]) == 0
+        assert state in capsys.readouterr().out

@@ -295,17 +295,24 @@ def test_a_run_killed_at_any_stage_ends_with_the_result_it_would_have_had(
     assert not leftovers
 
 
-def launch_two(folder: Path, recipe: str) -> subprocess.CompletedProcess[str]:
+def launch_two(
+    folder: Path, recipe: str, profile: str = "cpu-2"
+) -> subprocess.CompletedProcess[str]:
+    """Start a recipe in two processes, in a folder that is no checkout."""
     _, script, *arguments = command(folder, recipe)
-    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
-    launcher += ["--config_file", str(ROOT / "launch" / "cpu-2.yaml")]
+    name = Path(script).stem.replace("_", "-")
     return subprocess.run(
-        [*launcher, script, *arguments],
+        [sys.executable, "-m", "recipes.command", "launch", profile, name, *arguments],
         cwd=folder,
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        },
     )
 
 
@@ -323,14 +330,15 @@ def test_two_processes_run_the_whole_pipeline_once_the_pair_is_there(
         assert json.loads((tmp_path / "out" / stage / "run.json").read_text())["finished"]
 
 
+@pytest.mark.parametrize("profile", ["cpu-2", "zero2"])
 def test_recipes_run_under_accelerate_launch_with_two_processes(
-    finished: Path, tmp_path: Path
+    profile: str, finished: Path, tmp_path: Path
 ) -> None:
     """The head is trained by two processes; one of them makes the labels."""
     subprocess.run(["cp", "-r", f"{finished}/out", str(tmp_path)], check=True)
     for stage in ("labels", "head"):
         subprocess.run(["rm", "-r", str(tmp_path / "out" / stage)], check=True)
-    done = launch_two(tmp_path, "train_head.py")
+    done = launch_two(tmp_path, "train_head.py", profile)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out" / "head" / "run.json").read_text())["processes"] == 2
     alone = load_file(finished / "out" / "head" / "model" / "model.safetensors")
