@@ -35,7 +35,7 @@ def tiny_llama(seed: int, *, vocab: int = 4, width: int = 16, layers: int = 1) -
 def joint_distribution(
     model: LlamaForCausalLM, prompt: list[int], length: int, sampling: SamplingConfig
 ) -> dict[tuple[int, ...], float]:
-    """The exact distribution of plain sampling: `length` tokens, or fewer up to END."""
+    """The exact distribution of plain sampling: every sequence of at most `length` tokens."""
     distribution: dict[tuple[int, ...], float] = {}
     stack: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while stack:

@@ -11,7 +11,6 @@ written before the shard gets its name, so a shard without a record was not made
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -36,7 +35,7 @@ from specdata.storage.manifest import (
     read_manifest,
     verify,
 )
-from specdata.storage.resume import Settings
+from specdata.storage.resume import Settings, read_record
 
 # What a dataset's folder may hold beside its shards; hidden files are never looked at.
 BESIDE = (MANIFEST, "run.json")
@@ -171,12 +170,9 @@ class _DatasetInProgress:
     def _record(self, index: int) -> dict[str, Any] | None:
         path = self.progress / f"{_name(index)}.json"
         try:
-            record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return read_record(path, ("file", "rows", "sha256"), "remove it and its shard")
         except FileNotFoundError:
             return None
-        except ValueError as error:
-            raise ManifestError(f"{path} is damaged ({error}): remove it and its shard") from error
-        return record
 
     def _check_foreign(self, present: Sequence[str], shards: Sequence[str]) -> None:
         foreign = sorted({*present} - {*shards} - {*BESIDE})
