@@ -227,7 +227,7 @@ def test_the_head_card_loads_and_decodes(pair: Pair, head: Path) -> None:
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
     (made,) = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "DecodeConfig"]
     config = DecodeConfig(**{k.arg: ast.literal_eval(k.value) for k in made.keywords})  # type: ignore[misc]
-    assert config.threshold == best_head_run(pair.results).threshold
+    assert config.stop.reported()["threshold"] == best_head_run(pair.results).threshold
     decoder = SpeculativeDecoder.from_config(
         AutoModelForCausalLM.from_pretrained(pair.target).eval(),
         AutoModelForCausalLM.from_pretrained(pair.draft).eval(),

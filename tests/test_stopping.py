@@ -280,7 +280,7 @@ def test_a_rule_describes_its_parameters_which_no_other_setting_is_called(
 
 def test_thresholds_have_their_own_ranges_and_defaults() -> None:
     # Probabilities of a token, in nats, of a product, and of a rejection (twice).
-    defaults = {"confidence": 0.4, "entropy": 1.0, "cumulative": 0.3, "logit": 0.7, "head": 0.7}
+    defaults = {"confidence": 0.4, "entropy": 1.5, "cumulative": 0.3, "logit": 0.7, "head": 0.7}
     for name, threshold in defaults.items():
         assert DecodeConfig(stop=name).stop.reported()["threshold"] == threshold
     assert DecodeConfig(stop="entropy", threshold=2.5).stop.longest == 20
