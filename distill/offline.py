@@ -34,7 +34,7 @@ from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import atomic_folder, write_json
-from specdata.storage.resume import Settings, as_settings, defaults_of
+from specdata.storage.resume import Settings, defaults_of
 from specdata.vocabulary import check_shared_vocabulary
 
 SETTINGS_FILE = "training.json"
@@ -97,8 +97,8 @@ def distil(
         {
             "target": str(target),
             "draft": str(draft),
-            "config": as_settings(config),
-            "sampling": as_settings(sampling),
+            "config": config.model_dump(mode="json"),
+            "sampling": asdict(sampling),
             "seed": seed,
             "train": _content(train),
             "dev": _content(dev),

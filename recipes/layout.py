@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from recipes.config import PipelineConfig
 from recipes.run import Stage
 from specdata.errors import ConfigError
 from specdata.hub import hub_source
-from specdata.prompts.sources import prompt_inputs, source_of
-from specdata.storage.resume import Settings, as_settings, defaults_of
+from specdata.prompts.reading import prompt_inputs, source_of
+from specdata.storage.resume import Settings, defaults_of
 
 # Bytes a stored token takes at most, as it was measured on the demo: an id; an id, a drafted id and
 # five numbers. A prompt's own ids come on top.
@@ -56,7 +57,7 @@ def pair_stage(config: PipelineConfig) -> Stage:
     weights = _toy_bytes(toy.vocab_size, toy.target_layers, toy.target_width)
     weights += _toy_bytes(toy.vocab_size, toy.draft_layers, toy.draft_width)
     size = f"target and draft, {_bytes(weights)} of weights"
-    values = {"toy": as_settings(toy), "seed": config.seed}
+    values = {"toy": toy.model_dump(mode="json"), "seed": config.seed}
     return _stage(config, "pair", values, {}, size)
 
 
@@ -71,7 +72,7 @@ def rollouts_stage(config: PipelineConfig) -> Stage:
 def draft_stage(config: PipelineConfig) -> Stage:
     """Distil the draft on the rollouts."""
     assert config.draft is not None
-    values = {"draft": as_settings(config.draft), **_sampled(config)}
+    values = {"draft": config.draft.model_dump(mode="json"), **_sampled(config)}
     inputs = {
         "target": config.models.target,
         "draft": config.models.draft,
@@ -82,7 +83,7 @@ def draft_stage(config: PipelineConfig) -> Stage:
 
 def labels_stage(config: PipelineConfig) -> Stage:
     """Label the rollouts with the draft in use."""
-    values = {"labels": as_settings(config.labels), **_sampled(config)}
+    values = {"labels": config.labels.model_dump(mode="json"), **_sampled(config)}
     inputs = {
         "target": config.models.target,
         "draft": draft_in_use(config),
@@ -97,7 +98,11 @@ def labels_stage(config: PipelineConfig) -> Stage:
 def head_stage(config: PipelineConfig) -> Stage:
     """Train the acceptance head on the labels."""
     assert config.head is not None
-    values = {"head": as_settings(config.head), "seed": config.seed, "dtype": config.models.dtype}
+    values = {
+        "head": config.head.model_dump(mode="json"),
+        "seed": config.seed,
+        "dtype": config.models.dtype,
+    }
     inputs = {"draft": draft_in_use(config), "labels": str(folder(config, "labels"))}
     return _stage(config, "head", values, inputs, f"the head, {_head_size(config)}")
 
@@ -105,8 +110,11 @@ def head_stage(config: PipelineConfig) -> Stage:
 def eval_stage(config: PipelineConfig) -> Stage:
     """Measure every method."""
     # By name, so that a refusal lists the methods that differ.
-    methods = {method.name: as_settings(method) for method in config.eval.methods}
-    values = {"eval": {**as_settings(config.eval), "methods": methods}, **_sampled(config)}
+    methods = {method.name: method.model_dump(mode="json") for method in config.eval.methods}
+    values = {
+        "eval": {**config.eval.model_dump(mode="json"), "methods": methods},
+        **_sampled(config),
+    }
     inputs = {"target": config.models.target, "draft": draft_in_use(config)}
     inputs |= {f"path draft {name}": name for name in path_drafts(config.eval)}
     inputs |= prompt_inputs(config.eval.sets)
@@ -143,7 +151,7 @@ def release_stage(config: PipelineConfig) -> Stage:
         inputs["head"] = head
         parts.append(f"a copy of the head, {_head_size(config)}")
     size = "; ".join([*parts, "with model cards"]) if parts else "nothing: nothing is trained"
-    values = {"publish": as_settings(config.publish)}
+    values = {"publish": config.publish.model_dump(mode="json")}
     return _stage(config, "release", values, inputs, size, "the copies are made again")
 
 
@@ -173,7 +181,7 @@ def _stage(
 def _sampled(config: PipelineConfig) -> dict[str, Any]:
     """What decides the result of every stage that runs the models."""
     return {
-        "sampling": as_settings(config.sampling),
+        "sampling": asdict(config.sampling),
         "seed": config.seed,
         "dtype": config.models.dtype,
     }

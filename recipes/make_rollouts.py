@@ -12,13 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from recipes.config import PipelineConfig
-from recipes.inputs import fingerprint
 from recipes.layout import folder, pair_stage, rollouts_stage
 from recipes.recipe import Recipe
 from recipes.run import Stage, finished, run_stage, say
 from specdata.errors import ConfigError
 from specdata.processes import is_main, process_count
 from specdata.rollouts.config import check_samples
+from specdata.storage.files import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,7 +14,6 @@ from typing import Any
 from rich.console import Console
 
 from recipes.config import PipelineConfig
-from recipes.inputs import fingerprint
 from specdata.errors import (
     CacheNotRewindableError,
     ConfigError,
@@ -22,9 +21,9 @@ from specdata.errors import (
     VocabularyMismatchError,
 )
 from specdata.processes import is_main, process_count
-from specdata.storage.files import try_locked, write_json
+from specdata.storage.files import fingerprint, try_locked, write_json
 from specdata.storage.manifest import MANIFEST, PROGRESS
-from specdata.storage.resume import Settings, as_settings, read_record
+from specdata.storage.resume import Settings, read_record
 
 RUN = "run.json"
 LOCK = ".lock"
@@ -225,7 +224,7 @@ def _new_record(decisive: Settings, config: PipelineConfig) -> dict[str, Any]:
         "arguments": sys.argv,
         "settings": decisive.values["settings"],
         "inputs": decisive.values["inputs"],
-        "config": as_settings(config),
+        "config": config.model_dump(mode="json"),
         "seed": config.seed,
         "environment": where.model_dump(mode="json"),
         "processes": process_count(),

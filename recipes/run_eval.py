@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from eval.measuring.results import read_results, write_results
 from eval.reporting.report import Context, terminal, write_report
 from recipes.config import PipelineConfig
-from recipes.layout import all_stages, draft_in_use, eval_stage, folder, head_in_use
+from recipes.layout import draft_in_use, eval_stage, folder, head_in_use
 from recipes.recipe import Recipe
 from recipes.run import (
     Stage,
@@ -30,7 +30,6 @@ from recipes.run import (
     say,
     stage_record,
 )
-from recipes.train_draft import of_split
 from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.storage.files import write_json
@@ -45,12 +44,17 @@ def stages(config: PipelineConfig) -> list[Stage]:
 
 
 def check(config: PipelineConfig) -> None:
-    """Find impossible methods and missing files before any model is loaded. Raises ConfigError."""
-    from eval.measuring.methods import check_methods
+    """Find impossible methods and missing prompts before the first stage. Raises ConfigError."""
     from specdata.prompts.loading import check_sets
 
-    check_methods(config.eval, config.sampling, head=config.head is not None)
+    _check_methods(config)
     check_sets(config.eval.sets, config.seed)
+
+
+def _check_methods(config: PipelineConfig) -> None:
+    from eval.measuring.methods import check_methods  # here: verifiers need torch
+
+    check_methods(config.eval, config.sampling, head=config.head is not None)
 
 
 def main(config: PipelineConfig) -> dict[str, Any]:
@@ -59,7 +63,7 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         return {}
     (stage,) = stages(config)
     if not made_as_asked(stage):
-        check(config)
+        _check_methods(config)
     if config.draft:
         need(folder(config, "draft"), "train_draft.py")
     if config.head:
@@ -86,15 +90,13 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     names = [draft_name, *path_drafts(config.eval)]
     for name in names:
         check_shared_vocabulary(tokenizer, load_tokenizer(name))
-    target = load_model(models.target, dtype=models.dtype)
-    draft, *others = (load_model(name, dtype=models.dtype) for name in names)
-    room = min(
-        longest_prompt(model, config.eval.max_new_tokens) for model in (target, draft, *others)
-    )
+    room = min(longest_prompt(name, config.eval.max_new_tokens) for name in (models.target, *names))
     loaded = load_prompts(config.eval.sets, tokenizer, seed=config.seed, max_tokens=room)
     prompts = loaded.prompts
     for line in dropped(loaded.report):
         say(line)
+    target = load_model(models.target, dtype=models.dtype)
+    draft, *others = (load_model(name, dtype=models.dtype) for name in names)
     head = _load_head(head_name) if head_name else None
     evaluation, fitted = config.eval, None
     if calibrates(evaluation):
@@ -145,6 +147,7 @@ def _calibration(config: PipelineConfig, path: Path) -> dict[str, Any]:
         return stored
     from eval.drafting.stopping.calibration import Calibration, calibrate
     from specdata.labels.make import load_labels
+    from specdata.storage.dataset import of_split
 
     calibration, rows = Calibration(), 0
     if config.head:
@@ -174,10 +177,17 @@ def _load_head(name: str) -> AcceptanceHead:
 
 def _context(config: PipelineConfig) -> Context:
     """The results of earlier stages, as far as they were run here."""
+    made = {
+        "pair": config.toy,
+        "rollouts": config.rollouts,
+        "draft": config.draft,
+        "labels": config.head,
+        "head": config.head,
+    }
     records = {
-        stage.name: stage_record(stage.folder)
-        for stage in all_stages(config)
-        if finished(stage.folder)
+        name: stage_record(folder(config, name))
+        for name, section in made.items()
+        if section and finished(folder(config, name))
     }
     draft, head = records.get("draft"), records.get("head")
     return Context(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.config import PipelineConfig
@@ -18,7 +17,7 @@ from recipes.run import Stage, need, run_stage, say
 from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
-    import datasets
+    pass
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
@@ -42,7 +41,7 @@ def main(config: PipelineConfig) -> dict[str, Any]:
 
 def _distil(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     from distill.offline import distil
-    from specdata.storage.dataset import load_stored
+    from specdata.storage.dataset import load_stored, of_split
 
     assert config.draft is not None
     rollouts = load_stored(folder(config, "rollouts"))
@@ -58,17 +57,6 @@ def _distil(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         teacher_dtype=config.models.dtype,
     )
     return asdict(result)
-
-
-def of_split(dataset: datasets.Dataset, split: str, source: Path) -> datasets.Dataset:
-    """Rows of one split. Raises ConfigError if there are none."""
-    rows = dataset.select([row for row, name in enumerate(dataset["split"]) if name == split])
-    if len(rows) == 0:
-        raise ConfigError(
-            f"{source} has no rows of split {split!r}: add a prompt set with that split to "
-            "rollouts.sets"
-        )
-    return rows
 
 
 RECIPE = Recipe(main, stages, "Distil the draft on the target's rollouts.", ("draft",))

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config import PipelineConfig
-from recipes.inputs import fingerprint
 from recipes.layout import draft_in_use, folder, head_stage, labels_stage
 from recipes.recipe import Recipe
 from recipes.run import Stage, need, run_stage, say
-from recipes.train_draft import of_split
 from specdata.errors import ConfigError
 from specdata.processes import is_main
+from specdata.storage.files import fingerprint
 from specdata.storage.resume import differences
 
 
@@ -113,6 +112,7 @@ def _train(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     from heads.train import train_head
     from specdata.labels.make import load_labels
     from specdata.models import load_model
+    from specdata.storage.dataset import of_split
 
     assert config.head is not None
     labels = load_labels(folder(config, "labels"), config.sampling)

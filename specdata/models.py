@@ -114,21 +114,26 @@ def positions(config: PreTrainedConfig) -> int:
     return sys.maxsize if limit is None else limit
 
 
-def check_length(model: PreTrainedModel, longest: int) -> None:
+def check_length(config: PreTrainedConfig, longest: int) -> None:
     """Raise ConfigError if a model has fewer than `longest` positions (tokens)."""
-    limit = positions(model.config)
+    limit = positions(config)
     if longest > limit:
         raise ConfigError(
             f"the longest prompt and max_new_tokens make {longest} tokens, but "
-            f"{model.config.name_or_path or 'the model'} has positions for {limit}: lower "
+            f"{config.name_or_path or 'the model'} has positions for {limit}: lower "
             "max_new_tokens or leave out long prompts"
         )
 
 
-def longest_prompt(model: PreTrainedModel, max_new_tokens: int) -> int:
-    """Most tokens of a prompt that leave a model room for its completion. Raises ConfigError."""
-    check_length(model, 1 + max_new_tokens)
-    return positions(model.config) - max_new_tokens
+def longest_prompt(name: str, max_new_tokens: int) -> int:
+    """Most tokens of a prompt that leave a model room for its completion; loads no weights.
+
+    Raises:
+        ConfigError: if there is no room, or the model's configuration cannot be had.
+    """
+    config, _ = load_generation(name)
+    check_length(config, 1 + max_new_tokens)
+    return positions(config) - max_new_tokens
 
 
 def known_ids(ids: Tensor, model: PreTrainedModel) -> Tensor:

@@ -61,7 +61,7 @@ def test_distributions_and_verifiers_need_nothing_but_torch_and_each_other(path:
 @pytest.mark.parametrize(
     "module",
     [
-        "specdata.prompts.sources",
+        "specdata.prompts.reading",
         "specdata.rollouts.config",
         "specdata.labels.config",
         "specdata.sampling",

@@ -53,9 +53,9 @@ def test_a_hub_id_may_carry_a_revision_and_a_folder_any_name(tmp_path: Path) -> 
 
 def test_sequences_beyond_the_models_positions_are_refused() -> None:
     model = tiny_llama(0)
-    check_length(model, 256)
+    check_length(model.config, 256)
     with pytest.raises(ConfigError, match=r"make 257 tokens, but .* has positions for 256"):
-        check_length(model, 257)
+        check_length(model.config, 257)
 
 
 def test_ids_beyond_a_models_matrix_get_a_stand_in_and_others_none() -> None:

@@ -19,7 +19,7 @@ from datasets.exceptions import DatasetGenerationError
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import check_sets, dropped, load_prompts
-from specdata.prompts.rows import _or_refuse
+from specdata.prompts.reading import _or_refuse
 from tests.chats import chat_tokenizer
 from tests.hub import Server
 from tests.prompt_files import PLAIN, datasets_cache, jsonl, parquet, texts

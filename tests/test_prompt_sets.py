@@ -15,7 +15,7 @@ from specdata.prompts.catalogue import CATALOGUE
 from specdata.prompts.chat_templates import chat_ids
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import load_prompts
-from specdata.prompts.sources import prompt_inputs
+from specdata.prompts.reading import prompt_inputs
 from tests.prompt_files import CHAT, PLAIN, datasets_cache, jsonl, parquet, texts
 
 __all__ = ["datasets_cache"]

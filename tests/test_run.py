@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from recipes.config import PipelineConfig, parse
-from recipes.inputs import fingerprint
 from recipes.layout import eval_stage, rollouts_stage
 from recipes.recipe import Recipe
 from recipes.run import Stage, finished, need, run_stage, wait_for
 from specdata.errors import ConfigError, ManifestError
+from specdata.storage.files import fingerprint
 from specdata.storage.resume import Settings
 
 

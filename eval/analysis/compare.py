@@ -110,7 +110,7 @@ def _run(
     prompts = [prompt.ids for prompt in loaded.prompts]
     draft = load_model(given.draft, dtype=given.dtype)
     for model in (target, draft):
-        check_length(model, max(map(len, prompts)) + given.max_new_tokens)
+        check_length(model.config, max(map(len, prompts)) + given.max_new_tokens)
     head = None
     if given.head:
         try:

@@ -8,7 +8,7 @@ are wanted, prompts are decoded in batches (`EvalConfig.batch`) and stored group
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from heads import AcceptanceHead
 from specdata.prompts.loading import Prompt
 from specdata.sampling import SamplingConfig
 from specdata.seeds import generator_for, seed_for
-from specdata.storage.resume import Settings, as_settings, defaults_of
+from specdata.storage.resume import Settings, defaults_of
 
 Progress = Callable[[int], object]
 """Called with the number of generations that are done since the last call."""
@@ -191,11 +191,13 @@ class _Experiment:
         """What decides the records of a prompt."""
         return Settings(
             {
-                "methods": {method.name: as_settings(method) for method in self.config.methods},
+                "methods": {
+                    method.name: method.model_dump(mode="json") for method in self.config.methods
+                },
                 "max_new_tokens": self.config.max_new_tokens,
                 "engine": self.config.engine,
                 "batch": self.config.batch,
-                "sampling": as_settings(self.sampling),
+                "sampling": asdict(self.sampling),
                 "seed": self.seed,
                 # Times of two machines must not end up in one table.
                 "hardware": environment.hardware,
@@ -255,7 +257,7 @@ class _Experiment:
             length=method.deepest if drafts else None,
             threshold=method.stop.reported().get("threshold"),
             sampling={
-                **as_settings(self.sampling),
+                **asdict(self.sampling),
                 "max_new_tokens": self.config.max_new_tokens,
                 "seed": self.seed,
             },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
@@ -15,7 +16,6 @@ from specdata.config import Config, mistakes
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig
-from specdata.storage.resume import as_settings
 
 DecoderName = Literal["plain", "speculative", "assisted"]
 
@@ -75,7 +75,7 @@ class MethodConfig(DraftingConfig):
         """
         shared = {name: getattr(self, name) for name in DraftingConfig.model_fields}
         shared["path_drafts"] = tuple(map(self.drafts.index, self.path_drafts))
-        return DecodeConfig(**shared, **as_settings(sampling))
+        return DecodeConfig(**shared, **asdict(sampling))
 
     @property
     def drafts(self) -> list[str]:
@@ -194,7 +194,7 @@ def rewritten(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 def _today(method: Any) -> Any:
     try:
-        return as_settings(MethodConfig.model_validate(method))
+        return MethodConfig.model_validate(method).model_dump(mode="json")
     except ValidationError:
         return method
 

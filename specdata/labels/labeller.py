@@ -79,7 +79,7 @@ class Batch:
 
     def states(self, model: LMHead) -> Tensor:
         """(N, H) states of a model at the positions. Raises ConfigError for too long a row."""
-        check_length(model.model, self.ids.shape[1])
+        check_length(model.model.config, self.ids.shape[1])
         return model.states(self.ids)[self.row, self.column]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from specdata.lm_head import find_lm_head
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset, load_stored
 from specdata.storage.manifest import read_manifest
-from specdata.storage.resume import Settings, as_settings, defaults_of, differences
+from specdata.storage.resume import Settings, defaults_of, differences
 from specdata.storage.schema import LABELS, TOP_LOGITS, Label
 
 
@@ -129,7 +130,7 @@ def load_labels(folder: Path, sampling: SamplingConfig) -> datasets.Dataset:
     stored = read_manifest(folder)["settings"].get("sampling")
     # Without a sampler they are no labels, rather than labels of the default one.
     defaults = {} if stored is None else defaults_of(SamplingConfig)
-    if changed := differences(stored or {}, as_settings(sampling), defaults):
+    if changed := differences(stored or {}, asdict(sampling), defaults):
         raise ManifestError(
             f"the labels in {folder} were made under another sampler than the one asked for: label "
             "the rollouts again, or ask for theirs. Stored -> asked:\n  " + "\n  ".join(changed)
@@ -150,7 +151,7 @@ def _fill(
         stop = min(start + config.shard_size, len(rollouts))
         return work(rollouts.select(range(start, stop)).to_list())
 
-    own = {"sampling": as_settings(work.sampling), "seed": work.seed, "vocabulary": work.vocabulary}
+    own = {"sampling": asdict(work.sampling), "seed": work.seed, "vocabulary": work.vocabulary}
     shards = [partial(shard, start) for start in range(0, len(rollouts), config.shard_size)]
     return fill_dataset(folder, schema, settings.extended(own), shards, report)
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from specdata.toy.corpus import FAMILIES
-from specdata.toy.library import LIBRARY
+from specdata.toy.corpus import FAMILIES, LIBRARY
 
 EMBEDDED = (*FAMILIES, LIBRARY)
 # The Hub's own conversion, for repositories that hold a script, and how it names its files.

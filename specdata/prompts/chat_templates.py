@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-
-from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from specdata.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
@@ -43,6 +44,8 @@ def chat_ids(
             "which conversations need: save one with it (chat_template.jinja in its folder), take "
             "a target that was tuned to chat, or use prompts that are plain text"
         )
+    from jinja2 import TemplateError
+
     try:
         text = tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=reply

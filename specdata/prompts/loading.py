@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from specdata.errors import ConfigError
-from specdata.prompts.catalogue import CATALOGUE, EMBEDDED
+from specdata.prompts.catalogue import CATALOGUE
 from specdata.prompts.chat_templates import Message, TemplateRefusedError, chat_ids
 from specdata.prompts.config import PromptSet
-from specdata.prompts.forms import RawPrompt, form_of, prompts_in, uses_chat
-from specdata.prompts.rows import PromptRow, columns_of, read_rows, require_columns
-from specdata.prompts.sources import check_names, short_name, source_of
-from specdata.toy import corpus as toy
-from specdata.toy.library import LIBRARY, library_prompts
+from specdata.prompts.reading import RawPrompt, check_names, raw_prompts, short_name, source_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 REASONS = ("duplicate", "near_empty", "over_long", "undecodable", "no_user_turn", "refused")
 
@@ -92,7 +88,7 @@ def load_prompts(
     report = []
     for wanted in sets:
         account = _new_account(wanted)
-        for prompt in _stream(wanted, seed, bool(tokenizer.chat_template)):
+        for prompt in raw_prompts(wanted, seed, bool(tokenizer.chat_template)):
             account["read"] += 1
             reason = prompt if isinstance(prompt, str) else _problem(prompt)
             if not reason:
@@ -112,7 +108,9 @@ def check_sets(sets: Sequence[PromptSet], seed: int) -> None:
     check_names(sets)
     for wanted in sets:
         account = _new_account(wanted)
-        account["read"] = account["kept"] = sum(1 for _ in _stream(wanted, seed, has_template=True))
+        account["read"] = account["kept"] = sum(
+            1 for _ in raw_prompts(wanted, seed, has_template=True)
+        )
         _check_account(account, None)
 
 
@@ -207,38 +205,3 @@ def _problem(prompt: RawPrompt) -> str | None:
     except UnicodeEncodeError:  # half of a surrogate pair
         return "undecodable"
     return None if any(map(str.isalnum, texts[-1])) else "near_empty"
-
-
-def _stream(wanted: PromptSet, seed: int, has_template: bool) -> Iterator[RawPrompt | str]:
-    """The first `count` prompts of a set, or what is wrong with them, before tokenizing."""
-
-    def every() -> Iterator[RawPrompt | str]:
-        form = None
-        for number, row in enumerate(_rows(wanted, seed), start=1):
-            if row is None:
-                yield "undecodable"
-                continue
-            form = form or form_of(wanted, row)
-            require_columns(columns_of(form), row, f"prompt set {wanted.name!r}, row {number},")
-            yield from prompts_in(
-                row, form, chat=uses_chat(wanted, form, has_template), turns=wanted.turns
-            )
-
-    return islice(every(), wanted.count or None)
-
-
-def _rows(wanted: PromptSet, seed: int) -> Iterator[PromptRow]:
-    try:
-        if wanted.name == LIBRARY:
-            texts = library_prompts(wanted.split, wanted.count, seed=seed)
-        elif wanted.name in EMBEDDED and not wanted.count:
-            raise ConfigError(f"{wanted.name!r} is written from a seed without end: give a `count`")
-        elif wanted.name in EMBEDDED:
-            texts = toy.prompts(wanted.name, wanted.split, wanted.count, seed=seed)
-        else:
-            return read_rows(wanted, seed)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    return iter({"prompt": text} for text in texts)

@@ -10,7 +10,6 @@ from specdata.config import Config
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig
-from specdata.storage.resume import as_settings
 
 
 class VllmConfig(Config):
@@ -53,8 +52,7 @@ class RolloutConfig(Config):
 
         The server's address and the like are left out, because they may change on resume.
         """
-        settings = as_settings(self)
-        del settings["vllm"]
+        settings = self.model_dump(mode="json", exclude={"vllm"})
         if self.backend == "vllm":
             del settings["batch_size"]
         return settings

@@ -23,7 +23,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specdata.errors import ManifestError
+from specdata.errors import ConfigError, ManifestError
 from specdata.processes import is_main
 from specdata.storage.files import atomic_write, locked, try_locked, write_json
 from specdata.storage.manifest import (
@@ -227,3 +227,23 @@ def _finished_files(folder: Path) -> list[str]:
     for record in manifest["shards"]:
         verify(folder, record)
     return [str(folder / record["file"]) for record in manifest["shards"]]
+
+
+def of_split(dataset: datasets.Dataset, split: str, source: Path) -> datasets.Dataset:
+    """Rows of one split of a stored dataset.
+
+    Args:
+        dataset: rollouts or labels.
+        split: "train", "dev" or "test".
+        source: its folder, for the message.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    rows = dataset.select([row for row, name in enumerate(dataset["split"]) if name == split])
+    if len(rows) == 0:
+        raise ConfigError(
+            f"{source} has no rows of split {split!r}: add a prompt set with that split to "
+            "rollouts.sets"
+        )
+    return rows

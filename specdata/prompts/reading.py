@@ -1,42 +1,130 @@
-"""Rows of prompt sets, through `datasets`, in an order that set, split and seed decide."""
+"""Reading prompt sets, up to raw prompts: where a set is, what its rows are, how a row is read.
+
+Rows come through `datasets`, in an order that set, split and seed decide. A row becomes prompts by
+the set's `Form`: texts from templates, questions, recorded conversations. Nothing heavy is imported
+before a row is read, because plans and refusals need only the sources.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import errno
 import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from string import Formatter
 from typing import Any, TypeVar
 
-import torch
-from datasets import get_dataset_config_names, load_dataset
-from datasets.exceptions import DatasetNotFoundError
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
 from specdata.errors import ConfigError
 from specdata.hub import hub_source
 from specdata.prompts.catalogue import CATALOGUE, EMBEDDED, CataloguedSet, Form, Part
+from specdata.prompts.chat_templates import Message, user_turns
 from specdata.prompts.config import PromptSet
-from specdata.prompts.sources import FORMATS, is_file
 from specdata.seeds import generator_for
+from specdata.toy.corpus import LIBRARY, library_prompts
+from specdata.toy.corpus import prompts as embedded_prompts
 
 T = TypeVar("T")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
-_UNREACHED = (ConnectionError, OfflineModeIsEnabled, LocalEntryNotFoundError)
-
 PromptRow = Mapping[str, Any] | None  # None: a row whose text cannot be decoded
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_PROMPT = Form(plain=("{prompt}",))
+_MESSAGES = Form(
+    messages="messages", roles={"system": "system", "user": "user", "assistant": "assistant"}
+)
+
+
+def prompt_inputs(sets: Sequence[PromptSet]) -> dict[str, str]:
+    """What prompt sets are read from, by name: each file (of folders too), or the Hub id."""
+    inputs: dict[str, str] = {}
+    for wanted in sets:
+        source = source_of(wanted)
+        if source is None:
+            continue
+        path = Path(source)
+        files = sorted(path.rglob("[!.]*")) if path.is_dir() else [path]
+        names = [str(file) for file in files if file.is_file()] or [source]
+        inputs |= {f"prompts {name}": name for name in names}
+    return inputs
+
+
+def source_of(wanted: PromptSet) -> str | None:
+    """The file, folder, Hub id or URL that a set is read from; None for an embedded one."""
+    if wanted.name in EMBEDDED:
+        return None
+    catalogued = CATALOGUE.get(wanted.name)
+    return (wanted.source or catalogued.hub) if catalogued else wanted.name
+
+
+def short_name(name: str) -> str:
+    """The name that reports show."""
+    if is_file(name):
+        return Path(name.removesuffix(".gz")).stem
+    return hub_source(name)[0].rstrip("/").split("/")[-1]
+
+
+def check_names(sets: Sequence[PromptSet]) -> None:
+    """Raise ConfigError unless sets can be told apart and each says what it is read from."""
+    names = {wanted.name for wanted in sets}
+    if len({short_name(name) for name in names}) < len(names):
+        raise ConfigError(
+            f"prompt sets must have different names, which the report shows; got {sorted(names)}"
+        )
+    for wanted in sets:
+        if not wanted.name or "\0" in wanted.name:
+            raise ConfigError(f"a prompt set must have a name, got {wanted.name!r}")
+        if wanted.source and wanted.name not in CATALOGUE:
+            raise ConfigError(
+                f"prompt set {wanted.name!r}: `source` is where a catalogued set is read from "
+                f"({', '.join(CATALOGUE)}); any other is read from its `name`"
+            )
+
+
+def is_file(name: str) -> bool:
+    """Whether a name is a data file's rather than a set's, a folder's or a Hub id."""
+    return Path(name.removesuffix(".gz")).suffix in FORMATS
+
+
+def raw_prompts(wanted: PromptSet, seed: int, has_template: bool) -> Iterator[RawPrompt | str]:
+    """The first `count` prompts of a set, or what is wrong with them, before tokenizing."""
+
+    def every() -> Iterator[RawPrompt | str]:
+        form = None
+        for number, row in enumerate(_rows_of(wanted, seed), start=1):
+            if row is None:
+                yield "undecodable"
+                continue
+            form = form or form_of(wanted, row)
+            require_columns(columns_of(form), row, f"prompt set {wanted.name!r}, row {number},")
+            yield from prompts_in(
+                row, form, chat=uses_chat(wanted, form, has_template), turns=wanted.turns
+            )
+
+    return islice(every(), wanted.count or None)
+
+
+def _rows_of(wanted: PromptSet, seed: int) -> Iterator[PromptRow]:
+    try:
+        if wanted.name == LIBRARY:
+            texts = library_prompts(wanted.split, wanted.count, seed=seed)
+        elif wanted.name in EMBEDDED and not wanted.count:
+            raise ConfigError(f"{wanted.name!r} is written from a seed without end: give a `count`")
+        elif wanted.name in EMBEDDED:
+            texts = embedded_prompts(wanted.name, wanted.split, wanted.count, seed=seed)
+        else:
+            return read_rows(wanted, seed)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return iter({"prompt": text} for text in texts)
 
 
 def read_rows(wanted: PromptSet, seed: int) -> Iterator[PromptRow]:
@@ -137,11 +225,15 @@ def load_rows(
         options = {"path": FORMATS[Path(fetched[0]).suffix], "data_files": {split: fetched}}
     else:
         options = {"path": hub, "name": subset, "revision": pinned or revision}
+    from datasets import load_dataset
+
     return _or_refuse(name, source, lambda: load_dataset(split=split, **options))
 
 
 def _fetch(hub: str, revision: str | None, pattern: str) -> list[str]:
     """The files of a pattern, in the Hub's cache: those alone are fetched, or none if offline."""
+    from huggingface_hub import snapshot_download
+
     folder = snapshot_download(
         hub, repo_type="dataset", revision=revision, allow_patterns=[pattern]
     )
@@ -203,6 +295,8 @@ def _catalogued(wanted: PromptSet, catalogued: CataloguedSet, seed: int) -> Iter
     files = None if wanted.source or wanted.subset else catalogued.files
     subset = wanted.subset or (None if files else catalogued.subset)
     if Path(source).is_dir() and not wanted.subset:
+        from datasets import get_dataset_config_names
+
         there = _or_refuse(wanted.name, source, lambda: get_dataset_config_names(source))
         subset = catalogued.subset if catalogued.subset in there else None
     data = load_rows(
@@ -217,6 +311,8 @@ def _catalogued(wanted: PromptSet, catalogued: CataloguedSet, seed: int) -> Iter
         columns_of(catalogued.form), dict.fromkeys(data.column_names), f"prompt set {wanted.name!r}"
     )
     chosen = _cut(data, part, catalogued.form)
+    import torch
+
     generator = generator_for(seed, "prompts", wanted.name, wanted.split)
     order = torch.randperm(len(chosen), generator=generator)
     return _at(data, (chosen[index] for index in order.tolist()))
@@ -272,6 +368,16 @@ def _unknown(name: str) -> str:
 
 
 def _cannot_load(name: str, source: str, error: Exception) -> str:
+    """What a library refused, and what to do about it."""
+    from datasets.exceptions import DatasetNotFoundError
+    from huggingface_hub.errors import (
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    unreached = (ConnectionError, OfflineModeIsEnabled, LocalEntryNotFoundError)
     cause = error.__cause__ if "while generating" in str(error) and error.__cause__ else error
     reason = " ".join(str(cause).split()).rstrip(".")[:400] or repr(cause)
     local = "give `source:` a local copy" if name in CATALOGUE else "name a local copy"
@@ -280,7 +386,7 @@ def _cannot_load(name: str, source: str, error: Exception) -> str:
             "check the id; for a private or gated one ask for access on its page and log in "
             f"(`hf auth login`, formerly `huggingface-cli login`), or {local}"
         )
-    elif isinstance(error, _UNREACHED):
+    elif isinstance(error, unreached):
         advice = (
             f"the Hub is not reached: connect, unset HF_HUB_OFFLINE, or {local} (`hf download "
             f"--repo-type dataset {source} --local-dir FOLDER` where there is a network)"
@@ -294,3 +400,174 @@ def _cannot_load(name: str, source: str, error: Exception) -> str:
     else:
         advice = "check that it is whole, of one schema, and JSON or parquet as its name says"
     return f"prompt set {name!r} cannot be read from {source}: {reason}. What to do: {advice}"
+
+
+@dataclass(frozen=True, slots=True)
+class RawPrompt:
+    """A prompt before it is tokenized: a text, or messages and the user's later turns."""
+
+    text: str = ""
+    messages: tuple[Message, ...] = ()
+    follow_ups: tuple[str, ...] = ()
+
+
+def form_of(wanted: PromptSet, row: Mapping[str, Any]) -> Form:
+    """How the rows of a set become prompts: as catalogued, by its template, or by its columns.
+
+    A row with both `messages` and `prompt` is read by its `messages`.
+
+    Raises:
+        ConfigError: if it has no column that is known, or settings exclude each other.
+    """
+    catalogued = CATALOGUE.get(wanted.name)
+    if wanted.template is not None:
+        asks = catalogued is not None and bool(catalogued.form.ask or catalogued.form.questions)
+        form = Form(ask=(wanted.template,) if asks else (), plain=(wanted.template,))
+        if catalogued:
+            form = dataclasses.replace(form, keep=catalogued.form.keep)
+    elif catalogued:
+        form = catalogued.form
+    else:
+        form = _MESSAGES if "messages" in row else _PROMPT
+        if "messages" not in row:
+            require_columns(["prompt"], row, f"prompt set {wanted.name!r}")
+    if form.messages and wanted.chat is False:
+        raise ConfigError(
+            f"prompt set {wanted.name!r} holds conversations, which only a chat template renders: "
+            "leave `chat` out, or give a `template` for their text"
+        )
+    if form.questions and wanted.chat is False and wanted.turns != "first":
+        raise ConfigError(
+            f"prompt set {wanted.name!r}: later turns need the chat template, so with `chat: "
+            "false` give `turns: first`"
+        )
+    if form.questions and wanted.turns == "last":
+        raise ConfigError(
+            f"prompt set {wanted.name!r}: a later turn depends on the model's answer, so `turns` "
+            "may be all (later ones are asked in order) or first"
+        )
+    return form
+
+
+def uses_chat(wanted: PromptSet, form: Form, has_template: bool) -> bool:
+    """Whether prompts of a set are rendered with the chat template.
+
+    Conversations always are. What is meant as an instruction or a question is if there is a
+    template; a `prompt` column and text to continue are only if the set says `chat: true`.
+
+    Raises:
+        ConfigError: if questions have later turns that nothing could render.
+    """
+    if form.messages:
+        return True
+    if wanted.chat is not None:
+        return wanted.chat
+    if form.questions and not has_template and wanted.turns != "first":
+        raise ConfigError(
+            f"prompt set {wanted.name!r} has questions of several turns, and the target has no "
+            "chat template, which later turns need: save one with its tokenizer "
+            "(chat_template.jinja in its folder), or ask the first alone with `turns: first`"
+        )
+    if form.questions:
+        return has_template
+    return bool(form.ask) and has_template
+
+
+def prompts_in(
+    row: Mapping[str, Any], form: Form, *, chat: bool, turns: str
+) -> Iterator[RawPrompt | str]:
+    """The prompts of a row, or the reason why it has none (one of `loading.REASONS`).
+
+    Args:
+        row: column -> value.
+        form: how to read it.
+        chat: whether a text is the user's message rather than the prompt.
+        turns: "all", "first" or "last" of a user's turns.
+    """
+    if form.messages:
+        yield from _conversation(row, form, turns)
+    elif form.questions and chat:
+        asked = row[form.questions]
+        if not isinstance(asked, Sequence) or not asked or not _are_texts(asked):
+            yield "undecodable"
+        else:
+            later = tuple(asked[1:]) if turns == "all" else ()
+            yield RawPrompt(messages=(_user(asked[0]),), follow_ups=later)
+    else:
+        text = _fill((form.ask if chat else ()) or form.plain, row)
+        if text is None:
+            yield "undecodable"
+        else:
+            words = text.split()
+            if form.keep < 1:
+                text = " ".join(words[: max(1, int(form.keep * len(words)))])
+            yield RawPrompt(messages=(_user(text),)) if chat else RawPrompt(text)
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _are_texts(values: Sequence[Any]) -> bool:
+    return not isinstance(values, str) and all(isinstance(value, str) for value in values)
+
+
+def _conversation(row: Mapping[str, Any], form: Form, turns: str) -> Iterator[RawPrompt | str]:
+    assert form.messages
+    recorded = row[form.messages]
+    if recorded is None and row.get("prompt"):
+        raise ConfigError(
+            "a prompt set mixes rows that have `messages` with rows that have a `prompt`: make two "
+            "sets of them"
+        )
+    role, content = form.keys
+    if not isinstance(recorded, Sequence) or not all(
+        isinstance(turn, Mapping) for turn in recorded
+    ):
+        yield "undecodable"
+        return
+    if not _are_texts([turn.get(content) for turn in recorded]):
+        yield "undecodable"
+        return
+    roles = [form.roles.get(str(turn.get(role))) for turn in recorded]
+    messages = [
+        {"role": name, "content": turn[content]}
+        for name, turn in zip(roles, recorded, strict=True)
+        if name
+    ]
+    histories = user_turns(messages, turns) if len(messages) == len(recorded) else []
+    if not histories:
+        yield "no_user_turn"
+    for history in histories:
+        yield RawPrompt(messages=history)
+
+
+def _fill(templates: Sequence[str], row: Mapping[str, Any]) -> str | None:
+    """The first template whose columns are all filled.
+
+    None if a column is no text; empty if none is filled, or what fills one has no letter or digit
+    (the template's own words do not make a prompt of an empty question).
+    """
+    for template in templates:
+        values = [_value(row, name) for _, name in parse(template) if name]
+        if not all(value is None or isinstance(value, str) for value in values):
+            return None
+        if all(value and value.strip() for value in values):
+            if not any(map(str.isalnum, "".join(values))):
+                return ""
+            rest = iter([*values, ""])
+            return "".join(text + (next(rest) if name else "") for text, name in parse(template))
+    return ""
+
+
+def _value(row: Mapping[str, Any], name: str) -> Any:
+    """The value of `column`, `column.key` or `column.0`; None if there is none."""
+    value: Any = row
+    for key in name.split("."):
+        if isinstance(value, Mapping):
+            value = value.get(key)
+        elif isinstance(value, list | tuple) and key.isdigit() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return None
+    return value
