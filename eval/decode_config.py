@@ -40,7 +40,7 @@ class DraftingConfig(Config):
     Any parameter of the stopping rule is given beside these, under its own name.
     """
 
-    STRICT: ClassVar[bool] = True
+    strict_parameters: ClassVar[bool] = True
     """Whether parameters of other stopping rules than the chosen one are refused, unless they have
     their defaults. If not, they are ignored, so that one call can name parameters of several."""
 
@@ -86,7 +86,7 @@ class DraftingConfig(Config):
         own = {name: value for name, value in given.items() if name in cls.model_fields}
         rest = {str(name): value for name, value in given.items() if name not in own}
         stop = own.get("stop", Fixed.name)
-        rule = read_rule(stop, rest, others=list(cls.model_fields), strict=cls.STRICT)
+        rule = read_rule(stop, rest, others=list(cls.model_fields), strict=cls.strict_parameters)
         return {**own, "stop": rule}
 
     @model_serializer(mode="wrap")
@@ -122,7 +122,7 @@ class DecodeConfig(DraftingConfig):
             work.
     """
 
-    STRICT: ClassVar[bool] = False
+    strict_parameters: ClassVar[bool] = False
 
     path_drafts: tuple[int, ...] = Field(
         default=(),

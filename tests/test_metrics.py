@@ -9,9 +9,12 @@ import pytest
 
 from eval.measuring.environment import describe_environment
 from eval.measuring.metrics import (
+    RESAMPLES,
     LatencyFit,
+    bootstrap_weights,
     compute_metrics,
     fit_latency,
+    interval,
     speed_ratio_interval,
 )
 from eval.measuring.records import PromptRecord, check_identity, record_prompt
@@ -342,3 +345,52 @@ def test_environment_names_hardware_versions_and_commit() -> None:
     assert found.hardware["gpu"] is None
     assert {"python", "torch", "transformers"} <= set(found.software)
     assert found.git_commit is None or len(found.git_commit) == 40
+
+
+def test_a_file_with_fields_that_runs_had_once_is_still_read(
+    results: Results, tmp_path: Path
+) -> None:
+    path = tmp_path / "results.json"
+    write_results(path, results)
+    stored = json.loads(path.read_text())
+    for run in stored["runs"]:
+        run["position_intervals"] = [[0.1, 0.2]]
+        run["total_variation"] = None
+        run["intervals"].pop("total_variation", None)
+        for generation in run["generations"]:
+            del generation["variation"], generation["variation_tokens"]
+    path.write_text(json.dumps(stored))
+    again = read_results(path)
+    check_metrics(again)
+    assert again.of("alpaca")[1] == results.of("alpaca")[1]
+    stored["runs"][0]["position_width"] = 1
+    path.write_text(json.dumps(stored))
+    with pytest.raises(ManifestError, match=r"runs\.0\.position_width"):
+        read_results(path)
+    path.write_text('{"position_intervals": 3}')
+    with pytest.raises(ManifestError, match="schema version"):
+        read_results(path)
+
+
+def test_the_total_variation_is_a_ratio_of_sums_with_an_interval() -> None:
+    records = [
+        dataclasses.replace(record, variation=total, variation_tokens=count)
+        for record, total, count in zip(by_hand(), (0.6, 0.1), (6, 1), strict=True)
+    ]
+    metrics = compute_metrics(records)
+    assert metrics.total_variation == pytest.approx(0.7 / 7)
+    assert metrics.intervals["total_variation"] == pytest.approx((0.1, 0.1))
+    unmeasured = compute_metrics(by_hand())
+    assert unmeasured.total_variation is None
+    assert "total_variation" not in unmeasured.intervals
+
+
+def test_the_bootstrap_resamples_prompts_with_equal_chances() -> None:
+    weights = bootstrap_weights(4, seed=1)
+    assert weights.shape == (RESAMPLES, 4)
+    assert (weights.sum(axis=1) == 4).all()
+    # 4000 draws a prompt: a standard deviation of 0.027.
+    assert np.abs(weights.mean(axis=0) - 1).max() < 0.12
+    assert (bootstrap_weights(4, seed=1) == weights).all()
+    low, high = interval(np.arange(1001.0))
+    assert (low, high) == pytest.approx((25.0, 975.0))

@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 import torch
 from pydantic_core import PydanticUndefined
-from scipy.stats import chi2
 
 from eval.analysis import optimal_stopping
 from eval.analysis.optimal_stopping import AcceptanceChain, Costs
@@ -23,6 +22,7 @@ from eval.rounds import Round
 from heads import AcceptanceHead
 from specdata.config import read_config
 from specdata.errors import ConfigError
+from tests.chi_square import LEVEL, p_value
 from tests.tiny import joint_distribution, tiny_llama
 
 DRAWS = 1000
@@ -61,14 +61,7 @@ def test_the_joint_distribution_is_plain_samplings_with_every_verifier_of_chains
     ]
     counts = Counter(tuple(out.tokens.tolist()) for out in outs)
     assert sum(len(out.rounds) > 1 for out in outs) > DRAWS / 4, "the distribution must span rounds"
-    cells = [
-        (counts[text], chance * DRAWS)
-        for text, chance in distribution.items()
-        if chance * DRAWS >= 5
-    ]
-    cells.append((DRAWS - sum(n for n, _ in cells), DRAWS - sum(mean for _, mean in cells)))
-    statistic = sum((seen - mean) ** 2 / mean for seen, mean in cells)
-    assert chi2.sf(statistic, len(cells) - 1) > 1e-6
+    assert p_value(counts, distribution) > LEVEL
 
 
 @pytest.mark.parametrize("stop", STOPPING_RULES)
@@ -234,7 +227,7 @@ def test_the_measured_cost_rule_lies_between_the_optimum_and_the_best_fixed_leng
         if turn >= 200:
             seconds, emitted = seconds + drafting + 1.0, emitted + accepted + 1
     chain, costs = AcceptanceChain.iid(accept, weights), Costs(draft, 1.0, 25)
-    _, fixed = optimal_stopping.best_fixed(chain, costs)
+    _, fixed = optimal_stopping.best_length_policy(chain, costs)
     assert rule.draft_seconds == pytest.approx(draft, rel=0.05)
     assert rule.token_seconds == pytest.approx(optimum, rel=0.15)
     # One hundredth for the noise of 6000 rounds.
@@ -287,7 +280,7 @@ def test_a_rule_describes_its_parameters_which_no_other_setting_is_called(
 
 def test_thresholds_have_their_own_ranges_and_defaults() -> None:
     # Probabilities of a token, in nats, of a product, and of a rejection (twice).
-    defaults = {"confidence": 0.4, "entropy": 1.0, "cumulative": 0.3, "logit": 0.7, "head": 0.7}
+    defaults = {"confidence": 0.4, "entropy": 1.5, "cumulative": 0.3, "logit": 0.7, "head": 0.7}
     for name, threshold in defaults.items():
         assert DecodeConfig(stop=name).stop.reported()["threshold"] == threshold
     assert DecodeConfig(stop="entropy", threshold=2.5).stop.longest == 20

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from eval.decoder import Generation
-from eval.rounds import Round
+from eval.rounds import Generation, Round
 from specdata.errors import ConfigError
 from specdata.models import end_ids
 from specdata.probability import SamplingConfig
 
 
 class _Observer:
-    """Notes at each forward of the target how long the committed text was and what was drafted."""
+    """Notes, at each forward of the target, the committed length and what was drafted."""
 
     def __init__(self, prompt: int) -> None:
         self.committed: list[int] = []
@@ -91,7 +90,7 @@ def check_same_size(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     if sizes[0] != sizes[1]:
         raise ConfigError(
             "transformers' assisted generation needs equal vocabulary sizes, target and draft have "
-            f"{sizes[0]} and {sizes[1]} (padding): leave methods with engine transformers out"
+            f"{sizes[0]} and {sizes[1]} (padding): leave methods with decoder assisted out"
         )
 
 
@@ -110,7 +109,7 @@ def assisted_generate(
     Args:
         target: the target.
         draft: the draft; its generation configuration is restored afterwards.
-        prompt_ids: (T,).
+        prompt_ids: (T,) int64.
         length: drafted tokens a round.
         sampling: the distribution of both models.
         max_new_tokens: budget.
@@ -136,18 +135,18 @@ def assisted_generate(
     ):
         torch.manual_seed(seed)
         begun = time.perf_counter()
-        text = target.generate(
+        sequence = target.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             assistant_model=draft,
             generation_config=config,
         )[0]
-        if text.device.type == "cuda":
-            torch.cuda.synchronize(text.device)
+        if sequence.device.type == "cuda":
+            torch.cuda.synchronize(sequence.device)
         seconds = time.perf_counter() - begun
-    tokens = text[len(prompt_ids) :].cpu()
+    tokens = sequence[len(prompt_ids) :].cpu()
     ended = int(tokens[-1]) in end_ids(target)
     # The last emitted token was drafted and accepted if nothing of the draft was left over.
-    last = len(text) - observer.committed[-1]
-    rounds = observer.rounds(len(text), over=ended and last <= observer.drafted[-1])
+    last = len(sequence) - observer.committed[-1]
+    rounds = observer.rounds(len(sequence), over=ended and last <= observer.drafted[-1])
     return Generation(tokens, rounds, "eos" if ended else "length", seconds)

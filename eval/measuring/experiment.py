@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from eval.decoder import Generation, SpeculativeDecoder
+from eval.decoder import SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.bias import measure_bias
 from eval.measuring.environment import Environment
 from eval.measuring.methods import EvalConfig, MethodConfig, rewritten
 from eval.measuring.records import PromptRecord, RecordStore, record_prompt
 from eval.measuring.results import Method, Results, build_results
+from eval.rounds import Generation
 from eval.verifiers import VERIFIERS
 from heads import AcceptanceHead
 from specdata.prompts.loading import Prompt
@@ -79,228 +80,190 @@ def run_experiment(
     Returns:
         The results, ready to be written.
     """
+    experiment = _Experiment(models, config, sampling, seed, report)
     names = [method.name for method in config.methods]
-    settings = _settings(folder, config, sampling, seed, environment)
-    store = RecordStore(folder / "prompts", names, settings)
+    store = RecordStore(folder / "prompts", names, experiment.settings(folder, environment))
     stored = [prompt for prompt in prompts if store.has(prompt)]
     for prompt in stored:
         store.get(prompt)  # refuses other settings before anything is measured
-    if len(stored) < len(prompts):
-        measure = _count if config.batch > 1 else _time
-        measure(models, prompts, store, config, sampling, seed, report)
+    if len(stored) == len(prompts):
+        report(len(prompts) * len(names))
+    elif config.batch > 1:
+        experiment.count(prompts, store)
     else:
-        report(len(prompts) * len(config.methods))
+        experiment.time(prompts, store)
     measured: dict[tuple[str, str], list[PromptRecord]] = {}
     for prompt in prompts:
         for name, record in store.get(prompt).items():
             measured.setdefault((prompt.dataset, name), []).append(record)
-    datasets = list(dict.fromkeys(prompt.dataset for prompt in prompts))
     rows = [
-        (
-            _describe(method, models, dataset, config, sampling, seed),
-            measured[dataset, method.name],
-        )
-        for dataset in datasets
+        (experiment.describe(method, dataset), measured[dataset, method.name])
+        for dataset in dict.fromkeys(prompt.dataset for prompt in prompts)
         for method in config.methods
     ]
     return build_results(environment, rows)
 
 
-def _time(
-    models: Artefacts,
-    prompts: Sequence[Prompt],
-    store: RecordStore,
-    config: EvalConfig,
-    sampling: SamplingConfig,
-    seed: int,
-    report: Progress,
-) -> None:
-    """Decode the prompts that are not stored one by one, with every method in turn."""
-    runners = {
-        method.name: _runner(models, method, config, sampling, seed) for method in config.methods
-    }
-    for run in runners.values():
-        run(prompts[0], config.warmup_tokens)
-    names = list(runners)
-    for turn, prompt in enumerate(prompts):
-        if store.has(prompt):
-            report(len(names))
-            continue
-        # Another method goes first each time, so none profits from its place.
-        first = turn % len(names)
-        order = names[first:] + names[:first]
-        outs = {}
-        for name in order:
-            outs[name] = runners[name](prompt, config.max_new_tokens)
-            report(1)
-        records = {
-            method.name: _record(models, method, sampling, prompt, outs[method.name], timed=True)
-            for method in config.methods
-        }
-        store.put(prompt, records)
+@dataclass(frozen=True, slots=True)
+class _Experiment:
+    """What is measured and how. Arguments as in `run_experiment`."""
 
+    models: Artefacts
+    config: EvalConfig
+    sampling: SamplingConfig
+    seed: int
+    report: Progress
 
-def _count(
-    models: Artefacts,
-    prompts: Sequence[Prompt],
-    store: RecordStore,
-    config: EvalConfig,
-    sampling: SamplingConfig,
-    seed: int,
-    report: Progress,
-) -> None:
-    """Decode the prompts in batches: the same tokens and counts, but no times.
+    def time(self, prompts: Sequence[Prompt], store: RecordStore) -> None:
+        """Decode the prompts that are not stored one by one, with every method in turn."""
+        runners = {method.name: self._runner(method) for method in self.config.methods}
+        for run in runners.values():
+            run(prompts[0], self.config.warmup_tokens)
+        names = list(runners)
+        for turn, prompt in enumerate(prompts):
+            if store.has(prompt):
+                self.report(len(names))
+                continue
+            # Another method goes first each time, so none profits from its place.
+            first = turn % len(names)
+            order = names[first:] + names[:first]
+            outs = {}
+            for name in order:
+                outs[name] = runners[name](prompt, self.config.max_new_tokens)
+                self.report(1)
+            records = {
+                method.name: self._record(method, prompt, outs[method.name], timed=True)
+                for method in self.config.methods
+            }
+            store.put(prompt, records)
 
-    Groups do not depend on what is stored: a batch rounds differently with other neighbours, and an
-    interrupted evaluation shall end as it would have.
-    """
-    decoders = {
-        method.name: _decoder(models, method, config, sampling) for method in config.methods
-    }
-    size = BATCHES * config.batch
-    for group in (prompts[start : start + size] for start in range(0, len(prompts), size)):
-        if all(store.has(prompt) for prompt in group):
-            report(len(group) * len(decoders))
-            continue
-        records: list[dict[str, PromptRecord]] = [{} for _ in group]
-        for method in config.methods:
-            outs = decoders[method.name].generate_batch(
-                [torch.tensor(prompt.ids) for prompt in group],
-                max_new_tokens=config.max_new_tokens,
-                generators=[generator_for(seed, "eval", prompt.example_id) for prompt in group],
-                size=config.batch,
-                report=report,
+    def count(self, prompts: Sequence[Prompt], store: RecordStore) -> None:
+        """Decode the prompts in batches: the same tokens and counts, but no times.
+
+        Groups do not depend on what is stored: a batch rounds differently with other neighbours,
+        and an interrupted evaluation must end as it would have.
+        """
+        decoders = {method.name: self._decoder(method) for method in self.config.methods}
+        size = BATCHES * self.config.batch
+        for group in (prompts[start : start + size] for start in range(0, len(prompts), size)):
+            if all(store.has(prompt) for prompt in group):
+                self.report(len(group) * len(decoders))
+                continue
+            records: list[dict[str, PromptRecord]] = [{} for _ in group]
+            for method in self.config.methods:
+                outs = decoders[method.name].generate_batch(
+                    [torch.tensor(prompt.ids) for prompt in group],
+                    max_new_tokens=self.config.max_new_tokens,
+                    generators=[
+                        generator_for(self.seed, "eval", prompt.example_id) for prompt in group
+                    ],
+                    size=self.config.batch,
+                    report=self.report,
+                )
+                for prompt, out, record in zip(group, outs, records, strict=True):
+                    record[method.name] = self._record(method, prompt, out, timed=False)
+            for prompt, record in zip(group, records, strict=True):
+                store.put(prompt, record)
+
+    def _record(
+        self, method: MethodConfig, prompt: Prompt, out: Generation, *, timed: bool
+    ) -> PromptRecord:
+        """What is stored of a generation; a verifier's bias is measured now, untimed."""
+        record = record_prompt(
+            prompt.example_id,
+            out.rounds,
+            seconds=out.seconds if timed else None,
+            finish=out.finish,
+        )
+        if _lossless(method) or method.drafter != "chain":
+            return record
+        variation, tokens = measure_bias(
+            self.models.target,
+            self.models.draft,
+            method.decoding(self.sampling).make_verifier(),
+            self.sampling,
+            torch.tensor(prompt.ids),
+            out,
+        )
+        return replace(record, variation=variation, variation_tokens=tokens)
+
+    def settings(self, folder: Path, environment: Environment) -> Settings:
+        """What decides the records of a prompt."""
+        return Settings(
+            {
+                "methods": {method.name: as_settings(method) for method in self.config.methods},
+                "max_new_tokens": self.config.max_new_tokens,
+                "engine": self.config.engine,
+                "batch": self.config.batch,
+                "sampling": as_settings(self.sampling),
+                "seed": self.seed,
+                # Times of two machines must not end up in one table.
+                "hardware": environment.hardware,
+                "device": environment.device,
+                "dtype": environment.dtype,
+            },
+            defaults_of(EvalConfig) | defaults_of(SamplingConfig, "sampling"),
+            f"choose another folder with --eval.folder NAME, or remove {folder}",
+            rewritten,
+        )
+
+    def _runner(self, method: MethodConfig) -> Callable[[Prompt, int], Generation]:
+        """What continues a prompt by at most some tokens; its graphs are made now."""
+        if method.decoder == "assisted":
+            return lambda prompt, budget: assisted_generate(
+                self.models.target,
+                self.models.draft,
+                torch.tensor(prompt.ids),
+                length=method.stop.longest,
+                sampling=self.sampling,
+                max_new_tokens=budget,
+                seed=seed_for(self.seed, "eval", prompt.example_id),
             )
-            for prompt, out, record in zip(group, outs, records, strict=True):
-                record[method.name] = _record(models, method, sampling, prompt, out, timed=False)
-        for prompt, record in zip(group, records, strict=True):
-            store.put(prompt, record)
+        decoder = self._decoder(method)
+        decoder.warm_up()
+        return lambda prompt, budget: decoder.generate(
+            torch.tensor(prompt.ids),
+            max_new_tokens=budget,
+            generator=generator_for(self.seed, "eval", prompt.example_id),
+        )
 
+    def _decoder(self, method: MethodConfig) -> SpeculativeDecoder:
+        drafts = [self.models.draft, *(self.models.path_drafts[name] for name in method.drafts[1:])]
+        return SpeculativeDecoder.from_config(
+            self.models.target,
+            None if method.decoder == "plain" else drafts,
+            method.decoding(self.sampling),
+            self.models.head if method.stop.reads_head else None,
+            engine=self.config.engine,
+        )
 
-def _record(
-    models: Artefacts,
-    method: MethodConfig,
-    sampling: SamplingConfig,
-    prompt: Prompt,
-    out: Generation,
-    *,
-    timed: bool,
-) -> PromptRecord:
-    """What is stored of a generation; the bias of a biased verifier is measured now, untimed."""
-    record = record_prompt(
-        prompt.example_id,
-        out.rounds,
-        seconds=out.seconds if timed else None,
-        finish=out.finish,
-    )
-    if _lossless(method) or method.drafter != "chain":
-        return record
-    variation, tokens = measure_bias(
-        models.target,
-        models.draft,
-        method.decoding(sampling).make_verifier(),
-        sampling,
-        torch.tensor(prompt.ids),
-        out,
-    )
-    return replace(record, variation=variation, variation_tokens=tokens)
+    def describe(self, method: MethodConfig, dataset: str) -> Method:
+        """What results say of a method on a dataset."""
+        drafts = method.decoder != "plain"
+        known = self.config.engine == "eager" or method.decoder == "assisted"
+        engine = {} if known else {"engine": self.config.engine}
+        drafter = {"plain": None, "speculative": method.drafter, "assisted": "transformers"}
+        return Method(
+            method=method.name,
+            dataset=dataset,
+            target=str(self.models.names["target"]),
+            draft=self.models.names["draft"] if drafts else None,
+            head=self.models.names["head"] if method.stop.reads_head else None,
+            drafter=drafter[method.decoder],
+            verifier=method.verifier if method.decoder == "speculative" else None,
+            stop=method.stop.name if drafts else None,
+            length=method.deepest if drafts else None,
+            threshold=method.stop.reported().get("threshold"),
+            sampling={
+                **as_settings(self.sampling),
+                "max_new_tokens": self.config.max_new_tokens,
+                "seed": self.seed,
+            },
+            parameters=method.reported() | engine,
+            lossless=_lossless(method),
+        )
 
 
 def _lossless(method: MethodConfig) -> bool:
     """Whether the output distribution is proved to be the target's."""
     return method.decoder != "speculative" or VERIFIERS[method.verifier].lossless
-
-
-def _settings(
-    folder: Path,
-    config: EvalConfig,
-    sampling: SamplingConfig,
-    seed: int,
-    environment: Environment,
-) -> Settings:
-    """What decides the records of a prompt."""
-    return Settings(
-        {
-            "methods": {method.name: as_settings(method) for method in config.methods},
-            "max_new_tokens": config.max_new_tokens,
-            "engine": config.engine,
-            "batch": config.batch,
-            "sampling": as_settings(sampling),
-            "seed": seed,
-            # Times of two machines must not end up in one table.
-            "hardware": environment.hardware,
-            "device": environment.device,
-            "dtype": environment.dtype,
-        },
-        defaults_of(EvalConfig) | defaults_of(SamplingConfig, "sampling"),
-        f"choose another folder with --eval.folder NAME, or remove {folder}",
-        rewritten,
-    )
-
-
-def _runner(
-    models: Artefacts,
-    method: MethodConfig,
-    config: EvalConfig,
-    sampling: SamplingConfig,
-    seed: int,
-) -> Callable[[Prompt, int], Generation]:
-    if method.decoder == "assisted":
-        return lambda prompt, budget: assisted_generate(
-            models.target,
-            models.draft,
-            torch.tensor(prompt.ids),
-            length=method.stop.longest,
-            sampling=sampling,
-            max_new_tokens=budget,
-            seed=seed_for(seed, "eval", prompt.example_id),
-        )
-    decoder = _decoder(models, method, config, sampling)
-    decoder.warm_up()
-    return lambda prompt, budget: decoder.generate(
-        torch.tensor(prompt.ids),
-        max_new_tokens=budget,
-        generator=generator_for(seed, "eval", prompt.example_id),
-    )
-
-
-def _decoder(
-    models: Artefacts, method: MethodConfig, config: EvalConfig, sampling: SamplingConfig
-) -> SpeculativeDecoder:
-    drafts = [models.draft, *(models.path_drafts[name] for name in method.drafts[1:])]
-    return SpeculativeDecoder.from_config(
-        models.target,
-        None if method.decoder == "plain" else drafts,
-        method.decoding(sampling),
-        models.head if method.stop.reads_head else None,
-        engine=config.engine,
-    )
-
-
-def _describe(
-    method: MethodConfig,
-    models: Artefacts,
-    dataset: str,
-    config: EvalConfig,
-    sampling: SamplingConfig,
-    seed: int,
-) -> Method:
-    drafts = method.decoder != "plain"
-    known = config.engine == "eager" or method.decoder == "assisted"
-    engine = {} if known else {"engine": config.engine}
-    drafter = {"plain": None, "speculative": method.drafter, "assisted": "transformers"}
-    return Method(
-        method=method.name,
-        dataset=dataset,
-        target=str(models.names["target"]),
-        draft=models.names["draft"] if drafts else None,
-        head=models.names["head"] if method.stop.reads_head else None,
-        drafter=drafter[method.decoder],
-        verifier=method.verifier if method.decoder == "speculative" else None,
-        stop=method.stop.name if drafts else None,
-        length=method.deepest if drafts else None,
-        threshold=method.stop.reported().get("threshold"),
-        sampling={**as_settings(sampling), "max_new_tokens": config.max_new_tokens, "seed": seed},
-        parameters=method.reported() | engine,
-        lossless=_lossless(method),
-    )

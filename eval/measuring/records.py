@@ -30,7 +30,7 @@ class Strict(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class PromptRecord:
-    """What is stored of one generation; every published figure is a function of these.
+    """What is stored of one generation; every published metric is a function of these.
 
     Args:
         prompt_id: names the prompt; the generations of one prompt are resampled together.
@@ -134,8 +134,8 @@ def _check_round(record: Round, where: str, *, last: bool) -> None:
 def check_identity(record: PromptRecord) -> None:
     """Check N_draft + N_target = N + N_discarded, one more if the last bonus was not emitted.
 
-    That bonus is missing exactly when the text ended with an accepted token: every round pays for
-    its emitted tokens with drafted ones and one forward of the target.
+    That bonus is missing exactly when the sequence ended with an accepted token: every round pays
+    for its emitted tokens with drafted ones and one forward of the target.
 
     Raises:
         ValueError: if the counts of the record contradict each other.

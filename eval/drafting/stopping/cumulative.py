@@ -17,7 +17,8 @@ class Cumulative(AdaptiveRule):
 
     A higher threshold stops earlier: 0 never stops. The product falls with every token, so the
     threshold must lie below that of a single token: with the default of 0.3, one token of
-    probability 0.3 ends a draft, and so do two of 0.54 or eight of 0.86.
+    probability 0.29 ends a draft, and so do two of 0.54 or eight of 0.86. Replayed on the held-out
+    labels of the demo's pair it costs as much time a token as a confidence of 0.3 to 0.4.
     """
 
     name: ClassVar[str] = "cumulative"
