@@ -151,7 +151,7 @@ class HeadInputs:
         return cls.of(
             reads,
             DraftedTokens(
-                tokens=torch.tensor(judged.token),
+                tokens=torch.tensor(judged.token, device=judged.distribution.device),
                 before=lambda: _captured(judged),
                 after=lambda: _captured(drafted[-1]),
                 distributions=lambda: judged.distribution,
