@@ -136,12 +136,15 @@ def build(tree: Mapping[str, Any]) -> PipelineConfig:
 def _parser(
     description: str, sections: Sequence[str], program: str | None
 ) -> argparse.ArgumentParser:
+    others = not set(PipelineConfig.model_fields) <= set(sections)
     parser = argparse.ArgumentParser(
         program,
         "%(prog)s [--config FILE] [--KEY VALUE ...] [--plan]",
         description,
         allow_abbrev=False,
-        epilog="Every other key of the file can be given as well; pipeline.py --help lists all.",
+        epilog="Every other key of the file can be given as well: see `draftsmith pipeline --help`."
+        if others
+        else None,
     )
     parser.add_argument("--config", default=str(TOY), help="YAML file (default: the toy pair)")
     parser.add_argument("--plan", action="store_true", help="say what would be done, and stop")

@@ -77,7 +77,9 @@ def run_stage(
         The results of `work`, from run.json if the stage was already done.
 
     Raises:
-        ConfigError: if the folder belongs to another run, or an input is missing.
+        ConfigError: if the folder belongs to another run (with what differs and the stage's
+            remedy), another process works in it, or an input is missing.
+        ManifestError: if run.json is damaged.
     """
     decisive = _decisive(stage, config)
     stored = _stored(stage, decisive)
@@ -87,8 +89,8 @@ def run_stage(
         )
         return dict(stored["results"])
     say(f"[bold]{stage.name}[/]: {'continuing' if stored else 'starting'} in {stage.folder}")
-    begun = time.perf_counter()
     prepare_libraries()
+    begun = time.perf_counter()
     if not is_main():
         # Until the main process has accepted the folder.
         _wait(stage.folder, (stage.folder / RUN).exists, PATIENCE)
