@@ -234,7 +234,7 @@ def test_the_measured_cost_rule_lies_between_the_optimum_and_the_best_fixed_leng
         if turn >= 200:
             seconds, emitted = seconds + drafting + 1.0, emitted + accepted + 1
     chain, costs = AcceptanceChain.iid(accept, weights), Costs(draft, 1.0, 25)
-    _, fixed = optimal_stopping.best_fixed(chain, costs)
+    _, fixed = optimal_stopping.best_length_policy(chain, costs)
     assert rule.draft_seconds == pytest.approx(draft, rel=0.05)
     assert rule.token_seconds == pytest.approx(optimum, rel=0.15)
     # One hundredth for the noise of 6000 rounds.
