@@ -8,6 +8,7 @@ known name of an unknown key, and one line a mistake under its dotted key.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -56,7 +57,8 @@ def mistakes(error: ValidationError, kind: type) -> list[str]:
     lines = []
     for mistake in error.errors(include_url=False):
         path, value = mistake["loc"], mistake["input"]
-        message = mistake["msg"].removeprefix("Value error, ").replace("Input should", "must")
+        message = mistake["msg"].removeprefix("Value error, ")
+        message = re.sub(r"^(Input|String|List|Tuple|Dictionary) should", "must", message)
         if mistake["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             owner = _class_at(kind, path[:-1])
             message = "unknown key: " + nearest(str(path[-1]), fields_of(owner) if owner else ())
@@ -75,26 +77,29 @@ def nearest(name: str, choices: Collection[str]) -> str:
 
 
 def fields_of(kind: type) -> Mapping[str, FieldInfo]:
-    """Every field of a configuration class by name: its annotation, default and description."""
+    """Every field of a configuration class by name: its annotation, default and description.
+
+    Args:
+        kind: a `Config` class, a pydantic dataclass, or a standard one, whose descriptions are in
+            `field(metadata={"help": ...})`.
+    """
     if issubclass(kind, BaseModel):
         return kind.model_fields
     if is_pydantic_dataclass(kind):
         return kind.__pydantic_fields__
-    return {item.name: _field_info(item, get_type_hints(kind)) for item in _fields(kind)}
+    assert is_dataclass(kind)
+    hints = get_type_hints(kind)
+    return {item.name: _field_info(item, hints[item.name]) for item in fields(kind)}
 
 
-def _fields(kind: Any) -> tuple[Field[Any], ...]:
-    return fields(kind)
-
-
-def _field_info(item: Field[Any], hints: Mapping[str, Any]) -> FieldInfo:
+def _field_info(item: Field[Any], hint: Any) -> FieldInfo:
     """A field of a standard dataclass as pydantic describes its own."""
-    default = PydanticUndefined if item.default is MISSING else item.default
-    factory = None if item.default_factory is MISSING else item.default_factory
     info = FieldInfo(
-        default=default, default_factory=factory, description=item.metadata.get("help")
+        default=PydanticUndefined if item.default is MISSING else item.default,
+        default_factory=None if item.default_factory is MISSING else item.default_factory,
+        description=item.metadata.get("help"),
     )
-    info.annotation = hints[item.name]
+    info.annotation = hint
     return info
 
 

@@ -21,7 +21,7 @@ from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import fill_dataset, load_stored
 from specdata.storage.resume import Settings
 from specdata.storage.schema import LABELS, ROLLOUTS, Label, Rollout
-from tests.test_decoder import p_value
+from tests.chi_square import p_value
 from tests.tiny import tiny_llama
 
 WARPED = SamplingConfig(temperature=0.8, top_k=3)

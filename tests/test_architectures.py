@@ -17,8 +17,8 @@ from specdata.errors import CacheNotRewindableError, ConfigError, VocabularyMism
 from specdata.probability import SamplingConfig
 from specdata.toy.tokenizer import train_tokenizer
 from specdata.vocabulary import check_shared_vocabulary
+from tests.chi_square import p_value
 from tests.families import FAMILIES, SPECIAL, tiny
-from tests.test_decoder import p_value
 from tests.tiny import joint_distribution, tiny_llama
 
 PROMPTS = [torch.tensor(ids) for ids in ([2, 5, 9], [7], [4, 5, 11, 3, 8])]

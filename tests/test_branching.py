@@ -14,7 +14,8 @@ from eval.runtime.sequence import drive
 from eval.verifiers import VERIFIERS
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
-from tests.test_decoder import PROMPT, p_value
+from tests.chi_square import p_value
+from tests.test_decoder import PROMPT
 from tests.tiny import END, joint_distribution, tiny_llama
 
 DRAWS = 500

@@ -8,13 +8,13 @@ from collections import Counter
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from scipy.stats import chi2, ncx2
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from heads import AcceptanceHead
 from specdata.errors import CacheNotRewindableError, ConfigError
 from specdata.probability import SamplingConfig
+from tests.chi_square import LEVEL, p_value, power
 from tests.tiny import END, joint_distribution, tiny_llama
 
 DRAWS = 1500
@@ -27,19 +27,6 @@ def head(width: int = 16) -> AcceptanceHead:
     # A random head hardly varies; this one stops after one to four tokens.
     torch.nn.init.normal_(made.output.weight, std=2.0)
     return made
-
-
-def p_value(counts: Counter[tuple[int, ...]], distribution: dict[tuple[int, ...], float]) -> float:
-    """Chi-square over texts; those expected fewer than five times share a cell."""
-    total = sum(counts.values())
-    assert set(counts) <= set(distribution), "a text that the target cannot produce"
-    common = [text for text, chance in distribution.items() if chance * total >= 5]
-    cells = [(counts[text], distribution[text] * total) for text in common]
-    rest = total - sum(seen for seen, _ in cells), total - sum(mean for _, mean in cells)
-    if rest[1] > 0:
-        cells.append(rest)
-    statistic = sum((seen - mean) ** 2 / mean for seen, mean in cells)
-    return float(chi2.sf(statistic, len(cells) - 1))
 
 
 CASES = {
@@ -65,19 +52,18 @@ def test_joint_distribution_of_four_tokens_equals_plain_samplings(name: str) -> 
     outs = [decoder.generate(prompt, max_new_tokens=4, generator=generator) for _ in range(DRAWS)]
     counts = Counter(tuple(out.tokens.tolist()) for out in outs)
     assert sum(len(out.rounds) > 1 for out in outs) > DRAWS / 4, "the distribution must span rounds"
-    assert p_value(counts, distribution) > 1e-6
+    assert p_value(counts, distribution) > LEVEL
 
 
 def test_the_joint_distribution_test_has_the_power_it_states() -> None:
     sampling = SamplingConfig()
     distribution = joint_distribution(tiny_llama(0), PROMPT, 4, sampling)
     other = joint_distribution(tiny_llama(1), PROMPT, 4, sampling)
-    cells = [text for text, chance in distribution.items() if chance * DRAWS >= 5]
-    shift = (
-        sum((0.25 * (other.get(t, 0.0) - distribution[t])) ** 2 / distribution[t] for t in cells)
-        * DRAWS
-    )
-    assert ncx2.sf(chi2.isf(1e-6, len(cells)), len(cells), shift) > 0.99
+    mixed = {
+        sequence: 0.75 * distribution.get(sequence, 0.0) + 0.25 * other.get(sequence, 0.0)
+        for sequence in distribution | other
+    }
+    assert power(distribution, mixed, DRAWS) > 0.99
 
 
 @pytest.mark.parametrize(
@@ -149,7 +135,7 @@ def test_plain_decoding_draws_the_distribution_of_the_target() -> None:
         )
         for _ in range(DRAWS)
     )
-    assert p_value(counts, distribution) > 1e-6
+    assert p_value(counts, distribution) > LEVEL
 
 
 def test_the_same_seed_gives_the_same_tokens() -> None:
@@ -180,7 +166,7 @@ def test_padded_vocabularies_work_and_keep_the_targets_distribution() -> None:
             )
             for _ in range(800)
         )
-        assert p_value(counts, distribution) > 1e-6
+        assert p_value(counts, distribution) > LEVEL
 
 
 def test_other_architectures_decode_as_generate_does() -> None:

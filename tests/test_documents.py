@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 
@@ -35,8 +37,19 @@ def test_the_verifier_example_in_the_readme_runs_and_is_right() -> None:
     assert [round(float(value), 5) for value in stop] == [0.0, 0.27458, 0.72542]
 
 
-def test_no_placeholder_is_left_in_the_readme() -> None:
-    assert "DEMO_" not in README
+def test_every_module_that_the_readme_runs_exists_and_explains_itself(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    modules = set(re.findall(r"python -m ((?:eval|specdata)[\w.]+)", README))
+    assert len(modules) > 1
+    for name in sorted(modules):
+        assert importlib.util.find_spec(name) is not None, name
+        if not name.startswith("eval.analysis."):
+            continue
+        with pytest.raises(SystemExit) as end:
+            importlib.import_module(name).main(["--help"])
+        assert end.value.code == 0
+        assert f"usage: python -m {name}" in capsys.readouterr().out
 
 
 def test_every_command_of_the_readme_names_files_that_exist() -> None:

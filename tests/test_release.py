@@ -20,8 +20,13 @@ from transformers import (
 )
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.measuring.results import Results, check_metrics, read_results
-from eval.reporting.card import best_head_run, best_length, short_name
+from eval.measuring.results import Results, Run, check_metrics, read_results
+from eval.reporting.card import (
+    acceptance_positions,
+    best_head_run,
+    best_length,
+    short_name,
+)
 from eval.reporting.release import About, release_draft, release_head
 from eval.reporting.rendering import escape_markdown
 from heads import AcceptanceHead
@@ -364,3 +369,35 @@ def test_names_are_escaped_in_markdown() -> None:
     assert short_name("acme/draft-160m") == "acme/draft-160m"
     assert short_name("/home/me/runs/toy/draft/model") == "draft"
     assert short_name("/home/me/target") == "target"
+
+
+def test_the_best_length_prefers_transformers_own_loop_then_token_verification(pair: Pair) -> None:
+    def with_runs(*chosen: Run) -> Results:
+        return pair.results.model_copy(update={"runs": [*pair.results.runs, *chosen]})
+
+    tokens = [run for run in pair.results.runs if run.method == "fixed-12"]
+    own = [run.model_copy(update={"drafter": "transformers"}) for run in tokens]
+    assert best_length(pair.results) != 12
+    assert best_length(with_runs(*own)) == 12
+    only_block = [run for run in pair.results.runs if run.verifier in (None, "block")]
+    assert best_length(pair.results.model_copy(update={"runs": only_block})) == 6
+
+
+def test_the_draft_card_gives_positions_of_token_verification_where_it_was_measured(
+    pair: Pair,
+) -> None:
+    longer = [
+        run.model_copy(
+            update={
+                "acceptance_by_position": [*run.acceptance_by_position, 0.123, 0.1],
+                "method": "block-longer",
+                "verifier": "block",
+            }
+        )
+        for run in pair.results.runs
+        if run.method == "fixed-12"
+    ]
+    results = pair.results.model_copy(update={"runs": [*pair.results.runs, *longer]})
+    assert [run.method for _, run in acceptance_positions(results)] == ["fixed-12"] * len(
+        results.datasets()
+    )

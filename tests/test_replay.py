@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -61,12 +63,16 @@ def test_outcomes_depend_on_the_seed_and_the_rollout_only(folder: Path) -> None:
     rows = load_stored(folder / "labels")
     first, again = (acceptance_traces(rows, seed=3) for _ in range(2))
     assert first == again
+    for trace, row in zip(first, rows, strict=True):
+        assert trace.accept_prob == row["accept_prob"]
+        assert trace.q == pytest.approx([math.exp(log_q) for log_q in row["log_q"]])
+        assert trace.q_max == pytest.approx([math.exp(log_q) for log_q in row["log_q_max"]])
     assert acceptance_traces(rows.select([4]), seed=3) == first[4:5]
     assert acceptance_traces(rows, seed=4) != first
 
 
-def test_no_rule_is_faster_than_the_oracle_and_a_perfect_head_beats_every_fixed_length() -> None:
-    generator = torch.Generator().manual_seed(0)
+def simulated_traces(generator: torch.Generator) -> list[AcceptanceTrace]:
+    """60 sequences of 80 positions whose acceptance probability is .97 or .3."""
     traces = []
     for _ in range(60):
         accept = torch.where(torch.rand(80, generator=generator) < 0.8, 0.97, 0.3)
@@ -74,6 +80,11 @@ def test_no_rule_is_faster_than_the_oracle_and_a_perfect_head_beats_every_fixed_
         traces.append(
             AcceptanceTrace(accepted.tolist(), accept.tolist(), accept.tolist(), accept.tolist())
         )
+    return traces
+
+
+def test_no_rule_is_faster_than_the_oracle_and_a_perfect_head_beats_every_fixed_length() -> None:
+    traces = simulated_traces(torch.Generator().manual_seed(0))
     results = replay_rules(traces, Calibration(), draft_seconds=0.1, target_seconds=1.0)
     rows = result_rows(results, 0.1, 1.0)
     assert max(rows, key=lambda row: row["of_the_oracles_speed"])["rule"] == "oracle"
@@ -82,6 +93,21 @@ def test_no_rule_is_faster_than_the_oracle_and_a_perfect_head_beats_every_fixed_
     assert cost["perfect head"] < best["fixed"]["seconds_per_token"]
     # Here max q is the acceptance itself, and the logistic model trusts it.
     assert cost["logit"] == cost["perfect head"]
+
+
+def test_each_rule_reads_its_own_values_and_a_head_decides_one_token_late() -> None:
+    traces = simulated_traces(torch.Generator().manual_seed(0))
+    for trace in traces:
+        trace.head = trace.accept_prob
+        trace.q = [1.0] * len(trace.accepted)
+        trace.q_max = [0.01] * len(trace.accepted)
+    results = {
+        (result.family, result.setting): result.counts
+        for result in replay_rules(traces, Calibration(), draft_seconds=0.1, target_seconds=1.0)
+    }
+    assert results["head", "h=0.5"].n_draft > results["perfect head", "h=0.5"].n_draft
+    assert results["confidence", "0.9"] == results["fixed", "K=20"]
+    assert results["logit", "h=0.5"] == results["fixed", "K=1"]
 
 
 def test_the_command_prints_a_table_and_writes_json_and_a_picture(
@@ -94,6 +120,7 @@ def test_the_command_prints_a_table_and_writes_json_and_a_picture(
     for rule in ("oracle", "plain", "fixed", "confidence", "logit", "head", "perfect"):
         assert rule in printed
     stored = json.loads((tmp_path / "replay.json").read_text())
+    assert stored["calibration"] != dataclasses.asdict(Calibration())
     for row in stored["rows"]:
         assert row["n_draft"] + row["n_target"] == row["tokens"] + row["n_discarded"]
     assert (tmp_path / "replay.png").read_bytes().startswith(b"\x89PNG")

@@ -52,9 +52,9 @@ def test_the_page_fits_the_screen_and_every_drawing_is_shown(width: int, tmp_pat
         check=True,
     )  # fmt: skip
     (title,) = re.findall(r"<title>(\{.*?\})</title>", done.stdout)
-    found = {key: int(value) for key, value in re.findall(r'"(\w+)":(\d+)', title)}
-    assert found["width"] == width
-    assert found["needed"] <= width, "the page scrolls sideways"
-    assert found["broken"] == 0
-    assert found["small"] == 0
-    assert found["tables"] >= 2
+    measured = {key: int(value) for key, value in re.findall(r'"(\w+)":(\d+)', title)}
+    assert measured["width"] == width
+    assert measured["needed"] <= width, "the page scrolls sideways"
+    assert measured["broken"] == 0
+    assert measured["small"] == 0
+    assert measured["tables"] >= 2

@@ -198,6 +198,8 @@ def test_a_refusal_names_the_artefact_the_differences_and_the_remedy() -> None:
     assert isinstance(error.value, ConfigError)
     assert isinstance(error.value, ManifestError)
     asked.check(asked.values, "runs/toy/eval")
+    with pytest.raises(ManifestError, match=r"eval was not written .*use another --folder"):
+        asked.check([], "runs/toy/eval")  # type: ignore[arg-type]
 
 
 def test_settings_are_stored_in_a_file_and_checked_against_it(tmp_path: Path) -> None:

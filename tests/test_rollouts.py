@@ -36,7 +36,7 @@ from specdata.storage.dataset import load_stored
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings
 from specdata.storage.schema import Rollout
-from tests.test_decoder import p_value
+from tests.chi_square import p_value
 from tests.tiny import END, joint_distribution, tiny_llama
 
 PLAIN = SamplingConfig()

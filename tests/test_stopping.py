@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 import torch
 from pydantic_core import PydanticUndefined
-from scipy.stats import chi2
 
 from eval.analysis import optimal_stopping
 from eval.analysis.optimal_stopping import AcceptanceChain, Costs
@@ -23,6 +22,7 @@ from eval.rounds import Round
 from heads import AcceptanceHead
 from specdata.config import read_config
 from specdata.errors import ConfigError
+from tests.chi_square import LEVEL, p_value
 from tests.tiny import joint_distribution, tiny_llama
 
 DRAWS = 1000
@@ -61,14 +61,7 @@ def test_the_joint_distribution_is_plain_samplings_with_every_verifier_of_chains
     ]
     counts = Counter(tuple(out.tokens.tolist()) for out in outs)
     assert sum(len(out.rounds) > 1 for out in outs) > DRAWS / 4, "the distribution must span rounds"
-    cells = [
-        (counts[text], chance * DRAWS)
-        for text, chance in distribution.items()
-        if chance * DRAWS >= 5
-    ]
-    cells.append((DRAWS - sum(n for n, _ in cells), DRAWS - sum(mean for _, mean in cells)))
-    statistic = sum((seen - mean) ** 2 / mean for seen, mean in cells)
-    assert chi2.sf(statistic, len(cells) - 1) > 1e-6
+    assert p_value(counts, distribution) > LEVEL
 
 
 @pytest.mark.parametrize("stop", STOPPING_RULES)

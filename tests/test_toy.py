@@ -97,7 +97,7 @@ def test_unknown_names_are_answered_with_the_choices() -> None:
 
 def test_asking_for_more_prompts_than_exist_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from specdata.toy import corpus as toy
-    from specdata.toy.text import Example
+    from specdata.toy.grammar import Example
 
     few = {"maths": lambda writer: Example(f"Question {writer.rng.randrange(20)}", "")}
     monkeypatch.setattr(toy, "WRITERS", few)

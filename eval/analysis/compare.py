@@ -31,6 +31,7 @@ from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from eval.runtime.engines import Engine
 from heads import AcceptanceHead
+from specdata.config import read_config
 from specdata.errors import CacheNotRewindableError, ConfigError, VocabularyMismatchError
 from specdata.models import DTYPES, check_length, load_model, load_tokenizer
 from specdata.prompts.config import PromptSet
@@ -100,7 +101,9 @@ def _run(
             f"--max-new-tokens {given.max_new_tokens} leaves no room for a prompt: {given.target} "
             f"has positions for {room + given.max_new_tokens} tokens"
         )
-    wanted = PromptSet(given.prompts, given.split, given.count)
+    wanted = read_config(
+        PromptSet, {"name": given.prompts, "split": given.split, "count": given.count}
+    )
     loaded = load_prompts([wanted], tokenizer, seed=given.seed, max_tokens=room)
     for line in dropped(loaded.report):
         Console(stderr=True, soft_wrap=True).print(line, markup=False)

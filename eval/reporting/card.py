@@ -150,7 +150,7 @@ def draft_text(facts: DraftFacts, results: Results, measures: Mapping[str, float
         facts=facts,
         measures=measures,
         sampling=results.runs[0].sampling,
-        positions=_positions(results),
+        positions=acceptance_positions(results),
         speculative=shlex.quote(json.dumps(speculative)),
     )
 
@@ -167,7 +167,7 @@ def head_text(facts: HeadFacts, results: Results, measures: Mapping[str, float |
     )
 
 
-def _positions(results: Results) -> list[tuple[str, Run]]:
+def acceptance_positions(results: Results) -> list[tuple[str, Run]]:
     """For each data set its longest fixed chain: the acceptance vector that simulators ask for."""
     positions = []
     for dataset in results.datasets():

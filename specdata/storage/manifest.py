@@ -10,7 +10,6 @@ from typing import Any
 
 from specdata.errors import ManifestError
 from specdata.storage.files import sha256
-from specdata.storage.resume import differences as differences
 
 MANIFEST = "manifest.json"
 # The folder, beside it, of what is known of the shards while a dataset is being made.

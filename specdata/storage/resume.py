@@ -73,7 +73,13 @@ class Settings:
 
         Raises:
             OtherSettingsError: naming the artefact, the settings that differ and the remedy.
+            ManifestError: if what is stored is no mapping, naming the artefact and the remedy.
         """
+        if not isinstance(stored, Mapping):
+            raise ManifestError(
+                f"{artefact} was not written by this program (its settings are no mapping): "
+                f"{self.remedy}"
+            )
         if changed := differences(self.rewrite(stored), self.values, self.defaults):
             raise OtherSettingsError(
                 f"{artefact} was made with other settings: {self.remedy}. Stored -> asked:\n  "

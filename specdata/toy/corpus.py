@@ -1,7 +1,8 @@
 """The text inside the package: three prompt families and the library text of every CPython.
 
-It lets the whole pipeline run offline. Prompts and answers come from seeded grammars (`text.py`),
-the rest is source code and documentation that Python itself ships. Nothing is downloaded.
+It lets the whole pipeline run offline. Prompts and answers come from seeded grammars (see
+`grammar.py`); the rest is source code and documentation that Python itself ships. Nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from specdata.toy.text import WRITERS, Example, Writer
+from specdata.toy.grammar import WRITERS, Example, Writer
 
 FAMILIES = tuple(WRITERS)
 SPLITS = ("train", "dev", "test")
