@@ -98,10 +98,15 @@ class DraftingConfig(Config):
     def replace(self, **changes: Any) -> Self:
         """The same settings with some changed, checked anew.
 
+        Another `stop` begins with its own defaults.
+
         Raises:
-            ConfigError: if they cannot work.
+            ValueError: if they cannot work.
         """
-        return type(self)(**{**self.model_dump(), **changes})
+        settings = self.model_dump()
+        if "stop" in changes:
+            settings = {n: v for n, v in settings.items() if n not in type(self.stop).model_fields}
+        return type(self)(**{**settings, **changes})
 
 
 class DecodeConfig(DraftingConfig):

@@ -218,5 +218,5 @@ def test_rounds_of_a_tree_count_nodes_and_depth() -> None:
     first = out.rounds[0]
     assert (first.drafted, first.depth, first.draft_forwards) == (6, 2, 2)
     assert sum(record.emitted for record in out.rounds) == len(out.tokens)
-    with pytest.raises(ConfigError, match="unknown siblings"):
+    with pytest.raises(ConfigError, match="siblings: must be"):
         DecodeConfig(siblings="twins")  # type: ignore[arg-type]

@@ -134,6 +134,7 @@ def test_measurements_of_another_engine_or_batch_are_not_mixed(untimed: Path) ->
         with pytest.raises(ConfigError, match="other settings") as error:
             evaluate(untimed, METHODS, **settings)
         assert said in str(error.value)
+        assert "--eval.folder NAME" in str(error.value)
 
 
 def test_each_path_is_drafted_by_the_model_named_for_it(timed: Results, tmp_path: Path) -> None:

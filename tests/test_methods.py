@@ -7,6 +7,7 @@ import re
 import pytest
 
 from eval.drafting.stopping.calibration import CalibratedRule, Calibration
+from eval.drafting.stopping.entropy import Entropy
 from eval.measuring.methods import (
     EvalConfig,
     MethodConfig,
@@ -320,3 +321,4 @@ def test_a_method_is_written_flat_and_read_back() -> None:
         )
         assert read_config(MethodConfig, written) == method
         assert method.replace(name="b").stop == method.stop
+        assert method.replace(stop="entropy").stop == Entropy()
