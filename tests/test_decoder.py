@@ -229,7 +229,7 @@ def test_impossible_configurations_are_refused_before_any_model_is_needed() -> N
         DecodeConfig(verifier="tokn")
     with pytest.raises(ConfigError, match="unknown stop"):
         DecodeConfig(stop="never")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="1 or larger"):
+    with pytest.raises(ConfigError, match=r"length: must be greater than or equal to 1 \(got 0\)"):
         DecodeConfig(length=0)
     with pytest.raises(ConfigError, match=r"top_p must lie in \(0, 1\], got 2"):
         DecodeConfig(top_p=2.0)
