@@ -37,8 +37,8 @@ from rich.table import Table
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from eval.assembly import make_drafters
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
-from eval.drafting.assembly import make_drafters
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.environment import describe_environment
 from eval.measuring.metrics import bootstrap_weights, interval

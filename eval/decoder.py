@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from eval.assembly import make_drafters
 from eval.decode_config import DecodeConfig
-from eval.drafting.assembly import make_drafters
 from eval.drafting.drafters import Drafter
 from eval.drafting.tree_builder import drawn_chain
 from eval.drafts import DraftTree

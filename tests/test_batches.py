@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from eval.assembly import make_drafters
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
-from eval.drafting.assembly import make_drafters
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import Forward
 from specdata.probability import SamplingConfig
