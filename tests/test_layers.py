@@ -18,18 +18,53 @@ ALLOWED = {
     "recipes": {"recipes", "eval", "heads", "distill", "specdata"},
 }
 OURS = {*ALLOWED, "tests", "benchmarks", "launch"}
+# The rooms of eval and of specdata, and which rooms of the same package each may import.
+BELOW = {
+    "eval": {
+        "drafts": "",
+        "rounds": "",
+        "runtime": "",
+        "verifiers": "drafts",
+        "drafting": "drafts rounds runtime",
+        "decode_config": "drafting drafts verifiers",
+        "assembly": "decode_config drafting runtime",
+        "decoder": "assembly decode_config drafting drafts rounds runtime verifiers",
+        "measuring": "decode_config decoder drafting drafts rounds runtime verifiers",
+        "reporting": "measuring",
+        "analysis": "decode_config decoder drafting runtime",
+    },
+    "specdata": {
+        "errors": "",
+        "sampling": "",
+        "seeds": "",
+        "processes": "",
+        "toy": "",
+        "config": "errors",
+        "hub": "errors",
+        "vocabulary": "errors",
+        "probability": "sampling",
+        "models": "errors hub",
+        "lm_head": "errors models",
+        "storage": "config errors processes",
+        "prompts": "errors hub seeds toy",
+        "rollouts": "config errors models probability prompts sampling seeds storage",
+        "labels": "config errors lm_head models probability sampling seeds storage",
+        "inspect": "errors hub prompts storage vocabulary",
+    },
+}
 FILES = [path for package in ALLOWED for path in sorted((ROOT / package).rglob("*.py"))]
 
 
 def imported(path: Path) -> list[tuple[int, str]]:
-    found = []
+    """Line and module of every import of a file."""
+    modules = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
+            modules += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno} imports relatively"
-            found.append((node.lineno, node.module or ""))
-    return found
+            modules.append((node.lineno, node.module or ""))
+    return modules
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -38,6 +73,24 @@ def test_imports_go_down_the_layers_only(path: Path) -> None:
     for line, module in imported(path):
         top = module.split(".")[0]
         assert top not in OURS - ALLOWED[package], f"{path}:{line} may not import {module}"
+
+
+@pytest.mark.parametrize("package", BELOW)
+def test_rooms_import_downwards_only(package: str) -> None:
+    rooms = {room: set(below.split()) for room, below in BELOW[package].items()}
+    order: list[str] = []
+    while len(order) < len(rooms):
+        ready = [name for name in rooms if name not in order and rooms[name] <= {*order}]
+        assert ready, f"a circle among {sorted({*rooms} - {*order})}"
+        order += ready
+    for path in FILES:
+        owner, *inside = path.relative_to(ROOT).with_suffix("").parts
+        if owner != package or inside == ["__init__"]:
+            continue
+        for line, module in imported(path):
+            top, *below = module.split(".")
+            if top == package and below and below[0] != inside[0]:
+                assert below[0] in rooms[inside[0]], f"{path}:{line} may not import {module}"
 
 
 @pytest.mark.parametrize(
