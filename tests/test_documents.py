@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 from pathlib import Path
@@ -10,12 +11,19 @@ import pytest
 import torch
 import yaml
 
-from eval.measuring.methods import check_methods
+import heads.inputs
+from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.drafting.stopping import STOPPING_RULES, DraftedToken
+from eval.measuring.methods import MethodConfig, check_methods
 from eval.verifiers import VERIFIERS
+from heads.inputs import DraftedTokens, HeadInputs
 from recipes.config import build
+from specdata.config import read_config
+from tests.tiny import tiny_llama
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
@@ -73,6 +81,53 @@ def test_every_file_in_the_tree_of_the_readme_exists() -> None:
             ), name
             seen += 1
     assert seen > 15
+
+
+def test_the_stopping_rule_in_architecture_is_a_whole_file_that_decodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (example,) = re.findall(r"```python\n(from.*?class Patience.*?)```", ARCHITECTURE, re.DOTALL)
+    (tmp_path / "patience_of_the_document.py").write_text(example)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rule = importlib.import_module("patience_of_the_document").Patience
+    monkeypatch.setitem(STOPPING_RULES, rule.name, rule)
+    # As the document writes it in YAML.
+    flat = yaml.safe_load("{name: mine, stop: patience, patience: 2}")
+    assert read_config(MethodConfig, flat).stop == rule(patience=2)
+
+    should_stop = rule(patience=2).start(None).begin()
+    q = torch.tensor([0.75, 0.25])
+    answers = [should_stop(DraftedToken(token, q, None)) for token in (1, 0, 0, 1)]
+    assert answers == [False, False, False, True]
+
+    target, draft = tiny_llama(0, vocab=40), tiny_llama(1, vocab=40)
+    mean_drafted = {}
+    for patience in (1, 3):
+        config = DecodeConfig(stop="patience", patience=patience, limit=6)
+        decoder = SpeculativeDecoder.from_config(target, draft, config)
+        generator = torch.Generator().manual_seed(0)
+        out = decoder.generate(torch.tensor([2, 3]), max_new_tokens=40, generator=generator)
+        lengths = [turn.drafted for turn in out.rounds]
+        assert max(lengths) <= 6
+        mean_drafted[patience] = sum(lengths) / len(lengths)
+    # An end token or the budget ends some drafts earlier, a probable token lengthens some.
+    assert mean_drafted[1] < 2 < mean_drafted[3]
+
+
+def test_the_head_feature_in_architecture_is_the_log_probability_of_the_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (example,) = re.findall(r"```python\n(def log_q.*?)```", ARCHITECTURE, re.DOTALL)
+    monkeypatch.setattr(heads.inputs, "FEATURES", dict(heads.inputs.FEATURES))
+    exec(compile(example, "ARCHITECTURE.md", "exec"), vars(heads.inputs).copy())
+    drafted = DraftedTokens(
+        tokens=torch.tensor([[1, 0]]),
+        before=lambda: pytest.fail("not read"),
+        after=lambda: pytest.fail("not read"),
+        distributions=lambda: torch.tensor([[[0.75, 0.25], [0.5, 0.5]]]),
+    )
+    expected = torch.tensor([[[0.25], [0.5]]]).log()
+    assert torch.allclose(HeadInputs.of(["log_q"], drafted)["log_q"], expected)
 
 
 def test_every_verifier_has_its_row_in_papers() -> None:

@@ -49,11 +49,21 @@ def head(weight: float = 6.0) -> AcceptanceHead:
 def test_the_joint_distribution_is_plain_samplings_with_every_verifier_of_chains(
     name: str, asks: bool, verifier: str
 ) -> None:
+    check_joint_distribution(NEW[name].replace(verifier=verifier), head() if asks else None)
+
+
+@pytest.mark.parametrize("stop", sorted(STOPPING_RULES.keys() - NEW.keys()))
+def test_the_joint_distribution_is_plain_samplings_with_every_other_rule(stop: str) -> None:
+    """With the rule's defaults, so that a new rule is tested without a line here."""
+    rule = STOPPING_RULES[stop]
+    check_joint_distribution(DecodeConfig(stop=stop), head() if rule().reads_head else None)
+
+
+def check_joint_distribution(config: DecodeConfig, acceptance: AcceptanceHead | None) -> None:
     """Over several rounds; fails by chance once in 1e6."""
-    config = NEW[name].replace(verifier=verifier)
     target, draft = tiny_llama(0), tiny_llama(1)
     distribution = joint_distribution(target, PROMPT, 4, config.sampling)
-    decoder = SpeculativeDecoder.from_config(target, draft, config, head() if asks else None)
+    decoder = SpeculativeDecoder.from_config(target, draft, config, acceptance)
     generator = torch.Generator().manual_seed(7)
     outs = [
         decoder.generate(torch.tensor(PROMPT), max_new_tokens=4, generator=generator)
@@ -86,10 +96,10 @@ def test_no_rule_drops_a_drawn_token_or_passes_its_limit_or_the_budget(
             generator=torch.Generator().manual_seed(seed),
         )
         room = 13
-        for one in out.rounds:
+        for turn in out.rounds:
             # A token is drawn from each forward of the draft: more forwards would be a drop.
-            assert one.draft_forwards == one.drafted <= min(config.stop.longest, room - 1)
-            room -= one.emitted
+            assert turn.draft_forwards == turn.drafted <= min(config.stop.longest, room - 1)
+            room -= turn.emitted
         record = record_prompt("a", out.rounds, seconds=out.seconds, finish=out.finish)
         check_identity(record)
 
@@ -100,9 +110,9 @@ def test_the_default_limit_is_twenty_tokens() -> None:
     decoder = SpeculativeDecoder.from_config(model, model, never)
     generators = [torch.Generator().manual_seed(seed) for seed in range(6)]
     rounds = [
-        one.drafted
+        turn.drafted
         for generator in generators
-        for one in decoder.generate(
+        for turn in decoder.generate(
             torch.tensor([2]), max_new_tokens=60, generator=generator
         ).rounds
     ]
@@ -117,7 +127,7 @@ def test_with_given_costs_a_seed_decides_everything_whatever_was_decoded_before(
     def decode(seed: int) -> tuple[list[int], list[int]]:
         generator = torch.Generator().manual_seed(seed)
         out = decoder.generate(torch.tensor([2, 3]), max_new_tokens=40, generator=generator)
-        return out.tokens.tolist(), [one.drafted for one in out.rounds]
+        return out.tokens.tolist(), [turn.drafted for turn in out.rounds]
 
     first = decode(1)
     others = [decode(seed) for seed in range(2, 8)]
@@ -294,21 +304,12 @@ def test_thresholds_have_their_own_ranges_and_defaults() -> None:
 
 def test_one_call_may_name_the_parameters_of_several_rules() -> None:
     """As a loop over rules does; what the chosen rule does not have is checked and ignored."""
-    for name in STOPPING_RULES:
-        config = DecodeConfig(stop=name, length=7, threshold=0.25, limit=5, temperature=0.5)
-        parameters = config.stop.reported()
-        assert (
-            parameters.items()
-            <= {
-                "length": 7,
-                "threshold": 0.25,
-                "limit": 5,
-                "calibration": [0.0, 1.0],
-                "draft_seconds": 0.0,
-                "token_seconds": 0.0,
-                "mean_acceptance": 0.8,
-            }.items()
-        )
+    given = {"length": 7, "threshold": 0.25, "limit": 5}
+    for name, rule in STOPPING_RULES.items():
+        config = DecodeConfig(stop=name, temperature=0.5, **given)  # type: ignore[arg-type]
+        defaults = rule().reported()
+        mine = {key: value for key, value in given.items() if key in rule.model_fields}
+        assert config.stop.reported() == {**defaults, **mine}
     with pytest.raises(ConfigError, match="unknown key: did you mean 'threshold'"):
         DecodeConfig(stop="head", treshold=0.5)
     with pytest.raises(ConfigError, match="unknown stop 'heads'; choose from fixed"):
