@@ -214,8 +214,8 @@ def worker(folder: Path, kind: str, out: Path) -> int:
     target, draft, _ = pair(folder)
     asked = requests(folder, 2 * PROMPTS)
     draw = torch.Generator().manual_seed(1)
-    texts = torch.randint(3, VOCABULARY, (len(asked), 50), generator=draw).tolist()
-    source = datasets.Dataset.from_list(list(map(row, asked, texts)))
+    completions = torch.randint(3, VOCABULARY, (len(asked), 50), generator=draw).tolist()
+    source = datasets.Dataset.from_list(list(map(row, asked, completions)))
     rolled_out(target, asked[:2])  # the first call of anything is slow
     print("ready", flush=True)
     sys.stdin.readline()

@@ -241,7 +241,7 @@ class DraftTree:
         return cls(tokens, parent, q, parent, "tree", how).checked()
 
     def checked(self) -> DraftTree:
-        """Return self if everything that the class promises holds.
+        """Return self if the class's documented properties hold.
 
         Raises:
             ValueError: that states what must hold and what was given.

@@ -58,7 +58,12 @@ class TrainingEngine:
         return "ddp" if ddp else "single"
 
     def backward(self, loss: Tensor, *, max_norm: float) -> None:
-        """Back-propagate one micro-batch; step the optimizer on the last one of a batch."""
+        """Back-propagate one micro-batch; step the optimizer on the last one of a batch.
+
+        Args:
+            loss: () of this micro-batch.
+            max_norm: gradients are clipped to this norm.
+        """
         self.accelerator.backward(loss)
         if self.accelerator.sync_gradients:
             # DeepSpeed clips and steps inside backward, and these calls do nothing there.
@@ -103,6 +108,9 @@ def prepare(
         micro_batch_size: rows a micro-batch, per process.
         accumulation: micro-batches a step.
         max_norm: gradients are clipped to this norm.
+
+    Raises:
+        RuntimeError: if accelerate wrapped the head otherwise than the launcher asked.
     """
     accelerator.gradient_accumulation_steps = accumulation
     optimizer = torch.optim.Adam(head.parameters())
@@ -163,8 +171,8 @@ def restore_moments(
     Args:
         engine: with the weights of the checkpoint.
         checkpoint: holds the moments and the number of updates.
-        features: any arguments of the head. Optimizers create their state in the first step, so one
-            step at rate 0 is taken to have it.
+        features: any arguments of the head, each (...) or (..., size). Optimizers create their state
+            in the first step, so one step at rate 0 is taken to have it.
     """
     engine.set_learning_rate(0.0)
     for _ in range(engine.accelerator.gradient_accumulation_steps):

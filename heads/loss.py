@@ -65,7 +65,7 @@ class HeadMetrics:
             accepted with weight a and as rejected with weight 1 - a; None if one kind is absent.
         ece: expected calibration error, 15 bins of equal width.
         brier: mean squared difference between prediction and label, so without the noise
-            a(1 - a) of the coin itself; a perfect predictor scores 0.
+            a(1 - a) of acceptance itself; a perfect predictor scores 0.
         mean_accept: mean label.
         mean_predicted: mean prediction.
     """
@@ -109,7 +109,13 @@ def soft_auroc(scores: Tensor, accept: Tensor) -> float | None:
 
 
 def calibration_error(predicted: Tensor, accept: Tensor, bins: int = CALIBRATION_BINS) -> float:
-    """Expected calibration error: mean |prediction - label| of bin averages, weighted by size."""
+    """Expected calibration error: mean |prediction - label| of bin averages, weighted by size.
+
+    Args:
+        predicted: (N,) probabilities.
+        accept: (N,) labels in [0, 1].
+        bins: bins of equal width.
+    """
     index = (predicted * bins).long().clamp(0, bins - 1)
     gap = torch.zeros(bins, dtype=torch.float64).index_add_(
         0, index, predicted.double() - accept.double()

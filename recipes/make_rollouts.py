@@ -32,7 +32,11 @@ def stages(config: PipelineConfig) -> list[Stage]:
 
 
 def main(config: PipelineConfig) -> dict[str, Any]:
-    """Train the toy pair if asked, then make the rollouts with every process there is."""
+    """Train the toy pair if asked, then make the rollouts with every process there is.
+
+    Raises:
+        ConfigError: if settings contradict each other, or several processes would train the pair.
+    """
     check_samples(config.rollouts, config.sampling)
     if config.toy and process_count() > 1 and not finished(folder(config, "pair")):
         # Its Trainer would wait for the others, which have nothing to train.

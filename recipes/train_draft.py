@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
-    """What this recipe does."""
+    """What this recipe does. Raises ConfigError without a draft section."""
     if config.draft is None:
         raise ConfigError("this configuration has no draft section, so there is no draft to train")
     return [draft_stage(config)]
 
 
 def main(config: PipelineConfig) -> dict[str, Any]:
-    """Distil, and say what it changed."""
+    """Distil, and print the acceptance before and after."""
     (stage,) = stages(config)
     need(folder(config, "rollouts"), "make_rollouts.py")
     result = run_stage(stage, config, lambda: _distil(config, stage))

@@ -24,14 +24,14 @@ from specdata.storage.resume import differences
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
-    """What this recipe does."""
+    """What this recipe does. Raises ConfigError without a head section."""
     if config.head is None:
         raise ConfigError("this configuration has no head section, so there is no head to train")
     return [labels_stage(config), head_stage(config)]
 
 
 def main(config: PipelineConfig) -> dict[str, Any]:
-    """Label, train, and say how well the head knows."""
+    """Label, train, and print how well the head predicts held-out labels."""
     labels, head = stages(config)
     need(folder(config, "rollouts"), "make_rollouts.py")
     if config.draft:

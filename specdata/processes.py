@@ -33,7 +33,7 @@ def join_processes() -> PartialState:
 
     Raises:
         RuntimeError: if the launcher asked for DeepSpeed or for several processes and accelerate
-            silently settled for less.
+            silently left that out.
     """
     import torch
     from accelerate import PartialState

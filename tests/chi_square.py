@@ -31,13 +31,13 @@ def p_value(counts: Mapping[Value, int], probabilities: Mapping[Value, float]) -
     }
     assert not impossible, f"drawn with probability 0: {impossible}"
     common, rare = _pooled(probabilities, draws)
-    cells = [(counts.get(value, 0), draws * probabilities[value]) for value in common]
+    bins = [(counts.get(value, 0), draws * probabilities[value]) for value in common]
     if rare > 0:
-        cells.append((draws - sum(count for count, _ in cells), draws * rare))
-    if len(cells) == 1:
+        bins.append((draws - sum(count for count, _ in bins), draws * rare))
+    if len(bins) == 1:
         return 1.0
-    statistic = sum((count - expected) ** 2 / expected for count, expected in cells)
-    return float(chi2.sf(statistic, len(cells) - 1))
+    statistic = sum((count - expected) ** 2 / expected for count, expected in bins)
+    return float(chi2.sf(statistic, len(bins) - 1))
 
 
 def power(

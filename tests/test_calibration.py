@@ -41,8 +41,8 @@ def test_the_fit_is_where_the_penalised_likelihood_is_flat() -> None:
         fit = -(accept * np.log(expit(odds)) + (1 - accept) * np.log(expit(-odds))).sum()
         return float(fit + ((w - np.array([0.0, 1.0])) ** 2).sum() / 2)
 
-    found = fit_calibration(accept, q_max)
-    best = np.array([found.intercept, found.slope])
+    calibration = fit_calibration(accept, q_max)
+    best = np.array([calibration.intercept, calibration.slope])
     # check_grad compares a gradient, here none, with finite differences.
     assert check_grad(loss, lambda w: np.zeros(2), best) < 1e-3
     assert all(loss(best) < loss(best + step) for step in 0.05 * np.eye(2))
@@ -53,16 +53,16 @@ def test_the_fit_is_where_the_penalised_likelihood_is_flat() -> None:
 def test_labels_or_distributions_that_are_all_alike_give_finite_coefficients(
     accept: float, q_max: float
 ) -> None:
-    found = fit_calibration(np.full(500, accept), np.full(500, q_max))
-    assert np.isfinite([found.intercept, found.slope]).all()
-    assert abs(found.accept(q_max) - accept) < 0.1
+    calibration = fit_calibration(np.full(500, accept), np.full(500, q_max))
+    assert np.isfinite([calibration.intercept, calibration.slope]).all()
+    assert abs(calibration.accept(q_max) - accept) < 0.1
 
 
 def test_nothing_to_fit_gives_the_prior() -> None:
     assert fit_calibration(np.zeros(0), np.zeros(0)) == Calibration(0.0, 1.0)
     prior = Calibration(0.7, 0.3)
-    found = fit_calibration(np.zeros(0), np.zeros(0), prior)
-    assert (found.intercept, found.slope) == pytest.approx((0.7, 0.3))
+    calibration = fit_calibration(np.zeros(0), np.zeros(0), prior)
+    assert (calibration.intercept, calibration.slope) == pytest.approx((0.7, 0.3))
 
 
 def test_a_probability_stays_one_for_any_coefficients_and_any_distribution() -> None:
@@ -121,14 +121,14 @@ def test_an_evaluation_fits_on_held_out_labels_once_and_says_so_without_labels(
     fill_dataset(tmp_path / "labels", LABELS, Settings(settings), [lambda: rows], lambda done: None)
     config = parse([f"--output={tmp_path}"], "").config
     path = tmp_path / "calibration.json"
-    found = run_eval._calibration(config, path)
+    calibration = run_eval._calibration(config, path)
     expected = calibrate(datasets.Dataset.from_list(rows[1:]))
     # Stored labels are float32.
     fitted = {"intercept": expected.intercept, "slope": expected.slope, "rows": 2}
-    assert found == pytest.approx(fitted, rel=1e-5)
+    assert calibration == pytest.approx(fitted, rel=1e-5)
     # A resumed evaluation must not fit again: the last bits could differ.
     (tmp_path / "labels" / "shard-00000.parquet").unlink()
-    assert run_eval._calibration(config, path) == found
+    assert run_eval._calibration(config, path) == calibration
     alone = parse([f"--output={tmp_path}", "--head", "null"], "").config
     trusted = run_eval._calibration(alone, tmp_path / "other.json")
     assert trusted == {"intercept": 0.0, "slope": 1.0, "rows": 0}

@@ -101,7 +101,7 @@ def test_a_decoder_with_a_defect_is_called_a_bug(
     assert comparison.count("bug") >= 2
 
 
-def test_half_precision_texts_that_differ_are_ties() -> None:
+def test_half_precision_sequences_that_differ_are_ties() -> None:
     """Flat distributions in bfloat16: many logits are equal to a few bits, so rounding decides."""
     ties = 0
     for seed in range(6):

@@ -74,7 +74,7 @@ def evaluate(folder: Path, methods: list[MethodConfig], **settings: object) -> R
 
 
 def counts(run: Run) -> list[tuple[object, ...]]:
-    return [tuple(getattr(one, name) for name in COUNTS) for one in run.generations]
+    return [tuple(getattr(generation, name) for name in COUNTS) for generation in run.generations]
 
 
 @pytest.fixture(scope="module")
@@ -93,25 +93,25 @@ def untimed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_batched_evaluation_counts_what_decoding_one_by_one_counts(
     timed: Results, untimed: Path
 ) -> None:
-    found = read_results(untimed / "results.json")
-    assert [run.method for run in found.runs] == [run.method for run in timed.runs]
-    for batched, alone in zip(found.runs, timed.runs, strict=True):
+    results = read_results(untimed / "results.json")
+    assert [run.method for run in results.runs] == [run.method for run in timed.runs]
+    for batched, alone in zip(results.runs, timed.runs, strict=True):
         assert counts(batched) == counts(alone), batched.method
         assert batched.block_efficiency == alone.block_efficiency
 
 
 def test_a_batched_evaluation_states_no_speed(timed: Results, untimed: Path) -> None:
-    found = read_results(untimed / "results.json")
-    check_metrics(found)
+    results = read_results(untimed / "results.json")
+    check_metrics(results)
     assert timed.timed
-    assert not found.timed
-    assert found.environment.batch_size == 2
-    assert found.latency == {"maths": None, "code": None}
-    for run in found.runs:
+    assert not results.timed
+    assert results.environment.batch_size == 2
+    assert results.latency == {"maths": None, "code": None}
+    for run in results.runs:
         assert (run.tokens_per_second, run.speedup) == (None, None)
         assert set(run.intervals).isdisjoint({"tokens_per_second", "speedup"})
         assert set(run.seconds.values()) == {0.0}
-    assert "Speeds were not measured: 2 prompts" in sections_of(found)[0].summary
+    assert "Speeds were not measured: 2 prompts" in sections_of(results)[0].summary
 
 
 def test_an_interrupted_batched_evaluation_ends_as_it_would_have(untimed: Path) -> None:
@@ -140,11 +140,11 @@ def test_measurements_of_another_engine_or_batch_are_not_mixed(untimed: Path) ->
 def test_each_path_is_drafted_by_the_model_named_for_it(timed: Results, tmp_path: Path) -> None:
     (several,) = (run for run in timed.of("maths") if run.method == "paths")
     assert several.parameters == {"paths": 2, "path_drafts": ["", "other"]}
-    found = evaluate(
+    results = evaluate(
         tmp_path, [PLAIN, PATHS, PATHS.replace(name="other", path_drafts=("other", "other"))]
     )
-    one, other = found.of("maths")[1:]
-    assert len({str(counts(run)) for run in (several, one, other)}) == 3
+    first, second = results.of("maths")[1:]
+    assert len({str(counts(run)) for run in (several, first, second)}) == 3
 
 
 def test_the_ablation_of_tree_attention_decodes_the_same_and_is_named(timed: Results) -> None:
@@ -159,15 +159,15 @@ def test_the_engine_reaches_every_method_of_ours_and_is_shown(
     timed: Results, tmp_path: Path
 ) -> None:
     methods = [PLAIN, METHODS[1], MethodConfig(name="theirs", decoder="assisted", length=3)]
-    found = evaluate(tmp_path, methods, engine="captured")
-    assert {run.method: run.parameters.get("engine") for run in found.runs} == {
+    results = evaluate(tmp_path, methods, engine="captured")
+    assert {run.method: run.parameters.get("engine") for run in results.runs} == {
         "plain": "captured",
         "K=3": "captured",
         "theirs": None,
     }
-    for run, eager in zip(found.of("maths"), timed.of("maths")[:2], strict=False):
+    for run, eager in zip(results.of("maths"), timed.of("maths")[:2], strict=False):
         assert counts(run) == counts(eager)
-    assert ("engine", "captured") in environment_rows(found)
+    assert ("engine", "captured") in environment_rows(results)
     assert ("engine", "eager") in environment_rows(timed)
     stored = json.loads((tmp_path / "prompts" / "maths-p0.json").read_text())
     assert stored["settings"]["engine"] == "captured"
@@ -200,7 +200,7 @@ def test_the_bias_of_a_biased_verifier_is_measured_stored_and_shown(tmp_path: Pa
 
 
 class Patience(AdaptiveRule):
-    """A rule that nothing else knows: it ends after some tokens that were not the likeliest."""
+    """A rule registered by this test: it ends after some tokens that were not the likeliest."""
 
     name: ClassVar[str] = "patience"
 

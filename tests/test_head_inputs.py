@@ -144,7 +144,7 @@ def test_only_what_a_head_reads_is_computed() -> None:
 def test_a_head_with_another_feature_goes_from_labels_to_decoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing but FEATURES and the model knows of the feature."""
+    """The feature is named in FEATURES and in the model's `reads`, and nowhere else."""
     draft, rows = tiny_draft().eval(), synthetic_rows(24, seed=1)
     monkeypatch.setattr(heads.train, "AcceptanceHead", ToyHead)
     config = HeadConfig(depth=1, batch_size=8, learning_rate=1e-2, epochs=2, mixing=0.0)

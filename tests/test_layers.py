@@ -131,13 +131,13 @@ def test_configuration_is_imported_without_heavy_libraries(module: str) -> None:
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "eval/runtime").glob("*.py")), ids=lambda path: path.name
 )
-def test_the_runtime_of_decoding_knows_nothing_of_what_is_decoded(path: Path) -> None:
+def test_the_runtime_of_decoding_imports_only_itself_and_specdata(path: Path) -> None:
     for line, module in imported(path):
         if module.split(".")[0] in OURS - {"specdata"}:
             assert module.startswith("eval.runtime"), f"{path}:{line} imports {module}"
 
 
-def test_launch_holds_no_python_and_nobody_imports_a_package_named_like_a_builtin() -> None:
+def test_launch_holds_no_python_and_no_import_hides_a_builtin() -> None:
     assert not list((ROOT / "launch").rglob("*.py"))
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):

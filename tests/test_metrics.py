@@ -84,36 +84,36 @@ def test_figures_equal_the_hand_computed_ratios_of_sums() -> None:
         record_prompt(name, [one_round(0, 0)] * n, seconds=n * 1.0, finish="length")
         for name, n in (("a", 7), ("b", 1))
     ]
-    found = compute_metrics(by_hand(), plain)
-    assert (found.prompts, found.tokens, found.rounds, found.n_target) == (2, 8, 4, 4)
-    assert (found.n_draft, found.n_discarded) == (9, 4)
-    assert found.block_efficiency == 8 / 4
-    assert found.acceptance_rate == 5 / 9
-    assert found.acceptance_by_position == [3 / 4, 1 / 3, 1 / 2]
-    assert found.conditional_by_position == [3 / 4, 1 / 2, 1 / 1]
-    assert found.discard_rate == 4 / 8
-    assert found.verification_rate == 4 / 8
-    assert found.tokens_per_second == 8 / 5
-    assert found.speedup == (8 / 5) / (8 / 8)
-    assert found.seconds["total"] == 5.0
+    metrics = compute_metrics(by_hand(), plain)
+    assert (metrics.prompts, metrics.tokens, metrics.rounds, metrics.n_target) == (2, 8, 4, 4)
+    assert (metrics.n_draft, metrics.n_discarded) == (9, 4)
+    assert metrics.block_efficiency == 8 / 4
+    assert metrics.acceptance_rate == 5 / 9
+    assert metrics.acceptance_by_position == [3 / 4, 1 / 3, 1 / 2]
+    assert metrics.conditional_by_position == [3 / 4, 1 / 2, 1 / 1]
+    assert metrics.discard_rate == 4 / 8
+    assert metrics.verification_rate == 4 / 8
+    assert metrics.tokens_per_second == 8 / 5
+    assert metrics.speedup == (8 / 5) / (8 / 8)
+    assert metrics.seconds["total"] == 5.0
 
 
 def test_plain_decoding_has_no_acceptance_and_a_speedup_of_one() -> None:
     plain = [record_prompt("a", [one_round(0, 0)] * 5, seconds=2.5, finish="length")]
-    found = compute_metrics(plain, plain)
-    assert found.acceptance_rate is None
-    assert "acceptance_rate" not in found.intervals
-    assert found.acceptance_by_position == []
-    assert found.block_efficiency == 1.0
-    assert (found.discard_rate, found.verification_rate) == (0.0, 1.0)
-    assert found.speedup == 1.0
-    assert found.intervals["speedup"] == (1.0, 1.0)
+    metrics = compute_metrics(plain, plain)
+    assert metrics.acceptance_rate is None
+    assert "acceptance_rate" not in metrics.intervals
+    assert metrics.acceptance_by_position == []
+    assert metrics.block_efficiency == 1.0
+    assert (metrics.discard_rate, metrics.verification_rate) == (0.0, 1.0)
+    assert metrics.speedup == 1.0
+    assert metrics.intervals["speedup"] == (1.0, 1.0)
 
 
 def test_without_plain_decoding_there_is_no_speedup() -> None:
-    found = compute_metrics(by_hand())
-    assert found.speedup is None
-    assert "speedup" not in found.intervals
+    metrics = compute_metrics(by_hand())
+    assert metrics.speedup is None
+    assert "speedup" not in metrics.intervals
 
 
 def test_counts_without_times_have_no_speed_and_no_fitted_latency() -> None:
@@ -122,10 +122,10 @@ def test_counts_without_times_have_no_speed_and_no_fitted_latency() -> None:
         record_prompt("b", [one_round(1, 1, emitted=1)], seconds=None, finish="eos"),
     ]
     plain = [record_prompt(n, [one_round(0, 0)], seconds=None, finish="eos") for n in "ab"]
-    found = compute_metrics(untimed, plain)
-    assert found.block_efficiency == 7 / 3
-    assert (found.tokens_per_second, found.speedup) == (None, None)
-    assert set(found.intervals).isdisjoint({"tokens_per_second", "speedup"})
+    metrics = compute_metrics(untimed, plain)
+    assert metrics.block_efficiency == 7 / 3
+    assert (metrics.tokens_per_second, metrics.speedup) == (None, None)
+    assert set(metrics.intervals).isdisjoint({"tokens_per_second", "speedup"})
     assert fit_latency([*untimed, *plain]) is None
 
 
@@ -137,19 +137,19 @@ def test_times_of_some_generations_only_are_refused() -> None:
 
 def test_tree_acceptance_counts_depth_not_nodes() -> None:
     rounds = [one_round(28, 2, depth=3), one_round(28, 1, depth=3)]
-    found = compute_metrics([record_prompt("a", rounds, seconds=1.0, finish="length")])
-    assert found.acceptance_rate == 3 / 6
-    assert found.n_discarded == 56 - 3
-    assert found.acceptance_by_position == [1.0, 0.5, 0.0]
+    metrics = compute_metrics([record_prompt("a", rounds, seconds=1.0, finish="length")])
+    assert metrics.acceptance_rate == 3 / 6
+    assert metrics.n_discarded == 56 - 3
+    assert metrics.acceptance_by_position == [1.0, 0.5, 0.0]
 
 
 def test_several_generations_of_a_prompt_are_resampled_together() -> None:
     records = by_hand()[:1] * 4
-    found = compute_metrics(records)
-    assert found.prompts == 1
-    assert found.tokens == 28
-    low, high = found.intervals["block_efficiency"]
-    assert low == high == found.block_efficiency
+    metrics = compute_metrics(records)
+    assert metrics.prompts == 1
+    assert metrics.tokens == 28
+    low, high = metrics.intervals["block_efficiency"]
+    assert low == high == metrics.block_efficiency
 
 
 def test_a_speedup_needs_the_same_prompts() -> None:
@@ -243,13 +243,13 @@ def test_fitted_latency_predicts_the_seconds_of_a_token_by_equation_5_1() -> Non
     records = [simulate(rng, str(i), lengths=(k, k), ease=0.7) for k in (1, 3, 6) for i in range(5)]
     fit = fit_latency(records)
     assert fit is not None
-    found = compute_metrics(records)
+    metrics = compute_metrics(records)
     predicted = fit.seconds_per_token(
-        discard_rate=found.discard_rate, verification_rate=found.verification_rate
+        discard_rate=metrics.discard_rate, verification_rate=metrics.verification_rate
     )
-    assert predicted == pytest.approx(1 / found.tokens_per_second, rel=0.02)
+    assert predicted == pytest.approx(1 / metrics.tokens_per_second, rel=0.02)
     # The rearrangement is exact: it only uses N_draft = N + N_discarded - N_target.
-    direct = (fit.t_draft * found.n_draft + fit.t_target * found.n_target) / found.tokens
+    direct = (fit.t_draft * metrics.n_draft + fit.t_target * metrics.n_target) / metrics.tokens
     assert predicted == pytest.approx(direct)
 
 
@@ -340,11 +340,11 @@ def test_method_names_are_unique_and_plain_means_no_draft() -> None:
 
 
 def test_environment_names_hardware_versions_and_commit() -> None:
-    found = describe_environment(device="cpu", dtype="float32")
-    assert found.hardware["cpu"]
-    assert found.hardware["gpu"] is None
-    assert {"python", "torch", "transformers"} <= set(found.software)
-    assert found.git_commit is None or len(found.git_commit) == 40
+    environment = describe_environment(device="cpu", dtype="float32")
+    assert environment.hardware["cpu"]
+    assert environment.hardware["gpu"] is None
+    assert {"python", "torch", "transformers"} <= set(environment.software)
+    assert environment.git_commit is None or len(environment.git_commit) == 40
 
 
 def test_a_file_with_fields_that_runs_had_once_is_still_read(

@@ -291,8 +291,8 @@ def test_a_run_killed_at_any_stage_ends_with_the_result_it_would_have_had(
     done = run(tmp_path, "pipeline.py")
     assert done.returncode == 0, done.stderr
     assert result(tmp_path) == result(finished)
-    leftovers = [path.name for path in (tmp_path / "out").rglob("*.tmp*")]
-    assert not leftovers
+    temporary = [path.name for path in (tmp_path / "out").rglob("*.tmp*")]
+    assert not temporary
 
 
 def launch_two(

@@ -112,6 +112,9 @@ def optimal(chain: AcceptanceChain, costs: Costs) -> Policy:
     For a price lambda of time per token, W(k, info) = min(0, c + E[-lambda P a' + W(k + 1, info')])
     is solved backwards; the best rule for that price has a ratio of its own, which is the next
     price (Dinkelbach's iteration). Prices fall until the rule no longer changes, in a few steps.
+
+    Raises:
+        ArithmeticError: if the rule still changes after `RULE_CHANGES` steps.
     """
     best = evaluate(chain, costs, lambda *_: False)
     for _ in range(RULE_CHANGES):
@@ -138,7 +141,7 @@ def _policy(
     costs: Costs,
     continues: Callable[[StateCounts, int | None, float, float], bool],
 ) -> Policy:
-    """The expectations of a rule that also knows E[further tokens drafted, accepted]."""
+    """The expectations of a rule that may read E[further tokens drafted, accepted]."""
 
     @cache
     def ahead(counts: StateCounts, state: int | None) -> tuple[float, float]:

@@ -94,7 +94,15 @@ def batch_rejections(
 def first_token_missed(p: Tensor, q: Tensor, responses: int | None) -> tuple[float, Tensor]:
     """Pi = prod_m TV(p^m, q), the probability that M first tokens are all rejected, and p^{M+1}.
 
-    p^1 = p and p^{m+1} = norm((p^m - q)+); None is the limit of many responses.
+    p^1 = p and p^{m+1} = norm((p^m - q)+).
+
+    Args:
+        p: (V,) the target's distribution.
+        q: (V,) the draft's.
+        responses: M; None is the limit of many.
+
+    Returns:
+        Pi, and p^{M+1}, (V,).
     """
     if responses is None:
         outside = torch.where(q > 0, 0.0, p)
@@ -218,12 +226,12 @@ def least_bias_at(p: Tensor, q: Tensor, rejected: float) -> float:
 
 
 def opt_loss(p: Tensor, q: Tensor, epsilon: float) -> float:
-    """Bias of Decoding-OPT at one position; it lies on the line of `least_bias_at`."""
+    """Bias of Decoding-OPT at one position, p and q (V,); it lies on `least_bias_at`'s line."""
     return least_bias(p, q, over_acceptance(p, q, epsilon))
 
 
 def uno_loss(p: Tensor, q: Tensor, epsilon: float) -> float:
-    """Bias of Decoding-UNO at one position: TV(q b + R p, p)."""
+    """Bias of Decoding-UNO at one position: TV(q b + R p, p), p and q (V,)."""
     return float(distance(emitted_distribution(q, over_acceptance(p, q, epsilon), p), p))
 
 

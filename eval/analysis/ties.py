@@ -93,7 +93,7 @@ class Difference:
 
 
 def greedy_reference(model: Any, prompt: Tensor, max_new_tokens: int) -> Tensor:
-    """New tokens (n,) of transformers' `generate(do_sample=False)`, without any penalty."""
+    """New tokens (n,) of transformers' `generate(do_sample=False)` on a prompt (T,); no penalty."""
     ids = prompt.unsqueeze(0).to(model.device)
     config = GenerationConfig(
         do_sample=False,

@@ -70,7 +70,10 @@ def emitted_distribution(
 
 
 def variation(verifier: Verifier, target: Tensor, draft: Tensor, *, tail: float = 0.0) -> float:
-    """Total variation between the emitted token's distribution and p. Arguments as above."""
+    """Total variation between the emitted token's distribution and p, in [0, 1].
+
+    Arguments as in `emitted_distribution`: `target` and `draft` are (V,).
+    """
     emitted = emitted_distribution(verifier, target, draft, tail=tail)
     return 0.5 * float((emitted - target.double().cpu()).abs().sum())
 

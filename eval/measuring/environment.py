@@ -1,6 +1,6 @@
 """Where something was measured: hardware, package versions, commit.
 
-Cores and memory come from psutil, which knows them on every system. The processor's name does not:
+Cores and memory come from psutil, which reads them on every system. The processor's name does not:
 psutil has none, and py-cpuinfo takes about a second, in subprocesses, for the line of /proc/cpuinfo
 that is read here.
 """
@@ -89,7 +89,7 @@ def _cores() -> int | None:
 
 
 def _cpu_name() -> str:
-    """Marketing name on Linux, what Python knows elsewhere."""
+    """Marketing name on Linux, `platform.processor()` or the like elsewhere."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(encoding="utf-8").splitlines():

@@ -240,7 +240,7 @@ class _Experiment:
         )
 
     def describe(self, method: MethodConfig, dataset: str) -> Method:
-        """What results say of a method on a dataset."""
+        """What results record of a method on a dataset."""
         drafts = method.decoder != "plain"
         known = self.config.engine == "eager" or method.decoder == "assisted"
         engine = {} if known else {"engine": self.config.engine}

@@ -58,7 +58,7 @@ class MethodConfig(DraftingConfig):
     @model_validator(mode="wrap")
     @classmethod
     def _name_mistakes(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Say of which method a mistake is; its place in the list says less."""
+        """Name the method in the message of a mistake, besides its place in the list."""
         try:
             return handler(given)
         except ValidationError as error:

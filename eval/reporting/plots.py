@@ -137,7 +137,7 @@ def plot(kind: str, results: Results, datasets: Sequence[str]) -> Figure:
         if kind in ("speedup", "efficiency", "pareto"):
             _add_legend(figure, results, datasets, with_plain=kind != "pareto")
         if kind == "pareto":
-            figure.draw_without_rendering()  # settles the layout that labels are placed in
+            figure.draw_without_rendering()  # computes the layout that labels are placed in
             figure.set_layout_engine("none")
             for axes in figure.axes:
                 place_labels(axes)

@@ -32,7 +32,7 @@ class ForwardRunner(Protocol):
         """Run one forward: logits (logits_to_keep, V)."""
 
     def run_all(self, forwards: Sequence[Forward]) -> list[Tensor]:
-        """Run one forward of each of several sequences: the logits of each."""
+        """Run one forward of each of several sequences: logits (logits_to_keep, V) of each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ def as_distribution(distribution: Tensor) -> Array:
 
 
 def as_distributions(distributions: Sequence[Tensor]) -> list[Array]:
-    """`as_distribution` of every draft; drafts with equal distributions share one array."""
+    """`as_distribution` of every draft, (V,); drafts with equal distributions share one array."""
     distinct: list[tuple[Tensor, Array]] = []
     shared = []
     for distribution in distributions:

@@ -180,7 +180,7 @@ class Verifier:
             )
         if not target.is_floating_point() or target.dtype.itemsize < 4:
             raise ValueError(f"target must be float32 or wider, got {target.dtype}")
-        # An empty draft has no distribution, so it does not know V.
+        # An empty draft has no distribution, so V cannot be read from it.
         expected = (len(tree) + 1, tree.vocabulary if len(tree) else target.shape[-1])
         if tuple(target.shape) != expected:
             raise ValueError(f"target must be (N+1, V) = {expected}, got {tuple(target.shape)}")
@@ -223,7 +223,14 @@ class Verifier:
         return outcomes(lambda rng: self.rule(tree, rows, rng))
 
     def after(self, tree: DraftTree, target: Tensor, end: Outcome, token: int) -> Verifier:
-        """The verifier of the next round, given how this one ended and the token drawn there."""
+        """The verifier of the next round, given how this one ended and the token drawn there.
+
+        Args:
+            tree: the draft of this round, N nodes.
+            target: (N + 1, V), as in `__call__`.
+            end: how this round ended.
+            token: the token drawn from `end.distribution`.
+        """
         if not self.carried and end.carry is None:
             return self
         carried = carried_after_round(self.carried, end.carry, tree, target, end.node, token)

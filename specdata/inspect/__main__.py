@@ -113,7 +113,7 @@ def _groups(summary: Summary) -> Table:
         finish = ", ".join(
             f"{reason} {count / group.rows:.0%}" for reason, count in group.finish.most_common()
         )
-        cells = [
+        row = [
             escape(name),
             str(group.rows),
             str(max(group.turns) + 1),
@@ -122,8 +122,8 @@ def _groups(summary: Summary) -> Table:
             escape(finish),
         ]
         if summary.acceptance:
-            cells.append(f"{group.overlap / max(1, group.tokens):.3f}")
-        table.add_row(*cells)
+            row.append(f"{group.overlap / max(1, group.tokens):.3f}")
+        table.add_row(*row)
     return table
 
 

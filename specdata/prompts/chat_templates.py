@@ -213,7 +213,7 @@ def _runs(mask: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, span: Sequence[int]) -> tuple[str, ...]:
-    """What a span says: without special tokens, and also without its end token if that is none."""
+    """A span without special tokens, and also without its end token if that is none."""
     bare = list(span)
     if bare[-1] in tokenizer.get_added_vocab().values():
         bare.pop()

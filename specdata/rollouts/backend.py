@@ -194,7 +194,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows (of the batch) whose indices are given."""
+        """Keep the rows of the batch whose indices (n,) are given."""
         if self._room:
             end = self.get_seq_length()
             self._room = tuple(room[indices] for room in self._room)

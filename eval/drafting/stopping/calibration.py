@@ -1,7 +1,7 @@
 """How likely the target is to accept a token, judged by the draft's own confidence max_x q(x).
 
 P(accept) = sigmoid(intercept + slope logit(max_x q(x))): two numbers, fitted on labels by maximum
-likelihood. Unlike an acceptance head it knows the newest token, because it reads the distribution
+likelihood. Unlike an acceptance head it judges the newest token, because it reads the distribution
 that the token was drawn from.
 """
 
@@ -79,7 +79,7 @@ def fit_calibration(accept: Reals, q_max: Reals, prior: Calibration = Calibratio
     Args:
         accept: (n,) min(1, p/q) of drafted tokens, or whether they were accepted.
         q_max: (n,) max_x q(x) of the distributions they were drawn from.
-        prior: what to believe before the first label.
+        prior: the coefficients without any label.
 
     Raises:
         ValueError: if sizes differ or a value is no probability.

@@ -183,7 +183,7 @@ class CostEstimates:
         )
 
     def observe(self, record: Round) -> None:
-        """Take a finished round into account; one without a draft tells nothing."""
+        """Take a finished round into account; one without a draft changes nothing."""
         if all(self._given) or record.draft_forwards == 0:
             return
         self._rounds.append(record)

@@ -4,8 +4,8 @@ A rule decides after each drafted token whether the draft ends there. The token 
 the answer: looking at a token and then dropping it would bias the output. So every rule is
 lossless, with every verifier whose proof lets the draft's length depend on drafted tokens.
 
-A rule says itself what it needs (a head, a calibration, times), so that nothing else has to know
-it by name. How to add one: see `eval.drafting.stopping`.
+A rule's class declares what it needs (a head, a calibration, times), so that no other code names
+it. How to add one: see `eval.drafting.stopping`.
 """
 
 from __future__ import annotations

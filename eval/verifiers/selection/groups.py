@@ -13,7 +13,7 @@ BUCKETS = 2 * OCTAVES * PER_OCTAVE
 
 
 def largest(scores: Array, count: int) -> Ids:
-    """Ids of the `count` largest entries, largest first; all ids if there are fewer."""
+    """Ids (count,) of the largest of scores (V,), largest first; all ids if there are fewer."""
     ids: Ids = torch.from_numpy(scores).topk(min(count, len(scores))).indices.numpy()
     return ids
 

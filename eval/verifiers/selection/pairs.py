@@ -96,7 +96,7 @@ def constant_rule(size: int, first: float) -> PairRule:
 
 
 def pair_masses(q1: Array, q2: Array) -> Array:
-    """(m, m) probability of every unordered pair of different tokens; the diagonal is 0."""
+    """(m,), (m,) -> (m, m) probability of every unordered pair of different tokens; diagonal 0."""
     masses: Array = np.outer(q1, q2)
     masses += masses.T.copy()
     np.fill_diagonal(masses, 0.0)

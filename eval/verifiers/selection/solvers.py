@@ -110,7 +110,13 @@ def _reduced_tournament(rules: PairRules, p: Array, distributions: Sequence[Arra
 
 
 def tournament(rules: PairRules, p: Array, distributions: Sequence[Array]) -> Selection:
-    """Select from the first two drafts, then from the selected one and the next, and so on."""
+    """Select from the first two drafts, then from the selected one and the next, and so on.
+
+    Args:
+        rules: gives candidate rules for a pair of drafts.
+        p: (V,) the target's distribution.
+        distributions: (V,) of each draft, in order.
+    """
     distribution, chosen = distributions[0], []
     for following in distributions[1:]:
         rule, distribution = best_rule(
@@ -141,7 +147,7 @@ def best_rule(p: Array, q1: Array, q2: Array, rules: Iterator[PairRule]) -> tupl
 
 
 def full_program(p: Array, q1: Array, q2: Array) -> Iterator[PairRule]:
-    """The exact optimum for two drafts (equations 8, 9 and 199)."""
+    """The exact optimum for two drafts (equations 8, 9 and 199); p, q1 and q2 are (V,)."""
     head = np.flatnonzero((q1 > 0) | (q2 > 0))
     sure, masses = q1[head] * q2[head], pair_masses(q1[head], q2[head])
     start = solve_linear_program(p[head], sure, masses)
@@ -169,7 +175,7 @@ def truncated_nosort(p: Array, q1: Array, q2: Array, s: int) -> Iterator[PairRul
 
 
 def luce_pair(p: Array, q1: Array, q2: Array) -> Iterator[PairRule]:
-    """Luce selection from two drafts."""
+    """Luce selection from two drafts; p, q1 and q2 are (V,)."""
     yield fit_pair(p, q1, q2)
 
 
