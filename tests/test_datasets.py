@@ -6,9 +6,11 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -195,6 +197,25 @@ def test_a_lock_is_held_by_one_and_free_when_its_holder_ends(tmp_path: Path) -> 
         assert not second
     with try_locked(path) as third:
         assert third
+
+
+def test_a_lock_is_taken_although_its_folder_is_removed_again_and_again(tmp_path: Path) -> None:
+    """As a process does that finishes a dataset, whose locks another one is about to use."""
+    folder, over = tmp_path / ".progress", threading.Event()
+
+    def remove() -> None:
+        while not over.is_set():
+            shutil.rmtree(folder, ignore_errors=True)
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    try:
+        for _ in range(300):
+            with locked(folder / "dataset.lock"):
+                pass
+    finally:
+        over.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("take", [locked, try_locked])

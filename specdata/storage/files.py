@@ -18,6 +18,8 @@ from filelock import Timeout, UnixFileLock
 # Larger files are recognised by their size, their first megabyte and their last.
 WHOLE_FILE = 64 << 20
 END = 1 << 20
+# Times that the folder of a lock is made again if it has just been removed.
+LOCK_TRIES = 10
 
 
 @contextmanager
@@ -104,7 +106,7 @@ def _lock(path: Path) -> UnixFileLock:
 
 def _acquire(lock: UnixFileLock, *, wait: bool) -> bool:
     try:
-        lock.acquire(blocking=wait)
+        _acquire_in_its_folder(lock, wait)
     except Timeout:
         return False
     except OSError as error:
@@ -117,6 +119,22 @@ def _acquire(lock: UnixFileLock, *, wait: bool) -> bool:
             ) from error
         raise
     return True
+
+
+def _acquire_in_its_folder(lock: UnixFileLock, wait: bool) -> None:
+    """Take a lock whose folder may go between being made and being used.
+
+    A process that finishes a dataset removes the folder of its locks, which another process may be
+    about to use for the first time.
+    """
+    for tries_left in reversed(range(LOCK_TRIES)):
+        try:
+            lock.acquire(blocking=wait)
+        except FileNotFoundError:
+            if not tries_left:
+                raise
+        else:
+            return
 
 
 def write_text(path: Path, text: str) -> None:
