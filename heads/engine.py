@@ -110,7 +110,7 @@ def prepare(
         max_norm: gradients are clipped to this norm.
 
     Raises:
-        RuntimeError: if accelerate wrapped the head otherwise than the launcher asked.
+        RuntimeError: under DeepSpeed, if accelerate wrapped the head in something else.
     """
     accelerator.gradient_accumulation_steps = accumulation
     optimizer = torch.optim.Adam(head.parameters())
@@ -171,8 +171,8 @@ def restore_moments(
     Args:
         engine: with the weights of the checkpoint.
         checkpoint: holds the moments and the number of updates.
-        features: any arguments of the head, each (...) or (..., size). Optimizers create their state
-            in the first step, so one step at rate 0 is taken to have it.
+        features: any arguments of the head, each (...) or (..., size). Optimizers create their
+            state in the first step, so one step at rate 0 is taken to have it.
     """
     engine.set_learning_rate(0.0)
     for _ in range(engine.accelerator.gradient_accumulation_steps):
