@@ -171,8 +171,8 @@ def restore_moments(
     Args:
         engine: with the weights of the checkpoint.
         checkpoint: holds the moments and the number of updates.
-        features: any arguments of the head, each (...) or (..., size). Optimizers create their state
-            in the first step, so one step at rate 0 is taken to have it.
+        features: any arguments of the head, each (...) or (..., size). Optimizers create their
+            state in the first step, so one step at rate 0 is taken to have it.
     """
     engine.set_learning_rate(0.0)
     for _ in range(engine.accelerator.gradient_accumulation_steps):
