@@ -86,7 +86,7 @@ def _complete(
     from specdata.prompts.loading import dropped, load_prompts
     from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
     from specdata.storage.manifest import read_manifest
-    from specdata.vocabulary import fingerprint as vocabulary
+    from specdata.vocabulary import vocabulary_fingerprint
 
     stage, wanted = rollouts_stage(config), config.rollouts
     longest = limit - wanted.max_new_tokens
@@ -100,7 +100,11 @@ def _complete(
         raise ConfigError("rollouts.sets must name at least one prompt set")
     for line in dropped(loaded.report):
         say(f"  {line}")
-    made_of = {"target": identity, "tokenizer": vocabulary(tokenizer), "prompts": loaded.report}
+    made_of = {
+        "target": identity,
+        "tokenizer": vocabulary_fingerprint(tokenizer),
+        "prompts": loaded.report,
+    }
     settings = stage.settings.extended(made_of)
     asked = turns_asked(loaded.prompts, wanted.samples)
     bar = tqdm(total=asked, desc="rollouts", unit="row", file=sys.stderr, disable=not is_main())

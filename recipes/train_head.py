@@ -56,8 +56,7 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     from specdata.labels.make import labels_from_cache, load_labels, make_labels, mean_overlap
     from specdata.models import load_model, load_tokenizer
     from specdata.storage.dataset import load_stored
-    from specdata.vocabulary import check_shared_vocabulary
-    from specdata.vocabulary import fingerprint as vocabulary
+    from specdata.vocabulary import check_shared_vocabulary, vocabulary_fingerprint
 
     models, draft_name = config.models, draft_in_use(config)
     tokenizer = load_tokenizer(models.target)
@@ -66,7 +65,7 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     rollouts = load_stored(folder(config, "rollouts"))
     source = {
         "target": _identity(models.target),
-        "tokenizer": vocabulary(tokenizer),
+        "tokenizer": vocabulary_fingerprint(tokenizer),
         "rollouts": fingerprint(str(folder(config, "rollouts"))),
     }
     make: Callable[..., int]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 SHOWN = 3
 
 
-def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A short hash of a tokenizer's vocabulary, stored with everything made with it."""
     pairs = sorted((index, token) for token, index in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(pairs, ensure_ascii=False).encode()).hexdigest()[:16]

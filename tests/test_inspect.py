@@ -28,7 +28,7 @@ from specdata.storage.dataset import fill_dataset, load_stored
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, Rollout
-from specdata.vocabulary import fingerprint
+from specdata.vocabulary import vocabulary_fingerprint
 from tests.test_acceptance import rollouts
 from tests.tiny import tiny_llama
 
@@ -144,7 +144,7 @@ def test_texts_are_those_of_the_targets_tokenizer_without_control_characters(
     stored(
         tmp_path / "rollouts",
         target={"name": str(tmp_path / "target"), "revision": "x"},
-        tokenizer=fingerprint(words),
+        tokenizer=vocabulary_fingerprint(words),
     )
     assert main([str(tmp_path / "rollouts"), "--samples", "9"]) == 0
     shown = capsys.readouterr().out

@@ -14,7 +14,7 @@ from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import load_prompts
 from specdata.toy.corpus import FAMILIES, corpus
 from specdata.toy.tokenizer import train_tokenizer
-from specdata.vocabulary import check_shared_vocabulary, fingerprint
+from specdata.vocabulary import check_shared_vocabulary, vocabulary_fingerprint
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +120,6 @@ def test_tokenizers_that_differ_are_refused_with_the_first_ids(
 ) -> None:
     check_shared_vocabulary(tokenizer, tokenizer)
     other = train_tokenizer(["another text, with other pieces"] * 3, vocab_size=270)
-    assert fingerprint(other) != fingerprint(tokenizer)
+    assert vocabulary_fingerprint(other) != vocabulary_fingerprint(tokenizer)
     with pytest.raises(VocabularyMismatchError, match=r"ids differ \(first: \d+ is '"):
         check_shared_vocabulary(tokenizer, other)

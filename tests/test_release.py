@@ -25,7 +25,7 @@ from eval.reporting.card import (
     acceptance_positions,
     best_head_run,
     best_length,
-    short_name,
+    public_name,
 )
 from eval.reporting.release import About, release_draft, release_head
 from eval.reporting.rendering import escape_markdown
@@ -366,9 +366,9 @@ def test_a_finished_release_is_not_overwritten(pair: Pair, draft: Path) -> None:
 def test_names_are_escaped_in_markdown() -> None:
     assert escape_markdown("a|b\n<script>") == r"a\|b \<script\>"
     assert escape_markdown("K=4 (x2) - h_.5") == r"K=4 (x2) - h\_.5"
-    assert short_name("acme/draft-160m") == "acme/draft-160m"
-    assert short_name("/home/me/runs/toy/draft/model") == "draft"
-    assert short_name("/home/me/target") == "target"
+    assert public_name("acme/draft-160m") == "acme/draft-160m"
+    assert public_name("/home/me/runs/toy/draft/model") == "draft"
+    assert public_name("/home/me/target") == "target"
 
 
 def test_the_best_length_prefers_transformers_own_loop_then_token_verification(pair: Pair) -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 from rich.console import Console
 
 from eval.measuring.results import PLAIN, Results, build_results, check_metrics, fastest
-from eval.reporting.charts import FAMILIES, PARTS, POINT, data_boxes, extent, family, series
+from eval.reporting.charts import LOOKS, PARTS, POINT, data_boxes, extent, family, series
 from eval.reporting.plots import kinds, plot, to_svg
 from eval.reporting.report import COLUMNS, Context, render_page, sections_of, terminal, write_report
 from tests.synthetic_results import ENVIRONMENT, method, synthetic_results
@@ -147,9 +147,9 @@ def test_drawings_use_the_colour_of_the_page(results: Results) -> None:
 
 
 DRAWN_COLOURS = {
-    "speedup": {FAMILIES[key].colour for key in SHOWN_FAMILIES},
-    "pareto": {FAMILIES[key].colour for key in SHOWN_FAMILIES - {"plain", "tree"}},
-    "acceptance": {FAMILIES[key].colour for key in SHOWN_FAMILIES - {"plain"}},
+    "speedup": {LOOKS[key].colour for key in SHOWN_FAMILIES},
+    "pareto": {LOOKS[key].colour for key in SHOWN_FAMILIES - {"plain", "tree"}},
+    "acceptance": {LOOKS[key].colour for key in SHOWN_FAMILIES - {"plain"}},
     "cost": {colour for _, colour in PARTS},
 }
 
@@ -210,8 +210,8 @@ def test_a_sweep_is_one_series_in_the_order_of_its_parameter(results: Results) -
 def test_every_run_has_a_family_and_colours_differ(results: Results) -> None:
     seen = {family(run) for run in results.runs}
     assert seen == SHOWN_FAMILIES
-    assert len({f.colour for f in FAMILIES.values()}) == len(FAMILIES)
-    assert len({f.marker for f in FAMILIES.values()}) == len(FAMILIES)
+    assert len({f.colour for f in LOOKS.values()}) == len(LOOKS)
+    assert len({f.marker for f in LOOKS.values()}) == len(LOOKS)
 
 
 def test_the_fastest_method_is_lossless_and_ties_are_named(results: Results) -> None:

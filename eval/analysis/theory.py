@@ -1,7 +1,7 @@
 """What the papers prove about acceptance, rejections and bias, as exact numbers.
 
 p is the target and q the draft throughout (Yin et al. write q for the target and p for the draft;
-Sun et al. M_b for the target and M_s for the draft). A model is a function from a context, the
+Sun et al. M_b for the target and M_s for the draft). A model is a function from a prefix, the
 tuple of tokens since the start, to a distribution (V,). Contexts are enumerated, V^n of them at
 position n, unless `memory` says that distributions depend on the position and the last few tokens
 only.
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from specdata.probability import overlap, residual
 
-Context = tuple[int, ...]
-Model = Callable[[Context], Tensor]
+Prefix = tuple[int, ...]
+Model = Callable[[Prefix], Tensor]
 
 
 # --- expected rejections (Yin et al. 2024, NeurIPS) ---
@@ -39,12 +39,12 @@ def expected_rejections(p: Model, q: Model, horizon: int, memory: int | None = N
             None for all.
     """
 
-    def extend(context: Context, weight: Tensor) -> Tensor:
-        return p(context).double().unsqueeze(-1) * weight
+    def extend(prefix: Prefix, weight: Tensor) -> Tensor:
+        return p(prefix).double().unsqueeze(-1) * weight
 
     return _sum_levels(
         _levels(extend, torch.ones(1, dtype=torch.float64), horizon, memory),
-        lambda context, weight: weight[0] * distance(p(context), q(context)),
+        lambda prefix, weight: weight[0] * distance(p(prefix), q(prefix)),
     )
 
 
@@ -73,16 +73,16 @@ def batch_rejections(
     if responses is not None and responses < 1:
         raise ValueError(f"a batch needs at least 1 response, got {responses}")
 
-    def extend(context: Context, weight: Tensor) -> Tensor:
-        target, draft = p(context).double(), q(context).double()
+    def extend(prefix: Prefix, weight: Tensor) -> Tensor:
+        target, draft = p(prefix).double(), q(prefix).double()
         missed, distribution = first_token_missed(target, draft, responses)
         corrected = weight[1] * missed * distribution + (weight[0] - weight[1]) * (
             target - draft
         ).clamp(min=0.0)
         return torch.stack([weight[0] * target, corrected], dim=-1)
 
-    def rejected(context: Context, weight: Tensor) -> Tensor:
-        target, draft = p(context).double(), q(context).double()
+    def rejected(prefix: Prefix, weight: Tensor) -> Tensor:
+        target, draft = p(prefix).double(), q(prefix).double()
         single = distance(target, draft)
         missed, _ = first_token_missed(target, draft, responses)
         return weight[0] * single - weight[1] * (single - missed)
@@ -121,8 +121,8 @@ def first_token_missed(p: Tensor, q: Tensor, responses: int | None) -> tuple[flo
 def token_accepted(p: Model, q: Model, length: int, memory: int | None = None) -> float:
     """E[tau] of token verification: sum_l sum_{x^l} prod_i min(p, q)(x_i | x^{i-1})."""
 
-    def extend(context: Context, weight: Tensor) -> Tensor:
-        return torch.minimum(p(context), q(context)).double().unsqueeze(-1) * weight
+    def extend(prefix: Prefix, weight: Tensor) -> Tensor:
+        return torch.minimum(p(prefix), q(prefix)).double().unsqueeze(-1) * weight
 
     levels = _levels(extend, torch.ones(1, dtype=torch.float64), length + 1, memory)
     return float(_sum_levels(levels, lambda _, weight: weight[0])[1:].sum())
@@ -135,10 +135,10 @@ def block_accepted(p: Model, q: Model, length: int) -> float:
     measure q(x^i) r_i = min(q(x^i), q(x^{i-1}) r_{i-1} p(x_i)), which needs no division.
     """
 
-    def extend(context: Context, weight: Tensor) -> Tensor:
-        drafted = weight[0] * q(context).double()
+    def extend(prefix: Prefix, weight: Tensor) -> Tensor:
+        drafted = weight[0] * q(prefix).double()
         return torch.stack(
-            [drafted, torch.minimum(drafted, weight[1] * p(context).double())], dim=-1
+            [drafted, torch.minimum(drafted, weight[1] * p(prefix).double())], dim=-1
         )
 
     levels = _levels(extend, torch.ones(2, dtype=torch.float64), length + 1, None)
@@ -152,8 +152,8 @@ def greedy_block_accepted(p: Model, q: Model, length: int) -> float:
     distributions accepts in one block.
     """
 
-    def extend(context: Context, weight: Tensor) -> Tensor:
-        return torch.stack([p(context).double(), q(context).double()], dim=-1) * weight
+    def extend(prefix: Prefix, weight: Tensor) -> Tensor:
+        return torch.stack([p(prefix).double(), q(prefix).double()], dim=-1) * weight
 
     levels = _levels(extend, torch.ones(2, dtype=torch.float64), length + 1, None)
     return float(_sum_levels(levels, lambda _, weight: weight.min())[1:].sum())
@@ -239,25 +239,25 @@ def uno_loss(p: Tensor, q: Tensor, epsilon: float) -> float:
 
 
 def _levels(
-    extend: Callable[[Context, Tensor], Tensor], start: Tensor, count: int, memory: int | None
-) -> Iterator[list[tuple[Context, Tensor]]]:
+    extend: Callable[[Prefix, Tensor], Tensor], start: Tensor, count: int, memory: int | None
+) -> Iterator[list[tuple[Prefix, Tensor]]]:
     """Contexts of length 0, 1, .. count-1 with their weights.
 
     Args:
-        extend: weights (V, k) of a context's extensions, given its own weights (k,).
-        start: weights (k,) of the empty context.
+        extend: weights (V, k) of a prefix's extensions, given its own weights (k,).
+        start: weights (k,) of the empty prefix.
         count: how many lengths.
         memory: contexts that agree in their last `memory` tokens are merged and their weights
             added, which is exact where `extend` is linear and depends on those tokens only.
     """
-    level: dict[Context, tuple[Context, Tensor]] = {(): ((), start)}
+    level: dict[Prefix, tuple[Prefix, Tensor]] = {(): ((), start)}
     for _ in range(count):
         yield list(level.values())
-        longer: dict[Context, tuple[Context, Tensor]] = {}
-        for context, weight in level.values():
-            extensions = extend(context, weight)
+        longer: dict[Prefix, tuple[Prefix, Tensor]] = {}
+        for prefix, weight in level.values():
+            extensions = extend(prefix, weight)
             for token in extensions.any(dim=-1).nonzero().flatten().tolist():
-                extended = (*context, token)
+                extended = (*prefix, token)
                 key = extended if memory is None else extended[max(0, len(extended) - memory) :]
                 kept, known = longer.get(key, (extended, torch.zeros_like(start)))
                 longer[key] = (kept, known + extensions[token])
@@ -265,10 +265,10 @@ def _levels(
 
 
 def _sum_levels(
-    levels: Iterator[list[tuple[Context, Tensor]]], value: Callable[[Context, Tensor], Tensor]
+    levels: Iterator[list[tuple[Prefix, Tensor]]], value: Callable[[Prefix, Tensor], Tensor]
 ) -> Tensor:
     """The sum of a value over the contexts of every length: (lengths,)."""
     return torch.tensor(
-        [sum(float(value(context, weight)) for context, weight in level) for level in levels],
+        [sum(float(value(prefix, weight)) for prefix, weight in level) for level in levels],
         dtype=torch.float64,
     )

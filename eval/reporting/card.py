@@ -194,7 +194,7 @@ def _card(template: str, results: Results, **values: Any) -> str:
     )
 
 
-def short_name(name: str) -> str:
+def public_name(name: str) -> str:
     """A Hub id as it is; of a folder only its last part, so that no local path is published."""
     path = Path(name)
     if name.count("/") == 1 and not path.exists() and not path.is_absolute():

@@ -37,7 +37,7 @@ MIN_ROUNDS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class Look:
     """Methods drawn alike."""
 
     label: str
@@ -45,19 +45,19 @@ class Family:
     marker: str
 
 
-FAMILIES = {
-    "plain": Family("target alone", "#808080", "X"),
-    "fixed": Family("fixed length", "#0072B2", "o"),
-    "head": Family("acceptance head", "#D55E00", "s"),
-    "rule": Family("training-free stop rule", "#009E73", "^"),
-    "cost": Family("cost rule", "#E69F00", "v"),
-    "tree": Family("several drafts", "#CC79A7", "D"),
-    "transformers": Family("transformers' own", "#56B4E9", "P"),
+LOOKS = {
+    "plain": Look("target alone", "#808080", "X"),
+    "fixed": Look("fixed length", "#0072B2", "o"),
+    "head": Look("acceptance head", "#D55E00", "s"),
+    "rule": Look("training-free stop rule", "#009E73", "^"),
+    "cost": Look("cost rule", "#E69F00", "v"),
+    "tree": Look("several drafts", "#CC79A7", "D"),
+    "transformers": Look("transformers' own", "#56B4E9", "P"),
 }
 
 
 def family(run: Run) -> str:
-    """Key of FAMILIES for a run."""
+    """Key of LOOKS for a run."""
     if run.drafter is None:
         return "plain"
     if run.drafter in ("paths", "tree"):
@@ -88,7 +88,7 @@ def _draw_bars(axes: Axes, given: Sequence[Run], name: str) -> None:
     values = np.array([getattr(run, name) for run in runs], float)
     bounds = np.array([run.intervals[name] for run in runs])
     rows = np.arange(len(runs))
-    bars = axes.barh(rows, values, color=[FAMILIES[family(r)].colour for r in runs], height=0.72)
+    bars = axes.barh(rows, values, color=[LOOKS[family(r)].colour for r in runs], height=0.72)
     for bar, run in zip(bars, runs, strict=True):
         if not run.lossless:
             bar.set(hatch="////", edgecolor="white", linewidth=0)
@@ -135,7 +135,7 @@ def draw_pareto(axes: Axes, results: Results, dataset: str) -> None:
     lines join points of equal speed-up by SpecDec++ Eq. 5.1 with the dataset's fitted times.
     """
     for group in series([r for r in results.of(dataset) if r.drafter in ("chain", "transformers")]):
-        look = FAMILIES[family(group[0])]
+        look = LOOKS[family(group[0])]
         axes.plot(
             [run.discard_rate for run in group],
             [run.verification_rate for run in group],
@@ -225,7 +225,7 @@ def draw_positions(axes: Axes, results: Results, dataset: str) -> None:
         shown = sum(count >= MIN_ROUNDS for count in drafted)
         if shown == 0:
             continue
-        look = FAMILIES[family(run)]
+        look = LOOKS[family(run)]
         before = sum(line.get_color() == look.colour for line in axes.get_lines())
         axes.plot(
             range(1, shown + 1),

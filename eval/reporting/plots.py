@@ -21,7 +21,7 @@ from matplotlib.lines import Line2D
 
 from eval.measuring.results import Results
 from eval.reporting import charts
-from eval.reporting.charts import FAMILIES, GRID, INK, MIN_ROUNDS, family, label, place_labels
+from eval.reporting.charts import GRID, INK, LOOKS, MIN_ROUNDS, family, label, place_labels
 from specdata.storage.files import atomic_write
 
 Draw = Callable[[Axes, Results, str], None]
@@ -149,9 +149,9 @@ def _add_legend(
 ) -> None:
     """One legend of the families that occur, below all panels."""
     present = {family(run) for dataset in datasets for run in results.of(dataset)}
-    shown = [FAMILIES[key] for key in FAMILIES if key in present]
+    shown = [LOOKS[key] for key in LOOKS if key in present]
     if not with_plain:
-        shown = [look for key, look in FAMILIES.items() if key in present - {"plain", "tree"}]
+        shown = [look for key, look in LOOKS.items() if key in present - {"plain", "tree"}]
     marks = [
         Line2D([], [], color=f.colour, marker=f.marker, linestyle="none", label=f.label)
         for f in shown

@@ -24,7 +24,7 @@ from eval.reporting.card import (
     best_length,
     draft_text,
     head_text,
-    short_name,
+    public_name,
 )
 from heads import AcceptanceHead
 from specdata.errors import ConfigError, ManifestError
@@ -213,9 +213,9 @@ def _shortened(results: Results) -> Results:
     runs = [
         run.model_copy(
             update={
-                "target": short_name(run.target),
-                "draft": run.draft and short_name(run.draft),
-                "head": run.head and short_name(run.head),
+                "target": public_name(run.target),
+                "draft": run.draft and public_name(run.draft),
+                "head": run.head and public_name(run.head),
             }
         )
         for run in results.runs
@@ -227,8 +227,8 @@ def _head_facts(head: AcceptanceHead, name: str, measured: Results, draft: str |
     used = next(run for run in measured.runs if run.head is not None)
     return HeadFacts(
         name=name,
-        target=short_name(used.target),
-        draft=short_name(draft or str(used.draft)),
+        target=public_name(used.target),
+        draft=public_name(draft or str(used.draft)),
         hidden_size=head.hidden_size,
         depth=head.depth,
         rejection_weight=head.rejection_weight,
@@ -249,7 +249,7 @@ def _draft_facts(model: Any, name: str, target: str, length: int, timed: bool) -
     config = model.config.get_text_config()
     return DraftFacts(
         name=name,
-        target=short_name(target),
+        target=public_name(target),
         length=length,
         timed=timed,
         parameters=model.num_parameters(),

@@ -23,7 +23,7 @@ from specdata.hub import hub_source
 from specdata.inspect.summary import ACCEPTANCE, BINS, Spread, Summary, quantiles, summarise
 from specdata.prompts.loading import dropped
 from specdata.storage.manifest import MANIFEST
-from specdata.vocabulary import fingerprint
+from specdata.vocabulary import vocabulary_fingerprint
 
 POINTS = [0.05, 0.5, 0.95]
 BAR = 30
@@ -192,7 +192,7 @@ def _tokenizer(settings: Mapping[str, Any]) -> tuple[PreTrainedTokenizerBase | N
         )
     except (OSError, ValueError, KeyError):
         return None, f"the tokenizer of {name} is not on this machine"
-    if settings.get("tokenizer") not in (None, fingerprint(tokenizer)):
+    if settings.get("tokenizer") not in (None, vocabulary_fingerprint(tokenizer)):
         return None, f"the tokenizer of {name} is not the one these rows were made with"
     return tokenizer, ""
 

@@ -260,12 +260,12 @@ def columns_of(form: Form) -> list[str]:
     if single := form.questions or form.messages:
         return [single]
     texts = (*form.ask, *form.plain)
-    names = [name for text in texts for _, name in parse(text) if name]
+    names = [name for text in texts for _, name in parse_template(text) if name]
     return list(dict.fromkeys(name.split(".")[0] for name in names))
 
 
 @cache
-def parse(template: str) -> tuple[tuple[str, str | None], ...]:
+def parse_template(template: str) -> tuple[tuple[str, str | None], ...]:
     """Pairs of literal text and the name in braces after it. Raises ConfigError if unusable."""
     try:
         parts = list(Formatter().parse(template))
@@ -549,14 +549,16 @@ def _fill(templates: Sequence[str], row: Mapping[str, Any]) -> str | None:
     (the template's own words do not make a prompt of an empty question).
     """
     for template in templates:
-        values = [_value(row, name) for _, name in parse(template) if name]
+        values = [_value(row, name) for _, name in parse_template(template) if name]
         if not all(value is None or isinstance(value, str) for value in values):
             return None
         if all(value and value.strip() for value in values):
             if not any(map(str.isalnum, "".join(values))):
                 return ""
             rest = iter([*values, ""])
-            return "".join(text + (next(rest) if name else "") for text, name in parse(template))
+            return "".join(
+                text + (next(rest) if name else "") for text, name in parse_template(template)
+            )
     return ""
 
 
