@@ -172,7 +172,9 @@ def _load_head(name: str) -> AcceptanceHead:
     try:
         return AcceptanceHead.from_pretrained(name)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"{error}; train it again with recipes/train_head.py") from error
+        raise ConfigError(
+            f"{error}; remove {Path(name).parent} and train it again with recipes/train_head.py"
+        ) from error
 
 
 def _context(config: PipelineConfig) -> Context:

@@ -136,6 +136,12 @@ def test_every_verifier_has_its_row_in_papers() -> None:
         assert f"`{name}`" in papers, name
 
 
+def test_every_stopping_rule_is_named_in_papers() -> None:
+    papers = (ROOT / "PAPERS.md").read_text()
+    for name in STOPPING_RULES:
+        assert re.search(rf"\b{name}\b", papers), name
+
+
 def test_links_between_documents_lead_somewhere() -> None:
     for document in ROOT.glob("*.md"):
         for link in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
