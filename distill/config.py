@@ -41,13 +41,13 @@ class ToyPairConfig(Config):
     block_size: int = Field(128, ge=1, description="tokens of one training block")
     batch_size: int = Field(4, ge=1, description="blocks of one training step")
     target_layers: int = Field(12, ge=1, description="layers of the target")
-    target_width: int = Field(256, ge=1, description="hidden size of the target")
+    target_width: int = Field(256, ge=6, multiple_of=2, description="hidden size of the target")
     target_steps: int = Field(450, ge=1, description="training steps of the target")
     target_learning_rate: float = Field(
         3e-3, gt=0.0, description="largest learning rate of the target"
     )
     draft_layers: int = Field(1, ge=1, description="layers of the draft")
-    draft_width: int = Field(128, ge=1, description="hidden size of the draft")
+    draft_width: int = Field(128, ge=6, multiple_of=2, description="hidden size of the draft")
     draft_steps: int = Field(
         400, ge=1, description="training steps of the base draft; distillation goes on"
     )

@@ -33,21 +33,21 @@ def inspect(arguments: Sequence[str]) -> int:
     """Show what stored rollouts or labels hold."""
     from specdata.inspect.__main__ import main
 
-    return main(arguments)
+    return main(arguments, "draftsmith inspect")
 
 
 def compare(arguments: Sequence[str]) -> int:
     """Compare greedy decoding with transformers' own: identical, tied, or a bug."""
     from eval.analysis.compare import main
 
-    return main(arguments)
+    return main(arguments, "draftsmith compare")
 
 
 def replay(arguments: Sequence[str]) -> int:
     """Replay stopping rules on recorded acceptance, against the oracle."""
     from eval.analysis.replay import main
 
-    return main(arguments)
+    return main(arguments, "draftsmith replay")
 
 
 def launch(arguments: Sequence[str]) -> int:

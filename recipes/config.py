@@ -56,7 +56,7 @@ class PipelineConfig(Config):
     """Everything about one pair. A stage reads its own section, models, sampling and seed."""
 
     output: str = Field(description="folder of this run; a stage writes output/STAGE")
-    seed: int = Field(default=0, description="decides every draw of the run")
+    seed: int = Field(default=0, ge=0, le=2**32 - 1, description="decides every draw of the run")
     models: ModelsConfig = Field(description="the pair")
     sampling: SamplingConfig = Field(
         default=SamplingConfig(), description="the distribution tokens are served from"
@@ -199,7 +199,7 @@ def _options(kind: type, prefix: str) -> Iterator[tuple[str, FieldInfo]]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = _load_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"configuration file {path} does not exist") from error
     except OSError as error:
@@ -211,9 +211,27 @@ def _read(path: Path) -> dict[str, Any]:
     return tree
 
 
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping; YAML itself would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As yaml's own, which it calls."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for place, key in enumerate(keys):
+            if key in keys[:place]:
+                mark = node.value[place][0].start_mark
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", mark)
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return mapping
+
+
+def _load_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_UniqueKeyLoader)
+
+
 def _value(key: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return _load_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"--{key}: {text!r} is not a YAML value") from error
 

@@ -16,6 +16,8 @@ from specdata.hub import hub_source
 from specdata.prompts.reading import prompt_inputs, source_of
 from specdata.storage.resume import Settings, defaults_of
 
+# Folders of a run's output; what a stage makes is read by later ones only.
+ORDER = ("pair", "rollouts", "draft", "labels", "head", "eval", "release")
 # Bytes a stored token takes at most, as it was measured on the demo: an id; an id, a drafted id and
 # five numbers. A prompt's own ids come on top.
 ROLLOUT_TOKEN, LABEL_TOKEN = 4, 28
@@ -174,8 +176,18 @@ def _stage(
 ) -> Stage:
     """A stage in its own folder of the run's output."""
     here = folder(config, name)
-    remedy = remedy or f"choose another --output, or remove {here} and what was made of it"
+    remedy = remedy or _remedy(config, name)
     return Stage(name, here, Settings(values, defaults_of(PipelineConfig), remedy), inputs, size)
+
+
+def _remedy(config: PipelineConfig, name: str) -> str:
+    """What to do about a stage's folder that was made with other settings."""
+    elsewhere = "choose another --output"
+    if config.toy:  # whose models must lie in the output
+        elsewhere += " NEW, with --models.target NEW/pair/target and --models.draft NEW/pair/draft"
+    later = ORDER[ORDER.index(name) + 1 :]
+    made = [here for stage in later if (here := folder(config, stage)).exists()]
+    return f"{elsewhere}, or remove {', '.join(map(str, [folder(config, name), *made]))}"
 
 
 def _sampled(config: PipelineConfig) -> dict[str, Any]:

@@ -169,7 +169,10 @@ def wait_for(folder: Path, patience: float = PATIENCE) -> None:
 def need(folder: Path, recipe: str) -> None:
     """Raise ConfigError unless an earlier stage has finished its folder."""
     if not finished(folder):
-        raise ConfigError(f"{folder} is missing or unfinished: run recipes/{recipe} first")
+        command = recipe.removesuffix(".py").replace("_", "-")
+        raise ConfigError(
+            f"{folder} is missing or unfinished: run recipes/{recipe} first (draftsmith {command})"
+        )
 
 
 def say(text: str) -> None:

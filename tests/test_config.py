@@ -58,6 +58,10 @@ def test_lists_and_null_can_be_given_on_the_command_line() -> None:
         (["--eval.sets", "[]"], "at least one prompt set"),
         (["--models.dtype", "int8"], "models.dtype: must be 'float32', 'bfloat16' or 'float16'"),
         (["--draft.epochs", ".nan"], "draft.epochs: must be a finite number"),
+        (["--seed", "-1"], "seed: must be greater than or equal to 0"),
+        (["--seed", "4294967296"], "seed: must be less than or equal to 4294967295"),
+        (["--toy.target_width", "7"], "toy.target_width: must be a multiple of 2"),
+        (["--models", "{target: a, draft: b, target: c}"], "--models: .* is not a YAML value"),
     ],
 )
 def test_a_mistake_says_what_must_hold(arguments: list[str], message: str) -> None:
@@ -70,6 +74,13 @@ def test_an_unreadable_file_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"bad\.yaml"):
+        parse(["--config", str(path)], "")
+
+
+def test_a_key_that_is_given_twice_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text(CONFIGS[0].read_text() + "\nseed: 1\n")
+    with pytest.raises(ConfigError, match=r"(?s)'seed' is given twice.*line \d+"):
         parse(["--config", str(path)], "")
 
 
@@ -144,7 +155,10 @@ def test_the_plan_of_a_folder_that_was_made_with_other_settings_says_what_to_do(
     for flags, state in (
         ([], "head (done)"),
         (["--head.depth", "3"], "head (done)"),
-        (["--head.depth", "1"], "head (made with other settings: choose another --output, or"),
+        (
+            ["--head.depth", "1"],
+            "head (made with other settings: choose another --output NEW, with --models.target",
+        ),
     ):
         assert train_head.RECIPE.run([*flags, "--plan"]) == 0
-        assert state in capsys.readouterr().out
+        assert state in " ".join(capsys.readouterr().out.split())

@@ -68,9 +68,11 @@ def read_method(text: str) -> DecodeConfig:
         raise ConfigError(f"method {text!r}: {error}") from error
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, program: str = "python -m eval.analysis.compare"
+) -> int:
     """Run the command line; returns the exit status."""
-    given = _parser().parse_args(arguments)
+    given = _parser(program).parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True)
     try:
         configs = {text: read_method(text) for text in given.method or METHODS}
@@ -216,9 +218,9 @@ def _stored(given: argparse.Namespace, comparisons: Sequence[Comparison]) -> dic
     return {"schema_version": SCHEMA_VERSION, "settings": settings, "methods": rows}
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m eval.analysis.compare",
+        prog=program,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

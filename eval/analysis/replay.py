@@ -181,9 +181,11 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         figure.savefig(temporary, dpi=130, format="png")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, program: str = "python -m eval.analysis.replay"
+) -> int:
     """Run the command line; returns the exit status."""
-    given = _parser().parse_args(arguments)
+    given = _parser(program).parse_args(arguments)
     try:
         rows = _run(given)
     except (ConfigError, ManifestError, ValueError, OSError) as error:
@@ -231,9 +233,9 @@ def _rows(labels: datasets.Dataset, given: argparse.Namespace, split: str) -> da
     return labels.select(rows)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m eval.analysis.replay",
+        prog=program,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -30,9 +30,11 @@ BAR = 30
 STRETCHES = 16  # rows that acceptance by position is shown in
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, program: str = "python -m specdata.inspect"
+) -> int:
     """Show one dataset. Returns the exit status: 0, or 2 for a folder that cannot be shown."""
-    parser = argparse.ArgumentParser(prog="python -m specdata.inspect", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program, description=__doc__)
     parser.add_argument("folder", type=Path, help="output/rollouts or output/labels of a run")
     parser.add_argument("--png", type=Path, help="draw the same figures into this file")
     parser.add_argument("--samples", type=int, default=3, help="rows whose text is shown")
