@@ -186,7 +186,12 @@ def _remedy(config: PipelineConfig, name: str) -> str:
     if config.toy:  # whose models must lie in the output
         elsewhere += " NEW, with --models.target NEW/pair/target and --models.draft NEW/pair/draft"
     later = ORDER[ORDER.index(name) + 1 :]
-    made = [here for stage in later if (here := folder(config, stage)).exists()]
+    # Of evaluations there may be several: eval.folder begins with "eval".
+    made = [
+        here
+        for stage in later
+        for here in sorted(Path(config.output).glob("eval*" if stage == "eval" else stage))
+    ]
     return f"{elsewhere}, or remove {', '.join(map(str, [folder(config, name), *made]))}"
 
 

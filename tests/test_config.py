@@ -144,6 +144,16 @@ def test_plan_says_what_would_be_read_and_written_and_writes_nothing(tmp_path: P
     assert not out.exists()
 
 
+def test_the_remedy_for_other_settings_names_all_that_was_made_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("labels", "head", "eval", "eval-mine", "release"):
+        (tmp_path / "runs" / "toy" / name).mkdir(parents=True)
+    made = "runs/toy/head, runs/toy/eval, runs/toy/eval-mine, runs/toy/release"
+    assert head_stage(parse([]).config).settings.remedy.endswith(f"or remove {made}")
+
+
 def test_the_plan_of_a_folder_that_was_made_with_other_settings_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,6 @@ from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import Prompt
-from specdata.storage.resume import as_settings
 from tests.synthetic_results import ENVIRONMENT
 from tests.test_decoder import head
 from tests.tiny import tiny_llama
@@ -171,7 +170,7 @@ def test_the_engine_reaches_every_method_of_ours_and_is_shown(
     assert ("engine", "eager") in environment_rows(timed)
     stored = json.loads((tmp_path / "prompts" / "maths-p0.json").read_text())
     assert stored["settings"]["engine"] == "captured"
-    assert stored["settings"]["methods"]["K=3"] == as_settings(METHODS[1])
+    assert stored["settings"]["methods"]["K=3"] == METHODS[1].model_dump(mode="json")
 
 
 def test_the_bias_of_a_biased_verifier_is_measured_stored_and_shown(tmp_path: Path) -> None:

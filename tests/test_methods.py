@@ -24,7 +24,6 @@ from specdata.config import read_config
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
 from specdata.prompts.config import PromptSet
-from specdata.storage.resume import as_settings
 
 
 def chosen(*arguments: str) -> list[str]:
@@ -297,7 +296,7 @@ BEFORE = {
 def test_measurements_of_the_same_method_stored_before_are_recognised(
     given: dict[str, object],
 ) -> None:
-    today = as_settings(read_config(MethodConfig, {"name": "old", **given}))
+    today = read_config(MethodConfig, {"name": "old", **given}).model_dump(mode="json")
     stored = {"eval": {"methods": {"old": BEFORE | given}, "batch": 1}, "seed": 0}
     assert rewritten(stored) == {"eval": {"methods": {"old": today}, "batch": 1}, "seed": 0}
     assert rewritten(stored["eval"])["methods"] == {"old": today}  # type: ignore[arg-type]
@@ -314,7 +313,7 @@ def test_stored_methods_that_cannot_be_read_are_compared_as_they_are() -> None:
 def test_a_method_is_written_flat_and_read_back() -> None:
     for given in ({"stop": "cost"}, {"stop": "confidence", "threshold": 0.1, "limit": 9}, {}):
         method = read_config(MethodConfig, {"name": "a", **given})
-        written = as_settings(method)
+        written = method.model_dump(mode="json")
         assert written.items() >= given.items()
         assert not any(
             isinstance(value, dict) for key, value in written.items() if key != "verifier_args"

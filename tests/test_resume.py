@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pydantic import BaseModel, Field, model_serializer
+from pydantic_core import to_jsonable_python
 
 from recipes.config import PipelineConfig, parse
 from recipes.layout import labels_stage, rollouts_stage
@@ -21,7 +22,6 @@ from specdata.storage.files import write_json
 from specdata.storage.manifest import describe_shard
 from specdata.storage.resume import (
     Settings,
-    as_settings,
     defaults_of,
     differences,
     read_record,
@@ -85,7 +85,7 @@ def test_defaults_are_read_from_dataclasses_and_pydantic_models_and_what_is_in_t
 
 def test_a_configuration_becomes_json_and_differs_from_itself_in_nothing() -> None:
     plan = Plan([Method("a", widths=(2, 1))])
-    values = as_settings(plan)
+    values = to_jsonable_python(plan)
     assert values["methods"] == [{"name": "a", "length": 4, "widths": [2, 1]}]
     assert differences(json.loads(json.dumps(values)), values, defaults_of(Plan)) == []
     assert Settings({"widths": (1, 2)}).values == {"widths": [1, 2]}

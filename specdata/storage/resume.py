@@ -35,7 +35,7 @@ class Settings:
 
     Example:
         settings = Settings(
-            {"head": as_settings(config.head), "seed": config.seed},
+            {"head": config.head.model_dump(mode="json"), "seed": config.seed},
             defaults_of(HeadConfig, "head") | {"seed": 0},
             remedy=f"choose another --output, or remove {folder}",
         )
@@ -206,12 +206,6 @@ def _shown(value: Any, defaults: Mapping[str, Any]) -> str:
     return repr(value)
 
 
-def as_settings(config: Any) -> dict[str, Any]:
-    """A configuration, a dataclass or a pydantic model, as the JSON values that are stored."""
-    values: dict[str, Any] = to_jsonable_python(config)
-    return values
-
-
 def defaults_of(kind: type, prefix: str = "") -> dict[str, Any]:
     """The defaults of a configuration class, by dotted key.
 
@@ -238,7 +232,8 @@ def _written_defaults(kind: type) -> dict[str, Any]:
     """What a configuration that sets nothing is stored as, without the fields it would have to."""
     if issubclass(kind, BaseModel):
         # Written by the class itself, which may store other keys than it has fields.
-        return as_settings(kind.model_construct())
+        written: dict[str, Any] = kind.model_construct().model_dump(mode="json")
+        return written
     values = {
         name: info.get_default(call_default_factory=True, validated_data={})
         for name, info in fields_of(kind).items()
