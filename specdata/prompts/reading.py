@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import errno
 import hashlib
 import json
 import re
@@ -21,7 +20,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, TypeVar
 
-from specdata.errors import ConfigError
+from specdata.errors import ConfigError, full_disk
 from specdata.hub import hub_source
 from specdata.prompts.catalogue import CATALOGUE, EMBEDDED, CataloguedSet, Form, Part
 from specdata.prompts.chat_templates import Message, user_turns
@@ -351,9 +350,8 @@ def _or_refuse(name: str, source: str, load: Callable[[], T]) -> T:
     try:
         return load()
     except Exception as error:
-        for cause in (error, error.__cause__):
-            if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
-                raise cause from error
+        if full := full_disk(error):
+            raise full from error
         raise ConfigError(_cannot_load(name, source, error)) from error
 
 
