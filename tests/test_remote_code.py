@@ -65,7 +65,7 @@ def with_code(folder: Path, marker: Path, **changes: Any) -> str:
     chat_tokenizer("chatml").save_pretrained(folder)
     (folder / "mine.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass Mine: pass\n")
     described = json.loads((folder / "config.json").read_text())
-    auto = {name: "mine.Mine" for name in ("AutoConfig", "AutoModelForCausalLM")}
+    auto = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "mine.Mine")
     changes = {"model_type": "mine", "architectures": ["Mine"], "auto_map": auto} | changes
     (folder / "config.json").write_text(json.dumps({**described, **changes}))
     settings = folder / "tokenizer_config.json"
