@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from recipes.config import SHARED, PipelineConfig, parse
 from recipes.run import RUN, USER_ERRORS, Stage, console, stage_record
-from specdata.errors import OtherSettingsError, full_disk
+from specdata.errors import OtherSettingsError, full_disk, without_passwords
 from specdata.processes import is_main
 
 
@@ -57,7 +57,7 @@ class Recipe:
             else:
                 self.main(command.config)
         except USER_ERRORS as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {without_passwords(str(error))}", file=sys.stderr)
             return 2
         except (OSError, SafetensorError) as error:
             return _failed(error)
@@ -74,8 +74,8 @@ class Recipe:
 
 def _failed(error: Exception) -> int:
     print(
-        f"error while running: {error}. Nothing finished is lost: mend the cause and run "
-        "the same command again",
+        f"error while running: {without_passwords(str(error))}. Nothing finished is lost: mend the "
+        "cause and run the same command again",
         file=sys.stderr,
     )
     return 1

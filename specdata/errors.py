@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # What libraries say in errors that carry no error number: safetensors and tokenizers (Rust) name
@@ -60,3 +61,8 @@ def full_disk(error: BaseException) -> OSError | None:
             return OSError(errno.ENOSPC, f"the disk seems to be full, or a quota used up ({link})")
         link = link.__cause__ or link.__context__
     return None
+
+
+def without_passwords(text: str) -> str:
+    """A message in which no address shows a name and password (`scheme://NAME:PASSWORD@...`)."""
+    return re.sub(r"(\w+://)[^\s'\"]*:[^\s'\"]*@", r"\1***@", text)
