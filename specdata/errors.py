@@ -15,6 +15,7 @@ _FULL_TEXTS = (
     f"(os error {errno.EDQUOT})",
     "PytorchStreamWriter failed",
     ". unexpected pos ",
+    "basic_ios::clear: iostream error",
 )
 
 
