@@ -32,6 +32,9 @@ from specdata.toy.corpus import prompts as embedded_prompts
 T = TypeVar("T")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
+# File systems take 255 bytes; records of an evaluation add an id, an end and a temporary name's.
+_LONGEST_NAME = 200
+
 PromptRow = Mapping[str, Any] | None  # None: a row whose text cannot be decoded
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _PROMPT = Form(plain=("{prompt}",))
@@ -79,6 +82,12 @@ def check_names(sets: Sequence[PromptSet]) -> None:
     for wanted in sets:
         if not wanted.name or "\0" in wanted.name:
             raise ConfigError(f"a prompt set must have a name, got {wanted.name!r}")
+        if len(short_name(wanted.name).encode()) > _LONGEST_NAME:
+            raise ConfigError(
+                f"a prompt set's name, which is part of the names of files, must have at most "
+                f"{_LONGEST_NAME} bytes, got {len(short_name(wanted.name).encode())} "
+                f"({short_name(wanted.name)[:40]!r}...): rename the file"
+            )
         if wanted.source and wanted.name not in CATALOGUE:
             raise ConfigError(
                 f"prompt set {wanted.name!r}: `source` is where a catalogued set is read from "
