@@ -357,7 +357,8 @@ def small_disk(folder: Path, size: str) -> Iterator[None]:
     try:
         yield
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        # Lazily: a dataset that this process has loaded is still mapped from there.
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def test_a_full_disk_stops_the_dataset_which_goes_on_when_there_is_room(
