@@ -45,6 +45,12 @@ def test_what_is_dropped_is_counted_with_its_reason(tmp_path: Path) -> None:
     assert "2 of 8 kept; 1 duplicate, 1 near_empty, 1 over_long, 3 undecodable" in line
 
 
+def test_a_pipe_is_refused_instead_of_being_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ConfigError, match="must be a file, no folder"):
+        check_sets([PromptSet(str(tmp_path / "pipe.jsonl"), "train", 1)], seed=0)
+
+
 @pytest.mark.parametrize("end", [".jsonl", ".json", ".parquet"])
 def test_a_file_with_a_very_long_name_is_refused_before_its_name_is_used(
     tmp_path: Path, end: str

@@ -163,6 +163,8 @@ def json_lines(path: Path) -> Iterator[PromptRow]:
     Raises:
         ConfigError: if the file cannot be read or a line is no JSON object.
     """
+    if path.exists() and not path.is_file():  # a pipe would be waited for without end
+        raise ConfigError(f"prompt file {path} must be a file, no folder, pipe or device")
     try:
         with path.open("rb") as lines:  # split at \n alone, which JSON never holds inside a string
             for number, line in enumerate(lines, start=1):
