@@ -8,6 +8,7 @@ from resource import RLIMIT_AS, getrlimit
 import pytest
 
 from specdata.errors import ConfigError
+from specdata.prompts.bounds import check_operators
 from specdata.prompts.chat_templates import (
     TemplateRefusedError,
     assistant_mask,
@@ -172,6 +173,10 @@ def test_a_template_without_end_is_refused_with_what_is_too_much(
     assert (getrlimit(RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)) == (limits, handler)
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
     assert chat_ids(tokenizer, TALK[:1])
+
+
+def test_a_template_may_unpack_arguments_and_end_loops() -> None:
+    check_operators("{{ f(**a) }}{{ f(b, **a) }}{% for a in b %}{% break %}{% endfor %}")
 
 
 def test_a_tokenizer_without_a_chat_template_says_what_to_do() -> None:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 from specdata.errors import ConfigError
@@ -65,10 +66,15 @@ def check_operators(template: str) -> None:
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
-        tokens = list(Environment(autoescape=True).lex(template))
+        lexed = Environment(autoescape=True).lex(template)
+        tokens = [(kind, text) for _, kind, text in lexed if kind != "whitespace"]
     except TemplateSyntaxError:
         return  # rendering it says so
-    if any(kind == "operator" and text == "**" for _, kind, text in tokens):
+    # After an opening parenthesis or a comma it unpacks arguments instead.
+    if any(
+        token == ("operator", "**") and before not in {("operator", "("), ("operator", ",")}
+        for before, token in pairwise(tokens)
+    ):
         raise ConfigError(
             "the chat template cannot be rendered: it computes powers (**), which may take "
             "any time and memory: write the number itself"
