@@ -234,7 +234,7 @@ def _draft_size(config: PipelineConfig) -> str:
     """The size of the draft's weights, if it is on this machine or will be made here."""
     if toy := config.toy:
         return _bytes(_toy_bytes(toy.vocab_size, toy.draft_layers, toy.draft_width))
-    here = _on_this_machine(config.models.draft)
+    here = on_this_machine(config.models.draft)
     weights = [path.stat().st_size for path in here.glob("*.safetensors")] if here else []
     return _bytes(sum(weights)) if weights else f"as large as {config.models.draft}"
 
@@ -250,7 +250,7 @@ def _head_size(config: PipelineConfig) -> str:
 
 def _hidden_size(model: str) -> int | None:
     """The hidden size in a model's config.json, if that is on this machine."""
-    here = _on_this_machine(model)
+    here = on_this_machine(model)
     try:
         described = json.loads((here / "config.json").read_text("utf-8")) if here else {}
     except (OSError, ValueError):
@@ -259,7 +259,7 @@ def _hidden_size(model: str) -> int | None:
     return next((described[name] for name in ("hidden_size", "n_embd") if name in described), None)
 
 
-def _on_this_machine(model: str) -> Path | None:
+def on_this_machine(model: str) -> Path | None:
     """The folder of a model: its own, or the one that the Hub's cache keeps of it."""
     if Path(model).is_dir():
         return Path(model)

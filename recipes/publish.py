@@ -100,7 +100,9 @@ def _release(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     return made
 
 
-RECIPE = Recipe(main, stages, "Assemble draft and head for the Hub.", ("publish", "eval"))
+RECIPE = Recipe(
+    main, stages, "Assemble draft and head for the Hub.", ("publish", "eval"), check=check
+)
 
 if __name__ == "__main__":
     sys.exit(RECIPE.run())

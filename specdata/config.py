@@ -30,6 +30,8 @@ from specdata.errors import ConfigError
 
 T = TypeVar("T")
 
+MOST_TOKENS = 2**24
+"""No model has so many positions; what is asked for beyond is a slip of the keyboard."""
 _NO_SECTION = ("model_type", "model_attributes_type", "dataclass_type", "dataclass_exact_type")
 FREE_TEXT = ("template",)
 """Fields that may hold line breaks and tabs; other texts are names, paths and addresses."""
