@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from eval.measuring.methods import calibrates, path_drafts, rewritten
+from eval.measuring.methods import calibrates, method_defaults, path_drafts, rewritten
 from recipes.config import PipelineConfig
 from recipes.run import Stage
 from specdata.errors import ConfigError
@@ -130,7 +130,7 @@ def eval_stage(config: PipelineConfig) -> Stage:
         here,
         Settings(
             values,
-            defaults_of(PipelineConfig),
+            defaults_of(PipelineConfig) | method_defaults("eval.methods"),
             "choose another folder for another list of methods with --eval.folder NAME, or remove "
             f"{here} to measure again",
             rewritten,

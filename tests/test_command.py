@@ -30,6 +30,11 @@ def test_help_and_plan_import_no_heavy_library(name: str) -> None:
     assert "writes runs/toy/" in run_without_heavy_libraries("-m", module, "--plan")
 
 
+@pytest.mark.parametrize("name", ["inspect", "compare", "replay"])
+def test_help_of_a_tool_imports_no_heavy_library(name: str) -> None:
+    assert f"usage: draftsmith {name}" in command(name, "--help")
+
+
 def test_the_list_of_commands_names_each_with_what_it_does() -> None:
     listed = command("--help")
     for name in (*RECIPES, *TOOLS):

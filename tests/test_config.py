@@ -50,7 +50,7 @@ def test_lists_and_null_can_be_given_on_the_command_line() -> None:
         (["--eval.sets", "[{nam: maths}]"], "did you mean 'name'"),
         (["--draft.objective", "best"], "draft.objective: must be 'forward_kl', 'reverse_kl'"),
         (["--sampling.top_p", "0"], "top_p must lie in"),
-        (["--eval.methods", "[{name: a}]"], "exactly one, 'plain'"),
+        (["--eval.methods", "[{name: a}]"], "no method is 'plain', .* add {name: plain"),
         (["--seed", "[1"], "not a YAML value"),
         (["--rollouts.shard_size", "0"], "rollouts.shard_size: must be greater than or equal to 1"),
         (["--eval.max_new_tokens", "0"], "eval.max_new_tokens: must be greater than or equal to 1"),

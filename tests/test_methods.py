@@ -73,7 +73,7 @@ def test_a_mistaken_method_is_named(text: str, message: str) -> None:
 
 
 def test_two_methods_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="names must be unique"):
+    with pytest.raises(ConfigError, match="two methods are named 'a'"):
         chosen("{name: a, length: 2}", "{name: a, length: 3}")
 
 
@@ -223,7 +223,7 @@ def test_another_list_of_methods_goes_to_another_folder_and_is_read_from_there()
     # Each method has its own key, so a refusal names those that differ.
     assert set(eval_stage(config).settings.values["eval"]["methods"]) == {"plain", "K=2"}
     for bad in ("head", "eval/x", "../eval", ""):
-        with pytest.raises(ConfigError, match="begins with 'eval'"):
+        with pytest.raises(ConfigError, match="begins with 'eval', of letters"):
             parse(["--eval.folder", f"'{bad}'"], "")
 
 

@@ -11,13 +11,16 @@ from typing import Any, Literal, Self
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from eval.decode_config import DecodeConfig, DraftingConfig
-from eval.measuring.results import PLAIN
+from eval.drafting.stopping import STOPPING_RULES
 from eval.runtime.engines import Engine
 from specdata.config import MOST_TOKENS, Config, mistakes
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig
+from specdata.storage.resume import ANY
 
+PLAIN = "plain"
+"""Name of the method that all others are compared with: the target alone."""
 DecoderName = Literal["plain", "speculative", "assisted"]
 
 RENAMED: Mapping[str, tuple[str, Mapping[str, str]]] = {
@@ -259,6 +262,26 @@ def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -
                 f"{where}: stop {stop.name} measures times, and nothing is timed with eval.batch "
                 f"above 1: give {' and '.join(stop.measured)}, or set eval.batch to 1"
             )
+
+
+def method_defaults(prefix: str) -> dict[str, Any]:
+    """Defaults of parameters that every stopping rule which has them gives the same.
+
+    They complete `specdata.storage.resume.defaults_of`, which knows those of the default rule only,
+    so that a refusal shows no parameter of a method that has its default.
+
+    Args:
+        prefix: dotted key of the methods in the settings.
+    """
+    values: dict[str, list[Any]] = {}
+    for rule in STOPPING_RULES.values():
+        for name, value in rule().model_dump(mode="json").items():
+            values.setdefault(name, []).append(value)
+    return {
+        f"{prefix}.{ANY}.{name}": given[0]
+        for name, given in values.items()
+        if all(value == given[0] for value in given)
+    }
 
 
 def _instead(method: MethodConfig, unread: Sequence[str]) -> str:
