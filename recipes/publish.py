@@ -59,6 +59,7 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         return {}
     (stage,) = stages(config)
     need(eval_folder(config), "run_eval.py")
+    read_results(eval_folder(config) / "results.json")  # refuses what was changed by hand
     check(config)
     if finished(stage.folder) and not made_as_asked(stage):
         # Other ids or another license: everything here is a copy, so it is made again.
@@ -100,7 +101,9 @@ def _release(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     return made
 
 
-RECIPE = Recipe(main, stages, "Assemble draft and head for the Hub.", ("publish", "eval"))
+RECIPE = Recipe(
+    main, stages, "Assemble draft and head for the Hub.", ("publish", "eval"), check=check
+)
 
 if __name__ == "__main__":
     sys.exit(RECIPE.run())
