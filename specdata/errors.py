@@ -19,5 +19,9 @@ class OtherSettingsError(ManifestError, ConfigError):
     """An artefact was made with other settings: change the configuration, or where it writes."""
 
 
+class TrainingDivergedError(ConfigError):
+    """A loss, gradient or weight is not finite: the same settings would end so again."""
+
+
 class CacheNotRewindableError(RuntimeError):
     """A model's key-value cache cannot drop its last tokens, which every decoding round needs."""
