@@ -24,15 +24,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import PreTrainedModel, Trainer
 
+from distill.checkpoint import newest_complete
 from distill.config import DistilConfig, Objective
 from distill.losses import LOSSES
 from distill.training import (
     Schedule,
-    diverged,
     save_model,
     train_resumably,
     training_arguments,
 )
+from specdata.errors import TrainingDivergedError
 from specdata.models import known_ids, load_model, load_tokenizer
 from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.processes import join_processes
@@ -71,7 +72,6 @@ def distil(
     sampling: SamplingConfig,
     seed: int,
     teacher_dtype: str = "float32",
-    remedy: str | None = None,
 ) -> DistilResult:
     """Train a copy of the draft on rollouts of the target and save it as a model folder.
 
@@ -90,8 +90,6 @@ def distil(
         sampling: the warp of serving, applied to both models.
         seed: decides the order of the rollouts.
         teacher_dtype: precision of the frozen target: the one it is served in.
-        remedy: what to do about `out` if it was made with other settings, an imperative without a
-            full stop; by default, to remove it and its checkpoints.
 
     Raises:
         ConfigError: if a model cannot be loaded.
@@ -116,7 +114,7 @@ def distil(
             "teacher_dtype": teacher_dtype,
         },
         defaults_of(DistilConfig, "config") | defaults_of(SamplingConfig, "sampling"),
-        remedy=remedy or f"choose another output folder, or remove {out} and {_work(out)}",
+        remedy=f"choose another output folder, or remove {out} and {_work(out)}",
     )
     if out.exists():
         shutil.rmtree(_work(out), ignore_errors=True)  # of a run killed right before its end
@@ -140,9 +138,9 @@ def distil(
         after = mean_acceptance(teacher, plain, dev, sampling)
     (after,) = broadcast_object_list([after])
     if not math.isfinite(after):
-        raise diverged(
-            f"the draft's acceptance is {after} after the last step",
-            _work(out),
+        raise TrainingDivergedError(
+            f"distilling the draft: its acceptance is {after} after the last step",
+            kept=newest_complete(_work(out)),
             learning_rate=config.learning_rate,
             remedy=settings.remedy,
         )
@@ -245,7 +243,7 @@ class _DistilTrainer(Trainer):  # type: ignore[misc]
             collate_fn=self.data_collator,
             pin_memory=self.args.dataloader_pin_memory,
         )
-        return prepare_data_loader(
+        prepared: DataLoader[dict[str, Tensor]] = prepare_data_loader(
             loader,
             self.args.device,
             num_processes=1,
@@ -254,6 +252,7 @@ class _DistilTrainer(Trainer):  # type: ignore[misc]
             use_seedable_sampler=True,
             data_seed=self.args.data_seed,
         )
+        return prepared
 
     def compute_loss(
         self,

@@ -130,7 +130,7 @@ def train_resumably(trainer: Trainer, work: Path, settings: Settings, *, label: 
     trainer.remove_callback(PrinterCallback)
     progress = _Progress(label)
     trainer.add_callback(progress)
-    trainer.add_callback(_StopDiverged(settings.remedy))
+    trainer.add_callback(_StopDiverged(label, settings.remedy))
     newest = newest_complete(work)
     try:
         with _no_shard_bars():
@@ -138,25 +138,6 @@ def train_resumably(trainer: Trainer, work: Path, settings: Settings, *, label: 
     finally:
         progress.close()
     trainer.model.config.use_cache = True  # the Trainer turned it off; whoever decodes needs it
-
-
-def diverged(
-    what: str, work: Path, *, learning_rate: float, remedy: str
-) -> TrainingDivergedError:
-    """The error about a training that cannot go on.
-
-    Args:
-        what: what is not finite, and when.
-        work: folder of the checkpoints.
-        learning_rate: the largest.
-        remedy: what to do about the folder once the learning rate is lower, an imperative.
-    """
-    newest = newest_complete(work)
-    kept = "no checkpoint was written before" if newest is None else f"{newest} is kept"
-    return TrainingDivergedError(
-        f"the training diverged: {what} ({kept}). Lower learning_rate, {learning_rate:g} now, to a "
-        f"tenth for example, and {remedy}"
-    )
 
 
 def save_model(model: PreTrainedModel, folder: Path) -> None:
@@ -192,7 +173,8 @@ class _StopDiverged(TrainerCallback):  # type: ignore[misc]
     each checkpoint; the weights when they are stored. All are the same on every process.
     """
 
-    def __init__(self, remedy: str) -> None:
+    def __init__(self, label: str, remedy: str) -> None:
+        self.label = label
         self.remedy = remedy
         self.healthy_steps = 0
 
@@ -219,7 +201,9 @@ class _StopDiverged(TrainerCallback):  # type: ignore[misc]
             value = (logs or {}).get(name, 0.0)
             if not math.isfinite(value):
                 first = self.healthy_steps + 1
-                raise self._error(args, f"{words} is {value} in steps {first} to {state.global_step}")
+                raise self._error(
+                    args, f"{words} is {value} in steps {first} to {state.global_step}"
+                )
         self.healthy_steps = state.global_step
 
     def on_save(
@@ -236,8 +220,11 @@ class _StopDiverged(TrainerCallback):  # type: ignore[misc]
             complete(folder, engine=_engine())
 
     def _error(self, args: TrainingArguments, what: str) -> TrainingDivergedError:
-        return diverged(
-            what, Path(args.output_dir), learning_rate=args.learning_rate, remedy=self.remedy
+        return TrainingDivergedError(
+            f"{self.label}: {what}",
+            kept=newest_complete(Path(args.output_dir)),
+            learning_rate=args.learning_rate,
+            remedy=self.remedy,
         )
 
 
