@@ -18,6 +18,7 @@ from specdata.errors import (
     CacheNotRewindableError,
     ConfigError,
     ManifestError,
+    TrainingDivergedError,
     VocabularyMismatchError,
 )
 from specdata.processes import is_main, process_count, rank
@@ -100,14 +101,16 @@ def run_stage(
         # Until the main process has accepted the folder, and is seen at work there: run.json alone
         # may be that of an earlier run.
         _wait(stage.folder, lambda: _begun(stage.folder), PATIENCE)
-        results = work()
+        with _stage_remedy(stage):
+            results = work()
         wait_for(stage.folder, GRACE)  # the next stage looks for what the main process writes last
         return results
     with _locked(stage.folder):
         record = _new_record(decisive, config)
         write_json(stage.folder / RUN, record)
         try:
-            record["results"] = work()
+            with _stage_remedy(stage):
+                record["results"] = work()
         except USER_ERRORS:
             _free(stage.folder)
             raise
@@ -116,6 +119,16 @@ def run_stage(
         write_json(stage.folder / RUN, record)
     say(f"[green]{stage.name}: done[/] in {record['wall_seconds']:.0f} s")
     return dict(record["results"])
+
+
+@contextmanager
+def _stage_remedy(stage: Stage) -> Iterator[None]:
+    """Have an error that a lower learning rate mends say what to do about the whole stage."""
+    try:
+        yield
+    except TrainingDivergedError as error:
+        error.remedy = stage.settings.remedy  # run.json holds the learning rate, too
+        raise
 
 
 def prepare_libraries() -> None:

@@ -56,13 +56,20 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        for file in (temporary, *temporary.rglob("*")):
-            handle = os.open(file, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
+        sync_folder(temporary)
         temporary.replace(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have a folder, all that is in it and its own entry on the disk when this returns."""
+    for path in (*folder.rglob("*"), folder, folder.parent):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 @contextmanager
