@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from eval.reporting.release import _load_whole, _target_vocabulary
+from eval.reporting.release import _load_whole, _target_config
 from heads import AcceptanceHead
 from specdata.errors import ConfigError
 from specdata.inspect.__main__ import _tokenizer
@@ -101,7 +101,7 @@ def test_publishing_and_looking_at_data_run_no_code_either(tmp_path: Path, marke
     with pytest.raises(ConfigError, match="never run here"):
         _load_whole(Path(name))
     with pytest.raises(ConfigError, match="never run here"):
-        _target_vocabulary(name)
+        _target_config(name)
     assert _tokenizer({"target": name})[0] is None
     assert not marker.exists()
 
