@@ -123,6 +123,10 @@ def test_every_stage_leaves_what_the_next_one_needs(finished: Path) -> None:
     for name in ("draft", "head"):
         assert (out / "release" / name / "README.md").read_text().startswith("---")
         assert load_file(out / "release" / name / "model.safetensors")
+    verdict = json.loads((out / "release" / "head" / "verdict.json").read_text())
+    assert verdict["status"] != "not measured"
+    assert verdict["method"] == "head"
+    assert verdict["choice"]["rollouts"] == labels["split"][:].count("dev")
     for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
         assert json.loads((out / stage / "run.json").read_text())["finished"]
 
