@@ -1,14 +1,15 @@
 """Use published folders with transformers alone, as a stranger to this project would.
 
-    python -I tests/drive_remote_code.py ORDERS.json ANSWERS.json
-
-Our packages cannot be imported here. The orders name the folders (or Hub ids) of a target, drafts
-and a head, and the arguments of each call of `generate`.
+`drive` runs this file by itself, and there our packages cannot be imported. The orders name the
+folders (or Hub ids) of a target, drafts and a head, the arguments of each call of `generate`, and
+the examples of cards.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import warnings
 from importlib.abc import MetaPathFinder
@@ -26,10 +27,28 @@ class NotInstalled(MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}")
 
 
-sys.meta_path.insert(0, NotInstalled())
+if __name__ == "__main__":
+    sys.meta_path.insert(0, NotInstalled())
 
 import torch  # noqa: E402
 from transformers import AutoModel, AutoModelForCausalLM  # noqa: E402
+
+
+def drive(root: Path, orders: dict[str, Any], **environment: str) -> dict[str, Any]:
+    """Run this file, isolated from the project, in a folder of its own."""
+    given, out = root / "orders.json", root / "answers.json"
+    given.write_text(json.dumps(orders))
+    done = subprocess.run(
+        [sys.executable, "-I", __file__, given, out],
+        cwd=root,
+        env={**os.environ, "HF_MODULES_CACHE": str(root / "modules"), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answers: dict[str, Any] = json.loads(out.read_text())
+    return answers
 
 
 class Streamed:
@@ -91,6 +110,8 @@ def main() -> None:
         "logits": head(hidden).tolist(),
         "tokens": [decode(orders, models, case) for case in orders["cases"]],
     }
+    for code in orders.get("examples", ()):
+        exec(compile(code, "a card", "exec"), {})
     if "whole" in orders:
         # A draft that was itself loaded with trust_remote_code=True generates as before.
         whole, plain = load(orders["whole"], trust_remote_code=True), load(orders["whole"])

@@ -69,7 +69,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _create(self, order: dict[str, Any]) -> None:
         (self.root / order["organization"] / order["name"]).mkdir(parents=True, exist_ok=True)
-        self._json({"url": f"http://{self.headers['Host']}/{order['organization']}/{order['name']}"})
+        self._json(
+            {"url": f"http://{self.headers['Host']}/{order['organization']}/{order['name']}"}
+        )
 
     def _commit(self, repository: Path, body: bytes) -> None:
         for line in body.splitlines():

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +23,9 @@ from heads import AcceptanceHead
 from heads.remote import write_custom_generate
 from heads.remote.generate import draw, verify
 from specdata.probability import draw_one
+from tests.drive_remote_code import drive
 from tests.families import FAMILIES, SPECIAL, tiny
 
-DRIVER = Path(__file__).with_name("drive_remote_code.py")
 VOCABULARY, HIDDEN = 40, 16
 HEAD_VALUES = torch.randn(5, 3, HIDDEN, generator=torch.Generator().manual_seed(1))
 
@@ -216,24 +212,6 @@ class Folders:
             "cases": [*SAME, WINDOWED, *refused],
         }
         self.answers = drive(root, orders)
-
-
-def drive(root: Path, orders: dict[str, Any], **environment: str) -> dict[str, Any]:
-    """Run the driver, in isolation from this project."""
-    given, out = root / "orders.json", root / "answers.json"
-    given.write_text(json.dumps(orders))
-    modules = {"HF_MODULES_CACHE": str(root / "modules")}
-    done = subprocess.run(
-        [sys.executable, "-I", DRIVER, given, out],
-        cwd=root,
-        env={**os.environ, **modules, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answers: dict[str, Any] = json.loads(out.read_text())
-    return answers
 
 
 @pytest.fixture(scope="module")

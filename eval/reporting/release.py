@@ -32,6 +32,7 @@ from eval.reporting.serving import acceptance_positions, synthetic_acceptance
 from eval.reporting.verdict import Verdict, judge
 from heads import AcceptanceHead
 from heads.inputs import FEATURES
+from heads.remote import write_custom_generate
 from specdata.errors import ConfigError, ManifestError
 from specdata.hub import hub_source
 from specdata.models import load_tokenizer
@@ -52,7 +53,7 @@ def release_draft(
     push_to: str | None = None,
     private: bool = True,
 ) -> Path:
-    """Assemble a draft for the Hub: weights, target's tokenizer, generation settings, card.
+    """Assemble a draft for the Hub: weights, target's tokenizer, generation settings, code, card.
 
     The settings make transformers draft as many tokens a round as were measured to be best in its
     own loop; where that was not measured they leave it to transformers. The folder appears when all
@@ -105,6 +106,7 @@ def release_draft(
             folder / SYNTHETIC, synthetic_acceptance(facts.name, acceptance_positions(measured))
         )
         tokenizer.save_pretrained(folder)
+        write_custom_generate(folder)
 
     return _publish(out, fill, data, text, measured, push_to=push_to, private=private)
 
@@ -119,7 +121,7 @@ def release_head(
     push_to: str | None = None,
     private: bool = True,
 ) -> Path:
-    """Assemble an acceptance head for the Hub: weights, configuration, card, verdict.
+    """Assemble an acceptance head for the Hub: weights, configuration, code, card, verdict.
 
     Args:
         source: folder of the head, as the results name it.
