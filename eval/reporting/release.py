@@ -29,6 +29,7 @@ from eval.reporting.card import (
 from heads import AcceptanceHead
 from specdata.errors import ConfigError, ManifestError
 from specdata.hub import hub_source
+from specdata.model_folder import add_former_names, copy_tokenizer
 from specdata.models import load_tokenizer
 from specdata.storage.files import atomic_folder, write_json, write_text
 from specdata.vocabulary import check_shared_vocabulary
@@ -103,7 +104,8 @@ def release_draft(
 
     def fill(folder: Path) -> None:
         model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        add_former_names(folder)
+        copy_tokenizer(target, folder)
 
     return _publish(out, fill, data, text, measured, push_to=push_to, private=private)
 
