@@ -27,6 +27,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from specdata.model_folder import add_former_names
 from specdata.processes import join_processes
 from specdata.storage.files import write_json
 from specdata.storage.resume import Settings
@@ -128,6 +129,7 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
     """Write weights (safetensors), `config.json` and `generation_config.json`, without a bar."""
     with _no_shard_bars():
         model.save_pretrained(folder)
+    add_former_names(folder)
 
 
 @contextmanager

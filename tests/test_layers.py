@@ -48,6 +48,7 @@ BELOW = {
         "storage": "config errors processes",
         "prompts": "errors hub seeds toy",
         "rollouts": "config errors models probability prompts sampling seeds storage",
+        "model_folder": "errors hub models storage",
         "labels": "config errors lm_head models probability sampling seeds storage",
         "inspect": "errors hub prompts storage vocabulary",
     },

@@ -35,6 +35,7 @@ from heads.inputs import FEATURES
 from heads.remote import write_custom_generate
 from specdata.errors import ConfigError, ManifestError
 from specdata.hub import hub_source
+from specdata.model_folder import add_former_names, copy_tokenizer
 from specdata.models import load_tokenizer
 from specdata.storage.files import atomic_folder, write_json, write_text
 from specdata.vocabulary import check_shared_vocabulary
@@ -102,10 +103,11 @@ def release_draft(
 
     def fill(folder: Path) -> None:
         model.save_pretrained(folder)
+        add_former_names(folder)
         write_json(
             folder / SYNTHETIC, synthetic_acceptance(facts.name, acceptance_positions(measured))
         )
-        tokenizer.save_pretrained(folder)
+        copy_tokenizer(target, folder)
         write_custom_generate(folder)
 
     return _publish(out, fill, data, text, measured, push_to=push_to, private=private)
