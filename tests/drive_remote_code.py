@@ -31,15 +31,18 @@ if __name__ == "__main__":
     sys.meta_path.insert(0, NotInstalled())
 
 import torch  # noqa: E402
+import transformers  # noqa: E402
 from transformers import AutoModel, AutoModelForCausalLM  # noqa: E402
 
 
-def drive(root: Path, orders: dict[str, Any], **environment: str) -> dict[str, Any]:
-    """Run this file, isolated from the project, in a folder of its own."""
+def drive(
+    root: Path, orders: dict[str, Any], python: str | Path = sys.executable, **environment: str
+) -> dict[str, Any]:
+    """Run this file, isolated from the project, in a folder of its own: the answers."""
     given, out = root / "orders.json", root / "answers.json"
     given.write_text(json.dumps(orders))
     done = subprocess.run(
-        [sys.executable, "-I", __file__, given, out],
+        [python, "-I", __file__, given, out],
         cwd=root,
         env={**os.environ, "HF_MODULES_CACHE": str(root / "modules"), **environment},
         capture_output=True,
@@ -105,6 +108,7 @@ def main() -> None:
     models["head"] = head
     hidden = torch.tensor(orders["hidden"])
     answers = {
+        "version": transformers.__version__,
         "head": type(head).__name__,
         "training": head.training,
         "logits": head(hidden).tolist(),
