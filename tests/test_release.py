@@ -31,7 +31,7 @@ from eval.reporting.serving import acceptance_positions
 from heads import AcceptanceHead
 from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError
 from specdata.toy.tokenizer import train_tokenizer
-from tests.drive_remote_code import drive
+from tests.drive_published_code import drive
 from tests.hub import Server
 from tests.synthetic_results import synthetic_results
 

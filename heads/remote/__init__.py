@@ -3,7 +3,7 @@
 `modeling_acceptance_head.py` is the head as a transformers model, and `generate.py` is speculative
 decoding with block verification and the head's stopping rule. Each is one file that imports torch
 and transformers only, so each repeats what is written elsewhere in this project, and
-`tests/test_remote_code.py` keeps them equal. Nothing here imports them: they are copied.
+`tests/test_published_code.py` keeps them equal. Nothing here imports them: they are copied.
 """
 
 from __future__ import annotations

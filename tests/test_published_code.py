@@ -24,7 +24,7 @@ from heads import AcceptanceHead
 from heads.remote import write_custom_generate
 from heads.remote.generate import draw, verify
 from specdata.probability import draw_one
-from tests.drive_remote_code import drive
+from tests.drive_published_code import drive
 from tests.families import FAMILIES, SPECIAL, tiny
 
 VOCABULARY, HIDDEN = 40, 16
