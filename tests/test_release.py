@@ -3,14 +3,16 @@ from __future__ import annotations
 import ast
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import ModelCard, constants, metadata_load
+from huggingface_hub import ModelCard, ModelCardData, constants, metadata_load
 from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.repocard_data import model_index_to_eval_results
+from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -20,14 +22,16 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from eval.analysis.choice import DevChoice
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.results import Results, check_metrics, read_results
 from eval.reporting.card import best_head_run, public_name
 from eval.reporting.lengths import measured_lengths
-from eval.reporting.metadata import About, hub_id
+from eval.reporting.metadata import About, hub_id, metadata
 from eval.reporting.release import release_draft, release_head
 from eval.reporting.rendering import escape_markdown
 from eval.reporting.serving import acceptance_positions
+from eval.reporting.verdict import ALL, judge
 from heads import AcceptanceHead
 from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError
 from specdata.toy.tokenizer import train_tokenizer
@@ -233,6 +237,34 @@ def test_base_models_are_the_draft_and_the_target_where_both_are_on_the_hub(
         assert hub_id(name) is None
 
 
+def test_draft_and_target_are_both_base_models_of_a_pair_on_the_hub() -> None:
+    runs = [run for run in synthetic_results().runs if run.method == "fixed-4"]
+
+    def front_matter(base: str | None, target: str) -> ModelCardData:
+        return metadata(
+            About(base),
+            name="acme/head",
+            target=target,
+            library="draftsmith",
+            tag="acceptance-head",
+            relation="adapter",
+            measured=runs,
+        )
+
+    both = front_matter("acme/draft-160m", "acme/target-7b@main")
+    assert both.base_model == ["acme/draft-160m", "acme/target-7b"]
+    assert both["base_model_relation"] == "adapter"
+    alone = front_matter("runs/toy/draft/model", "acme/target-7b")
+    assert alone.base_model == "acme/target-7b"
+    assert "base_model_relation" not in alone.to_dict()
+    assert front_matter(None, "target").base_model is None
+    for data in (both, alone):
+        for base in data.base_model if isinstance(data.base_model, list) else [data.base_model]:
+            validate_repo_id(base)
+        read = ModelCard(f"---\n{data.to_yaml()}\n---\n").data
+        assert read.to_dict() == data.to_dict()
+
+
 @pytest.mark.parametrize(
     "wrong", [{"license": "Apache License 2.0"}, {"license": "other"}, {"language": ["English"]}]
 )
@@ -319,6 +351,28 @@ def test_the_head_card_loads_and_decodes(pair: Pair, head: Path) -> None:
         torch.tensor([5, 6, 7]), max_new_tokens=4, generator=torch.Generator().manual_seed(0)
     )
     assert 1 <= len(out.tokens) <= 4
+
+
+def test_the_head_card_and_its_json_give_the_verdict(
+    pair: Pair, head: Path, tmp_path: Path
+) -> None:
+    assert "**Not measured**: no held-out labels" in (head / "README.md").read_text()
+    assert json.loads((head / "verdict.json").read_text())["status"] == "not measured"
+    names = {run.method for run in pair.results.runs if run.drafter == "chain"}
+    choice = DevChoice(48, ("alpaca",), 0.002, 0.011, dict.fromkeys(sorted(names), 1.0))
+    out = release_head(pair.head, tmp_path / "out", pair.results, choice=choice)
+    verdict = judge(pair.results, choice)
+    card = ModelCard.load(out / "README.md").text
+    stored = json.loads((out / "verdict.json").read_text())
+    assert f"**The head {verdict.status.replace('not shown', 'is not shown')}.**" in card
+    assert f"threshold={verdict.threshold},  # chosen on held-out rollouts" in card
+    assert "48 held-out rollouts of alpaca" in card
+    for rival, plain in zip(verdict.rivals, stored["rivals"], strict=True):
+        ratio = rival.ratios[ALL]
+        assert f"{ratio} than" in card
+        assert plain["ratios"][ALL] == asdict(ratio)
+        assert plain["method"] == rival.method
+        assert escape_markdown(rival.method) in card
 
 
 def test_a_released_head_names_its_draft_on_the_hub(pair: Pair, head: Path) -> None:

@@ -129,7 +129,7 @@ def test_choosing_on_dev_ranks_settings_by_expected_time(results: Results, tmp_p
     head = AcceptanceHead(hidden_size=16, depth=1, rejection_weight=6.0).eval()
     choice = choose_on_dev(results, labels, draft, head)
     assert choice is not None
-    assert choice.rollouts == 6
+    assert (choice.rollouts, choice.datasets) == (6, ("d",))
     assert choice.draft_seconds == pytest.approx(0.002, rel=0.2)
     assert choice.target_seconds == pytest.approx(0.0114, rel=0.2)
     assert {"fixed-4", "head-0.5", "confidence-0.4", "logit-0.7"} <= set(choice.expected)
@@ -148,6 +148,7 @@ def test_choosing_on_dev_ranks_settings_by_expected_time(results: Results, tmp_p
 
 CHOICE = DevChoice(
     48,
+    ("alpaca",),
     0.002,
     0.011,
     {
@@ -222,7 +223,7 @@ def test_what_is_missing_is_said_and_never_guessed(results: Results) -> None:
     no_fixed = [run for run in results.runs if run.stop != "fixed" or run.verifier == "block"]
     without = results.model_copy(update={"runs": no_fixed})
     assert "no fixed length" in judge(without, CHOICE).reason
-    few = DevChoice(48, 0.002, 0.011, {"fixed-4": 1.0})
+    few = DevChoice(48, ("alpaca",), 0.002, 0.011, {"fixed-4": 1.0})
     assert judge(results, few).status == "not measured"
     # Two entropies and no way to choose between them: left out, not picked by the test set.
     second = [

@@ -36,6 +36,7 @@ class DevChoice:
 
     Args:
         rollouts: how many were replayed.
+        datasets: the prompt sets that they are of.
         draft_seconds: t_d, seconds a drafted token, as the evaluation measured it.
         target_seconds: t_t, seconds a round.
         expected: name of a method -> expected seconds a token. Methods that labels cannot replay
@@ -43,6 +44,7 @@ class DevChoice:
     """
 
     rollouts: int
+    datasets: tuple[str, ...]
     draft_seconds: float
     target_seconds: float
     expected: Mapping[str, float]
@@ -81,7 +83,8 @@ def choose_on_dev(
         counts = [expected_counts(trace.accept_prob, rule(trace)) for trace in traces]
         rounds, drafted = (sum(column) for column in zip(*counts, strict=True))
         expected[name] = (fit.t_draft * drafted + fit.t_target * rounds) / tokens
-    return DevChoice(len(traces), fit.t_draft, fit.t_target, expected)
+    sets = tuple(dict.fromkeys(rows["dataset"]))
+    return DevChoice(len(traces), sets, fit.t_draft, fit.t_target, expected)
 
 
 def replayed_rule(

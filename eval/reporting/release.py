@@ -29,7 +29,7 @@ from eval.reporting.card import (
 from eval.reporting.lengths import MeasuredLength, longest_measured, measured_lengths
 from eval.reporting.metadata import About, check_repository, left_out, metadata
 from eval.reporting.serving import acceptance_positions, synthetic_acceptance
-from eval.reporting.verdict import Verdict, judge
+from eval.reporting.verdict import judge
 from heads import AcceptanceHead
 from heads.inputs import FEATURES
 from heads.remote import write_custom_generate
@@ -167,7 +167,7 @@ def release_head(
 
     def fill(folder: Path) -> None:
         head.save_pretrained(folder)
-        write_json(folder / VERDICT, _as_json(verdict))
+        write_json(folder / VERDICT, asdict(verdict))
         # The folder that the draft had here means nothing elsewhere.
         config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
         write_json(folder / CONFIG_NAME, {**config, "draft": facts.draft})
@@ -268,12 +268,6 @@ def _rated(results: Results, best: MeasuredLength | None, longest: int) -> list[
     return [run for run in fixed if run.method == method]
 
 
-def _as_json(verdict: Verdict) -> dict[str, Any]:
-    """What verdict.json holds, in plain values."""
-    plain: dict[str, Any] = json.loads(json.dumps(asdict(verdict)))
-    return plain
-
-
 def _generation_settings(length: int) -> dict[str, Any]:
     """What makes transformers draft exactly `length` tokens a round."""
     return {
@@ -301,9 +295,14 @@ def _draft_facts(
         positions=config.max_position_embeddings,
         vocabulary=config.vocab_size,
         target_vocabulary=targets.vocab_size,
-        heads=(config.num_attention_heads, targets.num_attention_heads),
+        heads=(_attention_heads(config), _attention_heads(targets)),
         dtype=str(model.dtype).removeprefix("torch."),
     )
+
+
+def _attention_heads(config: Any) -> int:
+    """1 for models without attention: then nothing is said to be divisible."""
+    return int(getattr(config, "num_attention_heads", 1))
 
 
 def _load_whole(source: Path) -> Any:
