@@ -91,9 +91,13 @@ def generate(
         # and assisted generation calls it: it does then what it would have done.
         return type(model).generate(model, inputs, streamer=streamer, **arguments)
     draft = arguments.pop("assistant_model")
-    configured = None if acceptance_head else draft and draft.generation_config.num_assistant_tokens
-    longest = configured or 20 if num_assistant_tokens is None else num_assistant_tokens
-    _check_arguments(draft, arguments, threshold, longest)
+    if draft is None:
+        raise ValueError("assistant_model must be the draft model, got None")
+    longest = num_assistant_tokens
+    if longest is None:
+        own = None if acceptance_head is not None else draft.generation_config.num_assistant_tokens
+        longest = own or 20
+    _check_arguments(arguments, threshold, longest)
 
     # The usual `generate` prepares everything, then calls this in place of its own loop.
     def loop(
@@ -330,12 +334,8 @@ def _distributions(logits_processor: Any, do_sample: bool) -> Callable[[Tensor],
     return distributions
 
 
-def _check_arguments(
-    draft: Any, arguments: Mapping[str, Any], threshold: float, longest: int
-) -> None:
+def _check_arguments(arguments: Mapping[str, Any], threshold: float, longest: int) -> None:
     """Raise ValueError for arguments that cannot be used."""
-    if draft is None:
-        raise ValueError("assistant_model must be the draft model, got None")
     if given := [name for name in UNSUPPORTED if arguments.get(name) is not None]:
         raise ValueError(f"{', '.join(given)}: not supported by this generate, leave it out")
     if not 0.0 <= threshold <= 1.0:
