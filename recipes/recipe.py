@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from recipes.config import SHARED, PipelineConfig, parse
 from recipes.run import RUN, USER_ERRORS, Stage, console, stage_record
-from specdata.errors import OtherSettingsError
+from specdata.errors import OtherSettingsError, full_disk, without_passwords
 from specdata.processes import is_main
 
 
@@ -57,19 +57,28 @@ class Recipe:
             else:
                 self.main(command.config)
         except USER_ERRORS as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {without_passwords(str(error))}", file=sys.stderr)
             return 2
-        except (OSError, SafetensorError) as error:  # the latter for a disk that is full, too
-            print(
-                f"error while running: {error}. Nothing finished is lost: mend the cause and run "
-                "the same command again",
-                file=sys.stderr,
-            )
-            return 1
+        except (OSError, SafetensorError) as error:
+            return _failed(error)
         except KeyboardInterrupt:
             print("\ninterrupted: run the same command again to continue", file=sys.stderr)
             return 130
+        except Exception as error:
+            # Libraries have errors of their own for it, which no other place needs to know.
+            if full := full_disk(error):
+                return _failed(full)
+            raise
         return 0
+
+
+def _failed(error: Exception) -> int:
+    print(
+        f"error while running: {without_passwords(str(error))}. Nothing finished is lost: mend the "
+        "cause and run the same command again",
+        file=sys.stderr,
+    )
+    return 1
 
 
 def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:

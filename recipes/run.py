@@ -20,17 +20,22 @@ from specdata.errors import (
     ManifestError,
     VocabularyMismatchError,
 )
-from specdata.processes import is_main, process_count
-from specdata.storage.files import fingerprint, try_locked, write_json
+from specdata.processes import is_main, process_count, rank
+from specdata.storage.files import fingerprint, is_locked, try_locked, write_json
 from specdata.storage.manifest import MANIFEST, PROGRESS
 from specdata.storage.resume import Settings, read_record
 
 RUN = "run.json"
 LOCK = ".lock"
-# Seconds between two looks at a folder that the main process works in, and how long it may be away
-# from it (between two stages, while it loads models) before the others give up.
+# Seconds between two looks at a folder that the main process works in; how long it may take to
+# begin a stage (it may be reading prompts) before the others give up; and how long its lock may be
+# free before they see that a stage which it had begun is finished. (It holds the lock all the while
+# and loses it when it ends, however it does; other nodes may see files somewhat later.)
 PAUSE = 0.5
 PATIENCE = 600
+GRACE = 30
+# Seconds after which a process says what it waits for, and says it again.
+REMINDER = 15
 # A process that waits holds the lock for a moment to see whether it is free; so it is tried again.
 RETRIES = 5
 # Everything else that is raised is trouble outside (OSError) or a defect with its traceback.
@@ -92,10 +97,11 @@ def run_stage(
     prepare_libraries()
     begun = time.perf_counter()
     if not is_main():
-        # Until the main process has accepted the folder.
-        _wait(stage.folder, (stage.folder / RUN).exists, PATIENCE)
+        # Until the main process has accepted the folder, and is seen at work there: run.json alone
+        # may be that of an earlier run.
+        _wait(stage.folder, lambda: _begun(stage.folder), PATIENCE)
         results = work()
-        wait_for(stage.folder)  # the next stage looks for what the main process writes last
+        wait_for(stage.folder, GRACE)  # the next stage looks for what the main process writes last
         return results
     with _locked(stage.folder):
         record = _new_record(decisive, config)
@@ -153,12 +159,16 @@ def stage_record(folder: Path) -> dict[str, Any]:
     return read_record(folder / RUN, KEYS, f"choose another --output, or remove {folder}")
 
 
-def wait_for(folder: Path, patience: float = PATIENCE) -> None:
-    """Wait until the main process has finished a stage.
+def wait_for(folder: Path, patience: float) -> None:
+    """Wait until the main process has finished a stage that it has begun.
 
     Not a barrier of the process group: such a stage may outlast its time limit. If the main
     process fails, the launcher of its machine ends the others there; on other machines they see
     that the folder's lock is free.
+
+    Args:
+        folder: of the stage.
+        patience: seconds that the lock may be free before the stage is finished.
 
     Raises:
         TimeoutError: if the main process is gone.
@@ -265,17 +275,29 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _wait(folder: Path, done: Callable[[], bool], patience: float) -> None:
-    free_since = time.monotonic()
+    free_since = said = time.monotonic()
+    is_new = True
     while not done():
         time.sleep(PAUSE)
-        if _held(folder / LOCK):
-            free_since = time.monotonic()
-        elif time.monotonic() - free_since > patience and not done():
-            raise TimeoutError(f"no main process has been at work in {folder} for {patience:.0f} s")
+        now = time.monotonic()
+        at_work = is_locked(folder / LOCK)
+        if at_work:
+            free_since, patience = now, min(patience, GRACE)
+        elif now - free_since > patience and not done():
+            raise TimeoutError(
+                f"no main process has been at work in {folder} for {patience:.0f} s: rank 0 ended, "
+                f"was lost, or never began, and rank {rank()} waited for it"
+            )
+        if now - said > REMINDER and (is_new or not at_work):
+            state = "is at work" if at_work else "is not at work"
+            print(
+                f"rank {rank()} waits for rank 0, which {state} in {folder}",
+                file=sys.stderr,
+                flush=True,
+            )
+            said, is_new = now, False
 
 
-def _held(lock: Path) -> bool:
-    if not lock.exists():
-        return False
-    with try_locked(lock) as free:
-        return not free
+def _begun(folder: Path) -> bool:
+    """Whether the main process of this run is at work in a stage's folder, or has been."""
+    return (folder / RUN).exists() and (is_locked(folder / LOCK) or finished(folder))

@@ -18,7 +18,7 @@ from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from specdata.errors import ConfigError
+from specdata.errors import ConfigError, without_passwords
 
 T = TypeVar("T")
 
@@ -30,7 +30,9 @@ class Config(BaseModel):
     involve several fields are `model_validator(mode="after")` methods that raise ValueError.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True
+    )
 
 
 def read_config(kind: type[T], values: Mapping[str, Any]) -> T:
@@ -65,7 +67,7 @@ def mistakes(error: ValidationError, kind: type) -> list[str]:
         elif mistake["type"] == "missing":
             message = "is missing"
         elif mistake["type"] != "value_error":  # ours say themselves what they got
-            message += f" (got {value!r})"
+            message += f" (got {without_passwords(repr(value))})"
         lines.append(": ".join(filter(None, (".".join(map(str, path)), message))))
     return lines
 

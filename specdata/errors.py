@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import re
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# What libraries say in errors that carry no error number: safetensors and tokenizers (Rust) name
+# the system's, torch's writer of archives names none at all.
+_FULL_TEXTS = (
+    "No space left on device",
+    "Disk quota exceeded",
+    f"(os error {errno.ENOSPC})",
+    f"(os error {errno.EDQUOT})",
+    "PytorchStreamWriter failed",
+    ". unexpected pos ",
+    "basic_ios::clear: iostream error",
+)
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used: unknown key, wrong type, impossible combination."""
@@ -21,3 +37,33 @@ class OtherSettingsError(ManifestError, ConfigError):
 
 class CacheNotRewindableError(RuntimeError):
     """A model's key-value cache cannot drop its last tokens, which every decoding round needs."""
+
+
+def full_disk(error: BaseException) -> OSError | None:
+    """The full disk (or the quota that is used up) behind an error, if that is what it is.
+
+    Libraries wrap what the system reported: `datasets` in an error of generating, safetensors,
+    tokenizers and torch in errors of their own that carry no error number.
+
+    Args:
+        error: what was raised; the errors that it was raised from, or while handling, are looked
+            at as well.
+
+    Returns:
+        An error that says what is full; None if `error` is something else.
+    """
+    link: BaseException | None = error
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if isinstance(link, OSError) and link.errno in _FULL:
+            return link
+        if any(text in str(link) for text in _FULL_TEXTS):
+            return OSError(errno.ENOSPC, f"the disk seems to be full, or a quota used up ({link})")
+        link = link.__cause__ or link.__context__
+    return None
+
+
+def without_passwords(text: str) -> str:
+    """A message in which no address shows a name and password (`scheme://NAME:PASSWORD@...`)."""
+    return re.sub(r"(\w+://)[^\s'\"]*:[^\s'\"]*@", r"\1***@", text)

@@ -265,6 +265,15 @@ def test_draft_and_target_are_both_base_models_of_a_pair_on_the_hub() -> None:
         assert read.to_dict() == data.to_dict()
 
 
+def test_a_folder_that_is_named_like_a_repository_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert hub_id("acme/draft") == "acme/draft"
+    (tmp_path / "acme" / "draft").mkdir(parents=True)
+    assert hub_id("acme/draft") is None
+
+
 @pytest.mark.parametrize(
     "wrong", [{"license": "Apache License 2.0"}, {"license": "other"}, {"language": ["English"]}]
 )

@@ -36,7 +36,7 @@ from heads.remote import write_custom_generate
 from specdata.errors import ConfigError, ManifestError
 from specdata.hub import hub_source
 from specdata.model_folder import add_former_names, copy_tokenizer
-from specdata.models import load_tokenizer
+from specdata.models import asks_for_remote_code, load_tokenizer, remote_code_refused
 from specdata.storage.files import atomic_folder, write_json, write_text
 from specdata.vocabulary import check_shared_vocabulary
 
@@ -309,9 +309,11 @@ def _load_whole(source: Path) -> Any:
     """Load a draft in its own precision and refuse weights that do not fit its configuration."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            source, dtype="auto", output_loading_info=True
+            source, dtype="auto", output_loading_info=True, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
+        if asks_for_remote_code(error):
+            raise remote_code_refused("model", str(source)) from error
         raise ManifestError(f"{source} must be a folder with a saved model: {error}") from error
     wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if wrong:
@@ -326,7 +328,9 @@ def _target_config(target: str) -> Any:
     """The configuration of the target's language model."""
     try:
         source, revision = hub_source(target)
-        config = AutoConfig.from_pretrained(source, revision=revision)
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
+        if asks_for_remote_code(error):
+            raise remote_code_refused("configuration of the target", target) from error
         raise ConfigError(f"cannot load the configuration of the target {target!r}") from error
     return config.get_text_config()

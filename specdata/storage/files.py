@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -96,6 +97,25 @@ def try_locked(path: Path) -> Iterator[bool]:
     finally:
         if is_held:
             lock.release()
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds a lock file (see `locked`).
+
+    Any number of processes may ask at once without one taking another's look for the lock. A
+    process that tries to take it without waiting can fail meanwhile, so it should try again.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)  # and so give it back
+    return False
 
 
 def _lock(path: Path) -> UnixFileLock:
