@@ -65,6 +65,7 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         return {}
     (stage,) = stages(config)
     need(eval_folder(config), "run_eval.py")
+    read_results(eval_folder(config) / "results.json")  # refuses what was changed by hand
     check(config)
     if finished(stage.folder) and not made_as_asked(stage):
         # Other ids or another license: everything here is a copy, so it is made again.
@@ -134,7 +135,9 @@ def _choice(config: PipelineConfig, results: Results, head: str) -> DevChoice | 
     return choose_on_dev(results, rows, draft, acceptance_head)
 
 
-RECIPE = Recipe(main, stages, "Assemble draft and head for the Hub.", ("publish", "eval"))
+RECIPE = Recipe(
+    main, stages, "Assemble draft and head for the Hub.", ("publish", "eval"), check=check
+)
 
 if __name__ == "__main__":
     sys.exit(RECIPE.run())

@@ -12,7 +12,7 @@ import yaml
 from safetensors import SafetensorError
 
 from recipes.config import SHARED, PipelineConfig, parse
-from recipes.run import RUN, USER_ERRORS, Stage, console, stage_record
+from recipes.run import RUN, USER_ERRORS, Stage, console, made_as_asked, stage_record
 from specdata.errors import OtherSettingsError, full_disk, without_passwords
 from specdata.processes import is_main
 
@@ -26,12 +26,14 @@ class Recipe:
         stages: says what it would do, without doing anything.
         description: one sentence for `--help`.
         sections: the keys of the configuration that it reads besides `SHARED`.
+        check: finds what would stop it, before anything is made; raises ConfigError.
     """
 
     main: Callable[[PipelineConfig], Any]
     stages: Callable[[PipelineConfig], Sequence[Stage]]
     description: str
     sections: tuple[str, ...]
+    check: Callable[[PipelineConfig], None] = lambda _config: None
 
     def run(self, arguments: Sequence[str] | None = None, program: str | None = None) -> int:
         """Run the recipe from a command line.
@@ -53,7 +55,10 @@ class Recipe:
             command = parse(given, self.description, sections, program)
             if command.plan:
                 values = {key: value for key, value in command.given.items() if key in sections}
-                show_plan(values, self.stages(command.config))
+                stages = self.stages(command.config)
+                if not all(map(made_as_asked, stages)):  # as a run, which then has nothing to do
+                    self.check(command.config)
+                show_plan(values, stages)
             else:
                 self.main(command.config)
         except USER_ERRORS as error:

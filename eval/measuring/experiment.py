@@ -18,7 +18,7 @@ from eval.decoder import SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.bias import measure_bias
 from eval.measuring.environment import Environment
-from eval.measuring.methods import EvalConfig, MethodConfig, rewritten
+from eval.measuring.methods import EvalConfig, MethodConfig, method_defaults, rewritten
 from eval.measuring.records import PromptRecord, RecordStore, record_prompt
 from eval.measuring.results import Method, Results, build_results
 from eval.rounds import Generation
@@ -204,7 +204,9 @@ class _Experiment:
                 "device": environment.device,
                 "dtype": environment.dtype,
             },
-            defaults_of(EvalConfig) | defaults_of(SamplingConfig, "sampling"),
+            defaults_of(EvalConfig)
+            | defaults_of(SamplingConfig, "sampling")
+            | method_defaults("methods"),
             f"choose another folder with --eval.folder NAME, or remove {folder}",
             rewritten,
         )
