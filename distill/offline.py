@@ -34,6 +34,7 @@ from distill.training import (
     training_arguments,
 )
 from specdata.errors import TrainingDivergedError
+from specdata.model_folder import copy_tokenizer
 from specdata.models import known_ids, load_model, load_tokenizer
 from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.processes import join_processes
@@ -148,7 +149,7 @@ def distil(
         result = DistilResult(before, after, _positions(dev), trainer.state.global_step)
         with atomic_folder(out) as temporary:
             save_model(plain, temporary)
-            tokenizer.save_pretrained(temporary)
+            copy_tokenizer(str(target), temporary)
             settings.write(temporary / SETTINGS_FILE)
             write_json(temporary / RESULT_FILE, asdict(result))
         shutil.rmtree(_work(out))

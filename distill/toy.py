@@ -25,10 +25,11 @@ from transformers import (
 
 from distill.config import TOY_POSITIONS, ToyPairConfig
 from distill.training import Schedule, save_model, train_resumably, training_arguments
+from specdata.model_folder import copy_tokenizer
 from specdata.storage.files import atomic_folder
 from specdata.storage.resume import Settings, defaults_of
 from specdata.toy.corpus import corpus
-from specdata.toy.tokenizer import train_tokenizer
+from specdata.toy.tokenizer import save_tokenizer, train_tokenizer
 
 SETTINGS_FILE = "training.json"
 
@@ -148,7 +149,10 @@ def _train(path: Path, config: ToyPairConfig, settings: Settings, *, seed: int) 
     train_resumably(trainer, work, settings, label=f"training the {path.name}")
     with atomic_folder(path) as temporary:
         save_model(model, temporary)
-        tokenizer.save_pretrained(temporary)
+        if target:
+            save_tokenizer(tokenizer, temporary)
+        else:
+            copy_tokenizer(str(path.with_name("target")), temporary)
         settings.write(temporary / SETTINGS_FILE)
     shutil.rmtree(work)
     del trainer

@@ -37,6 +37,7 @@ from distill.checkpoint import (
     newest_complete,
 )
 from specdata.errors import ManifestError, TrainingDivergedError
+from specdata.model_folder import add_former_names
 from specdata.processes import join_processes
 from specdata.storage.resume import Settings
 
@@ -144,6 +145,7 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
     """Write weights (safetensors), `config.json` and `generation_config.json`, without a bar."""
     with _no_shard_bars():
         model.save_pretrained(folder)
+    add_former_names(folder)
 
 
 @contextmanager

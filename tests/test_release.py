@@ -5,10 +5,11 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import ModelCard, ModelCardData, metadata_load
+from huggingface_hub import ModelCard, ModelCardData, constants, metadata_load
 from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from huggingface_hub.utils import validate_repo_id
@@ -34,6 +35,8 @@ from eval.reporting.verdict import ALL, judge
 from heads import AcceptanceHead
 from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError
 from specdata.toy.tokenizer import train_tokenizer
+from tests.drive_published_code import drive
+from tests.hub import Server
 from tests.synthetic_results import synthetic_results
 
 HIDDEN = 16
@@ -280,14 +283,15 @@ def test_a_licence_or_language_that_the_hub_refuses_is_refused(wrong: dict[str, 
 
 
 def test_the_draft_card_generates_under_the_measured_sampling(pair: Pair, draft: Path) -> None:
-    (code,) = code_blocks(ModelCard.load(draft / "README.md"), "python")
-    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
-    (made,) = [c for c in calls if any(k.arg == "assistant_model" for k in c.keywords)]
-    given = {
-        k.arg: ast.literal_eval(k.value) for k in made.keywords if isinstance(k.value, ast.Constant)
-    }
-    for name in ("temperature", "top_k", "top_p"):
-        assert given[name] == pair.results.runs[0].sampling[name]
+    codes = code_blocks(ModelCard.load(draft / "README.md"), "python")
+    assert len(codes) == 2
+    for code in codes:
+        calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+        (made,) = [c for c in calls if any(k.arg == "assistant_model" for k in c.keywords)]
+        constants = [k for k in made.keywords if isinstance(k.value, ast.Constant)]
+        given = {k.arg: ast.literal_eval(k.value) for k in constants}
+        for name in ("temperature", "top_k", "top_p"):
+            assert given[name] == pair.results.runs[0].sampling[name]
 
 
 def test_a_local_folder_is_no_base_model(pair: Pair, tmp_path: Path) -> None:
@@ -339,7 +343,7 @@ def test_engines_that_want_equal_output_sizes_are_left_out_for_others(tmp_path: 
 
 
 def test_the_head_card_loads_and_decodes(pair: Pair, head: Path) -> None:
-    (code,) = code_blocks(ModelCard.load(head / "README.md"), "python")
+    _, code = code_blocks(ModelCard.load(head / "README.md"), "python")
     assert code_blocks(ModelCard.load(head / "README.md"), "bash") == ["pip install .\n"]
     tree = ast.parse(code)
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
@@ -408,6 +412,61 @@ def test_nothing_is_uploaded_unless_a_repository_is_named(pair: Pair, tmp_path: 
         release_draft(pair.draft, out, pair.results, push_to="acme/draft")
     assert list(tmp_path.iterdir()) == []
     assert release_draft(pair.draft, out, pair.results) == out
+
+
+@pytest.fixture(scope="module")
+def stranger(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What transformers alone makes of both repositories, published on a Hub and loaded from it."""
+    root, out = tmp_path_factory.mktemp("hub"), tmp_path_factory.mktemp("out")
+    with Server(root) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", server.url)
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        release_draft(pair.draft, out / "draft", pair.results, push_to="acme/draft-160m")
+        about = About("acme/draft-160m")
+        release_head(pair.head, out / "head", pair.results, about, push_to="acme/head")
+        cards = [
+            ModelCard.load(root / "acme" / name / "README.md") for name in ("draft-160m", "head")
+        ]
+        of_draft, (of_head, _) = (code_blocks(card, "python") for card in cards)
+        examples = ["\n".join(of_draft), of_head]
+        named = json.dumps(public_name(str(pair.target)))
+        orders = {
+            "folder": "acme/head",
+            "models": {"target": str(pair.target), "draft": "acme/draft-160m"},
+            "head": "acme/head",
+            "hidden": torch.ones(1, HIDDEN).tolist(),
+            "cases": [
+                {
+                    "target": "target",
+                    "draft": "draft",
+                    "head": True,
+                    "seed": 3,
+                    "prompt": [[5, 6, 7]],
+                    "arguments": {"max_new_tokens": 20, "do_sample": True, "top_k": 0},
+                }
+            ],
+            "examples": [code.replace(named, json.dumps(str(pair.target))) for code in examples],
+        }
+        environment = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(out)}
+        return drive(out, orders, **environment)
+
+
+def test_repositories_on_the_hub_decode_with_transformers_alone_as_we_do(
+    pair: Pair, stranger: dict[str, Any]
+) -> None:
+    head = AcceptanceHead.from_pretrained(pair.head)
+    logits = head(torch.ones(1, HIDDEN)).detach()
+    torch.testing.assert_close(torch.tensor(stranger["logits"]), logits)
+    decoder = SpeculativeDecoder.from_config(
+        AutoModelForCausalLM.from_pretrained(pair.target).eval(),
+        AutoModelForCausalLM.from_pretrained(pair.draft).eval(),
+        DecodeConfig(verifier="block", stop="head"),
+        head,
+    )
+    out = decoder.generate(
+        torch.tensor([5, 6, 7]), max_new_tokens=20, generator=torch.Generator().manual_seed(3)
+    )
+    assert stranger["tokens"] == [out.tokens.tolist()]
 
 
 def test_a_failed_release_leaves_nothing_behind(pair: Pair, tmp_path: Path) -> None:

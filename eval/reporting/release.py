@@ -32,8 +32,10 @@ from eval.reporting.serving import acceptance_positions, synthetic_acceptance
 from eval.reporting.verdict import judge
 from heads import AcceptanceHead
 from heads.inputs import FEATURES
+from heads.remote import write_custom_generate
 from specdata.errors import ConfigError, ManifestError
 from specdata.hub import hub_source
+from specdata.model_folder import add_former_names, copy_tokenizer
 from specdata.models import asks_for_remote_code, load_tokenizer, remote_code_refused
 from specdata.storage.files import atomic_folder, write_json, write_text
 from specdata.vocabulary import check_shared_vocabulary
@@ -52,7 +54,7 @@ def release_draft(
     push_to: str | None = None,
     private: bool = True,
 ) -> Path:
-    """Assemble a draft for the Hub: weights, target's tokenizer, generation settings, card.
+    """Assemble a draft for the Hub: weights, target's tokenizer, generation settings, code, card.
 
     The settings make transformers draft as many tokens a round as were measured to be best in its
     own loop; where that was not measured they leave it to transformers. The folder appears when all
@@ -101,10 +103,12 @@ def release_draft(
 
     def fill(folder: Path) -> None:
         model.save_pretrained(folder)
+        add_former_names(folder)
         write_json(
             folder / SYNTHETIC, synthetic_acceptance(facts.name, acceptance_positions(measured))
         )
-        tokenizer.save_pretrained(folder)
+        copy_tokenizer(target, folder)
+        write_custom_generate(folder)
 
     return _publish(out, fill, data, text, measured, push_to=push_to, private=private)
 
@@ -119,7 +123,7 @@ def release_head(
     push_to: str | None = None,
     private: bool = True,
 ) -> Path:
-    """Assemble an acceptance head for the Hub: weights, configuration, card, verdict.
+    """Assemble an acceptance head for the Hub: weights, configuration, code, card, verdict.
 
     Args:
         source: folder of the head, as the results name it.
