@@ -61,12 +61,25 @@ def test_lists_and_null_can_be_given_on_the_command_line() -> None:
         (["--seed", "-1"], "seed: must be greater than or equal to 0"),
         (["--seed", "4294967296"], "seed: must be less than or equal to 4294967295"),
         (["--toy.target_width", "7"], "toy.target_width: must be a multiple of 2"),
+        (["--output", ""], "output: must have at least 1 character"),
+        (["--models.draft", ""], "models.draft: must have at least 1 character"),
         (["--models", "{target: a, draft: b, target: c}"], "--models: .* is not a YAML value"),
     ],
 )
 def test_a_mistake_says_what_must_hold(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(arguments, "")
+
+
+@pytest.mark.parametrize("name", ["/a/run #1", "2024-01-01", "1e3", "a: b", "[x", "null", "'q'"])
+def test_text_on_the_command_line_is_taken_as_it_stands(name: str) -> None:
+    given = ["--output", name, "--eval.folder", "eval-007", "--toy", "null"]
+    config = parse(given, "").config
+    assert config.output == name
+    assert config.eval.folder == "eval-007"
+    assert config.toy is None
+    assert parse(["--labels.cache", "null"], "").config.labels.cache is None
+    assert parse(["--labels.cache", "a #1"], "").config.labels.cache == "a #1"
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1\n- 2", "\x00"])
