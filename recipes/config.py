@@ -39,9 +39,7 @@ class ModelsConfig(Config):
     """The pair."""
 
     target: str = Field(min_length=1, description="folder or Hub id of the target, or ID@REVISION")
-    draft: str = Field(
-        min_length=1, description="folder or Hub id of the draft to start from"
-    )
+    draft: str = Field(min_length=1, description="folder or Hub id of the draft to start from")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="precision that both are loaded in"
     )

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from recipes.config import PipelineConfig
 from recipes.layout import folder, pair_stage, rollouts_stage
+from recipes.next_steps import after_rollouts
 from recipes.recipe import Recipe
 from recipes.run import Stage, finished, run_stage, say
 from specdata.errors import ConfigError
 from specdata.processes import is_main, process_count
 from specdata.rollouts.config import check_samples
 from specdata.storage.files import fingerprint
+from specdata.terminal import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,8 +83,6 @@ def _complete(
     identity: dict[str, Any],
     limit: int,
 ) -> dict[str, Any]:
-    from tqdm import tqdm
-
     from specdata.prompts.loading import dropped, load_prompts
     from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
     from specdata.storage.manifest import read_manifest
@@ -107,8 +107,7 @@ def _complete(
     }
     settings = stage.settings.extended(made_of)
     asked = turns_asked(loaded.prompts, wanted.samples)
-    bar = tqdm(total=asked, desc="rollouts", unit="row", file=sys.stderr, disable=not is_main())
-    with bar:
+    with progress(asked, "rollouts", "row", is_shown=is_main()) as bar:
         make_rollouts(
             backend,
             loaded.prompts,
@@ -155,7 +154,9 @@ def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[st
     return backend, identity, limit
 
 
-RECIPE = Recipe(main, stages, "Complete prompts with the target.", ("toy", "rollouts"))
+RECIPE = Recipe(
+    main, stages, "Complete prompts with the target.", ("toy", "rollouts"), after_rollouts
+)
 
 if __name__ == "__main__":
     sys.exit(RECIPE.run())

@@ -15,6 +15,7 @@ from typing import Any
 from eval.measuring.results import read_results
 from recipes.config import PipelineConfig
 from recipes.layout import draft_in_use, eval_folder, folder, head_in_use, release_stage
+from recipes.next_steps import after_release
 from recipes.recipe import Recipe
 from recipes.run import Stage, finished, made_as_asked, need, run_stage, say, stage_record
 from specdata.errors import ConfigError
@@ -100,7 +101,9 @@ def _release(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     return made
 
 
-RECIPE = Recipe(main, stages, "Assemble draft and head for the Hub.", ("publish", "eval"))
+RECIPE = Recipe(
+    main, stages, "Assemble draft and head for the Hub.", ("publish", "eval"), after_release
+)
 
 if __name__ == "__main__":
     sys.exit(RECIPE.run())

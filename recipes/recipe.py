@@ -12,9 +12,11 @@ import yaml
 from safetensors import SafetensorError
 
 from recipes.config import SHARED, PipelineConfig, parse
-from recipes.run import RUN, USER_ERRORS, Stage, console, stage_record
+from recipes.next_steps import CommandLine, Step
+from recipes.run import RUN, USER_ERRORS, Stage, console, say, stage_record
 from specdata.errors import OtherSettingsError
 from specdata.processes import is_main
+from specdata.terminal import accept_any_text, visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +28,14 @@ class Recipe:
         stages: says what it would do, without doing anything.
         description: one sentence for `--help`.
         sections: the keys of the configuration that it reads besides `SHARED`.
+        next_steps: says what can be done with what was made.
     """
 
     main: Callable[[PipelineConfig], Any]
     stages: Callable[[PipelineConfig], Sequence[Stage]]
     description: str
     sections: tuple[str, ...]
+    next_steps: Callable[[PipelineConfig, CommandLine], Sequence[Step]] = lambda _config, _line: []
 
     def run(self, arguments: Sequence[str] | None = None, program: str | None = None) -> int:
         """Run the recipe from a command line.
@@ -48,6 +52,7 @@ class Recipe:
             SystemExit: for `--help`.
         """
         given = sys.argv[1:] if arguments is None else arguments
+        accept_any_text()
         try:
             sections = (*SHARED, *self.sections)
             command = parse(given, self.description, sections, program)
@@ -56,13 +61,14 @@ class Recipe:
                 show_plan(values, self.stages(command.config))
             else:
                 self.main(command.config)
+                show_steps(self.next_steps(command.config, CommandLine(given, program)))
         except USER_ERRORS as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {visible(str(error))}", file=sys.stderr)
             return 2
         except (OSError, SafetensorError) as error:  # the latter for a disk that is full, too
             print(
-                f"error while running: {error}. Nothing finished is lost: mend the cause and run "
-                "the same command again",
+                f"error while running: {visible(str(error))}. Nothing finished is lost: mend the "
+                "cause and run the same command again",
                 file=sys.stderr,
             )
             return 1
@@ -70,6 +76,14 @@ class Recipe:
             print("\ninterrupted: run the same command again to continue", file=sys.stderr)
             return 130
         return 0
+
+
+def show_steps(steps: Sequence[Step]) -> None:
+    """Print, in the main process, what can be done next, a line to copy for each."""
+    if steps:
+        say("what next:")
+    for step in steps:
+        say(f"  {step.purpose:<8} {step.line}")
 
 
 def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:

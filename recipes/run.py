@@ -24,6 +24,7 @@ from specdata.processes import is_main, process_count
 from specdata.storage.files import fingerprint, try_locked, write_json
 from specdata.storage.manifest import MANIFEST, PROGRESS
 from specdata.storage.resume import Settings, read_record
+from specdata.terminal import visible
 
 RUN = "run.json"
 LOCK = ".lock"
@@ -84,11 +85,10 @@ def run_stage(
     decisive = _decisive(stage, config)
     stored = _stored(stage, decisive)
     if stored and stored["finished"]:
-        say(
-            f"[green]{stage.name}: already done[/] ({stored['wall_seconds']:.0f} s, {stage.folder})"
-        )
+        took = f"{stored['wall_seconds']:.0f} s, {stage.folder}"
+        say(f"{stage.name}: already done ({took})", style="green")
         return dict(stored["results"])
-    say(f"[bold]{stage.name}[/]: {'continuing' if stored else 'starting'} in {stage.folder}")
+    say(f"{stage.name}: {'continuing' if stored else 'starting'} in {stage.folder}", style="bold")
     prepare_libraries()
     begun = time.perf_counter()
     if not is_main():
@@ -108,7 +108,7 @@ def run_stage(
         record["wall_seconds"] = time.perf_counter() - begun  # of the session that finished it
         record["finished"] = True
         write_json(stage.folder / RUN, record)
-    say(f"[green]{stage.name}: done[/] in {record['wall_seconds']:.0f} s")
+    say(f"{stage.name}: done in {record['wall_seconds']:.0f} s", style="green")
     return dict(record["results"])
 
 
@@ -117,6 +117,7 @@ def prepare_libraries() -> None:
     import datasets
     import torch
     import transformers
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if torch.cuda.is_available():
         # Before any model is loaded: each process has a GPU of its own.
@@ -127,6 +128,8 @@ def prepare_libraries() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
+    if not sys.stderr.isatty():  # bars of downloads, which are drawn over and over
+        disable_progress_bars()
 
 
 def made_as_asked(stage: Stage) -> bool:
@@ -175,10 +178,15 @@ def need(folder: Path, recipe: str) -> None:
         )
 
 
-def say(text: str) -> None:
-    """Print a line, in the main process only."""
+def say(text: str, style: str = "") -> None:
+    """Print a line, in the main process only.
+
+    Args:
+        text: taken as it is, but for control characters, which are spelt out.
+        style: of the whole line, in rich's words.
+    """
     if is_main():
-        console.print(text)
+        console.print(visible(text), style=style, markup=False, emoji=False)
 
 
 def _decisive(stage: Stage, config: PipelineConfig) -> Settings:

@@ -19,6 +19,7 @@ from eval.measuring.results import read_results, write_results
 from eval.reporting.report import Context, terminal, write_report
 from recipes.config import PipelineConfig
 from recipes.layout import draft_in_use, eval_stage, folder, head_in_use
+from recipes.next_steps import after_eval
 from recipes.recipe import Recipe
 from recipes.run import (
     Stage,
@@ -33,6 +34,7 @@ from recipes.run import (
 from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.storage.files import write_json
+from specdata.terminal import progress
 
 if TYPE_CHECKING:
     from heads import AcceptanceHead
@@ -70,13 +72,11 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         need(folder(config, "head"), "train_head.py")
     result = run_stage(stage, config, lambda: _measure(config, stage))
     console.print(terminal(read_results(stage.folder / "results.json")))
-    say(f"report: {stage.folder / 'report.html'}")
     return result
 
 
 def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     import torch
-    from tqdm import tqdm
 
     from eval.measuring.environment import describe_environment
     from eval.measuring.experiment import Artefacts, run_experiment
@@ -113,7 +113,7 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     torch.set_num_threads(config.eval.threads or before)
     try:
         generations = len(prompts) * len(config.eval.methods)
-        with tqdm(total=generations, desc="evaluation", unit="generation", file=sys.stderr) as bar:
+        with progress(generations, "evaluation", "generation") as bar:
             results = run_experiment(
                 artefacts,
                 prompts,
@@ -209,7 +209,9 @@ def _context(config: PipelineConfig) -> Context:
     )
 
 
-RECIPE = Recipe(main, stages, "Decode prompts with every method, and report.", ("eval",))
+RECIPE = Recipe(
+    main, stages, "Decode prompts with every method, and report.", ("eval",), after_eval
+)
 
 if __name__ == "__main__":
     sys.exit(RECIPE.run())
