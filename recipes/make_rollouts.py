@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from recipes.config import PipelineConfig
-from recipes.layout import folder, pair_stage, rollouts_stage
+from recipes.layout import by_content, folder, pair_stage, rollouts_stage
 from recipes.next_steps import after_rollouts
 from recipes.recipe import Recipe
 from recipes.run import Stage, finished, run_stage, say
@@ -105,7 +105,7 @@ def _complete(
         "tokenizer": vocabulary_fingerprint(tokenizer),
         "prompts": loaded.report,
     }
-    settings = stage.settings.extended(made_of)
+    settings = by_content(stage.settings.extended(made_of))
     asked = turns_asked(loaded.prompts, wanted.samples)
     with progress(asked, "rollouts", "row", is_shown=is_main()) as bar:
         make_rollouts(

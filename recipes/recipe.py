@@ -13,7 +13,16 @@ from safetensors import SafetensorError
 
 from recipes.config import SHARED, PipelineConfig, parse
 from recipes.next_steps import CommandLine, Step
-from recipes.run import RUN, USER_ERRORS, Stage, console, say, stage_record
+from recipes.run import (
+    RUN,
+    USER_ERRORS,
+    Stage,
+    check_settings,
+    console,
+    is_within,
+    say,
+    stage_record,
+)
 from specdata.errors import OtherSettingsError
 from specdata.processes import is_main
 from specdata.terminal import accept_any_text, visible
@@ -101,7 +110,7 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
         console.print(f"\n{stage.name} ({_state(stage)})", style="bold", markup=False)
         for name, source in stage.inputs.items():
             there = "" if Path(source).exists() else " (from the Hub)"
-            if there and Path(source).is_relative_to(str(given.get("output"))):
+            if there and is_within(source, str(given.get("output"))):
                 there = " (not made yet)"
             console.print(f"  reads {name}: {source}{there}", markup=False)
         console.print(f"  writes {stage.folder}: {stage.size}", markup=False)
@@ -113,7 +122,7 @@ def _state(stage: Stage) -> str:
         return "would be made"
     record = stage_record(stage.folder)
     try:
-        stage.settings.check(record["settings"], stage.folder)
+        check_settings(stage)
     except OtherSettingsError:
         return f"made with other settings: {stage.settings.remedy}"
     return "done" if record["finished"] else "begun, would be continued"

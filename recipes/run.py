@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +38,8 @@ PATIENCE = 600
 RETRIES = 5
 # Everything else that is raised is trouble outside (OSError) or a defect with its traceback.
 USER_ERRORS = (ConfigError, ManifestError, VocabularyMismatchError, CacheNotRewindableError)
+# Stands, in what is stored, for the run's own output folder.
+OUTPUT = "OUTPUT"
 KEYS = ("stage", "settings", "inputs", "finished", "wall_seconds", "results")
 
 # Tables of a report need 100 columns; a narrower terminal wraps them, a log file has no width.
@@ -140,10 +144,17 @@ def made_as_asked(stage: Stage) -> bool:
     if not finished(stage.folder):
         return False
     try:
-        stage.settings.check(stage_record(stage.folder)["settings"], stage.folder)
+        check_settings(stage)
     except ManifestError:
         return False
     return True
+
+
+def check_settings(stage: Stage) -> None:
+    """Raise OtherSettingsError if a stage's folder was made with other settings."""
+    asked = portable(stage.settings.values, str(stage.folder.parent))
+    stored = stage_record(stage.folder)["settings"]
+    dataclasses.replace(stage.settings, values=asked).check(stored, stage.folder)
 
 
 def finished(folder: Path) -> bool:
@@ -151,9 +162,63 @@ def finished(folder: Path) -> bool:
     return (folder / RUN).is_file() and bool(stage_record(folder)["finished"])
 
 
+def reopen(stage: Stage) -> None:
+    """Count a finished stage as interrupted, so that `run_stage` makes what it lost."""
+    record = read_record(stage.folder / RUN, KEYS, stage.settings.remedy)
+    write_json(stage.folder / RUN, {**record, "finished": False})
+
+
 def stage_record(folder: Path) -> dict[str, Any]:
-    """The run.json of a stage's folder. Raises ManifestError if it is damaged."""
-    return read_record(folder / RUN, KEYS, f"choose another --output, or remove {folder}")
+    """The run.json of a stage's folder, paths in the run's output as `portable` gives them.
+
+    Raises:
+        ManifestError: if it is damaged.
+    """
+    record = read_record(folder / RUN, KEYS, f"choose another --output, or remove {folder}")
+    config = record.get("config")
+    was = config.get("output") if isinstance(config, Mapping) else None
+    if not isinstance(was, str):
+        return record
+    return {**record, **{key: portable(record[key], was) for key in ("settings", "inputs")}}
+
+
+def portable(values: Any, output: str) -> Any:
+    """JSON values whose paths in the run's output are written relative to it: OUTPUT/...
+
+    So a run can be moved, or its output named in another way, and is still the same run.
+
+    Args:
+        values: settings or inputs; keys are changed, too ("path draft PATH").
+        output: the run's folder, as it was called when these paths were.
+    """
+    root = absolute(output)
+    if Path.cwd().is_relative_to(root):
+        return values  # there, every name would be a path in the output
+
+    def text(value: str) -> str:
+        kind, path = re.fullmatch(r"(path draft |prompts |)(.*)", value, re.DOTALL).groups()  # type: ignore[union-attr]
+        here = absolute(path)
+        is_inside = here != root and here.is_relative_to(root)
+        return f"{kind}{OUTPUT}/{here.relative_to(root)}" if is_inside else value
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {text(key): walk(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [walk(item) for item in value]
+        return text(value) if isinstance(value, str) else value
+
+    return walk(values)
+
+
+def is_within(path: str, output: str) -> bool:
+    """Whether a path lies in the run's output, however both are written."""
+    return absolute(path).is_relative_to(absolute(output))
+
+
+def absolute(path: str | Path) -> Path:
+    """A path from the root, without "..", symbolic links as they are."""
+    return Path(os.path.normpath(Path(path).absolute()))
 
 
 def wait_for(folder: Path, patience: float = PATIENCE) -> None:
@@ -192,20 +257,21 @@ def say(text: str, style: str = "") -> None:
 def _decisive(stage: Stage, config: PipelineConfig) -> Settings:
     """What run.json stores of a stage and compares on resume."""
     for name, source in stage.inputs.items():
-        if Path(source).is_relative_to(config.output) and not Path(source).exists():
+        if is_within(source, config.output) and not Path(source).exists():
             raise ConfigError(
                 f"{stage.name} reads {name} from {source}, which is not there: run the stage that "
-                "makes it (remove its folder first if it counts as done)"
+                "makes it; if that says it is already done, remove its folder and run it again"
             )
+    inputs = {name: fingerprint(source) for name, source in stage.inputs.items()}
     return Settings(
         {
             "stage": stage.name,
-            "settings": stage.settings.values,
-            "inputs": {name: fingerprint(source) for name, source in stage.inputs.items()},
+            "settings": portable(stage.settings.values, config.output),
+            "inputs": portable(inputs, config.output),
         },
         {f"settings.{key}": value for key, value in stage.settings.defaults.items()},
         stage.settings.remedy,
-        lambda stored: {**stored, "settings": stage.settings.rewrite(stored["settings"])},
+        lambda values: {**values, "settings": stage.settings.rewrite(values["settings"])},
     )
 
 

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config import PipelineConfig
-from recipes.layout import draft_in_use, folder, head_stage, labels_stage
+from recipes.layout import (
+    by_content,
+    draft_in_use,
+    folder,
+    head_stage,
+    labels_stage,
+    without_names,
+)
 from recipes.next_steps import after_head
 from recipes.recipe import Recipe
 from recipes.run import Stage, need, run_stage, say
@@ -80,7 +87,9 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
             config.labels,
             sampling=config.sampling,
             seed=config.seed,
-            settings=stage.settings.extended({**source, "draft": _identity(draft_name)}),
+            settings=by_content(
+                stage.settings.extended({**source, "draft": _identity(draft_name)})
+            ),
             report=bar.update,
         )
     return {"rows": rows, "acceptance": mean_overlap(load_labels(stage.folder, config.sampling))}
@@ -90,7 +99,8 @@ def _check_cache(cache: Path, source: dict[str, Any]) -> None:
     """Raise ConfigError unless kept logits are this run's target's along this run's rollouts."""
     from specdata.storage.manifest import read_manifest
 
-    stored = read_manifest(cache)["settings"]
+    stored = without_names(read_manifest(cache)["settings"])
+    source = without_names(source)
     if changed := differences({name: stored.get(name) for name in source}, source):
         raise ConfigError(
             f"labels.cache {cache} was made of other rollouts or by another target: leave it out, "
