@@ -17,7 +17,7 @@ from recipes.config import PipelineConfig
 from recipes.layout import draft_in_use, eval_folder, folder, head_in_use, release_stage
 from recipes.next_steps import after_release
 from recipes.recipe import Recipe
-from recipes.run import Stage, need, run_stage, say, stage_record
+from recipes.run import Stage, finished, need, remove_caches, run_stage, say, stage_record
 from specdata.errors import ConfigError, ManifestError, OtherSettingsError
 from specdata.processes import is_main
 from specdata.storage.files import fingerprint
@@ -62,7 +62,10 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     (stage,) = stages(config)
     need(eval_folder(config), "run_eval.py")
     check(config)
+    was_made = finished(stage.folder)
     made = _assembled(config, stage)
+    if not was_made:
+        remove_caches(config)  # nothing is left to be made of the datasets
     # Of the folders as they are called now: the run may have been moved since it was made.
     places = {name: getattr(config.publish, f"{name}_id") or stage.folder / name for name in made}
     for name, place in places.items():
@@ -77,6 +80,7 @@ def _assembled(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     except OtherSettingsError:
         if stage_record(stage.folder)["stage"] != stage.name:
             raise
+        _results(config)  # what cannot be made again is not removed
         shutil.rmtree(stage.folder)
     return run_stage(stage, config, lambda: _release(config, stage))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,11 +25,13 @@ from specdata.errors import (
 )
 from specdata.processes import is_main, process_count
 from specdata.storage.files import fingerprint, try_locked, write_json
-from specdata.storage.manifest import MANIFEST, PROGRESS
+from specdata.storage.manifest import CACHE, MANIFEST, PROGRESS
 from specdata.storage.resume import Settings, read_record
 from specdata.terminal import visible
 
 RUN = "run.json"
+# Stays in a finished folder: if it were removed, a process that has just opened it and one that
+# makes a new one could both hold "the" lock.
 LOCK = ".lock"
 # Seconds between two looks at a folder that the main process works in, and how long it may be away
 # from it (between two stages, while it loads models) before the others give up.
@@ -241,6 +244,18 @@ def need(folder: Path, recipe: str) -> None:
         raise ConfigError(
             f"{folder} is missing or unfinished: run recipes/{recipe} first (draftsmith {command})"
         )
+
+
+def remove_caches(config: PipelineConfig) -> None:
+    """Remove the copies of datasets that stages mapped into memory, as large as the datasets.
+
+    Whoever reads a dataset again makes its copy again. Nothing is removed while another process
+    works on this run.
+    """
+    output = Path(config.output)
+    if not any(_held(lock) for lock in output.glob(f"*/{LOCK}")):
+        for cache in output.glob(f"*/{CACHE}"):
+            shutil.rmtree(cache, ignore_errors=True)
 
 
 def say(text: str, style: str = "") -> None:

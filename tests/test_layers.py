@@ -37,6 +37,7 @@ BELOW = {
         "errors": "",
         "sampling": "",
         "seeds": "",
+        "terminal": "",
         "processes": "",
         "toy": "",
         "config": "errors",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,9 +76,16 @@ def command(folder: Path, recipe: str, *arguments: str) -> list[str]:
     return [sys.executable, script, "--config", "pair.yaml", *arguments]
 
 
-def run(folder: Path, recipe: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, recipe: str, *arguments: str, encoding: str = "utf-8"
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(folder, recipe, *arguments), cwd=folder, capture_output=True, text=True, check=False
+        command(folder, recipe, *arguments),
+        cwd=folder,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        encoding=encoding,
+        check=False,
     )
 
 
@@ -89,6 +98,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert noise not in done.stderr + done.stdout
     for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
         assert f"{stage}: done in" in done.stdout
+    assert "\r" not in done.stderr + done.stdout, "progress in a file is lines"
+    assert not list((folder / "out").rglob(".cache"))
     return folder
 
 
@@ -189,6 +200,111 @@ def test_a_warm_run_does_nothing_again(finished: Path) -> None:
     assert shown.count("already done") == 7
     assert "Fastest lossless method" in shown or "No method was faster" in shown
     assert {path: path.stat().st_mtime_ns for path in (finished / "out").rglob("*")} == before
+
+
+def test_a_rerun_prints_in_any_encoding_and_its_next_steps_can_be_taken(finished: Path) -> None:
+    assert run(finished, "pipeline.py", encoding="latin-1").returncode == 0
+    done = run(finished, "pipeline.py", encoding="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "pipeline: everything was already made, in out\n" in done.stdout
+    assert "in all" not in done.stdout
+    steps = [line.split(maxsplit=1) for line in done.stdout.split("what next:\n")[1].splitlines()]
+    assert [purpose for purpose, _ in steps] == ["look", "load", "serve", "load", "upload"]
+    (_, page), (_, draft), (_, serve), (_, head), (_, upload) = steps
+    assert (finished / page).is_file()
+    code = f"{draft}; {head}; assert draft.config.hidden_size == head.hidden_size"
+    subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=finished,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    program, _, target, _, option = shlex.split(serve)
+    assert (program, target) == ("vllm", "out/pair/target")
+    assert json.loads(option)["model"] == "out/release/draft"
+    python, *rest = shlex.split(upload)
+    assert python == "python"
+    planned = subprocess.run([sys.executable, *rest, "--plan"], cwd=finished, capture_output=True)
+    assert planned.returncode == 0, planned.stderr
+
+
+def copied(finished: Path, place: Path) -> Path:
+    """A copy of a finished run under another name."""
+    shutil.copytree(finished / "out", place / "moved" / "run 2")
+    return place / "moved" / "run 2"
+
+
+def test_a_run_that_was_moved_is_still_the_same_run(finished: Path, tmp_path: Path) -> None:
+    moved = copied(finished, tmp_path)
+    shutil.rmtree(moved / "release")
+    (moved / "eval" / "results.json").unlink()
+    for here in ("moved/run 2", str(moved), "moved/../moved/run 2/"):
+        flags = ["--output", here, "--models.target", f"{here}/pair/target"]
+        done = run(tmp_path, "pipeline.py", *flags, "--models.draft", f"{here}/pair/draft")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("already done") == (6 if here == "moved/run 2" else 7)
+        assert f"draft: {Path(here)}/release/draft" in done.stdout
+    for name in ("draft", "head"):
+        ours, theirs = moved / "release" / name, finished / "out" / "release" / name
+        weights = "model.safetensors"
+        assert (ours / weights).read_bytes() == (theirs / weights).read_bytes()
+
+
+def test_lost_and_damaged_results_are_made_again_as_every_message_says(
+    finished: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished / "out", tmp_path / "out")
+    results = tmp_path / "out" / "eval" / "results.json"
+    measured = results.read_bytes()
+    results.unlink()
+    page = results.with_name("report.html")
+    page.unlink()
+    again = run(tmp_path, "run_eval.py")
+    assert again.returncode == 0, again.stderr
+    assert "results.json is missing; it is made again from the records" in again.stdout
+    assert results.read_bytes() == measured
+    assert page.is_file()
+
+    results.write_bytes(measured[: len(measured) // 2])
+    refused = run(tmp_path, "publish.py", "--publish.license", "mit")
+    assert refused.returncode == 2
+    assert "run the evaluation again" in refused.stderr
+    assert (tmp_path / "out" / "release" / "head" / "README.md").is_file(), "nothing is lost"
+    assert run(tmp_path, "run_eval.py").returncode == 0
+    assert results.read_bytes() == measured
+    assert run(tmp_path, "publish.py", "--publish.license", "mit").returncode == 0
+
+    results.unlink()
+    record = sorted(results.with_name("prompts").glob("*.json"))[0]
+    record.write_bytes(record.read_bytes()[:100])
+    refused = run(tmp_path, "run_eval.py")
+    assert refused.returncode == 2
+    assert f"{record.relative_to(tmp_path)} is damaged" in refused.stderr
+    assert "remove it, and run again" in refused.stderr
+    record.unlink()
+    again = run(tmp_path, "run_eval.py")
+    assert again.returncode == 0, again.stderr
+    counts = [(run.method, run.tokens, run.n_target) for run in read_results(results).runs]
+    results.write_bytes(measured)
+    assert counts == [(run.method, run.tokens, run.n_target) for run in read_results(results).runs]
+
+
+def test_a_truncated_head_is_refused_and_the_message_mends_it(
+    finished: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished / "out", tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "eval")
+    weights = tmp_path / "out" / "head" / "model" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-10])
+    refused = run(tmp_path, "run_eval.py")
+    assert refused.returncode == 2
+    assert "remove out/head and train it again with recipes/train_head.py" in refused.stderr
+    shutil.rmtree(tmp_path / "out" / "head")
+    assert run(tmp_path, "train_head.py").returncode == 0
+    assert weights.read_bytes() == whole
+    done = run(tmp_path, "run_eval.py")
+    assert done.returncode == 0, done.stderr
 
 
 def planned_bytes(size: str) -> float:
