@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 from transformers import (
     PreTrainedModel,
     PrinterCallback,
@@ -30,6 +30,7 @@ from transformers.utils import logging
 from specdata.processes import join_processes
 from specdata.storage.files import write_json
 from specdata.storage.resume import Settings
+from specdata.terminal import progress
 
 # Written last, so its existence means that every rank has written its part of the checkpoint.
 _COMPLETE = "complete.json"
@@ -175,9 +176,7 @@ class _Progress(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         if state.is_world_process_zero:
-            self.bar = tqdm(
-                desc=self.label, total=state.max_steps, initial=state.global_step, unit="step"
-            )
+            self.bar = progress(state.max_steps, self.label, "step", done=state.global_step)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -194,7 +193,7 @@ class _Progress(TrainerCallback):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         if self.bar is not None and logs is not None and "loss" in logs:
-            self.bar.set_postfix(loss=f"{logs['loss']:.3f}")
+            self.bar.set_postfix(loss=f"{logs['loss']:.3f}", refresh=False)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

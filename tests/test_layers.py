@@ -50,7 +50,7 @@ BELOW = {
         "prompts": "errors hub seeds toy",
         "rollouts": "config errors models probability prompts sampling seeds storage",
         "labels": "config errors lm_head models probability sampling seeds storage",
-        "inspect": "errors hub prompts storage vocabulary",
+        "inspect": "errors hub prompts storage terminal vocabulary",
     },
 }
 FILES = [path for package in ALLOWED for path in sorted((ROOT / package).rglob("*.py"))]

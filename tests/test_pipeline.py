@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import yaml
 from safetensors.torch import load_file
 
 from eval.measuring.results import check_metrics, read_results
+from recipes.command import RECIPES
 from recipes.config import parse
 from recipes.layout import draft_stage, eval_stage, head_stage, pair_stage, rollouts_stage
 from specdata.storage.dataset import load_stored
@@ -228,22 +230,36 @@ def test_a_rerun_prints_in_any_encoding_and_its_next_steps_can_be_taken(finished
     assert planned.returncode == 0, planned.stderr
 
 
-def copied(finished: Path, place: Path) -> Path:
-    """A copy of a finished run under another name."""
-    shutil.copytree(finished / "out", place / "moved" / "run 2")
-    return place / "moved" / "run 2"
+Called = Callable[..., tuple[int, str, str]]
 
 
-def test_a_run_that_was_moved_is_still_the_same_run(finished: Path, tmp_path: Path) -> None:
-    moved = copied(finished, tmp_path)
+@pytest.fixture
+def call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Called:
+    """Calls a recipe in this process, in `tmp_path`: status, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def called(recipe: str, *arguments: str) -> tuple[int, str, str]:
+        status = RECIPES[recipe].run(command(tmp_path, "", *arguments)[2:])
+        return status, *capsys.readouterr()
+
+    return called
+
+
+def test_a_run_that_was_moved_is_still_the_same_run(
+    finished: Path, tmp_path: Path, call: Called
+) -> None:
+    moved = tmp_path / "moved" / "run 2"
+    shutil.copytree(finished / "out", moved)
     shutil.rmtree(moved / "release")
     (moved / "eval" / "results.json").unlink()
     for here in ("moved/run 2", str(moved), "moved/../moved/run 2/"):
         flags = ["--output", here, "--models.target", f"{here}/pair/target"]
-        done = run(tmp_path, "pipeline.py", *flags, "--models.draft", f"{here}/pair/draft")
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("already done") == (6 if here == "moved/run 2" else 7)
-        assert f"draft: {Path(here)}/release/draft" in done.stdout
+        status, shown, error = call("pipeline", *flags, "--models.draft", f"{here}/pair/draft")
+        assert status == 0, error
+        assert shown.count("already done") == (6 if here == "moved/run 2" else 7)
+        assert f"draft: {Path(here)}/release/draft" in shown
     for name in ("draft", "head"):
         ours, theirs = moved / "release" / name, finished / "out" / "release" / name
         weights = "model.safetensors"
@@ -251,7 +267,7 @@ def test_a_run_that_was_moved_is_still_the_same_run(finished: Path, tmp_path: Pa
 
 
 def test_lost_and_damaged_results_are_made_again_as_every_message_says(
-    finished: Path, tmp_path: Path
+    finished: Path, tmp_path: Path, call: Called
 ) -> None:
     shutil.copytree(finished / "out", tmp_path / "out")
     results = tmp_path / "out" / "eval" / "results.json"
@@ -259,52 +275,52 @@ def test_lost_and_damaged_results_are_made_again_as_every_message_says(
     results.unlink()
     page = results.with_name("report.html")
     page.unlink()
-    again = run(tmp_path, "run_eval.py")
-    assert again.returncode == 0, again.stderr
-    assert "results.json is missing; it is made again from the records" in again.stdout
+    status, shown, error = call("run-eval")
+    assert status == 0, error
+    assert "results.json is missing; it is made again from the records" in shown
     assert results.read_bytes() == measured
     assert page.is_file()
 
     results.write_bytes(measured[: len(measured) // 2])
-    refused = run(tmp_path, "publish.py", "--publish.license", "mit")
-    assert refused.returncode == 2
-    assert "run the evaluation again" in refused.stderr
+    status, _, error = call("publish", "--publish.license", "mit")
+    assert status == 2
+    assert "run the evaluation again" in error
     assert (tmp_path / "out" / "release" / "head" / "README.md").is_file(), "nothing is lost"
-    assert run(tmp_path, "run_eval.py").returncode == 0
+    assert call("run-eval")[0] == 0
     assert results.read_bytes() == measured
-    assert run(tmp_path, "publish.py", "--publish.license", "mit").returncode == 0
+    assert call("publish", "--publish.license", "mit")[0] == 0
 
     results.unlink()
     record = sorted(results.with_name("prompts").glob("*.json"))[0]
     record.write_bytes(record.read_bytes()[:100])
-    refused = run(tmp_path, "run_eval.py")
-    assert refused.returncode == 2
-    assert f"{record.relative_to(tmp_path)} is damaged" in refused.stderr
-    assert "remove it, and run again" in refused.stderr
+    status, _, error = call("run-eval")
+    assert status == 2
+    assert f"{record.relative_to(tmp_path)} is damaged" in error
+    assert "remove it, and run again" in error
     record.unlink()
-    again = run(tmp_path, "run_eval.py")
-    assert again.returncode == 0, again.stderr
+    status, _, error = call("run-eval")
+    assert status == 0, error
     counts = [(run.method, run.tokens, run.n_target) for run in read_results(results).runs]
     results.write_bytes(measured)
     assert counts == [(run.method, run.tokens, run.n_target) for run in read_results(results).runs]
 
 
 def test_a_truncated_head_is_refused_and_the_message_mends_it(
-    finished: Path, tmp_path: Path
+    finished: Path, tmp_path: Path, call: Called
 ) -> None:
     shutil.copytree(finished / "out", tmp_path / "out")
     shutil.rmtree(tmp_path / "out" / "eval")
     weights = tmp_path / "out" / "head" / "model" / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-10])
-    refused = run(tmp_path, "run_eval.py")
-    assert refused.returncode == 2
-    assert "remove out/head and train it again with recipes/train_head.py" in refused.stderr
+    status, _, error = call("run-eval")
+    assert status == 2
+    assert "remove out/head and train it again with recipes/train_head.py" in error
     shutil.rmtree(tmp_path / "out" / "head")
-    assert run(tmp_path, "train_head.py").returncode == 0
+    assert call("train-head")[0] == 0
     assert weights.read_bytes() == whole
-    done = run(tmp_path, "run_eval.py")
-    assert done.returncode == 0, done.stderr
+    status, _, error = call("run-eval")
+    assert status == 0, error
 
 
 def planned_bytes(size: str) -> float:

@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from eval.analysis.ties import Choice, Comparison, Difference, compare_sequences
@@ -37,6 +36,7 @@ from specdata.models import DTYPES, check_length, load_model, load_tokenizer
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import dropped, load_prompts
 from specdata.storage.files import write_json
+from specdata.terminal import accept_any_text, progress
 from specdata.vocabulary import check_shared_vocabulary
 
 SCHEMA_VERSION = 1
@@ -72,6 +72,7 @@ def main(
     arguments: Sequence[str] | None = None, program: str = "python -m eval.analysis.compare"
 ) -> int:
     """Run the command line; returns the exit status."""
+    accept_any_text()
     given = _parser(program).parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True)
     try:
@@ -124,7 +125,7 @@ def _run(
         **{text: _decode(target, draft, config, head, given) for text, config in configs.items()},
     }
     sequences = len(prompts) * (len(methods) + 1)
-    with tqdm(total=sequences, desc="comparison", unit="sequence", file=sys.stderr) as bar:
+    with progress(sequences, "comparison", "sequence") as bar:
         comparisons = compare_sequences(
             target,
             [torch.tensor(ids) for ids in prompts],

@@ -33,6 +33,7 @@ from specdata.models import hub_commit, load_model
 from specdata.storage.dataset import load_stored
 from specdata.storage.files import atomic_write, fingerprint, write_json
 from specdata.storage.manifest import read_manifest
+from specdata.terminal import accept_any_text
 
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 LENGTHS = range(1, 21)
@@ -186,6 +187,7 @@ def main(
     arguments: Sequence[str] | None = None, program: str = "python -m eval.analysis.replay"
 ) -> int:
     """Run the command line; returns the exit status."""
+    accept_any_text()
     given = _parser(program).parse_args(arguments)
     try:
         rows = _run(given)
