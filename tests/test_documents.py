@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -146,3 +149,39 @@ def test_links_between_documents_lead_somewhere() -> None:
     for document in ROOT.glob("*.md"):
         for link in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
             assert link.startswith("https://") or (ROOT / link).exists(), (document.name, link)
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ("7B, 68M | A100", []),
+        ("7B, 68M | H100", ["--device", "H100"]),
+        ("70B, 1.1B | B200", ["--device", "B200", "--target", "70e9", "--draft", "1.1e9"]),
+    ],
+)
+def test_the_costs_in_the_readme_are_what_their_command_prints(
+    row: str, options: list[str], tmp_path: Path
+) -> None:
+    script = [sys.executable, ROOT / "benchmarks" / "cost.py", "--out", tmp_path / "cost.json"]
+    printed = subprocess.run(
+        [*script, *options], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
+    )
+    assert printed.returncode == 0, printed.stderr
+    lines = printed.stdout.decode().splitlines()[1:]  # a stage each, then the sum
+    hours = [re.findall(r"[\d.]+ h", line)[0] for line in lines[:-1]]
+    disk = re.findall(r"[\d.]+ GB", lines[-1])[0]
+    (line,) = [line for line in README.splitlines() if line.startswith(f"| {row}")]
+    assert line.strip(" |").split(" | ")[2:] == [*hours, disk]
+
+
+@pytest.mark.parametrize(("acceptance", "length"), [(0.6, 3), (0.8, 6), (0.9, 10)])
+def test_the_speed_ups_to_expect_are_of_the_best_draft_length(
+    acceptance: float, length: int
+) -> None:
+    speeds = [
+        (1 - acceptance ** (k + 1)) / ((1 - acceptance) * (1 + 0.1 * k)) for k in range(1, 40)
+    ]
+    best = max(speeds)
+    assert speeds.index(best) + 1 == length
+    expected = rf"{best:.1f}x at (a = )?{acceptance:g}\s\(K = {length}\)".replace("0.", r"\.")
+    assert re.search(expected, README)
