@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.measuring.methods import calibrates, path_drafts, with_calibration
-from eval.measuring.results import read_results, write_results
+from eval.measuring.results import LostResultsError, read_results, write_results
 from eval.reporting.report import PAGE, Context, terminal, write_report
 from recipes.config import PipelineConfig
 from recipes.layout import draft_in_use, eval_stage, folder, head_in_use
@@ -34,7 +34,7 @@ from recipes.run import (
     say,
     stage_record,
 )
-from specdata.errors import ConfigError, ManifestError
+from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.storage.files import write_json
 from specdata.storage.resume import read_record
@@ -99,7 +99,7 @@ def _restore(config: PipelineConfig, stage: Stage) -> None:
         if (stage.folder / PAGE).is_file():
             return
         lost = f"{stage.folder / PAGE} is missing"
-    except ManifestError:
+    except LostResultsError:
         is_there = (stage.folder / RESULTS).exists()
         lost = f"{stage.folder / RESULTS} is {'damaged' if is_there else 'missing'}"
     from eval.measuring.experiment import stored_results
