@@ -8,6 +8,8 @@ from pydantic import Field
 
 from specdata.config import Config
 
+TOY_POSITIONS = 1024
+"""The context of the embedded pair, in tokens."""
 Objective = Literal["forward_kl", "reverse_kl", "js", "tv", "neg_log_overlap", "lk_hybrid"]
 """Names of the losses in `distill.losses.LOSSES`."""
 

@@ -23,7 +23,7 @@ from transformers import (
     set_seed,
 )
 
-from distill.config import ToyPairConfig
+from distill.config import TOY_POSITIONS, ToyPairConfig
 from distill.training import Schedule, save_model, train_resumably, training_arguments
 from specdata.storage.files import atomic_folder
 from specdata.storage.resume import Settings, defaults_of
@@ -76,7 +76,7 @@ def language_model(
             intermediate_size=width * 8 // 3 // 16 * 16,
             num_hidden_layers=layers,
             num_attention_heads=width // head_size,
-            max_position_embeddings=1024,
+            max_position_embeddings=TOY_POSITIONS,
             tie_word_embeddings=True,
             initializer_range=0.7 / math.sqrt(width),
             bos_token_id=tokenizer.bos_token_id,

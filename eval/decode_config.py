@@ -22,13 +22,14 @@ from pydantic import (
 
 from eval.drafting.stopping import StoppingRule, read_rule
 from eval.drafting.stopping.fixed import Fixed
-from specdata.config import Config, mistakes
+from eval.verifiers import VERIFIERS
+from specdata.config import Config, mistakes, nearest
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
 
 if TYPE_CHECKING:
     from eval.drafts import How
-    from eval.verifiers import Verifier
+    from eval.verifiers.rule import Verifier
 
 DrafterName = Literal["chain", "paths", "tree"]
 SiblingOption = Literal["auto", "iid", "distinct", "greedy"]
@@ -145,13 +146,11 @@ class DecodeConfig(DraftingConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        from eval.verifiers import VERIFIERS
-
         for temperature in (self.temperature, *self.path_temperatures):
             SamplingConfig(temperature, self.top_k, self.top_p)
         if self.verifier not in VERIFIERS:
             raise ConfigError(
-                f"unknown verifier {self.verifier!r}; choose from {', '.join(VERIFIERS)}"
+                f"unknown verifier {self.verifier!r}: {nearest(self.verifier, VERIFIERS)}"
             )
         self._check_shape()
         self._check_combination()
@@ -176,7 +175,9 @@ class DecodeConfig(DraftingConfig):
             )
 
     def _check_combination(self) -> None:
-        verifier = self.make_verifier()
+        verifier = VERIFIERS[self.verifier]
+        if self.verifier_args or verifier.required:
+            self.make_verifier()  # only the rule itself, which needs torch, knows their ranges
         if self.kind not in verifier.takes:
             raise ConfigError(
                 f"verifier {self.verifier!r} has a proof for {'; '.join(verifier.takes)}, and this "
@@ -203,7 +204,7 @@ class DecodeConfig(DraftingConfig):
         """How siblings of a tree are drawn."""
         if self.siblings != "auto":
             return self.siblings
-        takes = self.make_verifier().takes
+        takes = VERIFIERS[self.verifier].takes
         kinds: tuple[How, ...] = ("iid", "distinct", "greedy")
         return next((how for how in kinds if f"tree, {how}" in takes), "iid")
 
@@ -219,8 +220,6 @@ class DecodeConfig(DraftingConfig):
 
     def make_verifier(self) -> Verifier:
         """Build the verifier with its parameters. Raises ConfigError for parameters it has not."""
-        from eval.verifiers import VERIFIERS
-
         try:
             return VERIFIERS[self.verifier].make(**self.verifier_args)
         except ValueError as error:

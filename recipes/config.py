@@ -8,7 +8,9 @@ its `--help`, and hints at the nearest option.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +22,9 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from distill.config import DistilConfig, ToyPairConfig
-from eval.measuring.methods import EvalConfig, renamed
-from eval.measuring.results import PLAIN
+from eval.drafting.stopping import STOPPING_RULES
+from eval.measuring.methods import PLAIN, EvalConfig, MethodConfig, renamed
+from eval.verifiers import VERIFIERS
 from heads.config import HeadConfig
 from specdata.config import Config, fields_of, nearest, read_config, section_type
 from specdata.errors import ConfigError
@@ -123,6 +126,11 @@ def parse(
     for key, info in _options(PipelineConfig, ""):
         if (text := vars(known)[key]) is not None:
             _put(tree, key.split("."), text if _is_literal(info, text) else _value(key, text))
+    if known.method and "eval" not in sections:
+        raise ConfigError(
+            "--method chooses what an evaluation measures, and this recipe measures nothing: leave "
+            "it out, or give it to run-eval or pipeline"
+        )
     if known.method:
         _choose_methods(tree, known.method)
     _note_renamed(tree)
@@ -143,9 +151,15 @@ def _parser(
         "%(prog)s [--config FILE] [--KEY VALUE ...] [--plan]",
         description,
         allow_abbrev=False,
-        epilog="Every other key of the file can be given as well: see `draftsmith pipeline --help`."
-        if others
-        else None,
+        epilog="\n".join(
+            [
+                *(_methods_help() if "eval" in sections else []),
+                "Every other key of the file can be given, too: see `draftsmith pipeline --help`."
+                if others
+                else "",
+            ]
+        ),
+        formatter_class=_HelpFormatter,
     )
     parser.add_argument("--config", default=str(TOY), help="YAML file (default: the toy pair)")
     parser.add_argument("--plan", action="store_true", help="say what would be done, and stop")
@@ -172,6 +186,39 @@ def _parser(
             help=_help(info) if name in sections else argparse.SUPPRESS,
         )
     return parser
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """argparse's own, with the epilog as it is written."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" not in text:
+            return super()._fill_text(text, width, indent)
+        return text
+
+
+def _methods_help() -> Iterator[str]:
+    """What a method holds: its keys, the verifiers, and the stopping rules with theirs."""
+    yield "A method (of eval.methods or --method), such as {name: K=4, verifier: block, length: 4}:"
+    for name, info in MethodConfig.model_fields.items():
+        if name == "verifier":
+            yield from _listed("  verifier", f"acceptance rule: {', '.join(VERIFIERS)}")
+        elif name != "stop":
+            yield from _listed(f"  {name}", _help(info))
+    yield "  stop: the stopping rule, with its own keys beside it:"
+    for rule in STOPPING_RULES.values():
+        keys = (
+            f"{name} {json.dumps(info.get_default())}" for name, info in rule.model_fields.items()
+        )
+        yield from _listed(f"    {rule.name}", ", ".join(keys))
+    yield ""
+
+
+def _listed(name: str, text: str) -> list[str]:
+    """A line of help, as many as it needs."""
+    lines = textwrap.wrap(text.replace("%%", "%"), 74)
+    first = f"{name:<23} {lines[0]}" if len(name) < 23 else f"{name}\n{'':<24}{lines[0]}"
+    return [first, *(f"{'':<24}{line}" for line in lines[1:])]
 
 
 def _metavar(info: FieldInfo) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from eval.measuring.methods import calibrates, path_drafts, rewritten
+from eval.measuring.methods import calibrates, method_defaults, path_drafts, rewritten
 from recipes.config import PipelineConfig
 from recipes.run import Stage, absolute
 from specdata.errors import ConfigError
@@ -130,7 +130,7 @@ def eval_stage(config: PipelineConfig) -> Stage:
         here,
         Settings(
             values,
-            defaults_of(PipelineConfig),
+            defaults_of(PipelineConfig) | method_defaults("eval.methods"),
             "choose another folder for another list of methods with --eval.folder NAME, or remove "
             f"{here} to measure again",
             rewritten,
@@ -249,7 +249,7 @@ def _draft_size(config: PipelineConfig) -> str:
     """The size of the draft's weights, if it is on this machine or will be made here."""
     if toy := config.toy:
         return _bytes(_toy_bytes(toy.vocab_size, toy.draft_layers, toy.draft_width))
-    here = _on_this_machine(config.models.draft)
+    here = on_this_machine(config.models.draft)
     weights = [path.stat().st_size for path in here.glob("*.safetensors")] if here else []
     return _bytes(sum(weights)) if weights else f"as large as {config.models.draft}"
 
@@ -265,7 +265,7 @@ def _head_size(config: PipelineConfig) -> str:
 
 def _hidden_size(model: str) -> int | None:
     """The hidden size in a model's config.json, if that is on this machine."""
-    here = _on_this_machine(model)
+    here = on_this_machine(model)
     try:
         described = json.loads((here / "config.json").read_text("utf-8")) if here else {}
     except (OSError, ValueError):
@@ -274,7 +274,7 @@ def _hidden_size(model: str) -> int | None:
     return next((described[name] for name in ("hidden_size", "n_embd") if name in described), None)
 
 
-def _on_this_machine(model: str) -> Path | None:
+def on_this_machine(model: str) -> Path | None:
     """The folder of a model: its own, or the one that the Hub's cache keeps of it."""
     if Path(model).is_dir():
         return Path(model)

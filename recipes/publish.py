@@ -61,6 +61,7 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         return {}
     (stage,) = stages(config)
     need(eval_folder(config), "run_eval.py")
+    read_results(eval_folder(config) / "results.json")  # refuses what was changed by hand
     check(config)
     was_made = finished(stage.folder)
     made = _assembled(config, stage)
@@ -142,7 +143,7 @@ def _results(config: PipelineConfig) -> Results:
 
 
 RECIPE = Recipe(
-    main, stages, "Assemble draft and head for the Hub.", ("publish", "eval"), after_release
+    main, stages, "Assemble draft and head for the Hub.", ("publish", "eval"), after_release, check
 )
 
 if __name__ == "__main__":

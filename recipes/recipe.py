@@ -20,6 +20,7 @@ from recipes.run import (
     check_settings,
     console,
     is_within,
+    made_as_asked,
     say,
     stage_record,
 )
@@ -38,6 +39,7 @@ class Recipe:
         description: one sentence for `--help`.
         sections: the keys of the configuration that it reads besides `SHARED`.
         next_steps: says what can be done with what was made.
+        check: finds what would stop it, before anything is made; raises ConfigError.
     """
 
     main: Callable[[PipelineConfig], Any]
@@ -45,6 +47,7 @@ class Recipe:
     description: str
     sections: tuple[str, ...]
     next_steps: Callable[[PipelineConfig, CommandLine], Sequence[Step]] = lambda _config, _line: []
+    check: Callable[[PipelineConfig], None] = lambda _config: None
 
     def run(self, arguments: Sequence[str] | None = None, program: str | None = None) -> int:
         """Run the recipe from a command line.
@@ -67,7 +70,10 @@ class Recipe:
             command = parse(given, self.description, sections, program)
             if command.plan:
                 values = {key: value for key, value in command.given.items() if key in sections}
-                show_plan(values, self.stages(command.config))
+                stages = self.stages(command.config)
+                if not all(map(made_as_asked, stages)):  # as a run, which then has nothing to do
+                    self.check(command.config)
+                show_plan(values, stages)
             else:
                 self.main(command.config)
                 show_steps(self.next_steps(command.config, CommandLine(given, program)))

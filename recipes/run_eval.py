@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from eval.measuring.methods import calibrates, path_drafts, with_calibration
 from eval.measuring.results import LostResultsError, read_results, write_results
 from eval.reporting.report import PAGE, Context, terminal, write_report
+from recipes.checks import check_evaluation
 from recipes.config import PipelineConfig
 from recipes.layout import draft_in_use, eval_stage, folder, head_in_use
 from recipes.next_steps import after_eval
@@ -53,27 +54,13 @@ def stages(config: PipelineConfig) -> list[Stage]:
     return [eval_stage(config)]
 
 
-def check(config: PipelineConfig) -> None:
-    """Find impossible methods and missing prompts before the first stage. Raises ConfigError."""
-    from specdata.prompts.loading import check_sets
-
-    _check_methods(config)
-    check_sets(config.eval.sets, config.seed)
-
-
-def _check_methods(config: PipelineConfig) -> None:
-    from eval.measuring.methods import check_methods  # here: verifiers need torch
-
-    check_methods(config.eval, config.sampling, head=config.head is not None)
-
-
 def main(config: PipelineConfig) -> dict[str, Any]:
     """Measure and report. One process does the work."""
     if not is_main():
         return {}
     (stage,) = stages(config)
     if not made_as_asked(stage):
-        _check_methods(config)
+        check_evaluation(config)
     if config.draft:
         need(folder(config, "draft"), "train_draft.py")
     if config.head:
@@ -294,7 +281,12 @@ def _context(config: PipelineConfig) -> Context:
 
 
 RECIPE = Recipe(
-    main, stages, "Decode prompts with every method, and report.", ("eval",), after_eval
+    main,
+    stages,
+    "Decode prompts with every method, and report.",
+    ("eval",),
+    after_eval,
+    check_evaluation,
 )
 
 if __name__ == "__main__":

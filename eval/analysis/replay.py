@@ -15,25 +15,24 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from eval.analysis import oracle
 from eval.analysis.oracle import DraftLength, ReplayCounts, dinkelbach, replay
-from eval.analysis.traces import AcceptanceTrace, acceptance_traces
 from eval.drafting.stopping.calibration import Calibration, fit_calibration
-from heads import AcceptanceHead
 from specdata.errors import ConfigError, ManifestError
-from specdata.models import hub_commit, load_model
-from specdata.storage.dataset import load_stored
 from specdata.storage.files import atomic_write, fingerprint, write_json
 from specdata.storage.manifest import read_manifest
 from specdata.terminal import accept_any_text
+
+if TYPE_CHECKING:  # help is shown without torch, so what works imports where it works
+    import datasets
+
+    from eval.analysis.traces import AcceptanceTrace
 
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 LENGTHS = range(1, 21)
@@ -164,6 +163,8 @@ def best_settings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Verification rate against discard rate (the Pareto plot of SpecDec++), as PNG."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.subplots()
     for family in dict.fromkeys(row["rule"] for row in rows if row["rule"] != "plain"):
@@ -206,6 +207,11 @@ def main(
 
 
 def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
+    from eval.analysis.traces import acceptance_traces
+    from heads import AcceptanceHead
+    from specdata.models import load_model
+    from specdata.storage.dataset import load_stored
+
     if given.draft_seconds <= 0 or given.target_seconds <= 0:
         raise ConfigError("--draft-seconds and --target-seconds must be positive")
     if given.head and not given.draft:
@@ -235,6 +241,8 @@ def _check_draft(labels: Path, draft: str) -> None:
 
     Its hidden states would be of other tokens than those that were accepted or not.
     """
+    from specdata.models import hub_commit
+
     stored = read_manifest(labels)["settings"].get("draft", {})
     revision = hub_commit(draft) or fingerprint(draft)
     if stored.get("revision", revision) != revision:

@@ -19,7 +19,7 @@ from eval.decoder import SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.bias import measure_bias
 from eval.measuring.environment import Environment
-from eval.measuring.methods import EvalConfig, MethodConfig, rewritten
+from eval.measuring.methods import EvalConfig, MethodConfig, method_defaults, rewritten
 from eval.measuring.records import PromptRecord, RecordStore, record_prompt
 from eval.measuring.results import Method, Results, build_results
 from eval.rounds import Generation
@@ -172,7 +172,9 @@ def _store(
     }
     settings = Settings(
         _by_content(values),
-        defaults_of(EvalConfig) | defaults_of(SamplingConfig, "sampling"),
+        defaults_of(EvalConfig)
+        | defaults_of(SamplingConfig, "sampling")
+        | method_defaults("methods"),
         f"choose another folder with --eval.folder NAME, or remove {folder}",
         lambda stored: _by_content(rewritten(stored)),
     )

@@ -9,14 +9,12 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import transformers
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from specdata.errors import ManifestError
 from specdata.hub import hub_source
@@ -25,6 +23,9 @@ from specdata.prompts.loading import dropped
 from specdata.storage.manifest import MANIFEST
 from specdata.terminal import accept_any_text
 from specdata.vocabulary import vocabulary_fingerprint
+
+if TYPE_CHECKING:  # help is shown without transformers
+    from transformers import PreTrainedTokenizerBase
 
 POINTS = [0.05, 0.5, 0.95]
 BAR = 30
@@ -43,7 +44,6 @@ def main(
     options = parser.parse_args(arguments)
     if options.samples < 0:
         parser.error(f"--samples must be 0 or larger, got {options.samples}")
-    transformers.logging.set_verbosity_error()
     try:
         summary = summarise(options.folder, options.samples)
         # A log file has no width, and a narrower one would cut the tables.
@@ -189,9 +189,12 @@ def _tokenizer(settings: Mapping[str, Any]) -> tuple[PreTrainedTokenizerBase | N
     name = target.get("name") if isinstance(target, Mapping) else target
     if not isinstance(name, str):
         return None, "the manifest names no target"
+    import transformers
+
+    transformers.logging.set_verbosity_error()
     source, revision = hub_source(name)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
             source, revision=revision, local_files_only=True
         )
     except (OSError, ValueError, KeyError):

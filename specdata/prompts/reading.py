@@ -87,6 +87,31 @@ def check_names(sets: Sequence[PromptSet]) -> None:
             )
 
 
+def check_split(wanted: PromptSet) -> None:
+    """Raise ConfigError for a split that a catalogued set does not have, or an unknown set."""
+    catalogued = CATALOGUE.get(wanted.name)
+    if catalogued and wanted.split not in catalogued.splits:
+        raise ConfigError(
+            f"prompt set {wanted.name!r} has no split {wanted.split!r}; choose from "
+            f"{', '.join(catalogued.splits)}"
+        )
+    if not (catalogued or wanted.name in EMBEDDED or _has_source(wanted.name)):
+        raise ConfigError(_unknown(wanted.name))
+
+
+def is_remote(wanted: PromptSet) -> bool:
+    """Whether a set is read from the Hub."""
+    source = source_of(wanted)
+    return source is not None and not (is_file(source) or Path(source).is_dir())
+
+
+def _has_source(name: str) -> bool:
+    """Whether a name that is not in the catalogue can be a file, a folder or a Hub id."""
+    path = Path(name)
+    on_hub = _HUB_ID.fullmatch(name) and not path.exists()
+    return bool(is_file(name) or path.is_dir() or on_hub)
+
+
 def is_file(name: str) -> bool:
     """Whether a name is a data file's rather than a set's, a folder's or a Hub id."""
     return Path(name.removesuffix(".gz")).suffix in FORMATS
@@ -141,8 +166,7 @@ def read_rows(wanted: PromptSet, seed: int) -> Iterator[PromptRow]:
     path = Path(wanted.name)
     if path.suffix == ".jsonl":
         return json_lines(path)
-    on_hub = _HUB_ID.fullmatch(wanted.name) and not path.exists()
-    if not (is_file(wanted.name) or path.is_dir() or on_hub):
+    if not _has_source(wanted.name):
         raise ConfigError(_unknown(wanted.name))
     split = wanted.source_split or wanted.split
     data = load_rows(wanted.name, wanted.name, split, subset=wanted.subset)
@@ -286,11 +310,7 @@ def parse_template(template: str) -> tuple[tuple[str, str | None], ...]:
 
 
 def _catalogued(wanted: PromptSet, catalogued: CataloguedSet, seed: int) -> Iterator[PromptRow]:
-    if wanted.split not in catalogued.splits:
-        raise ConfigError(
-            f"prompt set {wanted.name!r} has no split {wanted.split!r}; choose from "
-            f"{', '.join(catalogued.splits)}"
-        )
+    check_split(wanted)
     part, source = catalogued.splits[wanted.split], wanted.source or catalogued.hub
     files = None if wanted.source or wanted.subset else catalogued.files
     subset = wanted.subset or (None if files else catalogued.subset)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from specdata.config import Config
+from specdata.config import MOST_TOKENS, Config
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig
@@ -35,7 +35,9 @@ class RolloutConfig(Config):
     """Which prompts are completed, how far, and by what."""
 
     sets: list[PromptSet] = Field(description="prompt sets to complete")
-    max_new_tokens: int = Field(default=128, ge=1, description="longest completion, in tokens")
+    max_new_tokens: int = Field(
+        default=128, ge=1, le=MOST_TOKENS, description="longest completion, in tokens"
+    )
     samples: int = Field(default=1, ge=1, description="completions of each prompt")
     shard_size: int = Field(
         default=64, ge=1, description="prompts of one shard, which is made or lost as a whole"
