@@ -290,6 +290,16 @@ def test_lost_and_damaged_results_are_made_again_as_every_message_says(
     assert results.read_bytes() == measured
     assert call("publish", "--publish.license", "mit")[0] == 0
 
+    edited = json.loads(measured)
+    edited["runs"][1]["lossless"] = False
+    results.write_text(json.dumps(edited))
+    status, _, error = call("run-eval")
+    assert status == 2, "what was changed by hand is not replaced"
+    assert f"remove {results.relative_to(tmp_path)} and run the evaluation" in error
+    results.unlink()
+    assert call("run-eval")[0] == 0
+    assert results.read_bytes() == measured
+
     results.unlink()
     record = sorted(results.with_name("prompts").glob("*.json"))[0]
     record.write_bytes(record.read_bytes()[:100])
