@@ -123,7 +123,7 @@ def _train(path: Path, config: ToyPairConfig, settings: Settings, *, seed: int) 
     tokenizer = (
         train_tokenizer(texts, config.vocab_size)
         if target
-        else AutoTokenizer.from_pretrained(path.with_name("target"))
+        else AutoTokenizer.from_pretrained(path.with_name("target"), trust_remote_code=False)
     )
     model = language_model(
         tokenizer,

@@ -8,6 +8,7 @@ rule stand beside the rule's name, as in `stop: confidence, threshold: 0.3`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from eval.drafts import How
     from eval.verifiers.rule import Verifier
 
+# Nodes of a draft: each takes a distribution over the vocabulary, of both models.
+MOST_NODES = 4096
 DrafterName = Literal["chain", "paths", "tree"]
 SiblingOption = Literal["auto", "iid", "distinct", "greedy"]
 
@@ -162,6 +165,13 @@ class DecodeConfig(DraftingConfig):
         if (self.drafter == "tree") != bool(self.widths):
             raise ConfigError(
                 f"a tree needs widths, and only a tree: got {self.drafter} with {self.widths}"
+            )
+        nodes = sum(math.prod(self.widths[: depth + 1]) for depth in range(len(self.widths)))
+        nodes = max(nodes, self.paths * self.stop.longest if self.drafter == "paths" else 0)
+        if nodes > MOST_NODES:
+            raise ConfigError(
+                f"a draft may have at most {MOST_NODES} nodes, which the target scores in one "
+                f"forward, got {nodes}: lower widths, or paths and length"
             )
         if self.path_temperatures and len(self.path_temperatures) != self.paths:
             raise ConfigError(

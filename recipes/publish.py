@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eval.measuring.results import Results, read_results
 from recipes.config import PipelineConfig
@@ -20,7 +21,12 @@ from recipes.recipe import Recipe
 from recipes.run import Stage, finished, need, remove_caches, run_stage, say, stage_record
 from specdata.errors import ConfigError, ManifestError, OtherSettingsError
 from specdata.processes import is_main
+from specdata.prompts.config import PromptSet
+from specdata.prompts.reading import source_of
 from specdata.storage.files import fingerprint
+
+if TYPE_CHECKING:
+    from eval.analysis.choice import DevChoice
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
@@ -30,17 +36,17 @@ def stages(config: PipelineConfig) -> list[Stage]:
 
 def check(config: PipelineConfig) -> None:
     """Find what could not be published before it is trained. Raises ConfigError."""
+    from eval.reporting.metadata import About, check_repository
+
     methods, publish = config.eval.methods, config.publish
+    About(license=publish.license, language=publish.language)
     for what, name, trained in (
         ("draft_id", publish.draft_id, config.draft),
         ("head_id", publish.head_id, config.head),
     ):
-        if name is not None:
-            from eval.reporting.release import check_repository
-
-            check_repository(name)
-            if trained is None:
-                raise ConfigError(f"publish.{what} is set, but this configuration trains none")
+        check_repository(name)
+        if name is not None and trained is None:
+            raise ConfigError(f"publish.{what} is set, but this configuration trains none")
     if config.draft and not any(
         method.decoder != "plain" and method.drafter == "chain" and not method.stop.adaptive
         for method in methods
@@ -87,15 +93,18 @@ def _assembled(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
 
 
 def _release(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
-    from eval.reporting.release import About, release_draft, release_head
+    from eval.reporting.metadata import About
+    from eval.reporting.release import release_draft, release_head
 
     results = _results(config)
     publish, made = config.publish, {}
+    trained_on = [source_of(prompts) or prompts.name for prompts in _training_sets(config)]
+    shared = About(license=publish.license, language=publish.language, datasets=trained_on)
     if config.draft:
         trained = stage_record(folder(config, "draft"))["results"]
-        about = About(
+        about = replace(
+            shared,
             base_model=config.models.draft,
-            license=publish.license,
             measures={
                 "acceptance before distillation": trained["acceptance_before"],
                 "acceptance after distillation": trained["acceptance_after"],
@@ -108,11 +117,12 @@ def _release(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         made["draft"] = publish.draft_id or str(out)
     if head := head_in_use(config):
         measures = stage_record(folder(config, "head"))["results"]["after"]
-        base = publish.draft_id or (None if config.draft else config.models.draft)
-        about = About(base, publish.license, measures)
+        base = publish.draft_id or draft_in_use(config)
+        about = replace(shared, base_model=base, measures=measures)
         out = stage.folder / "head"
         if not out.exists():
-            release_head(Path(head), out, results, about, push_to=publish.head_id)
+            choice = _choice(config, results, head)
+            release_head(Path(head), out, results, about, choice=choice, push_to=publish.head_id)
         made["head"] = publish.head_id or str(out)
     return made
 
@@ -140,6 +150,30 @@ def _results(config: PipelineConfig) -> Results:
         for run in results.runs
     ]
     return results.model_copy(update={"runs": runs})
+
+
+def _training_sets(config: PipelineConfig) -> list[PromptSet]:
+    return [prompts for prompts in config.rollouts.sets if prompts.split == "train"]
+
+
+def _choice(config: PipelineConfig, results: Results, head: str) -> DevChoice | None:
+    """What the measured settings cost on the run's held-out labels; None if it has none."""
+    from eval.analysis.choice import choose_on_dev
+    from heads import AcceptanceHead
+    from specdata.labels.make import load_labels
+    from specdata.models import load_model
+    from specdata.storage.dataset import of_split
+
+    where = folder(config, "labels")
+    if not (results.timed and finished(where)):
+        return None
+    labels = load_labels(where, config.sampling)
+    if "dev" not in labels["split"]:
+        return None
+    rows = of_split(labels, "dev", where)
+    draft = load_model(draft_in_use(config), dtype=config.models.dtype)
+    acceptance_head = AcceptanceHead.from_pretrained(head).to(draft.device)
+    return choose_on_dev(results, rows, draft, acceptance_head)
 
 
 RECIPE = Recipe(

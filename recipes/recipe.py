@@ -24,7 +24,7 @@ from recipes.run import (
     say,
     stage_record,
 )
-from specdata.errors import OtherSettingsError
+from specdata.errors import OtherSettingsError, full_disk, without_passwords
 from specdata.processes import is_main
 from specdata.terminal import accept_any_text, visible
 
@@ -78,18 +78,18 @@ class Recipe:
                 self.main(command.config)
                 show_steps(self.next_steps(command.config, CommandLine(given, program)))
         except USER_ERRORS as error:
-            print(f"error: {visible(str(error))}", file=sys.stderr)
+            print(f"error: {visible(without_passwords(str(error)))}", file=sys.stderr)
             return 2
-        except (OSError, SafetensorError) as error:  # the latter for a disk that is full, too
-            print(
-                f"error while running: {visible(str(error))}. Nothing finished is lost: mend the "
-                "cause and run the same command again",
-                file=sys.stderr,
-            )
-            return 1
+        except (OSError, SafetensorError) as error:
+            return _failed(error)
         except KeyboardInterrupt:
             print("\ninterrupted: run the same command again to continue", file=sys.stderr)
             return 130
+        except Exception as error:
+            # Libraries have errors of their own for it, which no other place needs to know.
+            if full := full_disk(error):
+                return _failed(full)
+            raise
         return 0
 
 
@@ -99,6 +99,16 @@ def show_steps(steps: Sequence[Step]) -> None:
         say("what next:")
     for step in steps:
         say(f"  {step.purpose:<8} {step.line}")
+
+
+def _failed(error: Exception) -> int:
+    said = visible(without_passwords(str(error)))
+    print(
+        f"error while running: {said}. Nothing finished is lost: mend the "
+        "cause and run the same command again",
+        file=sys.stderr,
+    )
+    return 1
 
 
 def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:

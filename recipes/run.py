@@ -21,10 +21,11 @@ from specdata.errors import (
     CacheNotRewindableError,
     ConfigError,
     ManifestError,
+    TrainingDivergedError,
     VocabularyMismatchError,
 )
-from specdata.processes import is_main, process_count
-from specdata.storage.files import fingerprint, try_locked, write_json
+from specdata.processes import is_main, process_count, rank
+from specdata.storage.files import fingerprint, is_locked, try_locked, write_json
 from specdata.storage.manifest import CACHE, MANIFEST, PROGRESS
 from specdata.storage.resume import Settings, read_record
 from specdata.terminal import visible
@@ -33,10 +34,15 @@ RUN = "run.json"
 # Stays in a finished folder: if it were removed, a process that has just opened it and one that
 # makes a new one could both hold "the" lock.
 LOCK = ".lock"
-# Seconds between two looks at a folder that the main process works in, and how long it may be away
-# from it (between two stages, while it loads models) before the others give up.
+# Seconds between two looks at a folder that the main process works in; how long it may take to
+# begin a stage (it may be reading prompts) before the others give up; and how long its lock may be
+# free before they see that a stage which it had begun is finished. (It holds the lock all the while
+# and loses it when it ends, however it does; other nodes may see files somewhat later.)
 PAUSE = 0.5
 PATIENCE = 600
+GRACE = 30
+# Seconds after which a process says what it waits for, and says it again.
+REMINDER = 15
 # A process that waits holds the lock for a moment to see whether it is free; so it is tried again.
 RETRIES = 5
 # Everything else that is raised is trouble outside (OSError) or a defect with its traceback.
@@ -99,16 +105,19 @@ def run_stage(
     prepare_libraries()
     begun = time.perf_counter()
     if not is_main():
-        # Until the main process has accepted the folder.
-        _wait(stage.folder, (stage.folder / RUN).exists, PATIENCE)
-        results = work()
-        wait_for(stage.folder)  # the next stage looks for what the main process writes last
+        # Until the main process has accepted the folder, and is seen at work there: run.json alone
+        # may be that of an earlier run.
+        _wait(stage.folder, lambda: _begun(stage.folder), PATIENCE)
+        with _stage_remedy(stage):
+            results = work()
+        wait_for(stage.folder, GRACE)  # the next stage looks for what the main process writes last
         return results
     with _locked(stage.folder):
         record = _new_record(decisive, config)
         write_json(stage.folder / RUN, record)
         try:
-            record["results"] = work()
+            with _stage_remedy(stage):
+                record["results"] = work()
         except USER_ERRORS:
             _free(stage.folder)
             raise
@@ -117,6 +126,16 @@ def run_stage(
         write_json(stage.folder / RUN, record)
     say(f"{stage.name}: done in {record['wall_seconds']:.0f} s", style="green")
     return dict(record["results"])
+
+
+@contextmanager
+def _stage_remedy(stage: Stage) -> Iterator[None]:
+    """Have an error that a lower learning rate mends say what to do about the whole stage."""
+    try:
+        yield
+    except TrainingDivergedError as error:
+        error.remedy = stage.settings.remedy  # run.json holds the learning rate, too
+        raise
 
 
 def prepare_libraries() -> None:
@@ -224,12 +243,16 @@ def absolute(path: str | Path) -> Path:
     return Path(os.path.normpath(Path(path).absolute()))
 
 
-def wait_for(folder: Path, patience: float = PATIENCE) -> None:
-    """Wait until the main process has finished a stage.
+def wait_for(folder: Path, patience: float) -> None:
+    """Wait until the main process has finished a stage that it has begun.
 
     Not a barrier of the process group: such a stage may outlast its time limit. If the main
     process fails, the launcher of its machine ends the others there; on other machines they see
     that the folder's lock is free.
+
+    Args:
+        folder: of the stage.
+        patience: seconds that the lock may be free before the stage is finished.
 
     Raises:
         TimeoutError: if the main process is gone.
@@ -253,7 +276,7 @@ def remove_caches(config: PipelineConfig) -> None:
     works on this run.
     """
     output = Path(config.output)
-    if not any(_held(lock) for lock in output.glob(f"*/{LOCK}")):
+    if not any(is_locked(lock) for lock in output.glob(f"*/{LOCK}")):
         for cache in output.glob(f"*/{CACHE}"):
             shutil.rmtree(cache, ignore_errors=True)
 
@@ -354,17 +377,29 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _wait(folder: Path, done: Callable[[], bool], patience: float) -> None:
-    free_since = time.monotonic()
+    free_since = said = time.monotonic()
+    is_new = True
     while not done():
         time.sleep(PAUSE)
-        if _held(folder / LOCK):
-            free_since = time.monotonic()
-        elif time.monotonic() - free_since > patience and not done():
-            raise TimeoutError(f"no main process has been at work in {folder} for {patience:.0f} s")
+        now = time.monotonic()
+        at_work = is_locked(folder / LOCK)
+        if at_work:
+            free_since, patience = now, min(patience, GRACE)
+        elif now - free_since > patience and not done():
+            raise TimeoutError(
+                f"no main process has been at work in {folder} for {patience:.0f} s: rank 0 ended, "
+                f"was lost, or never began, and rank {rank()} waited for it"
+            )
+        if now - said > REMINDER and (is_new or not at_work):
+            state = "is at work" if at_work else "is not at work"
+            print(
+                f"rank {rank()} waits for rank 0, which {state} in {folder}",
+                file=sys.stderr,
+                flush=True,
+            )
+            said, is_new = now, False
 
 
-def _held(lock: Path) -> bool:
-    if not lock.exists():
-        return False
-    with try_locked(lock) as free:
-        return not free
+def _begun(folder: Path) -> bool:
+    """Whether the main process of this run is at work in a stage's folder, or has been."""
+    return (folder / RUN).exists() and (is_locked(folder / LOCK) or finished(folder))

@@ -26,7 +26,7 @@ from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from specdata.errors import ConfigError
+from specdata.errors import ConfigError, without_passwords
 
 T = TypeVar("T")
 
@@ -44,7 +44,9 @@ class Config(BaseModel):
     involve several fields are `model_validator(mode="after")` methods that raise ValueError.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True
+    )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -133,7 +135,7 @@ def mistakes(error: ValidationError, kind: type) -> list[str]:
         elif mistake["type"] in _NO_SECTION:
             message = f"must be a section, a mapping of keys (got {value!r})"
         elif mistake["type"] != "value_error":  # ours say themselves what they got
-            message += f" (got {value!r})"
+            message += f" (got {without_passwords(repr(value))})"
         lines.append(": ".join(filter(None, (".".join(map(_key, path)), message))))
     return lines
 

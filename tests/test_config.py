@@ -54,7 +54,10 @@ def test_lists_and_null_can_be_given_on_the_command_line() -> None:
         (["--seed", "[1"], "not a YAML value"),
         (["--rollouts.shard_size", "0"], "rollouts.shard_size: must be greater than or equal to 1"),
         (["--eval.max_new_tokens", "0"], "eval.max_new_tokens: must be greater than or equal to 1"),
-        (["--rollouts.vllm.url", "ftp://x"], r"rollouts.vllm.url: must match .*\(got 'ftp://x'\)"),
+        (
+            ["--rollouts.vllm.url", "ftp://x"],
+            r"rollouts.vllm.url: must begin with http:// or https:// \(got 'ftp://x'\)",
+        ),
         (["--eval.sets", "[]"], "at least one prompt set"),
         (["--models.dtype", "int8"], "models.dtype: must be 'float32', 'bfloat16' or 'float16'"),
         (["--draft.epochs", ".nan"], "draft.epochs: must be a finite number"),

@@ -30,8 +30,8 @@ BELOW = {
         "assembly": "decode_config drafting runtime",
         "decoder": "assembly decode_config drafting drafts rounds runtime verifiers",
         "measuring": "decode_config decoder drafting drafts rounds runtime verifiers",
-        "reporting": "measuring",
-        "analysis": "decode_config decoder drafting runtime",
+        "reporting": "analysis measuring",
+        "analysis": "decode_config decoder drafting measuring runtime",
     },
     "specdata": {
         "errors": "",

@@ -126,6 +126,11 @@ def test_two_methods_of_one_name_are_refused() -> None:
             "{name: odd, drafter: paths, paths: 2, verifier: kseq, path_drafts: ['', other]}",
             "drafter gives paths, independent",
         ),
+        (
+            "{name: odd, verifier: traversal, drafter: tree, widths: [100, 100, 100, 100]}",
+            "at most 4096 nodes, .* got 101010100: lower widths",
+        ),
+        ("{name: odd, verifier: rrs, drafter: paths, paths: 1000000000}", "at most 4096 nodes"),
     ],
 )
 def test_an_impossible_method_is_refused_by_name_before_any_model_is_loaded(

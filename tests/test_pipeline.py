@@ -22,8 +22,10 @@ from eval.measuring.results import check_metrics, read_results
 from recipes.command import RECIPES
 from recipes.config import parse
 from recipes.layout import draft_stage, eval_stage, head_stage, pair_stage, rollouts_stage
+from recipes.pipeline import RECIPE
 from specdata.storage.dataset import load_stored
 from tests.light_imports import run_without_heavy_libraries
+from tests.test_datasets import small_disk
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {
@@ -136,6 +138,10 @@ def test_every_stage_leaves_what_the_next_one_needs(finished: Path) -> None:
     for name in ("draft", "head"):
         assert (out / "release" / name / "README.md").read_text().startswith("---")
         assert load_file(out / "release" / name / "model.safetensors")
+    verdict = json.loads((out / "release" / "head" / "verdict.json").read_text())
+    assert verdict["status"] != "not measured"
+    assert verdict["method"] == "head"
+    assert verdict["choice"]["rollouts"] == labels["split"][:].count("dev")
     for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
         assert json.loads((out / stage / "run.json").read_text())["finished"]
 
@@ -331,6 +337,39 @@ def test_a_truncated_head_is_refused_and_the_message_mends_it(
     assert weights.read_bytes() == whole
     status, _, error = call("run-eval")
     assert status == 0, error
+
+
+def test_a_disk_that_fills_in_any_stage_is_named_and_the_same_command_goes_on(
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """From the embedded pair on, with a little more room each time."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with small_disk(disk, "64m"):
+        (disk / "out").mkdir()
+        subprocess.run(["cp", "-r", f"{finished}/out/pair", str(disk / "out")], check=True)
+        monkeypatch.chdir(disk)
+        room, reached = 8, set()
+        while True:
+            used = int(subprocess.check_output(["du", "-sk", "."]).split()[0])
+            remount = f"remount,size={max(used, room) + 8}k"
+            subprocess.run(["mount", "-o", remount, str(disk)], check=True)
+            status = RECIPE.run(["--config", str(finished / "pair.yaml")])
+            said = capsys.readouterr()
+            reached.add(re.findall(r"(\w+): (?:starting|continuing) in", said.out)[-1])
+            if status == 0:
+                break
+            assert status == 1
+            assert "Nothing finished is lost: mend the cause and run the same" in said.err
+            room = int(max(used, room) * 1.3)
+        assert {"rollouts", "draft", "eval"} <= reached, "the disk fills in several stages"
+        monkeypatch.chdir(tmp_path)
+        whole = result(finished)
+        assert {key: value for key, value in result(disk).items() if whole[key] != value} == {}
+        assert result(disk).keys() == whole.keys()
 
 
 def planned_bytes(size: str) -> float:

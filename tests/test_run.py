@@ -12,6 +12,7 @@ from recipes.config import PipelineConfig, parse
 from recipes.layout import by_content, eval_stage, rollouts_stage
 from recipes.recipe import Recipe
 from recipes.run import (
+    KEYS,
     Stage,
     finished,
     made_as_asked,
@@ -22,7 +23,7 @@ from recipes.run import (
     wait_for,
 )
 from specdata.errors import ConfigError, ManifestError
-from specdata.storage.files import fingerprint
+from specdata.storage.files import fingerprint, try_locked
 from specdata.storage.resume import Settings
 
 
@@ -154,6 +155,42 @@ def test_a_process_that_waits_gives_up_when_no_main_process_is_at_work(
 
     run_stage(stage(tmp_path), config, still_working)
     wait_for(tmp_path, patience=0.1)
+
+
+def test_a_process_that_waits_says_what_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("recipes.run.REMINDER", 0.1)
+    monkeypatch.setattr("recipes.run.PAUSE", 0.05)
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(TimeoutError, match="rank 0 ended, was lost, or never began, and rank 3"):
+        wait_for(tmp_path, patience=0.5)
+    line = f"rank 3 waits for rank 0, which is not at work in {tmp_path}\n"
+    assert 2 <= capsys.readouterr().err.count(line) <= 5
+    with try_locked(tmp_path / ".lock"):
+        waiting = threading.Thread(target=wait_for, args=(tmp_path, 0.1), daemon=True)
+        waiting.start()
+        waiting.join(0.6)
+        assert waiting.is_alive()
+        assert capsys.readouterr().err.count("which is at work in") == 1, "that may take hours"
+        (tmp_path / "run.json").write_text(json.dumps(dict.fromkeys(KEYS, True)))
+        waiting.join()
+
+
+def test_a_process_works_only_after_the_main_process_of_this_run_has_begun(
+    tmp_path: Path, config: PipelineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """run.json alone may be what an earlier run left, whose lock is free."""
+
+    def fail() -> dict[str, int]:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        run_stage(stage(tmp_path), config, fail)
+    monkeypatch.setattr("recipes.run.PATIENCE", 0.1)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(TimeoutError, match="no main process"):
+        run_stage(stage(tmp_path), config, lambda: pytest.fail("nobody keeps run.json"))
 
 
 def test_an_output_that_cannot_be_written_is_refused(

@@ -195,7 +195,7 @@ def _tokenizer(settings: Mapping[str, Any]) -> tuple[PreTrainedTokenizerBase | N
     source, revision = hub_source(name)
     try:
         tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
-            source, revision=revision, local_files_only=True
+            source, revision=revision, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError):
         return None, f"the tokenizer of {name} is not on this machine"

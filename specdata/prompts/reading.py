@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import errno
 import hashlib
 import json
 import re
@@ -21,7 +20,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, TypeVar
 
-from specdata.errors import ConfigError
+from specdata.errors import ConfigError, full_disk
 from specdata.hub import hub_source
 from specdata.prompts.catalogue import CATALOGUE, EMBEDDED, CataloguedSet, Form, Part
 from specdata.prompts.chat_templates import Message, user_turns
@@ -32,6 +31,9 @@ from specdata.toy.corpus import prompts as embedded_prompts
 
 T = TypeVar("T")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+# File systems take 255 bytes; records of an evaluation add an id, an end and a temporary name's.
+_LONGEST_NAME = 200
 
 PromptRow = Mapping[str, Any] | None  # None: a row whose text cannot be decoded
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -80,6 +82,12 @@ def check_names(sets: Sequence[PromptSet]) -> None:
     for wanted in sets:
         if not wanted.name or "\0" in wanted.name:
             raise ConfigError(f"a prompt set must have a name, got {wanted.name!r}")
+        if len(short_name(wanted.name).encode()) > _LONGEST_NAME:
+            raise ConfigError(
+                f"a prompt set's name, which is part of the names of files, must have at most "
+                f"{_LONGEST_NAME} bytes, got {len(short_name(wanted.name).encode())} "
+                f"({short_name(wanted.name)[:40]!r}...): rename the file"
+            )
         if wanted.source and wanted.name not in CATALOGUE:
             raise ConfigError(
                 f"prompt set {wanted.name!r}: `source` is where a catalogued set is read from "
@@ -179,6 +187,8 @@ def json_lines(path: Path) -> Iterator[PromptRow]:
     Raises:
         ConfigError: if the file cannot be read or a line is no JSON object.
     """
+    if path.exists() and not path.is_file():  # a pipe would be waited for without end
+        raise ConfigError(f"prompt file {path} must be a file, no folder, pipe or device")
     try:
         with path.open("rb") as lines:  # split at \n alone, which JSON never holds inside a string
             for number, line in enumerate(lines, start=1):
@@ -371,9 +381,8 @@ def _or_refuse(name: str, source: str, load: Callable[[], T]) -> T:
     try:
         return load()
     except Exception as error:
-        for cause in (error, error.__cause__):
-            if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
-                raise cause from error
+        if full := full_disk(error):
+            raise full from error
         raise ConfigError(_cannot_load(name, source, error)) from error
 
 
