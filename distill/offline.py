@@ -39,7 +39,7 @@ from specdata.models import known_ids, load_model, load_tokenizer
 from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
-from specdata.storage.files import atomic_folder, write_json
+from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings, defaults_of
 from specdata.vocabulary import check_shared_vocabulary
 
@@ -105,8 +105,8 @@ def distil(
             raise ValueError(f"{name} must hold at least one rollout, it is empty")
     settings = Settings(
         {
-            "target": str(target),
-            "draft": str(draft),
+            "target": fingerprint(str(target)),
+            "draft": fingerprint(str(draft)),
             "config": config.model_dump(mode="json"),
             "sampling": asdict(sampling),
             "seed": seed,
@@ -116,6 +116,7 @@ def distil(
         },
         defaults_of(DistilConfig, "config") | defaults_of(SamplingConfig, "sampling"),
         remedy=f"choose another output folder, or remove {out} and {_work(out)}",
+        rewrite=_by_content,
     )
     if out.exists():
         shutil.rmtree(_work(out), ignore_errors=True)  # of a run killed right before its end
@@ -155,6 +156,12 @@ def distil(
         shutil.rmtree(_work(out))
     state.wait_for_everyone()
     return DistilResult(**json.loads((out / RESULT_FILE).read_text("utf-8")))
+
+
+def _by_content(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with models by what they hold; they were stored by name once."""
+    models = {role: fingerprint(settings[role]) for role in ("target", "draft") if role in settings}
+    return {**settings, **models}
 
 
 @torch.inference_mode()

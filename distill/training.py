@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType, broadcast_object_list
-from tqdm.auto import tqdm
+from tqdm import tqdm
 from transformers import (
     PreTrainedModel,
     PrinterCallback,
@@ -40,6 +40,7 @@ from specdata.errors import ManifestError, TrainingDivergedError
 from specdata.model_folder import add_former_names
 from specdata.processes import join_processes
 from specdata.storage.resume import Settings
+from specdata.terminal import progress
 
 SETTINGS = "settings.json"
 
@@ -241,9 +242,7 @@ class _Progress(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         if state.is_world_process_zero:
-            self.bar = tqdm(
-                desc=self.label, total=state.max_steps, initial=state.global_step, unit="step"
-            )
+            self.bar = progress(state.max_steps, self.label, "step", done=state.global_step)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -260,7 +259,7 @@ class _Progress(TrainerCallback):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         if self.bar is not None and logs is not None and "loss" in logs:
-            self.bar.set_postfix(loss=f"{logs['loss']:.3f}")
+            self.bar.set_postfix(loss=f"{logs['loss']:.3f}", refresh=False)
 
     def close(self) -> None:
         """End the bar's line."""

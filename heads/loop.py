@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from accelerate.utils import tqdm
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
@@ -34,6 +33,7 @@ from heads.mixing import LabelRow, MixedBatch, MixedRow, mix
 from specdata.errors import TrainingDivergedError
 from specdata.lm_head import hidden_states
 from specdata.storage.resume import Settings
+from specdata.terminal import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -105,9 +105,7 @@ class Training:
         total = config.epochs * per_epoch
         rates = learning_rates(total, config)
         main = self.engine.accelerator.is_main_process
-        with tqdm(
-            total=total, initial=len(losses), desc="acceptance head", disable=not main
-        ) as bar:
+        with progress(total, "acceptance head", "step", done=len(losses), is_shown=main) as bar:
             for epoch in range(len(losses) // per_epoch, config.epochs):
                 done = len(losses) - epoch * per_epoch
                 for batch in islice(rows.epoch(self.seed, epoch, config.batch_size), done, None):

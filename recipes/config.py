@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
@@ -40,8 +41,8 @@ SHARED = ("output", "seed", "models", "sampling")
 class ModelsConfig(Config):
     """The pair."""
 
-    target: str = Field(description="folder or Hub id of the target, or ID@REVISION")
-    draft: str = Field(description="folder or Hub id of the draft to start from")
+    target: str = Field(min_length=1, description="folder or Hub id of the target, or ID@REVISION")
+    draft: str = Field(min_length=1, description="folder or Hub id of the draft to start from")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="precision that both are loaded in"
     )
@@ -61,7 +62,7 @@ class PublishConfig(Config):
 class PipelineConfig(Config):
     """Everything about one pair. A stage reads its own section, models, sampling and seed."""
 
-    output: str = Field(description="folder of this run; a stage writes output/STAGE")
+    output: str = Field(min_length=1, description="folder of this run; a stage writes output/STAGE")
     seed: int = Field(default=0, ge=0, le=2**32 - 1, description="decides every draw of the run")
     models: ModelsConfig = Field(description="the pair")
     sampling: SamplingConfig = Field(
@@ -125,9 +126,9 @@ def parse(
         hint = nearest(rest[0].lstrip("-").split("=")[0], keys)
         raise ConfigError(f"unknown option {rest[0]}: {hint}")
     tree = _read(Path(known.config))
-    for key, text in vars(known).items():
-        if text is not None and key.split(".")[0] in PipelineConfig.model_fields:
-            _put(tree, key.split("."), _value(key, text))
+    for key, info in _options(PipelineConfig, ""):
+        if (text := vars(known)[key]) is not None:
+            _put(tree, key.split("."), text if _is_literal(info, text) else _value(key, text))
     if known.method and "eval" not in sections:
         raise ConfigError(
             "--method chooses what an evaluation measures, and this recipe measures nothing: leave "
@@ -277,6 +278,15 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 def _load_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_UniqueKeyLoader)
+
+
+def _is_literal(info: FieldInfo, text: str) -> bool:
+    """Whether a value is taken as it stands: those of text are, but for `null` where that is one.
+
+    YAML would end a folder's name at " #", and make a number or a date of others.
+    """
+    kinds = {*(get_args(info.annotation) or (info.annotation,))}
+    return str in kinds and kinds <= {str, NoneType} and not (NoneType in kinds and text == "null")
 
 
 def _value(key: str, text: str) -> Any:

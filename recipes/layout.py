@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from eval.measuring.methods import calibrates, method_defaults, path_drafts, rewritten
 from recipes.config import PipelineConfig
-from recipes.run import Stage
+from recipes.run import Stage, absolute
 from specdata.errors import ConfigError
 from specdata.hub import hub_source
 from specdata.prompts.reading import prompt_inputs, source_of
@@ -50,7 +50,7 @@ def pair_stage(config: PipelineConfig) -> Stage:
     assert config.toy is not None
     here = folder(config, "pair")
     for name, path in (("target", config.models.target), ("draft", config.models.draft)):
-        if Path(path) != here / name:
+        if absolute(path) != absolute(here / name):
             raise ConfigError(
                 f"with a toy section, models.{name} must be {here / name}, got {path}: change it, "
                 "or set toy to null and use your own pair"
@@ -164,6 +164,21 @@ def all_stages(config: PipelineConfig) -> list[Stage]:
     stages += [draft_stage(config)] if config.draft else []
     stages += [labels_stage(config), head_stage(config)] if config.head else []
     return [*stages, eval_stage(config), release_stage(config)]
+
+
+def by_content(settings: Settings) -> Settings:
+    """The settings of a dataset, compared by what its models hold and not by where they are."""
+    return replace(settings, rewrite=without_names)
+
+
+def without_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a dataset with the contents of its models, but not their folders' names."""
+    models = {
+        role: {key: value for key, value in values[role].items() if key != "name"}
+        for role in ("target", "draft")
+        if isinstance(values.get(role), Mapping) and "revision" in values[role]
+    }
+    return {**values, **models}
 
 
 def _stage(

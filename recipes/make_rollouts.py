@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from recipes.checks import check_rollouts
 from recipes.config import PipelineConfig
-from recipes.layout import folder, pair_stage, rollouts_stage
+from recipes.layout import by_content, folder, pair_stage, rollouts_stage
+from recipes.next_steps import after_rollouts
 from recipes.recipe import Recipe
 from recipes.run import Stage, finished, made_as_asked, run_stage, say
 from specdata.errors import ConfigError
 from specdata.processes import is_main, process_count
 from specdata.storage.files import fingerprint
+from specdata.terminal import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,8 +84,6 @@ def _complete(
     identity: dict[str, Any],
     limit: int,
 ) -> dict[str, Any]:
-    from tqdm import tqdm
-
     from specdata.prompts.loading import dropped, load_prompts
     from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
     from specdata.storage.manifest import read_manifest
@@ -106,10 +106,9 @@ def _complete(
         "tokenizer": vocabulary_fingerprint(tokenizer),
         "prompts": loaded.report,
     }
-    settings = stage.settings.extended(made_of)
+    settings = by_content(stage.settings.extended(made_of))
     asked = turns_asked(loaded.prompts, wanted.samples)
-    bar = tqdm(total=asked, desc="rollouts", unit="row", file=sys.stderr, disable=not is_main())
-    with bar:
+    with progress(asked, "rollouts", "row", is_shown=is_main()) as bar:
         make_rollouts(
             backend,
             loaded.prompts,
@@ -157,7 +156,12 @@ def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[st
 
 
 RECIPE = Recipe(
-    main, stages, "Complete prompts with the target.", ("toy", "rollouts"), check=check_rollouts
+    main,
+    stages,
+    "Complete prompts with the target.",
+    ("toy", "rollouts"),
+    after_rollouts,
+    check_rollouts,
 )
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from recipes.checks import (
     check_training_splits,
 )
 from recipes.config import PipelineConfig
-from recipes.layout import all_stages, eval_folder
+from recipes.layout import all_stages
+from recipes.next_steps import after_pipeline
 from recipes.recipe import Recipe
 from recipes.run import Stage, made_as_asked, say
 
@@ -29,7 +30,8 @@ def stages(config: PipelineConfig) -> list[Stage]:
 
 def main(config: PipelineConfig) -> None:
     """Run every stage that the configuration has a section for."""
-    if not all(made_as_asked(stage) for stage in stages(config)):
+    was_made = all(made_as_asked(stage) for stage in stages(config))
+    if not was_made:
         check(config)
         check_hub(config)
     begun = time.perf_counter()
@@ -41,8 +43,10 @@ def main(config: PipelineConfig) -> None:
         train_head.main(config)
     run_eval.main(config)
     publish.main(config)
-    say(f"pipeline: {time.perf_counter() - begun:.0f} s in all")
-    say(f"report: {eval_folder(config) / 'report.html'}")
+    if was_made:
+        say(f"pipeline: everything was already made, in {config.output}")
+    else:
+        say(f"pipeline: {time.perf_counter() - begun:.0f} s in all")
 
 
 def check(config: PipelineConfig) -> None:
@@ -59,7 +63,8 @@ RECIPE = Recipe(
     stages,
     "Rollouts, draft, head, evaluation, report.",
     ("toy", "rollouts", "draft", "labels", "head", "eval", "publish"),
-    check=check,
+    after_pipeline,
+    check,
 )
 
 if __name__ == "__main__":

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 from eval.measuring.results import Results, read_results
 from recipes.config import PipelineConfig
 from recipes.layout import draft_in_use, eval_folder, folder, head_in_use, release_stage
+from recipes.next_steps import after_release
 from recipes.recipe import Recipe
-from recipes.run import Stage, finished, made_as_asked, need, run_stage, say, stage_record
-from specdata.errors import ConfigError
+from recipes.run import Stage, finished, need, remove_caches, run_stage, say, stage_record
+from specdata.errors import ConfigError, ManifestError, OtherSettingsError
 from specdata.processes import is_main
 from specdata.prompts.config import PromptSet
 from specdata.prompts.reading import source_of
+from specdata.storage.files import fingerprint
 
 if TYPE_CHECKING:
     from eval.analysis.choice import DevChoice
@@ -67,20 +69,34 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     need(eval_folder(config), "run_eval.py")
     read_results(eval_folder(config) / "results.json")  # refuses what was changed by hand
     check(config)
-    if finished(stage.folder) and not made_as_asked(stage):
-        # Other ids or another license: everything here is a copy, so it is made again.
-        shutil.rmtree(stage.folder)
-    places = run_stage(stage, config, lambda: _release(config, stage))
+    was_made = finished(stage.folder)
+    made = _assembled(config, stage)
+    if not was_made:
+        remove_caches(config)  # nothing is left to be made of the datasets
+    # Of the folders as they are called now: the run may have been moved since it was made.
+    places = {name: getattr(config.publish, f"{name}_id") or stage.folder / name for name in made}
     for name, place in places.items():
         say(f"  {name}: {place}")
     return places
+
+
+def _assembled(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
+    """Run the stage; what was assembled of other models, results or ids is a copy, made again."""
+    try:
+        return run_stage(stage, config, lambda: _release(config, stage))
+    except OtherSettingsError:
+        if stage_record(stage.folder)["stage"] != stage.name:
+            raise
+        _results(config)  # what cannot be made again is not removed
+        shutil.rmtree(stage.folder)
+    return run_stage(stage, config, lambda: _release(config, stage))
 
 
 def _release(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     from eval.reporting.metadata import About
     from eval.reporting.release import release_draft, release_head
 
-    results = read_results(eval_folder(config) / "results.json")
+    results = _results(config)
     publish, made = config.publish, {}
     trained_on = [source_of(prompts) or prompts.name for prompts in _training_sets(config)]
     shared = About(license=publish.license, language=publish.language, datasets=trained_on)
@@ -111,6 +127,31 @@ def _release(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     return made
 
 
+def _results(config: PipelineConfig) -> Results:
+    """What was measured, with models named as this run names them now.
+
+    Raises:
+        ManifestError: if other models were measured.
+    """
+    here = eval_folder(config)
+    results = read_results(here / "results.json")
+    measured = stage_record(here)["inputs"]
+    names = {"target": config.models.target, "draft": draft_in_use(config)}
+    if head := head_in_use(config):
+        names["head"] = head
+    for role, name in names.items():
+        if measured.get(role) != fingerprint(name):
+            raise ManifestError(
+                f"the {role} {name} is not the one that {here} measured (its contents differ): "
+                f"restore it, or remove {here} and run the evaluation again"
+            )
+    runs = [
+        run.model_copy(update={role: name for role, name in names.items() if getattr(run, role)})
+        for run in results.runs
+    ]
+    return results.model_copy(update={"runs": runs})
+
+
 def _training_sets(config: PipelineConfig) -> list[PromptSet]:
     return [prompts for prompts in config.rollouts.sets if prompts.split == "train"]
 
@@ -136,7 +177,7 @@ def _choice(config: PipelineConfig, results: Results, head: str) -> DevChoice | 
 
 
 RECIPE = Recipe(
-    main, stages, "Assemble draft and head for the Hub.", ("publish", "eval"), check=check
+    main, stages, "Assemble draft and head for the Hub.", ("publish", "eval"), after_release, check
 )
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,10 +26,13 @@ from specdata.errors import (
 )
 from specdata.processes import is_main, process_count, rank
 from specdata.storage.files import fingerprint, is_locked, try_locked, write_json
-from specdata.storage.manifest import MANIFEST, PROGRESS
+from specdata.storage.manifest import CACHE, MANIFEST, PROGRESS
 from specdata.storage.resume import Settings, read_record
+from specdata.terminal import visible
 
 RUN = "run.json"
+# Stays in a finished folder: if it were removed, a process that has just opened it and one that
+# makes a new one could both hold "the" lock.
 LOCK = ".lock"
 # Seconds between two looks at a folder that the main process works in; how long it may take to
 # begin a stage (it may be reading prompts) before the others give up; and how long its lock may be
@@ -41,6 +47,8 @@ REMINDER = 15
 RETRIES = 5
 # Everything else that is raised is trouble outside (OSError) or a defect with its traceback.
 USER_ERRORS = (ConfigError, ManifestError, VocabularyMismatchError, CacheNotRewindableError)
+# Stands, in what is stored, for the run's own output folder.
+OUTPUT = "OUTPUT"
 KEYS = ("stage", "settings", "inputs", "finished", "wall_seconds", "results")
 
 # Tables of a report need 100 columns; a narrower terminal wraps them, a log file has no width.
@@ -90,11 +98,10 @@ def run_stage(
     decisive = _decisive(stage, config)
     stored = _stored(stage, decisive)
     if stored and stored["finished"]:
-        say(
-            f"[green]{stage.name}: already done[/] ({stored['wall_seconds']:.0f} s, {stage.folder})"
-        )
+        took = f"{stored['wall_seconds']:.0f} s, {stage.folder}"
+        say(f"{stage.name}: already done ({took})", style="green")
         return dict(stored["results"])
-    say(f"[bold]{stage.name}[/]: {'continuing' if stored else 'starting'} in {stage.folder}")
+    say(f"{stage.name}: {'continuing' if stored else 'starting'} in {stage.folder}", style="bold")
     prepare_libraries()
     begun = time.perf_counter()
     if not is_main():
@@ -117,7 +124,7 @@ def run_stage(
         record["wall_seconds"] = time.perf_counter() - begun  # of the session that finished it
         record["finished"] = True
         write_json(stage.folder / RUN, record)
-    say(f"[green]{stage.name}: done[/] in {record['wall_seconds']:.0f} s")
+    say(f"{stage.name}: done in {record['wall_seconds']:.0f} s", style="green")
     return dict(record["results"])
 
 
@@ -136,6 +143,7 @@ def prepare_libraries() -> None:
     import datasets
     import torch
     import transformers
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if torch.cuda.is_available():
         # Before any model is loaded: each process has a GPU of its own.
@@ -146,6 +154,8 @@ def prepare_libraries() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
+    if not sys.stderr.isatty():  # bars of downloads, which are drawn over and over
+        disable_progress_bars()
 
 
 def made_as_asked(stage: Stage) -> bool:
@@ -156,10 +166,17 @@ def made_as_asked(stage: Stage) -> bool:
     if not finished(stage.folder):
         return False
     try:
-        stage.settings.check(stage_record(stage.folder)["settings"], stage.folder)
+        check_settings(stage)
     except ManifestError:
         return False
     return True
+
+
+def check_settings(stage: Stage) -> None:
+    """Raise OtherSettingsError if a stage's folder was made with other settings."""
+    asked = portable(stage.settings.values, str(stage.folder.parent))
+    stored = stage_record(stage.folder)["settings"]
+    dataclasses.replace(stage.settings, values=asked).check(stored, stage.folder)
 
 
 def finished(folder: Path) -> bool:
@@ -167,9 +184,63 @@ def finished(folder: Path) -> bool:
     return (folder / RUN).is_file() and bool(stage_record(folder)["finished"])
 
 
+def reopen(stage: Stage) -> None:
+    """Count a finished stage as interrupted, so that `run_stage` makes what it lost."""
+    record = read_record(stage.folder / RUN, KEYS, stage.settings.remedy)
+    write_json(stage.folder / RUN, {**record, "finished": False})
+
+
 def stage_record(folder: Path) -> dict[str, Any]:
-    """The run.json of a stage's folder. Raises ManifestError if it is damaged."""
-    return read_record(folder / RUN, KEYS, f"choose another --output, or remove {folder}")
+    """The run.json of a stage's folder, paths in the run's output as `portable` gives them.
+
+    Raises:
+        ManifestError: if it is damaged.
+    """
+    record = read_record(folder / RUN, KEYS, f"choose another --output, or remove {folder}")
+    config = record.get("config")
+    was = config.get("output") if isinstance(config, Mapping) else None
+    if not isinstance(was, str):
+        return record
+    return {**record, **{key: portable(record[key], was) for key in ("settings", "inputs")}}
+
+
+def portable(values: Any, output: str) -> Any:
+    """JSON values whose paths in the run's output are written relative to it: OUTPUT/...
+
+    So a run can be moved, or its output named in another way, and is still the same run.
+
+    Args:
+        values: settings or inputs; keys are changed, too ("path draft PATH").
+        output: the run's folder, as it was called when these paths were.
+    """
+    root = absolute(output)
+    if Path.cwd().is_relative_to(root):
+        return values  # there, every name would be a path in the output
+
+    def text(value: str) -> str:
+        kind, path = re.fullmatch(r"(path draft |prompts |)(.*)", value, re.DOTALL).groups()  # type: ignore[union-attr]
+        here = absolute(path)
+        is_inside = here != root and here.is_relative_to(root)
+        return f"{kind}{OUTPUT}/{here.relative_to(root)}" if is_inside else value
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {text(key): walk(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [walk(item) for item in value]
+        return text(value) if isinstance(value, str) else value
+
+    return walk(values)
+
+
+def is_within(path: str, output: str) -> bool:
+    """Whether a path lies in the run's output, however both are written."""
+    return absolute(path).is_relative_to(absolute(output))
+
+
+def absolute(path: str | Path) -> Path:
+    """A path from the root, without "..", symbolic links as they are."""
+    return Path(os.path.normpath(Path(path).absolute()))
 
 
 def wait_for(folder: Path, patience: float) -> None:
@@ -198,29 +269,47 @@ def need(folder: Path, recipe: str) -> None:
         )
 
 
-def say(text: str) -> None:
-    """Print a line, in the main process only."""
+def remove_caches(config: PipelineConfig) -> None:
+    """Remove the copies of datasets that stages mapped into memory, as large as the datasets.
+
+    Whoever reads a dataset again makes its copy again. Nothing is removed while another process
+    works on this run.
+    """
+    output = Path(config.output)
+    if not any(is_locked(lock) for lock in output.glob(f"*/{LOCK}")):
+        for cache in output.glob(f"*/{CACHE}"):
+            shutil.rmtree(cache, ignore_errors=True)
+
+
+def say(text: str, style: str = "") -> None:
+    """Print a line, in the main process only.
+
+    Args:
+        text: taken as it is, but for control characters, which are spelt out.
+        style: of the whole line, in rich's words.
+    """
     if is_main():
-        console.print(text)
+        console.print(visible(text), style=style, markup=False, emoji=False)
 
 
 def _decisive(stage: Stage, config: PipelineConfig) -> Settings:
     """What run.json stores of a stage and compares on resume."""
     for name, source in stage.inputs.items():
-        if Path(source).is_relative_to(config.output) and not Path(source).exists():
+        if is_within(source, config.output) and not Path(source).exists():
             raise ConfigError(
                 f"{stage.name} reads {name} from {source}, which is not there: run the stage that "
-                "makes it (remove its folder first if it counts as done)"
+                "makes it; if that says it is already done, remove its folder and run it again"
             )
+    inputs = {name: fingerprint(source) for name, source in stage.inputs.items()}
     return Settings(
         {
             "stage": stage.name,
-            "settings": stage.settings.values,
-            "inputs": {name: fingerprint(source) for name, source in stage.inputs.items()},
+            "settings": portable(stage.settings.values, config.output),
+            "inputs": portable(inputs, config.output),
         },
         {f"settings.{key}": value for key, value in stage.settings.defaults.items()},
         stage.settings.remedy,
-        lambda stored: {**stored, "settings": stage.settings.rewrite(stored["settings"])},
+        lambda values: {**values, "settings": stage.settings.rewrite(values["settings"])},
     )
 
 

@@ -393,7 +393,8 @@ def test_a_killed_distillation_ends_in_the_same_weights(pair: Path, tmp_path: Pa
     with pytest.raises(ManifestError, match=r"config\."):
         distilled(pair, out, changed(config, learning_rate=1e-3))
     tear(tmp_path / "out.training")
-    assert distilled(pair, out, config) == uninterrupted
+    moved = shutil.copytree(pair, tmp_path / "moved")
+    assert distilled(moved, out, config) == uninterrupted
     assert_same_weights(out, tmp_path / "whole")
 
 

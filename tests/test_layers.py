@@ -37,6 +37,7 @@ BELOW = {
         "errors": "",
         "sampling": "",
         "seeds": "",
+        "terminal": "",
         "processes": "",
         "toy": "",
         "config": "errors",
@@ -50,7 +51,7 @@ BELOW = {
         "rollouts": "config errors models probability prompts sampling seeds storage",
         "model_folder": "errors hub models storage",
         "labels": "config errors lm_head models probability sampling seeds storage",
-        "inspect": "errors hub prompts storage vocabulary",
+        "inspect": "errors hub prompts storage terminal vocabulary",
     },
 }
 FILES = [path for package in ALLOWED for path in sorted((ROOT / package).rglob("*.py"))]

@@ -28,6 +28,7 @@ from specdata.config import read_config
 from specdata.errors import CacheNotRewindableError, ConfigError, VocabularyMismatchError
 from specdata.prompts.config import PromptSet
 from specdata.storage.files import write_json
+from specdata.terminal import accept_any_text, progress
 
 if TYPE_CHECKING:  # help and mistakes are shown without torch: what works imports where it works
     from torch import Tensor
@@ -69,6 +70,7 @@ def main(
     arguments: Sequence[str] | None = None, program: str = "python -m eval.analysis.compare"
 ) -> int:
     """Run the command line; returns the exit status."""
+    accept_any_text()
     given = _parser(program).parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True)
     try:
@@ -92,7 +94,6 @@ def _run(
     if given.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens must be 1 or larger, got {given.max_new_tokens}")
     import torch
-    from tqdm import tqdm
 
     from eval.analysis.ties import compare_sequences
     from heads import AcceptanceHead
@@ -131,7 +132,7 @@ def _run(
         **{text: _decode(target, draft, config, head, given) for text, config in configs.items()},
     }
     sequences = len(prompts) * (len(methods) + 1)
-    with tqdm(total=sequences, desc="comparison", unit="sequence", file=sys.stderr) as bar:
+    with progress(sequences, "comparison", "sequence") as bar:
         comparisons = compare_sequences(
             target,
             [torch.tensor(ids) for ids in prompts],

@@ -25,7 +25,9 @@ from eval.analysis import oracle
 from eval.analysis.oracle import DraftLength, ReplayCounts, dinkelbach, replay
 from eval.drafting.stopping.calibration import Calibration, fit_calibration
 from specdata.errors import ConfigError, ManifestError
-from specdata.storage.files import atomic_write, write_json
+from specdata.storage.files import atomic_write, fingerprint, write_json
+from specdata.storage.manifest import read_manifest
+from specdata.terminal import accept_any_text
 
 if TYPE_CHECKING:  # help is shown without torch, so what works imports where it works
     import datasets
@@ -186,6 +188,7 @@ def main(
     arguments: Sequence[str] | None = None, program: str = "python -m eval.analysis.replay"
 ) -> int:
     """Run the command line; returns the exit status."""
+    accept_any_text()
     given = _parser(program).parse_args(arguments)
     try:
         rows = _run(given)
@@ -214,6 +217,8 @@ def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
     if given.head and not given.draft:
         raise ConfigError("--head reads the hidden states of the draft: give --draft too")
     labels = load_stored(given.labels)
+    if given.draft:
+        _check_draft(given.labels, given.draft)
     replayed, fitted = (_rows(labels, given, split) for split in (given.split, given.fit_split))
     draft = load_model(given.draft, dtype="float32") if given.draft else None
     head = AcceptanceHead.from_pretrained(given.head) if given.head else None
@@ -229,6 +234,23 @@ def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
     write_json(given.out / "replay.json", json.loads(json.dumps(stored)))
     draw(rows, given.out / "replay.png")
     return rows
+
+
+def _check_draft(labels: Path, draft: str) -> None:
+    """Raise ConfigError if labels say that they were made with another draft.
+
+    Its hidden states would be of other tokens than those that were accepted or not.
+    """
+    from specdata.models import hub_commit
+
+    stored = read_manifest(labels)["settings"].get("draft", {})
+    revision = hub_commit(draft) or fingerprint(draft)
+    if stored.get("revision", revision) != revision:
+        raise ConfigError(
+            f"--draft must be the draft that {labels} was made with, {stored.get('name')}; the one "
+            f"in {draft} is another (contents {stored['revision']} -> {revision}): name that one, "
+            "or label the rollouts with this draft"
+        )
 
 
 def _rows(labels: datasets.Dataset, given: argparse.Namespace, split: str) -> datasets.Dataset:

@@ -34,6 +34,10 @@ REMOVED = ("position_intervals",)
 """Fields of a run that were never read; files that hold them can still be read."""
 
 
+class LostResultsError(ManifestError):
+    """There is no results.json, or what there is cannot be read; the evaluation makes it again."""
+
+
 class Method(Strict):
     """What one row of a report ran: a method on a dataset.
 
@@ -226,17 +230,17 @@ def read_results(path: Path) -> Results:
     """Read and validate results.json.
 
     Raises:
-        ManifestError: if the file is missing, damaged, or of another schema version, or if names or
-            settings in it are not those that were measured.
+        LostResultsError: if the file is missing, damaged, or of another schema version.
+    ManifestError: if names or settings in it are not those that were measured.
     """
     try:
         results = Results.model_validate_json(_without_removed(path.read_bytes()))
     except FileNotFoundError as error:
-        raise ManifestError(f"no results at {path}; run the evaluation first") from error
+        raise LostResultsError(f"no results at {path}; run the evaluation first") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise ManifestError(
+        raise LostResultsError(
             f"{path} must be a results.json of schema version {SCHEMA_VERSION}: {where}:"
             f" {first['msg']} ({error.error_count()} problems in all); run the evaluation again"
         ) from error

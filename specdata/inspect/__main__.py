@@ -21,6 +21,7 @@ from specdata.hub import hub_source
 from specdata.inspect.summary import ACCEPTANCE, BINS, Spread, Summary, quantiles, summarise
 from specdata.prompts.loading import dropped
 from specdata.storage.manifest import MANIFEST
+from specdata.terminal import accept_any_text
 from specdata.vocabulary import vocabulary_fingerprint
 
 if TYPE_CHECKING:  # help is shown without transformers
@@ -39,6 +40,7 @@ def main(
     parser.add_argument("folder", type=Path, help="output/rollouts or output/labels of a run")
     parser.add_argument("--png", type=Path, help="draw the same figures into this file")
     parser.add_argument("--samples", type=int, default=3, help="rows whose text is shown")
+    accept_any_text()
     options = parser.parse_args(arguments)
     if options.samples < 0:
         parser.error(f"--samples must be 0 or larger, got {options.samples}")
