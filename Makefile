@@ -1,9 +1,14 @@
 # make demo   the whole pipeline on the embedded pair, offline      make check  lint, types, fast tests
 # make test   the whole test-suite                                  make bench  benchmarks -> runs/bench/
+# make test-oldest, make test-newest   the whole test-suite with the oldest and the newest versions that pyproject.toml
+#                                      allows, each in an environment of its own
 PYTHON ?= python3
-BIN := .venv/bin
-INSTALLED := .venv/installed
-CACHE := $(CURDIR)/.venv/cache
+VENV := .venv
+CONSTRAINTS := constraints.txt
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+CACHE := $(CURDIR)/$(VENV)/cache
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 
 # Everything that libraries keep for later stays inside the clone, and nothing asks the network.
 RUN := env HF_HUB_OFFLINE=1 HF_HOME=$(CACHE)/huggingface MPLCONFIGDIR=$(CACHE)/matplotlib \
@@ -11,13 +16,21 @@ RUN := env HF_HUB_OFFLINE=1 HF_HOME=$(CACHE)/huggingface MPLCONFIGDIR=$(CACHE)/m
 	TORCHINDUCTOR_CACHE_DIR=$(CACHE)/inductor
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test lint check fix bench clean
+.PHONY: demo test test-oldest test-newest lint check fix bench clean
 
 demo: $(INSTALLED)
 	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/toy.yaml
 
 test: $(INSTALLED)
 	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+test-oldest:
+	@$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+
+# From nothing each time: newer versions may have come.
+test-newest:
+	rm -rf .venv-newest
+	@$(MAKE) test VENV=.venv-newest CONSTRAINTS=
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -38,10 +51,10 @@ clean:
 	rm -rf runs
 
 # torch first and by itself: a later resolution could choose another build of it.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) --editable ".[dev]"
 	$(BIN)/pip check
 	@touch $@

@@ -23,12 +23,13 @@ from transformers import (
     set_seed,
 )
 
-from distill.config import ToyPairConfig
+from distill.config import TOY_POSITIONS, ToyPairConfig
 from distill.training import Schedule, save_model, train_resumably, training_arguments
+from specdata.model_folder import copy_tokenizer
 from specdata.storage.files import atomic_folder
 from specdata.storage.resume import Settings, defaults_of
 from specdata.toy.corpus import corpus
-from specdata.toy.tokenizer import train_tokenizer
+from specdata.toy.tokenizer import save_tokenizer, train_tokenizer
 
 SETTINGS_FILE = "training.json"
 
@@ -76,7 +77,7 @@ def language_model(
             intermediate_size=width * 8 // 3 // 16 * 16,
             num_hidden_layers=layers,
             num_attention_heads=width // head_size,
-            max_position_embeddings=1024,
+            max_position_embeddings=TOY_POSITIONS,
             tie_word_embeddings=True,
             initializer_range=0.7 / math.sqrt(width),
             bos_token_id=tokenizer.bos_token_id,
@@ -123,7 +124,7 @@ def _train(path: Path, config: ToyPairConfig, settings: Settings, *, seed: int) 
     tokenizer = (
         train_tokenizer(texts, config.vocab_size)
         if target
-        else AutoTokenizer.from_pretrained(path.with_name("target"))
+        else AutoTokenizer.from_pretrained(path.with_name("target"), trust_remote_code=False)
     )
     model = language_model(
         tokenizer,
@@ -148,7 +149,10 @@ def _train(path: Path, config: ToyPairConfig, settings: Settings, *, seed: int) 
     train_resumably(trainer, work, settings, label=f"training the {path.name}")
     with atomic_folder(path) as temporary:
         save_model(model, temporary)
-        tokenizer.save_pretrained(temporary)
+        if target:
+            save_tokenizer(tokenizer, temporary)
+        else:
+            copy_tokenizer(str(path.with_name("target")), temporary)
         settings.write(temporary / SETTINGS_FILE)
     shutil.rmtree(work)
     del trainer

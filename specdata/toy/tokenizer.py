@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 END_TOKEN = "<|end|>"
 PAD_TOKEN = "<|pad|>"  # not the end token: models learn where text ends, and never learn to pad
+
+_OF_TRANSFORMERS_5 = ("backend", "is_local", "local_files_only")
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
@@ -44,3 +48,20 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int = 2048) -> PreTrainedT
         clean_up_tokenization_spaces=False,
         padding_side="left",
     )
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Save a tokenizer such that transformers 4 loads it as well as transformers 5.
+
+    transformers 5 writes a class that 4 does not have, and where the tokenizer came from.
+
+    Args:
+        tokenizer: one made by `train_tokenizer`.
+        folder: where to write `tokenizer.json` and `tokenizer_config.json`.
+    """
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    kept = {name: value for name, value in config.items() if name not in _OF_TRANSFORMERS_5}
+    text = json.dumps({**kept, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2)
+    path.write_text(text + "\n", encoding="utf-8")

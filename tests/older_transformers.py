@@ -1,0 +1,50 @@
+"""Run with transformers 4: what it and llama.cpp's tables make of a model's folder, as JSON.
+
+python tests/older_transformers.py FOLDER TEXT
+"""
+
+import json
+import sys
+
+import gguf
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+
+def main(folder: str, text: str) -> dict[str, object]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    prompt = tokenizer(text, return_tensors="pt")["input_ids"]
+    with torch.inference_mode():
+        out = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            generation_config=GenerationConfig(
+                max_new_tokens=24, eos_token_id=None, pad_token_id=model.config.pad_token_id
+            ),
+        )
+        logits = model(prompt).logits[0]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
+    special = gguf.SpecialVocab(folder, load_merges=True)
+    return {
+        "version": transformers.__version__,
+        "dtype": str(model.dtype),
+        "prompt": prompt[0].tolist(),
+        "tokens": out[0, prompt.shape[1] :].tolist(),
+        "logits": logits.tolist(),
+        "text": tokenizer.decode(prompt[0]),
+        "pad": tokenizer.pad_token_id,
+        "end": tokenizer.eos_token_id,
+        "draft_length": model.generation_config.num_assistant_tokens,
+        "gguf_names": {
+            name: names.get_name(name, try_suffixes=(".weight", ".bias"))
+            for name in model.state_dict()
+        },
+        "gguf_special": special.special_token_ids,
+        "gguf_merges": len(special.merges),
+    }
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(main(*sys.argv[1:])))

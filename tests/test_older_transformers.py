@@ -1,0 +1,143 @@
+"""Folders are read by transformers 4, and drafts by llama.cpp's tables, as they are read here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from eval.reporting.release import About, release_draft
+from specdata.models import load_tokenizer
+from specdata.storage.files import locked
+from specdata.toy.tokenizer import save_tokenizer, train_tokenizer
+from tests.synthetic_results import synthetic_results
+from tests.test_model_folder import LLAMA3
+from tests.test_published_code import Folders, check_logits, check_tokens
+
+pytestmark = pytest.mark.slow
+PACKAGES = ("transformers==4.57.6", "gguf==0.19.0")
+TEXT = "a short text about nothing at all, 0123456789"
+
+
+@pytest.fixture(scope="module")
+def older() -> Path:
+    """Python of an environment with `PACKAGES`, kept between runs; torch is that of this one."""
+    folder = Path(sys.prefix) / "cache" / "transformers-4"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    python, made = folder / "bin" / "python", folder / "made"
+    with locked(folder.with_suffix(".lock")):
+        if made.is_file() and made.read_text() == " ".join(PACKAGES):
+            return python
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        install = subprocess.run(
+            [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *PACKAGES],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if install.returncode:
+            pytest.skip(f"no package registry for {PACKAGES[0]}: {install.stderr.splitlines()[-1]}")
+        # Last on its path: everything but torch comes from the environment itself.
+        site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+        (site / "torch-of-the-other.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        made.write_text(" ".join(PACKAGES))
+    return python
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A released Llama whose ropes are not the default ones, with a tokenizer of the toy pair."""
+    root = tmp_path_factory.mktemp("pair")
+    tokenizer = train_tokenizer([TEXT] * 4, 280)
+    for name, seed in (("target", 0), ("draft", 1)):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=280,
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                max_position_embeddings=256,
+                rope_parameters=LLAMA3,
+                initializer_range=0.3,
+                eos_token_id=tokenizer.eos_token_id,
+                bos_token_id=tokenizer.bos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        )
+        model.save_pretrained(root / name)
+        save_tokenizer(tokenizer, root / name)
+    results = synthetic_results(datasets=("alpaca",))
+    names = {"target": str(root / "target"), "head": None}
+    runs = [
+        run.model_copy(update=names | {"draft": run.draft and str(root / "draft")})
+        for run in results.runs
+        if run.head is None
+    ]
+    results = results.model_copy(update={"runs": runs})
+    return release_draft(root / "draft", root / "release", results, About())
+
+
+@pytest.fixture(scope="module")
+def answer(older: Path, draft: Path) -> dict[str, Any]:
+    """What transformers 4 and gguf make of the released draft."""
+    script = Path(__file__).with_name("older_transformers.py")
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [older, script, draft, TEXT], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+@torch.inference_mode()
+def test_a_released_draft_answers_the_same_in_transformers_4(
+    answer: dict[str, Any], draft: Path
+) -> None:
+    assert answer["version"].startswith("4.57")
+    tokenizer = load_tokenizer(str(draft))
+    prompt = tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    assert answer["prompt"] == prompt[0].tolist()
+    assert (answer["text"], answer["pad"], answer["end"]) == (TEXT, 1, 0)
+    assert answer["dtype"] == "torch.float32"
+    model = AutoModelForCausalLM.from_pretrained(draft).eval()
+    assert answer["draft_length"] == model.generation_config.num_assistant_tokens
+    tokens = prompt
+    for _ in answer["tokens"]:  # without a cache or `generate`
+        tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], dim=-1)
+    assert answer["tokens"] == tokens[0, prompt.shape[1] :].tolist()
+    assert len({*answer["tokens"]}) > 4
+    torch.testing.assert_close(torch.tensor(answer["logits"]), model(prompt).logits[0])
+
+
+def test_transformers_4_decodes_with_a_folders_own_code_as_we_do(
+    older: Path, tmp_path: Path
+) -> None:
+    folders = Folders(tmp_path, older)
+    assert folders.answers["version"].startswith("4.57")
+    check_logits(folders)
+    check_tokens(folders)
+
+
+def test_llama_cpp_has_a_name_for_every_tensor_of_a_released_draft(
+    answer: dict[str, Any],
+) -> None:
+    names = answer["gguf_names"]
+    assert len(names) == 2 * 9 + 3
+    assert None not in names.values()
+    assert len({*names.values()}) == len(names)
+    assert names["model.embed_tokens.weight"] == "token_embd.weight"
+    assert answer["gguf_special"] == {"bos": 0, "eos": 0, "pad": 1}
+    assert answer["gguf_merges"] > 0
