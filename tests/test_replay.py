@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
+from eval.analysis.expectation import Traces
 from eval.analysis.replay import best_settings, main, replay_rules, result_rows
-from eval.analysis.traces import AcceptanceTrace, acceptance_traces, head_probabilities
+from eval.analysis.traces import acceptance_traces
+from eval.drafting.stopping import STOPPING_RULES, DraftedToken
 from eval.drafting.stopping.calibration import Calibration
+from eval.drafting.stopping.recorded import RecordedTokens
 from heads import AcceptanceHead
 from heads.inputs import HeadInputs
-from specdata.probability import SamplingConfig
+from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import fill_dataset, load_stored
 from specdata.storage.files import fingerprint
 from specdata.storage.resume import Settings
@@ -50,68 +56,161 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_the_head_predicts_after_the_draft_consumed_the_drafted_token(folder: Path) -> None:
-    draft, row = tiny_llama(1, vocab=12).float(), load_stored(folder / "labels")[0]
+HEAD = {"hidden_size": 16, "depth": 1, "rejection_weight": 6.0}
+
+
+def made_head() -> AcceptanceHead:
     torch.manual_seed(1)
-    head = AcceptanceHead(hidden_size=16, depth=1, rejection_weight=6.0).eval()
-    predicted = head_probabilities(draft, head, row)
+    head = AcceptanceHead(**HEAD).eval()  # type: ignore[arg-type]
+    torch.nn.init.normal_(head.output.weight, std=2.0)
+    return head
+
+
+def drafted_tokens(draft: PreTrainedModel, row: dict[str, Any]) -> list[DraftedToken]:
+    """Each Y_i as a rule meets it: its distribution, and the state after the token before it.
+
+    That state has consumed Y_(i-1) after X_<(i-1), as in the labels. The last one describes no
+    token, and holds the state after Y_n.
+    """
+    made, state = [], torch.zeros(16)
     for position, token in enumerate(row["draft_ids"]):
-        ids = [*row["prompt_ids"], *row["completion_ids"][:position], token]
+        known = [*row["prompt_ids"], *row["completion_ids"][:position]]
         with torch.no_grad():
-            state = draft.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1]
-            expected = float(head.probability(HeadInputs({"hidden": state})))
-        assert predicted[position] == pytest.approx(expected, abs=1e-5)
+            logits = draft(input_ids=torch.tensor([known])).logits[0, -1]
+            made.append(DraftedToken(token, probabilities(logits, SAMPLING), state))
+            ids = torch.tensor([[*known, token]])
+            state = draft.base_model(input_ids=ids).last_hidden_state[0, -1]
+    return made
 
 
-def test_outcomes_depend_on_the_seed_and_the_rollout_only(folder: Path) -> None:
-    rows = load_stored(folder / "labels")
-    first, again = (acceptance_traces(rows, seed=3) for _ in range(2))
-    assert first == again
-    for trace, row in zip(first, rows, strict=True):
-        assert trace.accept_prob == row["accept_prob"]
-        assert trace.q == pytest.approx([math.exp(log_q) for log_q in row["log_q"]])
-        assert trace.q_max == pytest.approx([math.exp(log_q) for log_q in row["log_q_max"]])
-    assert acceptance_traces(rows.select([4]), seed=3) == first[4:5]
-    assert acceptance_traces(rows, seed=4) != first
+RULES = [
+    *({"stop": stop} for stop in STOPPING_RULES if stop != "cost"),
+    {"stop": "fixed", "length": 3},
+    {"stop": "confidence", "threshold": 0.12, "limit": 6},
+    {"stop": "entropy", "threshold": 1.9},
+    {"stop": "cumulative", "threshold": 0.02},
+    {"stop": "logit", "threshold": 0.6, "calibration": (0.3, 1.2), "limit": 5},
+    {"stop": "head", "threshold": 0.5},
+    {"stop": "head", "threshold": 0.9, "limit": 4},
+    {"stop": "cost", "draft_seconds": 0.2, "token_seconds": 1.0, "mean_acceptance": 0.7},
+    {"stop": "cost", "draft_seconds": 0.1, "token_seconds": 1.0, "head": False},
+]
 
 
-def simulated_traces(generator: torch.Generator) -> list[AcceptanceTrace]:
+@pytest.mark.parametrize("parameters", RULES, ids=str)
+def test_a_recorded_rule_drafts_as_far_as_its_own_object(
+    parameters: dict[str, Any], folder: Path
+) -> None:
+    """From every position of every rollout, so a new rule is tested without a line here."""
+    draft, labels = tiny_llama(1, vocab=12).float(), load_stored(folder / "labels")
+    head = made_head()
+    traces = acceptance_traces(labels, draft=draft, sampling=SAMPLING, head=head)
+    rule = STOPPING_RULES[parameters["stop"]].model_validate(
+        {name: value for name, value in parameters.items() if name != "stop"}
+    )
+    lengths = rule.recorded_lengths(traces.tokens)
+    assert lengths is not None
+    for number, row in enumerate(labels):
+        tokens, n = drafted_tokens(draft, row), len(row["draft_ids"])
+        for position in range(n):
+            active = rule.start(head)
+            should_stop, drafted = active.begin(), 0
+            for token in tokens[position : min(n - 1, position + active.longest)]:
+                drafted += 1
+                if should_stop(token):
+                    break
+            assert lengths[number, position] == drafted, (number, position)
+
+
+def test_a_cost_rule_that_measures_its_costs_cannot_be_recorded(folder: Path) -> None:
+    traces = acceptance_traces(load_stored(folder / "labels"))
+    assert STOPPING_RULES["cost"]().recorded_lengths(traces.tokens) is None
+    assert STOPPING_RULES["entropy"]().recorded_lengths(traces.tokens) is None  # no draft
+    assert STOPPING_RULES["head"]().recorded_lengths(traces.tokens) is None  # no head
+
+
+def test_traces_hold_what_labels_say_and_the_outputs_of_the_head(folder: Path) -> None:
+    draft, rows = tiny_llama(1, vocab=12).float(), load_stored(folder / "labels")
+    head = made_head()
+    traces = acceptance_traces(rows, draft=draft, sampling=SAMPLING, head=head)
+    assert traces.tokens.head_logits is not None
+    assert traces.tokens.entropy is not None
+    assert traces.tokens.rejection_weight == 6.0
+    for number, row in enumerate(rows):
+        n = len(row["draft_ids"])
+        assert traces.tokens.lengths[number] == n
+        assert traces.accept[number, :n].tolist() == row["accept_prob"]
+        assert traces.tokens.q[number, :n] == pytest.approx(np.exp(row["log_q"]))
+        assert traces.tokens.q_max[number, :n] == pytest.approx(np.exp(row["log_q_max"]))
+        for position, token in enumerate(row["draft_ids"]):
+            known = [*row["prompt_ids"], *row["completion_ids"][:position]]
+            with torch.no_grad():
+                q = probabilities(draft(input_ids=torch.tensor([known])).logits[0, -1], SAMPLING)
+                ids = torch.tensor([[*known, token]])
+                state = draft.base_model(input_ids=ids).last_hidden_state[0, -1]
+                expected = float(head.logits(HeadInputs({"hidden": state})))
+            assert traces.tokens.head_logits[number, position] == pytest.approx(expected, abs=1e-4)
+            assert traces.tokens.entropy[number, position] == pytest.approx(
+                float(-(q * q.log()).sum()), abs=1e-5
+            )
+
+
+def simulated_traces(generator: torch.Generator) -> Traces:
     """60 sequences of 80 positions whose acceptance probability is .97 or .3."""
-    traces = []
-    for _ in range(60):
-        accept = torch.where(torch.rand(80, generator=generator) < 0.8, 0.97, 0.3)
-        accepted = torch.rand(80, generator=generator) < accept
-        traces.append(
-            AcceptanceTrace(accepted.tolist(), accept.tolist(), accept.tolist(), accept.tolist())
-        )
-    return traces
+    accept = torch.where(torch.rand(60, 80, generator=generator) < 0.8, 0.97, 0.3).double().numpy()
+    lengths = np.full(60, 80, dtype=np.int64)
+    return Traces(RecordedTokens(lengths=lengths, q=accept, q_max=accept), accept)
 
 
 def test_no_rule_is_faster_than_the_oracle_and_a_perfect_head_beats_every_fixed_length() -> None:
     traces = simulated_traces(torch.Generator().manual_seed(0))
-    results = replay_rules(traces, Calibration(), draft_seconds=0.1, target_seconds=1.0)
-    rows = result_rows(results, 0.1, 1.0)
+    rows = result_rows(
+        replay_rules(traces, (0.0, 1.0), draft_seconds=0.1, target_seconds=1.0), 0.1, 1.0
+    )
     assert max(rows, key=lambda row: row["of_the_oracles_speed"])["rule"] == "oracle"
     best = {row["rule"]: row for row in best_settings(rows) if row["setting"] != "cost rule"}
     cost = {r["rule"]: r["seconds_per_token"] for r in rows if r["setting"] == "cost rule"}
-    assert cost["perfect head"] < best["fixed"]["seconds_per_token"]
+    assert cost["perfect, no lag"] < best["perfect head"]["seconds_per_token"]
+    assert best["perfect head"]["seconds_per_token"] < best["fixed"]["seconds_per_token"]
     # Here max q is the acceptance itself, and the logistic model trusts it.
-    assert cost["logit"] == cost["perfect head"]
+    assert cost["logit"] == pytest.approx(cost["perfect, no lag"])
 
 
-def test_each_rule_reads_its_own_values_and_a_head_decides_one_token_late() -> None:
+def test_replay_compares_a_head_as_the_decoder_does_raw_and_one_token_late() -> None:
     traces = simulated_traces(torch.Generator().manual_seed(0))
-    for trace in traces:
-        trace.head = trace.accept_prob
-        trace.q = [1.0] * len(trace.accepted)
-        trace.q_max = [0.01] * len(trace.accepted)
-    results = {
-        (result.family, result.setting): result.counts
-        for result in replay_rules(traces, Calibration(), draft_seconds=0.1, target_seconds=1.0)
-    }
-    assert results["head", "h=0.5"].n_draft > results["perfect head", "h=0.5"].n_draft
-    assert results["confidence", "0.9"] == results["fixed", "K=20"]
-    assert results["logit", "h=0.5"] == results["fixed", "K=1"]
+    logits = np.log(traces.accept / (1 - traces.accept))
+
+    def drafted(weight: float) -> dict[tuple[str, str], float]:
+        tokens = replace(traces.tokens, head_logits=logits, rejection_weight=weight)
+        results = replay_rules(
+            replace(traces, tokens=tokens), (0.0, 1.0), draft_seconds=0.1, target_seconds=1.0
+        )
+        return {(r.family, r.setting): float(r.counts.n_draft.sum()) for r in results}
+
+    plain, weighted = drafted(1.0), drafted(6.0)
+    assert plain["head", "h=0.5"] == plain["perfect head", "h=0.5"] > plain["logit", "h=0.5"]
+    assert weighted["head", "h=0.5"] == plain["head", "h=0.5"]
+
+
+@pytest.mark.parametrize(("weight", "drafted"), [(1.0, 3), (6.0, 4)])
+def test_a_cost_rule_reads_the_head_without_the_bias_of_its_loss(
+    weight: float, drafted: int
+) -> None:
+    """Of acceptances .97, .3, .97, .97 the second ends the draft, or is .72 and does not."""
+    accept = np.array([[0.97, 0.3, 0.97, 0.97, 0.0, 0.0]])
+    tokens = RecordedTokens(
+        lengths=np.array([6], dtype=np.int64),
+        q=accept,
+        q_max=np.ones_like(accept),  # the newest token is trusted
+        head_logits=np.array([[3.48, -0.85, 3.48, 3.48, -9.0, -9.0]]),
+        rejection_weight=weight,
+    )
+    rule = STOPPING_RULES["cost"].model_validate(
+        {"draft_seconds": 0.5, "token_seconds": 1.0, "mean_acceptance": 1.0, "limit": 4}
+    )
+    lengths = rule.recorded_lengths(tokens)
+    assert lengths is not None
+    assert lengths[0, 0] == drafted
 
 
 def test_the_command_prints_a_table_and_writes_json_and_a_picture(
@@ -126,7 +225,8 @@ def test_the_command_prints_a_table_and_writes_json_and_a_picture(
     stored = json.loads((tmp_path / "replay.json").read_text())
     assert stored["calibration"] != dataclasses.asdict(Calibration())
     for row in stored["rows"]:
-        assert row["n_draft"] + row["n_target"] == row["tokens"] + row["n_discarded"]
+        drafted = row["n_draft"] + row["n_target"]
+        assert drafted == pytest.approx(row["tokens"] + row["n_discarded"])
     assert (tmp_path / "replay.png").read_bytes().startswith(b"\x89PNG")
 
 

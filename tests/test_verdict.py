@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from eval.analysis.choice import DevChoice, choose_on_dev, expected_counts, replayed_rule
-from eval.analysis.oracle import (
-    DraftLength,
-    ReplayCounts,
-    constant_length,
-    replay,
-    until_product_below,
-)
-from eval.analysis.traces import AcceptanceTrace, acceptance_traces
-from eval.drafting.stopping import STOPPING_RULES, DraftedToken
+from eval.analysis.choice import DevChoice, choose_on_dev, rule_of
+from eval.analysis.expectation import expected_counts
+from eval.analysis.traces import acceptance_traces
+from eval.drafting.stopping import STOPPING_RULES
+from eval.drafting.stopping.recorded import constant_length
 from eval.measuring.metrics import compute_metrics, speed_ratio_interval
 from eval.measuring.results import Results, Run
 from eval.reporting.lengths import longest_measured, measured_lengths
@@ -40,23 +33,13 @@ def results() -> Results:
     return synthetic_results(datasets=("alpaca", "gsm8k"))
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        constant_length(0),
-        constant_length(3),
-        until_product_below([0.9, 0.2, 0.8, 0.7, 0.6, 0.5], 0.3, limit=4, lag=1),
-    ],
-)
-def test_expected_counts_are_the_mean_of_the_replay_over_all_outcomes(rule: DraftLength) -> None:
-    accept = [0.9, 0.3, 0.5, 0.8, 0.0, 1.0]
-    rounds = drafted = 0.0
-    for outcome in itertools.product([True, False], repeat=len(accept)):
-        weight = math.prod(a if yes else 1 - a for a, yes in zip(accept, outcome, strict=True))
-        counts: ReplayCounts = replay(outcome, rule)
-        rounds += weight * counts.n_target
-        drafted += weight * counts.n_draft
-    assert expected_counts(accept, rule) == pytest.approx((rounds, drafted), abs=1e-12)
+COST = {
+    "limit": 9,
+    "draft_seconds": 0.1,
+    "token_seconds": 1.0,
+    "head": False,
+    "calibration": (0.3, 1.2),
+}
 
 
 def measured(stop: str, **changes: object) -> Run:
@@ -65,50 +48,29 @@ def measured(stop: str, **changes: object) -> Run:
     return base.model_copy(update={"stop": stop, "length": 20, **changes})
 
 
-def test_a_measured_rule_is_replayed_as_the_decoder_would_apply_it() -> None:
-    """Each rule's own object stops where the replay does."""
-    values = [0.8, 0.75, 0.8, 0.45, 0.99, 0.3, 0.7]
-    trace = AcceptanceTrace([True] * 7, values, values, values)
+def test_the_rule_of_a_measured_method_is_the_one_that_it_decoded_with() -> None:
     for stop, parameters in (
-        ("confidence", {"threshold": 0.5}),
-        ("cumulative", {"threshold": 0.6}),
-        ("logit", {"threshold": 0.4, "calibration": (0.3, 1.2)}),
+        ("confidence", {"threshold": 0.5, "limit": 5}),
+        ("entropy", {"threshold": 1.5, "limit": 20}),
+        ("cumulative", {"threshold": 0.6, "limit": 20}),
+        ("logit", {"threshold": 0.4, "limit": 7, "calibration": (0.3, 1.2)}),
+        ("head", {"threshold": 0.3, "limit": 20}),
+        ("cost", COST),
+        ("fixed", {"length": 4}),
     ):
-        rule = STOPPING_RULES[stop].model_validate({"limit": 5, **parameters})
+        rule = STOPPING_RULES[stop].model_validate(parameters)
         run = measured(
             stop,
-            length=5,
-            threshold=parameters["threshold"],
-            parameters={name: value for name, value in parameters.items() if name != "threshold"},
+            length=parameters.get("limit", parameters.get("length")),
+            threshold=parameters.get("threshold"),
+            parameters={
+                name: value
+                for name, value in rule.reported().items()
+                if name not in ("threshold", "limit", "length")
+            },
         )
-        made = replayed_rule(run, 1.0)
-        assert made is not None
-        for position in range(5):
-            should_stop = rule.start(None).begin()
-            length = 0
-            for value in values[position : position + 5]:
-                length += 1
-                rest = torch.full((10,), (1.0 - value) / 10)
-                if should_stop(DraftedToken(0, torch.cat([torch.tensor([value]), rest]), None)):
-                    break
-            assert made(trace)(position, 5) == length
-    assert replayed_rule(measured("entropy", threshold=1.5), 1.0) is None
-    fixed = replayed_rule(measured("fixed", length=4), 1.0)
-    assert fixed is not None
-    assert fixed(trace)(0, 6) == 4
-
-
-def test_the_heads_threshold_is_compared_with_its_raw_output_as_in_decoding() -> None:
-    weight, raw = 6.0, [0.8, 0.7, 0.9]
-    calibrated = [weight * r / (1 - r + weight * r) for r in raw]
-    trace = AcceptanceTrace([True] * 3, calibrated, calibrated, calibrated, head=calibrated)
-    rule = replayed_rule(measured("head", threshold=0.3), weight)
-    assert rule is not None
-    # 1 - 0.8 is no more than 0.3, 1 - 0.8 x 0.7 is; token 2 is judged when token 3 was drawn.
-    assert rule(trace)(0, 3) == 3
-    eager = replayed_rule(measured("head", threshold=0.1), weight)
-    assert eager is not None
-    assert eager(trace)(0, 3) == 2
+        assert rule_of(run) == rule
+    assert rule_of(measured("patience")) is None
 
 
 def test_choosing_on_dev_ranks_settings_by_expected_time(results: Results, tmp_path: Path) -> None:
@@ -132,16 +94,13 @@ def test_choosing_on_dev_ranks_settings_by_expected_time(results: Results, tmp_p
     assert (choice.rollouts, choice.datasets) == (6, ("d",))
     assert choice.draft_seconds == pytest.approx(0.002, rel=0.2)
     assert choice.target_seconds == pytest.approx(0.0114, rel=0.2)
-    assert {"fixed-4", "head-0.5", "confidence-0.4", "logit-0.7"} <= set(choice.expected)
-    assert {"entropy-1.5", "tree-4x2x1", "plain", "biased-0.05"}.isdisjoint(choice.expected)
-    traces = acceptance_traces(labels, seed=0)
-    n = sum(len(trace.accept_prob) for trace in traces)
-    counts = [expected_counts(trace.accept_prob, constant_length(4)) for trace in traces]
-    by_hand = sum(
-        choice.target_seconds * rounds + choice.draft_seconds * drafted
-        for rounds, drafted in counts
-    )
-    assert choice.expected["fixed-4"] == pytest.approx(by_hand / n)
+    known = {"fixed-4", "head-0.5", "confidence-0.4", "logit-0.7", "entropy-1.5"}
+    assert known <= set(choice.expected)
+    assert {"tree-4x2x1", "plain", "biased-0.05"}.isdisjoint(choice.expected)
+    traces = acceptance_traces(labels)
+    counts = expected_counts(traces, constant_length(traces.tokens, 4))
+    by_hand = counts.seconds_per_token(choice.draft_seconds, choice.target_seconds)
+    assert choice.expected["fixed-4"] == pytest.approx(by_hand)
     untimed = synthetic_results(datasets=("alpaca",), timed=False)
     assert choose_on_dev(untimed, labels, draft, head) is None
 

@@ -2,7 +2,7 @@
 
     python -m eval.analysis.replay LABELS --draft DRAFT --head HEAD
 
-All rules meet the same outcomes, drawn once for each labelled rollout (`eval.analysis.traces`).
+Counts are expectations over all outcomes of acceptance (`eval.analysis.expectation`).
 --draft-seconds is the time of one more drafted token, including the time that the target takes
 longer for a longer draft, as the cost rule measures it.
 """
@@ -12,18 +12,25 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from eval.analysis import oracle
-from eval.analysis.oracle import DraftLength, ReplayCounts, dinkelbach, replay
-from eval.drafting.stopping.calibration import Calibration, fit_calibration
+from eval.analysis.expectation import Counts, Traces, dinkelbach, expected_counts, oracle_counts
+from eval.drafting.stopping import StoppingRule
+from eval.drafting.stopping.calibration import fit_calibration
+from eval.drafting.stopping.confidence import Confidence
+from eval.drafting.stopping.cost import Cost
+from eval.drafting.stopping.cumulative import Cumulative
+from eval.drafting.stopping.entropy import Entropy
+from eval.drafting.stopping.fixed import Fixed
+from eval.drafting.stopping.head import Head
+from eval.drafting.stopping.logit import Logit
+from eval.drafting.stopping.recorded import Lengths, constant_length, until_product_below
 from specdata.errors import ConfigError, ManifestError
 from specdata.storage.files import atomic_write, fingerprint, write_json
 from specdata.storage.manifest import read_manifest
@@ -32,9 +39,9 @@ from specdata.terminal import accept_any_text
 if TYPE_CHECKING:  # help is shown without torch, so what works imports where it works
     import datasets
 
-    from eval.analysis.traces import AcceptanceTrace
-
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
+NATS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
+COST_RULE = "cost rule"
 LENGTHS = range(1, 21)
 
 
@@ -45,84 +52,93 @@ class RuleResult:
     Args:
         family: name of the stopping rule; "oracle", or "plain" for the target alone.
         setting: its length or threshold, or "cost rule".
-        counts: what it did on all sequences.
+        counts: expected counts of each rollout.
     """
 
     family: str
     setting: str
-    counts: ReplayCounts
+    counts: Counts
 
 
 def replay_rules(
-    traces: Sequence[AcceptanceTrace],
-    calibration: Calibration,
+    traces: Traces,
+    calibration: tuple[float, float],
     *,
     draft_seconds: float,
     target_seconds: float,
     limit: int = 20,
 ) -> list[RuleResult]:
-    """Replay every rule at every setting.
+    """Replay every rule at every setting, each as the decoder applies it.
+
+    "perfect head" is SpecDec++'s rule with the acceptance probabilities themselves, one token late
+    like a head; "perfect, no lag" knows that of the newest token, too.
 
     Args:
-        traces: of at least one sequence.
-        calibration: the logistic model on max q.
+        traces: of at least one rollout.
+        calibration: intercept and slope of the logistic model on max q.
         draft_seconds: t_d.
         target_seconds: t_t.
         limit: most tokens of a draft whose length a rule decides; the oracle has no limit.
     """
-
-    def run(family: str, setting: str, rules: Sequence[DraftLength]) -> RuleResult:
-        counts = (replay(t.accepted, rule) for t, rule in zip(traces, rules, strict=True))
-        return RuleResult(family, setting, sum(counts, ReplayCounts()))
-
+    tokens = traces.tokens
     results = [
-        run("oracle", "", [oracle.oracle(trace.accepted) for trace in traces]),
-        run("plain", "", [oracle.constant_length(0)] * len(traces)),
-        *(run("fixed", f"K={k}", [oracle.constant_length(k)] * len(traces)) for k in LENGTHS),
+        RuleResult("oracle", "", oracle_counts(traces)),
+        RuleResult("plain", "", expected_counts(traces, constant_length(tokens, 0))),
     ]
-    for least in THRESHOLDS:
-        rules = [oracle.until_value_below(trace.q, least, limit=limit) for trace in traces]
-        results.append(run("confidence", f"{least:g}", rules))
-    mean = float(np.mean([value for trace in traces for value in trace.accept_prob]))
-    for family, estimates, newest in _estimates(traces, calibration):
-        lag = 1 if family == "head" else 0
+    for rule, setting in _settings(calibration, limit):
+        lengths = rule.recorded_lengths(tokens)
+        if lengths is not None:
+            results.append(RuleResult(rule.name, setting, expected_counts(traces, lengths)))
+    for family, lag in (("perfect head", 1), ("perfect, no lag", 0)):
         for h in THRESHOLDS:
-            rules = [oracle.until_product_below(e, 1 - h, limit=limit, lag=lag) for e in estimates]
-            results.append(run(family, f"h={h:g}", rules))
+            lengths = until_product_below(tokens, traces.accept, 1 - h, limit=limit, lag=lag)
+            results.append(RuleResult(family, f"h={h:g}", expected_counts(traces, lengths)))
+    mean = traces.mean_accept()
 
-        def cost_rule(
-            number: int,
-            seconds: float,
-            estimates: Sequence[Sequence[float]] = estimates,
-            newest: Sequence[Sequence[float]] | None = newest,
-            lag: int = lag,
-        ) -> DraftLength:
-            least = draft_seconds / (seconds * mean)
-            last = newest[number] if newest else None
-            return oracle.until_product_below(
-                estimates[number], least, limit=limit, lag=lag, newest=last
+    def best_cost_rule(lengths: Callable[[float], Lengths]) -> Counts:
+        return dinkelbach(
+            traces, lengths, draft_seconds=draft_seconds, target_seconds=target_seconds
+        )[0]
+
+    for family, in_use in (("logit", False), ("head", True)):
+        if in_use and tokens.head_logits is None:
+            continue
+
+        def cost_lengths(seconds: float, in_use: bool = in_use) -> Lengths:
+            rule = Cost(
+                draft_seconds=draft_seconds,
+                token_seconds=seconds,
+                mean_acceptance=mean,
+                head=in_use,
+                calibration=calibration,
+                limit=limit,
             )
+            lengths = rule.recorded_lengths(tokens)
+            assert lengths is not None
+            return lengths
 
-        counts, _ = dinkelbach(
-            [trace.accepted for trace in traces],
-            cost_rule,
-            draft_seconds=draft_seconds,
-            target_seconds=target_seconds,
-        )
-        results.append(RuleResult(family, "cost rule", counts))
+        results.append(RuleResult(family, COST_RULE, best_cost_rule(cost_lengths)))
+
+    def perfect(seconds: float) -> Lengths:
+        least = draft_seconds / (seconds * mean)
+        return until_product_below(tokens, traces.accept, least, limit=limit)
+
+    results.append(RuleResult("perfect, no lag", COST_RULE, best_cost_rule(perfect)))
     return results
 
 
-def _estimates(
-    traces: Sequence[AcceptanceTrace], calibration: Calibration
-) -> Iterator[tuple[str, list[list[float]], list[list[float]] | None]]:
-    """Family, its estimates of acceptance, and estimates of the newest token if it has a lag."""
-    logit = [[calibration.accept(q) for q in trace.q_max] for trace in traces]
-    if all(trace.q_max for trace in traces):
-        yield "logit", logit, None
-    if all(trace.head for trace in traces):
-        yield "head", [trace.head for trace in traces], logit
-    yield "perfect head", [trace.accept_prob for trace in traces], None
+def _settings(calibration: tuple[float, float], limit: int) -> Iterator[tuple[StoppingRule, str]]:
+    """Each rule at each setting that is replayed, and what the setting is called."""
+    for length in LENGTHS:
+        yield Fixed(length=length), f"K={length}"
+    for threshold in THRESHOLDS:
+        yield Confidence(threshold=threshold, limit=limit), f"{threshold:g}"
+        yield Cumulative(threshold=threshold, limit=limit), f"{threshold:g}"
+    for nats in NATS:
+        yield Entropy(threshold=nats, limit=limit), f"{nats:g}"
+    for h in THRESHOLDS:
+        yield Logit(threshold=h, limit=limit, calibration=calibration), f"h={h:g}"
+        yield Head(threshold=h, limit=limit), f"h={h:g}"
 
 
 def result_rows(
@@ -138,9 +154,9 @@ def result_rows(
             {
                 "rule": result.family,
                 "setting": result.setting,
-                **asdict(counts),
-                "verification_rate": counts.n_target / counts.tokens,
-                "discard_rate": counts.n_discarded / counts.tokens,
+                **{name: float(value.sum()) for name, value in asdict(counts).items()},
+                "verification_rate": float(counts.n_target.sum() / counts.tokens.sum()),
+                "discard_rate": float(counts.n_discarded.sum() / counts.tokens.sum()),
                 "seconds_per_token": seconds,
                 "of_the_oracles_speed": ideal / seconds,
             }
@@ -157,7 +173,7 @@ def best_settings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         )
         for family in dict.fromkeys(row["rule"] for row in rows)
     }
-    kept = [row for row in rows if row in best.values() or row["setting"] == "cost rule"]
+    kept = [row for row in rows if row in best.values() or row["setting"] == COST_RULE]
     return sorted(kept, key=lambda row: float(row["seconds_per_token"]))
 
 
@@ -169,11 +185,11 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes = figure.subplots()
     for family in dict.fromkeys(row["rule"] for row in rows if row["rule"] != "plain"):
         of_family = [row for row in rows if row["rule"] == family]
-        swept = [row for row in of_family if row["setting"] != "cost rule"]
+        swept = [row for row in of_family if row["setting"] != COST_RULE]
         x, y = [row["discard_rate"] for row in swept], [row["verification_rate"] for row in swept]
         (line,) = axes.plot(x, y, marker="*" if family == "oracle" else ".", label=family)
         for row in of_family:
-            if row["setting"] == "cost rule":
+            if row["setting"] == COST_RULE:
                 point = row["discard_rate"], row["verification_rate"]
                 axes.plot(*point, "v", color=line.get_color(), label=f"{family}, cost rule")
     axes.set_xlabel("discard rate  (N discarded / N)")
@@ -209,6 +225,7 @@ def main(
 def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
     from eval.analysis.traces import acceptance_traces
     from heads import AcceptanceHead
+    from specdata.labels.make import sampling_of
     from specdata.models import load_model
     from specdata.storage.dataset import load_stored
 
@@ -222,15 +239,16 @@ def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
     replayed, fitted = (_rows(labels, given, split) for split in (given.split, given.fit_split))
     draft = load_model(given.draft, dtype="float32") if given.draft else None
     head = AcceptanceHead.from_pretrained(given.head) if given.head else None
-    traces = acceptance_traces(replayed, seed=given.seed, draft=draft, head=head)
-    fit_traces = acceptance_traces(fitted, seed=given.seed)
-    accept_prob = np.concatenate([trace.accept_prob for trace in fit_traces])
-    q_max = np.concatenate([trace.q_max for trace in fit_traces])
-    calibration = fit_calibration(accept_prob, q_max.clip(max=1.0))
+    sampling = sampling_of(given.labels)
+    traces = acceptance_traces(replayed, draft=draft, sampling=sampling, head=head)
+    fit_traces = acceptance_traces(fitted)
+    inside = fit_traces.inside
+    fitted_model = fit_calibration(fit_traces.accept[inside], fit_traces.tokens.q_max[inside])
+    calibration = fitted_model.intercept, fitted_model.slope
     costs = {"draft_seconds": given.draft_seconds, "target_seconds": given.target_seconds}
     rows = result_rows(replay_rules(traces, calibration, limit=given.limit, **costs), **costs)
     settings = {name: str(value) for name, value in vars(given).items()}
-    stored = {"settings": settings, "calibration": asdict(calibration), "rows": rows}
+    stored = {"settings": settings, "calibration": asdict(fitted_model), "rows": rows}
     write_json(given.out / "replay.json", json.loads(json.dumps(stored)))
     draw(rows, given.out / "replay.png")
     return rows
@@ -282,7 +300,6 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument("--draft", help="the draft, for the head")
     parser.add_argument("--head", help="an acceptance head of that draft")
     parser.add_argument("--limit", type=int, default=20, help="longest draft (default: 20)")
-    parser.add_argument("--seed", type=int, default=0, help="of the outcomes")
     parser.add_argument("--out", type=Path, default=Path("runs/replay"), help="folder for the JSON")
     return parser
 

@@ -120,6 +120,14 @@ def labels_from_cache(
     return _fill(load_stored(source), folder, work, config, LABELS, settings, report)
 
 
+def sampling_of(folder: Path) -> SamplingConfig:
+    """The sampler that labels were made under. Raises ManifestError if the folder holds none."""
+    stored = read_manifest(folder)["settings"].get("sampling")
+    if stored is None:
+        raise ManifestError(f"{folder} holds no labels: its manifest names no sampler; label them")
+    return SamplingConfig(**stored)
+
+
 def load_labels(folder: Path, sampling: SamplingConfig) -> datasets.Dataset:
     """Read labels that were made under this sampler.
 

@@ -39,6 +39,12 @@ class Calibration:
         odds = self.intercept + self.slope * math.log(q_max / (1.0 - q_max))
         return 0.5 + 0.5 * math.tanh(0.5 * odds)  # the sigmoid, without its overflow
 
+    def accept_all(self, q_max: Reals) -> Reals:
+        """The same for any number of tokens: (...) -> (...)."""
+        clipped = q_max.clip(EDGE, 1.0 - EDGE)
+        odds = self.intercept + self.slope * np.log(clipped / (1.0 - clipped))
+        return np.asarray(0.5 + 0.5 * np.tanh(0.5 * odds))
+
 
 class CalibratedRule(AdaptiveRule):
     """A stopping rule that reads the logistic model."""

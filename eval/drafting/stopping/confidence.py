@@ -9,6 +9,7 @@ from pydantic import Field
 from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, ShouldStop
 
 if TYPE_CHECKING:
+    from eval.drafting.stopping.recorded import Lengths, RecordedTokens
     from heads import AcceptanceHead
 
 
@@ -29,6 +30,12 @@ class Confidence(AdaptiveRule):
         le=1.0,
         description="stop after the first token drafted with less probability",
     )
+
+    def recorded_lengths(self, tokens: RecordedTokens) -> Lengths:
+        """Up to the first improbable token."""
+        from eval.drafting.stopping.recorded import until_marked
+
+        return until_marked(tokens, tokens.q < self.threshold, limit=self.limit)
 
     def start(self, head: AcceptanceHead | None) -> ActiveRule:
         """Compare each token's own probability; nothing is remembered."""

@@ -6,6 +6,7 @@ independent acceptances, with every quantity measured while decoding.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,6 +18,7 @@ from eval.drafting.stopping.calibration import CalibratedRule, Calibration, fit_
 from eval.drafting.stopping.rule import ActiveRule, DraftedToken, Family, ShouldStop
 
 if TYPE_CHECKING:
+    from eval.drafting.stopping.recorded import Lengths, RecordedTokens
     from eval.rounds import Round
     from heads import AcceptanceHead
 
@@ -74,6 +76,21 @@ class Cost(CalibratedRule):
     def reported(self) -> dict[str, Any]:
         """The parameters; whether a head was asked is seen from the head that results name."""
         return {name: value for name, value in super().reported().items() if name != "head"}
+
+    def recorded_lengths(self, tokens: RecordedTokens) -> Lengths | None:
+        """While another token pays, if both costs are given: measured ones change as it decodes."""
+        from scipy.special import expit
+
+        from eval.drafting.stopping.recorded import until_product_below
+
+        if self.measured:
+            return None
+        least = self.draft_seconds / (self.token_seconds * self.mean_acceptance)
+        newest = self.model.accept_all(tokens.q_max)
+        if not self.head or tokens.head_logits is None:
+            return until_product_below(tokens, newest, least, limit=self.limit)
+        known = expit(tokens.head_logits + math.log(tokens.rejection_weight))
+        return until_product_below(tokens, known, least, limit=self.limit, lag=1, newest=newest)
 
     def start(self, head: AcceptanceHead | None) -> ActiveRule:
         """Begin with the given costs and first guesses."""

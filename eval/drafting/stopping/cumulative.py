@@ -9,6 +9,7 @@ from pydantic import Field
 from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, ShouldStop
 
 if TYPE_CHECKING:
+    from eval.drafting.stopping.recorded import Lengths, RecordedTokens
     from heads import AcceptanceHead
 
 
@@ -29,6 +30,12 @@ class Cumulative(AdaptiveRule):
         le=1.0,
         description="stop once the product of the tokens' probabilities is less",
     )
+
+    def recorded_lengths(self, tokens: RecordedTokens) -> Lengths:
+        """Until the product of the probabilities is too small."""
+        from eval.drafting.stopping.recorded import until_product_below
+
+        return until_product_below(tokens, tokens.q, self.threshold, limit=self.limit)
 
     def start(self, head: AcceptanceHead | None) -> ActiveRule:
         """Multiply the probabilities of a round's tokens."""

@@ -9,6 +9,7 @@ from pydantic import Field
 from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, ShouldStop
 
 if TYPE_CHECKING:
+    from eval.drafting.stopping.recorded import Lengths, RecordedTokens
     from heads import AcceptanceHead
 
 
@@ -28,6 +29,14 @@ class Entropy(AdaptiveRule):
         ge=0.0,
         description="stop after the first token drawn with more entropy, in nats",
     )
+
+    def recorded_lengths(self, tokens: RecordedTokens) -> Lengths | None:
+        """Up to the first uncertain token, if entropies were recorded."""
+        from eval.drafting.stopping.recorded import until_marked
+
+        if tokens.entropy is None:
+            return None
+        return until_marked(tokens, tokens.entropy > self.threshold, limit=self.limit)
 
     def start(self, head: AcceptanceHead | None) -> ActiveRule:
         """Compare each token's distribution; nothing is remembered."""

@@ -9,6 +9,7 @@ from pydantic import Field
 from eval.drafting.stopping.rule import ActiveRule, DraftedToken, Family, ShouldStop, StoppingRule
 
 if TYPE_CHECKING:
+    from eval.drafting.stopping.recorded import Lengths, RecordedTokens
     from heads import AcceptanceHead
 
 
@@ -29,6 +30,12 @@ class Fixed(StoppingRule):
     def longest(self) -> int:
         """The length itself."""
         return self.length
+
+    def recorded_lengths(self, tokens: RecordedTokens) -> Lengths:
+        """The length, or what is left."""
+        from eval.drafting.stopping.recorded import constant_length
+
+        return constant_length(tokens, self.length)
 
     def start(self, head: AcceptanceHead | None) -> ActiveRule:
         """Nothing is asked of the tokens."""

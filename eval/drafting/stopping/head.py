@@ -9,6 +9,7 @@ from pydantic import Field
 from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, Family, ShouldStop
 
 if TYPE_CHECKING:
+    from eval.drafting.stopping.recorded import Lengths, RecordedTokens
     from heads import AcceptanceHead
 
 
@@ -33,6 +34,17 @@ class Head(AdaptiveRule):
         le=1.0,
         description="stop once a rejection has more probability, by the head",
     )
+
+    def recorded_lengths(self, tokens: RecordedTokens) -> Lengths | None:
+        """Until a rejection is too probable by the head's raw output, one token late."""
+        from scipy.special import expit
+
+        from eval.drafting.stopping.recorded import until_product_below
+
+        if tokens.head_logits is None:
+            return None
+        raw, least = expit(tokens.head_logits), 1.0 - self.threshold
+        return until_product_below(tokens, raw, least, limit=self.limit, lag=1)
 
     def start(self, head: AcceptanceHead | None) -> ActiveRule:
         """Multiply the head's acceptance probabilities of a round's tokens."""

@@ -10,6 +10,7 @@ from eval.drafting.stopping.calibration import CalibratedRule
 from eval.drafting.stopping.rule import ActiveRule, DraftedToken, ShouldStop
 
 if TYPE_CHECKING:
+    from eval.drafting.stopping.recorded import Lengths, RecordedTokens
     from heads import AcceptanceHead
 
 
@@ -31,6 +32,13 @@ class Logit(CalibratedRule):
         le=1.0,
         description="stop once a rejection has more probability, by max q",
     )
+
+    def recorded_lengths(self, tokens: RecordedTokens) -> Lengths:
+        """Until a rejection is too probable by the model."""
+        from eval.drafting.stopping.recorded import until_product_below
+
+        estimates = self.model.accept_all(tokens.q_max)
+        return until_product_below(tokens, estimates, 1.0 - self.threshold, limit=self.limit)
 
     def start(self, head: AcceptanceHead | None) -> ActiveRule:
         """Multiply the modelled acceptance probabilities of a round's tokens."""

@@ -22,6 +22,7 @@ from specdata.config import Config
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from eval.drafting.stopping.recorded import Lengths, RecordedTokens
     from eval.rounds import Round
     from heads import AcceptanceHead
 
@@ -112,6 +113,17 @@ class StoppingRule(Config):
     def reported(self) -> dict[str, Any]:
         """Name -> value of the parameters that results keep beside the rule's name."""
         return self.model_dump(mode="json")
+
+    def recorded_lengths(self, tokens: RecordedTokens) -> Lengths | None:
+        """How far it would draft from each position of recorded rollouts: (R, N).
+
+        For replay, and for choosing a setting on held-out rollouts. None, the default, if what is
+        recorded does not tell, which leaves the rule out there.
+
+        Args:
+            tokens: the recorded tokens.
+        """
+        return None
 
     @abstractmethod
     def start(self, head: AcceptanceHead | None) -> ActiveRule:

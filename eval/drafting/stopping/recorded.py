@@ -1,0 +1,105 @@
+"""Drafted tokens of recorded rollouts, and how far a rule would draft from each position of them.
+
+A row is one rollout of the target: at each of its n positions, the token that the draft proposes
+there after the rollout's own tokens. Rows are padded on the right to N positions. While a round
+lasts its tokens are taken to be those of the row, which is what greedy decoding does; with sampling
+it assumes that the sequence continues as recorded also after an accepted token that differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Reals = NDArray[np.float64]
+Lengths = NDArray[np.int64]
+"""(R, N): tokens drafted in a round that starts at a position."""
+
+
+def pad(rows: Sequence[Sequence[float]], value: float = 0.0) -> Reals:
+    """(R, N) from ragged rows, padded on the right."""
+    padded = np.full((len(rows), max(map(len, rows))), value)
+    for row, values in zip(padded, rows, strict=True):
+        row[: len(values)] = values
+    return padded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedTokens:
+    """What rules read of the drafted tokens of R rollouts; every array is (R, N).
+
+    Attributes:
+        lengths: (R,) positions of each rollout, at least 1.
+        q: the draft's probability of its token.
+        q_max: the largest probability of the distribution that the token was drawn from.
+        entropy: of that distribution, in nats; None if the draft was not run.
+        head_logits: raw logits of an acceptance head; None without a head.
+        rejection_weight: w of the loss that the head was trained with.
+    """
+
+    lengths: Lengths
+    q: Reals
+    q_max: Reals
+    entropy: Reals | None = None
+    head_logits: Reals | None = None
+    rejection_weight: float = 1.0
+
+    def most(self) -> Lengths:
+        """Tokens that may be drafted from a position; a round ends with a token of the target."""
+        ahead = self.lengths[:, None] - np.arange(self.q.shape[1]) - 1
+        return np.asarray(ahead.clip(min=0))
+
+
+def constant_length(tokens: RecordedTokens, length: int) -> Lengths:
+    """Draft `length` tokens in every round that is long enough."""
+    return np.minimum(length, tokens.most())
+
+
+def until_marked(tokens: RecordedTokens, stops: NDArray[np.bool_], *, limit: int) -> Lengths:
+    """Draft up to the first token that is marked, at most `limit`.
+
+    Args:
+        tokens: the rollouts.
+        stops: (R, N) whether the token at a position ends a draft.
+        limit: most tokens drafted.
+    """
+    return until_product_below(tokens, np.where(stops, 0.0, 1.0), 0.5, limit=limit)
+
+
+def until_product_below(
+    tokens: RecordedTokens,
+    estimates: Reals,
+    least: float,
+    *,
+    limit: int,
+    lag: int = 0,
+    newest: Reals | None = None,
+) -> Lengths:
+    """Draft until the product of the estimates of a round's tokens is below `least`.
+
+    Args:
+        tokens: the rollouts.
+        estimates: (R, N) for the token at each position, such as its acceptance probability.
+        least: stop once the product is below it; 1 - h for a threshold h on the probability of a
+            rejection, t_d / (lambda abar) for the cost rule.
+        limit: most tokens drafted.
+        lag: 1 if there is no estimate of the newest token yet, as with SpecDec++'s head.
+        newest: (R, N) estimates that stand in for the missing one; none by default.
+    """
+    width, most = tokens.q.shape[1], np.minimum(limit, tokens.most())
+    lengths, product, going = most.copy(), np.ones_like(estimates), most > 0
+    longest = int(most.max(initial=0))
+    padding = ((0, 0), (0, longest))
+    ahead = np.pad(estimates, padding, constant_values=1.0)
+    latest = None if newest is None else np.pad(newest, padding, constant_values=1.0)
+    for k in range(longest):  # once the token at position + k is drafted
+        if k >= lag:
+            product = product * ahead[:, k - lag : k - lag + width]
+        judged = product if latest is None else product * latest[:, k : k + width]
+        ends = going & (judged < least)
+        lengths[ends] = k + 1
+        going &= ~ends & (k + 1 < most)
+    return lengths
