@@ -8,6 +8,8 @@ from pydantic import Field
 
 from specdata.config import Config
 
+TOY_POSITIONS = 1024
+"""The context of the embedded pair, in tokens."""
 Objective = Literal["forward_kl", "reverse_kl", "js", "tv", "neg_log_overlap", "lk_hybrid"]
 """Names of the losses in `distill.losses.LOSSES`."""
 
@@ -17,7 +19,7 @@ class DistilConfig(Config):
 
     objective: Objective = Field("lk_hybrid", description="the loss")
     epochs: float = Field(3.0, gt=0.0, description="passes over the training rollouts")
-    batch_size: int = Field(8, ge=1, description="rollouts in a step of one process")
+    batch_size: int = Field(8, ge=1, description="rollouts in a batch, over all processes")
     accumulation: int = Field(1, ge=1, description="batches added up before an optimizer step")
     learning_rate: float = Field(1e-4, gt=0.0, description="largest learning rate")
     warmup_ratio: float = Field(

@@ -17,10 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler
 from transformers import PreTrainedModel, Trainer
 
+from distill.checkpoint import newest_complete
 from distill.config import DistilConfig, Objective
 from distill.losses import LOSSES
 from distill.training import (
@@ -29,12 +33,13 @@ from distill.training import (
     train_resumably,
     training_arguments,
 )
+from specdata.errors import TrainingDivergedError
 from specdata.model_folder import copy_tokenizer
 from specdata.models import known_ids, load_model, load_tokenizer
 from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
-from specdata.storage.files import atomic_folder, write_json
+from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings, defaults_of
 from specdata.vocabulary import check_shared_vocabulary
 
@@ -72,7 +77,9 @@ def distil(
     """Train a copy of the draft on rollouts of the target and save it as a model folder.
 
     A killed run goes on from its last checkpoint when called again; a finished one returns its
-    stored result. Works in one process, under `accelerate launch` and under DeepSpeed.
+    stored result. Works in one process, under `accelerate launch` and under DeepSpeed. Each step
+    is taken on the same rollouts however many processes there are, so a run may go on in another
+    number of them (not under DeepSpeed, whose checkpoints are in as many parts).
 
     Args:
         target: folder or Hub id of the teacher.
@@ -87,8 +94,10 @@ def distil(
 
     Raises:
         ConfigError: if a model cannot be loaded.
+        TrainingDivergedError: if a loss, gradient or weight is not finite.
         VocabularyMismatchError: if the models do not share a vocabulary.
-        ManifestError: if `out` or its checkpoints were made with other settings.
+        ManifestError: if `out` or its checkpoints were made with other settings, or its checkpoints
+            are damaged.
         ValueError: if a data set is empty.
     """
     for name, rollouts in (("train", train), ("dev", dev)):
@@ -96,8 +105,8 @@ def distil(
             raise ValueError(f"{name} must hold at least one rollout, it is empty")
     settings = Settings(
         {
-            "target": str(target),
-            "draft": str(draft),
+            "target": fingerprint(str(target)),
+            "draft": fingerprint(str(draft)),
             "config": config.model_dump(mode="json"),
             "sampling": asdict(sampling),
             "seed": seed,
@@ -107,6 +116,7 @@ def distil(
         },
         defaults_of(DistilConfig, "config") | defaults_of(SamplingConfig, "sampling"),
         remedy=f"choose another output folder, or remove {out} and {_work(out)}",
+        rewrite=_by_content,
     )
     if out.exists():
         shutil.rmtree(_work(out), ignore_errors=True)  # of a run killed right before its end
@@ -124,9 +134,19 @@ def distil(
     trainer = draft_trainer(teacher, student, train, out, config, sampling, seed)
     train_resumably(trainer, _work(out), settings, label="distilling the draft")
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    if before is not None:
+    after = None
+    if state.is_main_process:
         plain.load_state_dict(weights)
         after = mean_acceptance(teacher, plain, dev, sampling)
+    (after,) = broadcast_object_list([after])
+    if not math.isfinite(after):
+        raise TrainingDivergedError(
+            f"distilling the draft: its acceptance is {after} after the last step",
+            kept=newest_complete(_work(out)),
+            learning_rate=config.learning_rate,
+            remedy=settings.remedy,
+        )
+    if before is not None:
         result = DistilResult(before, after, _positions(dev), trainer.state.global_step)
         with atomic_folder(out) as temporary:
             save_model(plain, temporary)
@@ -136,6 +156,12 @@ def distil(
         shutil.rmtree(_work(out))
     state.wait_for_everyone()
     return DistilResult(**json.loads((out / RESULT_FILE).read_text("utf-8")))
+
+
+def _by_content(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with models by what they hold; they were stored by name once."""
+    models = {role: fingerprint(settings[role]) for role in ("target", "draft") if role in settings}
+    return {**settings, **models}
 
 
 @torch.inference_mode()
@@ -158,13 +184,23 @@ def mean_acceptance(
     return total / _positions(rollouts)
 
 
-def collate(pad_id: int) -> Callable[[Sequence[Mapping[str, list[int]]]], dict[str, Tensor]]:
+def collate(
+    pad_id: int, *, process: int = 0, processes: int = 1
+) -> Callable[[Sequence[Mapping[str, list[int]]]], dict[str, Tensor]]:
     """Return the collator of rollouts: (B, T) `input_ids`, `attention_mask` and `labels`.
 
     Rows are padded on the right; `labels` are the completion's tokens, `IGNORED` elsewhere.
+
+    Args:
+        pad_id: fills up `input_ids`.
+        process: which of the `processes` shares of the rows to collate. A share without a row
+            becomes one row without labels, because collective operations need a batch.
+        processes: among how many the rows are divided.
     """
 
     def batch(rows: Sequence[Mapping[str, list[int]]]) -> dict[str, Tensor]:
+        nothing = {"prompt_ids": rows[0]["prompt_ids"][:1], "completion_ids": []}
+        rows = rows[process::processes] or [nothing]
         longest = max(len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows)
         shape = (len(rows), longest)
         ids, labels = torch.full(shape, pad_id), torch.full(shape, IGNORED)
@@ -181,11 +217,15 @@ def collate(pad_id: int) -> Callable[[Sequence[Mapping[str, list[int]]]], dict[s
 
 
 class _DistilTrainer(Trainer):  # type: ignore[misc]
-    """The Trainer with one method changed: the loss compares the draft with its teacher."""
+    """The Trainer with two methods changed.
+
+    The loss compares the draft with its teacher, and a batch is one over all processes.
+    """
 
     def __init__(
         self,
         *,
+        batch_size: int,
         teacher: PreTrainedModel,
         objective: Objective,
         sampling: SamplingConfig,
@@ -196,6 +236,31 @@ class _DistilTrainer(Trainer):  # type: ignore[misc]
         self.teacher = teacher.eval().requires_grad_(False)
         self.objective = LOSSES[objective]
         self.sampling = sampling
+        self.batch_size = batch_size
+
+    def get_train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """Whole batches, the same on every process; the collator takes this process's rows.
+
+        accelerate would divide them, and fill up the last batch of an epoch with rows of its
+        beginning. Told of one process, it orders rows as it does for one.
+        """
+        loader = DataLoader(
+            self.train_dataset,
+            batch_size=self.batch_size,
+            sampler=RandomSampler(self.train_dataset),
+            collate_fn=self.data_collator,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+        prepared: DataLoader[dict[str, Tensor]] = prepare_data_loader(
+            loader,
+            self.args.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=True,
+            use_seedable_sampler=True,
+            data_seed=self.args.data_seed,
+        )
+        return prepared
 
     def compute_loss(
         self,
@@ -236,11 +301,11 @@ def draft_trainer(
     sampling: SamplingConfig,
     seed: int,
 ) -> Trainer:
-    """The trainer of a draft: `config.batch_size` rollouts a process, seeded, with checkpoints."""
-    rows_a_step = config.batch_size * config.accumulation * join_processes().num_processes
+    """The trainer of a draft: `config.batch_size` rollouts a batch, seeded, with checkpoints."""
+    state = join_processes()
     schedule = Schedule(
-        steps=math.ceil(config.epochs * len(train) / rows_a_step),
-        batch_size=config.batch_size,
+        steps=math.ceil(config.epochs * len(train) / (config.batch_size * config.accumulation)),
+        batch_size=math.ceil(config.batch_size / state.num_processes),
         accumulation=config.accumulation,
         learning_rate=config.learning_rate,
         warmup_ratio=config.warmup_ratio,
@@ -248,14 +313,19 @@ def draft_trainer(
     )
     pad_id = teacher.generation_config.pad_token_id
     return _DistilTrainer(
+        batch_size=config.batch_size,
         teacher=teacher,
         objective=config.objective,
         sampling=sampling,
         model=student,
         args=training_arguments(_work(out), schedule, seed=seed),
         train_dataset=train,
-        # Padding is masked everywhere, so any id will do where a model names none.
-        data_collator=collate(0 if pad_id is None else pad_id),
+        data_collator=collate(
+            # Padding is masked everywhere, so any id will do where a model names none.
+            0 if pad_id is None else pad_id,
+            process=state.process_index,
+            processes=state.num_processes,
+        ),
     )
 
 

@@ -23,7 +23,7 @@ from transformers import (
     set_seed,
 )
 
-from distill.config import ToyPairConfig
+from distill.config import TOY_POSITIONS, ToyPairConfig
 from distill.training import Schedule, save_model, train_resumably, training_arguments
 from specdata.model_folder import copy_tokenizer
 from specdata.storage.files import atomic_folder
@@ -77,7 +77,7 @@ def language_model(
             intermediate_size=width * 8 // 3 // 16 * 16,
             num_hidden_layers=layers,
             num_attention_heads=width // head_size,
-            max_position_embeddings=1024,
+            max_position_embeddings=TOY_POSITIONS,
             tie_word_embeddings=True,
             initializer_range=0.7 / math.sqrt(width),
             bos_token_id=tokenizer.bos_token_id,
@@ -124,7 +124,7 @@ def _train(path: Path, config: ToyPairConfig, settings: Settings, *, seed: int) 
     tokenizer = (
         train_tokenizer(texts, config.vocab_size)
         if target
-        else AutoTokenizer.from_pretrained(path.with_name("target"))
+        else AutoTokenizer.from_pretrained(path.with_name("target"), trust_remote_code=False)
     )
     model = language_model(
         tokenizer,

@@ -6,6 +6,7 @@ reached, so its final weights are those of an uninterrupted run.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
+from accelerate.utils import DistributedType, broadcast_object_list
+from tqdm import tqdm
 from transformers import (
     PreTrainedModel,
     PrinterCallback,
@@ -27,13 +29,20 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from distill.checkpoint import (
+    checkpoint_folder,
+    complete,
+    is_finite,
+    newest_checkpoint,
+    newest_complete,
+)
+from specdata.errors import ManifestError, TrainingDivergedError
 from specdata.model_folder import add_former_names
 from specdata.processes import join_processes
-from specdata.storage.files import write_json
 from specdata.storage.resume import Settings
+from specdata.terminal import progress
 
-# Written last, so its existence means that every rank has written its part of the checkpoint.
-_COMPLETE = "complete.json"
+SETTINGS = "settings.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +69,7 @@ class Schedule:
 def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> TrainingArguments:
     """Return arguments for AdamW with a cosine schedule, checkpoints in `work`, no reporting.
 
-    `batch_size` is that of one process; everything else can be scaled by the launcher.
+    `schedule.batch_size` is that of one process.
     """
     join_processes()
     on_cpu = not torch.cuda.is_available()
@@ -81,6 +90,7 @@ def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> Training
         save_steps=schedule.save_steps,
         logging_strategy="steps",
         logging_steps=10,
+        logging_nan_inf_filter=False,  # it would report a finite loss
         disable_tqdm=True,
         report_to="none",
         use_cpu=on_cpu,
@@ -97,7 +107,7 @@ def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> Training
 
 
 def train_resumably(trainer: Trainer, work: Path, settings: Settings, *, label: str) -> None:
-    """Train to the end, from the newest complete checkpoint in `work` if there is one.
+    """Train to the end, from the newest whole checkpoint in `work` if there is one.
 
     Args:
         trainer: ready to train, with `training_arguments(work, ...)`.
@@ -106,22 +116,29 @@ def train_resumably(trainer: Trainer, work: Path, settings: Settings, *, label: 
         label: shown beside the progress bar.
 
     Raises:
-        ManifestError: if `work` was started with other settings.
+        ManifestError: if `work` was started with other settings or under another engine, or holds
+            only damaged checkpoints.
+        TrainingDivergedError: on every process, before anything that is not finite is stored.
     """
     with join_processes().main_process_first():
-        settings.check_file(work / "settings.json")
+        if not settings.check_file(work / SETTINGS) and newest_complete(work):
+            raise ManifestError(
+                f"{work / SETTINGS} is missing, so its checkpoints may belong to another run: "
+                f"remove {work} to train from the start"
+            )
         if trainer.is_world_process_zero():
-            work.mkdir(parents=True, exist_ok=True)
-            settings.write(work / "settings.json")
-            for checkpoint in work.glob("checkpoint-*"):
-                if not (checkpoint / _COMPLETE).is_file():
-                    shutil.rmtree(checkpoint)
+            settings.write(work / SETTINGS)
+            newest_checkpoint(work, engine=_engine())  # removes those that cannot be used
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(_Progress(label))
-    trainer.add_callback(_MarkComplete())
-    newest = max(work.glob("checkpoint-*"), key=_step, default=None)
-    with _no_shard_bars():
-        trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+    progress = _Progress(label)
+    trainer.add_callback(progress)
+    trainer.add_callback(_StopDiverged(label, settings.remedy))
+    newest = newest_complete(work)
+    try:
+        with _no_shard_bars():
+            trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+    finally:
+        progress.close()
     trainer.model.config.use_cache = True  # the Trainer turned it off; whoever decodes needs it
 
 
@@ -144,26 +161,74 @@ def _no_shard_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
+def _engine() -> str:
+    """What can read this run's checkpoints: ZeRO's parts belong to a number of processes."""
+    state = join_processes()
+    if state.distributed_type == DistributedType.DEEPSPEED:
+        return f"DeepSpeed in {state.num_processes} processes"
+    return "PyTorch"
 
 
-class _MarkComplete(TrainerCallback):  # type: ignore[misc]
-    """Marks a checkpoint once all ranks have written it, and only then deletes the older ones.
+class _StopDiverged(TrainerCallback):  # type: ignore[misc]
+    """Completes the checkpoints of a healthy training, and ends one that is not.
 
-    `kill -9` can leave a torn checkpoint, so the last whole one must outlive the next save.
+    The loss and the norm of the gradient are looked at when they are logged, at the latest before
+    each checkpoint; the weights when they are stored. All are the same on every process.
     """
+
+    def __init__(self, label: str, remedy: str) -> None:
+        self.label = label
+        self.remedy = remedy
+        self.healthy_steps = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self.healthy_steps = state.global_step
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if control.should_save:
+            control.should_log = True  # which comes first
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        for name, words in (("loss", "the loss"), ("grad_norm", "the norm of the gradient")):
+            value = (logs or {}).get(name, 0.0)
+            if not math.isfinite(value):
+                first = self.healthy_steps + 1
+                raise self._error(
+                    args, f"{words} is {value} in steps {first} to {state.global_step}"
+                )
+        self.healthy_steps = state.global_step
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         join_processes().wait_for_everyone()
+        folder = checkpoint_folder(Path(args.output_dir), state.global_step)
+        (finite,) = broadcast_object_list([state.is_world_process_zero and is_finite(folder)])
+        if not finite:
+            if state.is_world_process_zero:
+                shutil.rmtree(folder)
+            raise self._error(args, f"weights are not finite after step {state.global_step}")
         if state.is_world_process_zero:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            write_json(folder / _COMPLETE, {"step": state.global_step})
-            for other in folder.parent.glob("checkpoint-*"):
-                if other != folder:
-                    shutil.rmtree(other)
+            complete(folder, engine=_engine())
+
+    def _error(self, args: TrainingArguments, what: str) -> TrainingDivergedError:
+        return TrainingDivergedError(
+            f"{self.label}: {what}",
+            kept=newest_complete(Path(args.output_dir)),
+            learning_rate=args.learning_rate,
+            remedy=self.remedy,
+        )
 
 
 class _Progress(TrainerCallback):  # type: ignore[misc]
@@ -177,9 +242,7 @@ class _Progress(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         if state.is_world_process_zero:
-            self.bar = tqdm(
-                desc=self.label, total=state.max_steps, initial=state.global_step, unit="step"
-            )
+            self.bar = progress(state.max_steps, self.label, "step", done=state.global_step)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -196,10 +259,9 @@ class _Progress(TrainerCallback):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         if self.bar is not None and logs is not None and "loss" in logs:
-            self.bar.set_postfix(loss=f"{logs['loss']:.3f}")
+            self.bar.set_postfix(loss=f"{logs['loss']:.3f}", refresh=False)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def close(self) -> None:
+        """End the bar's line."""
         if self.bar is not None:
             self.bar.close()

@@ -8,6 +8,7 @@ rule stand beside the rule's name, as in `stop: confidence, threshold: 0.3`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -22,14 +23,17 @@ from pydantic import (
 
 from eval.drafting.stopping import StoppingRule, read_rule
 from eval.drafting.stopping.fixed import Fixed
-from specdata.config import Config, mistakes
+from eval.verifiers import VERIFIERS
+from specdata.config import Config, mistakes, nearest
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
 
 if TYPE_CHECKING:
     from eval.drafts import How
-    from eval.verifiers import Verifier
+    from eval.verifiers.rule import Verifier
 
+# Nodes of a draft: each takes a distribution over the vocabulary, of both models.
+MOST_NODES = 4096
 DrafterName = Literal["chain", "paths", "tree"]
 SiblingOption = Literal["auto", "iid", "distinct", "greedy"]
 
@@ -145,13 +149,11 @@ class DecodeConfig(DraftingConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        from eval.verifiers import VERIFIERS
-
         for temperature in (self.temperature, *self.path_temperatures):
             SamplingConfig(temperature, self.top_k, self.top_p)
         if self.verifier not in VERIFIERS:
             raise ConfigError(
-                f"unknown verifier {self.verifier!r}; choose from {', '.join(VERIFIERS)}"
+                f"unknown verifier {self.verifier!r}: {nearest(self.verifier, VERIFIERS)}"
             )
         self._check_shape()
         self._check_combination()
@@ -163,6 +165,13 @@ class DecodeConfig(DraftingConfig):
         if (self.drafter == "tree") != bool(self.widths):
             raise ConfigError(
                 f"a tree needs widths, and only a tree: got {self.drafter} with {self.widths}"
+            )
+        nodes = sum(math.prod(self.widths[: depth + 1]) for depth in range(len(self.widths)))
+        nodes = max(nodes, self.paths * self.stop.longest if self.drafter == "paths" else 0)
+        if nodes > MOST_NODES:
+            raise ConfigError(
+                f"a draft may have at most {MOST_NODES} nodes, which the target scores in one "
+                f"forward, got {nodes}: lower widths, or paths and length"
             )
         if self.path_temperatures and len(self.path_temperatures) != self.paths:
             raise ConfigError(
@@ -176,7 +185,9 @@ class DecodeConfig(DraftingConfig):
             )
 
     def _check_combination(self) -> None:
-        verifier = self.make_verifier()
+        verifier = VERIFIERS[self.verifier]
+        if self.verifier_args or verifier.required:
+            self.make_verifier()  # only the rule itself, which needs torch, knows their ranges
         if self.kind not in verifier.takes:
             raise ConfigError(
                 f"verifier {self.verifier!r} has a proof for {'; '.join(verifier.takes)}, and this "
@@ -203,7 +214,7 @@ class DecodeConfig(DraftingConfig):
         """How siblings of a tree are drawn."""
         if self.siblings != "auto":
             return self.siblings
-        takes = self.make_verifier().takes
+        takes = VERIFIERS[self.verifier].takes
         kinds: tuple[How, ...] = ("iid", "distinct", "greedy")
         return next((how for how in kinds if f"tree, {how}" in takes), "iid")
 
@@ -219,8 +230,6 @@ class DecodeConfig(DraftingConfig):
 
     def make_verifier(self) -> Verifier:
         """Build the verifier with its parameters. Raises ConfigError for parameters it has not."""
-        from eval.verifiers import VERIFIERS
-
         try:
             return VERIFIERS[self.verifier].make(**self.verifier_args)
         except ValueError as error:

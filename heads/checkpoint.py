@@ -8,20 +8,24 @@ Adam's moments and the step are all there is to save.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from specdata.errors import ManifestError
-from specdata.storage.files import atomic_write
+from specdata.storage.files import atomic_write, sync_folder
 from specdata.storage.resume import Settings
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINTS_KEPT = 2
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -64,29 +68,58 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
         "settings": json.dumps(checkpoint.settings),
         "notes": json.dumps(checkpoint.notes),
     }
+    metadata["digest"] = _digest(tensors, metadata)
     with atomic_write(folder / f"step-{checkpoint.step:08d}.safetensors") as temporary:
         save_file(tensors, temporary, metadata=metadata)
+    sync_folder(folder)  # the new name is on the disk before an older one goes
     for _, path in _steps(folder)[:-CHECKPOINTS_KEPT]:
         path.unlink()
     for path in folder.glob(".*.tmp"):  # what a killed run was writing
         path.unlink()
 
 
+def newest_file(folder: Path) -> Path | None:
+    """The file of the newest checkpoint, if there is one."""
+    steps = _steps(folder)
+    return steps[-1][1] if steps else None
+
+
 def latest_checkpoint(folder: Path, settings: Settings) -> Checkpoint | None:
-    """Read the newest checkpoint, or None if there is none.
+    """Read the newest whole checkpoint, or None if there is none at all.
 
     Raises:
-        ManifestError: if it was made with other settings, or not by this program.
+        ManifestError: if it was made with other settings, or not by this program; or if no
+            checkpoint is whole, naming the newest.
     """
-    steps = _steps(folder)
-    if not steps:
-        return None
-    path = steps[-1][1]
+    damaged: list[Path] = []
+    for _, path in reversed(_steps(folder)):
+        try:
+            checkpoint = _read(path, settings)
+        except ManifestError:
+            raise
+        except (SafetensorError, KeyError, ValueError):
+            damaged.append(path)
+            continue
+        for other in damaged:
+            logger.warning("%s is damaged: going on from %s instead", other, path)
+        return checkpoint
+    if damaged:
+        raise ManifestError(
+            f"{damaged[0]} is damaged, and no older checkpoint is whole: remove {folder} to train "
+            "from the start"
+        )
+    return None
+
+
+def _read(path: Path, settings: Settings) -> Checkpoint:
     with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
+        metadata = file.metadata() or {}
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, not a dict
     if "settings" not in metadata:
         raise ManifestError(f"{path} is of an older version: {settings.remedy}")
+    # Earlier versions wrote no digest.
+    if "digest" in metadata and metadata["digest"] != _digest(tensors, metadata):
+        raise SafetensorError("its content is not what was written")
     stored = json.loads(metadata["settings"])
     settings.check(stored, path)
 
@@ -101,3 +134,14 @@ def latest_checkpoint(folder: Path, settings: Settings) -> Checkpoint | None:
         moments={moment: group(f"{moment}.") for moment in MOMENTS},
         losses=tensors["losses"],
     )
+
+
+def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Hex digest of all that a checkpoint holds; safetensors has no checksum."""
+    digest = hashlib.sha256()
+    for name in ("step", "settings", "notes"):
+        digest.update(f"{name}={metadata[name]};".encode())
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -17,21 +17,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from accelerate.utils import tqdm
 from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from heads.batches import LabelRows, micro_batch_count, micro_batches
-from heads.checkpoint import Checkpoint, save_checkpoint
+from heads.checkpoint import Checkpoint, newest_file, save_checkpoint
 from heads.config import HeadConfig
 from heads.engine import TrainingEngine, restore_moments, whole_moments, whole_weights
 from heads.inputs import HeadInputs
 from heads.loss import HeadMetrics, head_metrics, loss_mass, weighted_bce
 from heads.mixing import LabelRow, MixedBatch, MixedRow, mix
+from specdata.errors import TrainingDivergedError
 from specdata.lm_head import hidden_states
+from specdata.storage.resume import Settings
+from specdata.terminal import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,7 +70,8 @@ class Training:
         draft: the frozen draft, on the engine's device.
         config: settings of the head and of its training.
         seed: of order and mixing.
-        settings: all that the weights depend on; stored with each checkpoint.
+        settings: all that the weights depend on, stored with each checkpoint; its remedy is what
+            an error advises.
         folder: where checkpoints go.
         draft_logits: gives the draft's logits of its last hidden states.
     """
@@ -77,7 +80,7 @@ class Training:
     draft: PreTrainedModel
     config: HeadConfig
     seed: int
-    settings: Mapping[str, Any]
+    settings: Settings
     folder: Path
     draft_logits: Callable[[Tensor], Tensor]
 
@@ -91,20 +94,26 @@ class Training:
         return HeadMetrics(**checkpoint.notes["before"]), checkpoint.losses.tolist()
 
     def train(self, rows: LabelRows, before: HeadMetrics, losses: Sequence[float]) -> list[float]:
-        """Do all steps that are not done yet; return the losses of all of them, float64."""
+        """Do all steps that are not done yet; return the losses of all of them, float64.
+
+        Raises:
+            TrainingDivergedError: on every process, if a loss or what would be stored is not
+                finite.
+        """
         config, losses = self.config, list(losses)
         per_epoch = math.ceil(len(rows) / config.batch_size)
         total = config.epochs * per_epoch
         rates = learning_rates(total, config)
         main = self.engine.accelerator.is_main_process
-        with tqdm(
-            total=total, initial=len(losses), desc="acceptance head", disable=not main
-        ) as bar:
+        with progress(total, "acceptance head", "step", done=len(losses), is_shown=main) as bar:
             for epoch in range(len(losses) // per_epoch, config.epochs):
                 done = len(losses) - epoch * per_epoch
                 for batch in islice(rows.epoch(self.seed, epoch, config.batch_size), done, None):
                     self.engine.set_learning_rate(rates[len(losses)])
-                    losses.append(self.train_step(batch, epoch))
+                    loss = self.train_step(batch, epoch)
+                    if not math.isfinite(loss):
+                        raise self.diverged(f"the loss is {loss} in step {len(losses) + 1}")
+                    losses.append(loss)
                     bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
                     bar.update()
                     if len(losses) % config.save_steps == 0:
@@ -187,13 +196,38 @@ class Training:
         logits: Tensor = self.engine.model(*self._features(part))
         return logits
 
+    def whole_weights(self) -> dict[str, Tensor]:
+        """The head's parameters by name; every process must call this.
+
+        Raises:
+            TrainingDivergedError: on every process, if one is not finite.
+        """
+        weights = whole_weights(self.engine)
+        self._check_finite("weights", weights)
+        return weights
+
+    def diverged(self, what: str) -> TrainingDivergedError:
+        """The error about a training that cannot go on; `what` is not finite, and when."""
+        return TrainingDivergedError(
+            f"acceptance head: {what}",
+            kept=newest_file(self.folder),
+            learning_rate=self.config.learning_rate,
+            remedy=self.settings.remedy,
+        )
+
+    def _check_finite(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        if not all(bool(torch.isfinite(value).all()) for value in tensors.values()):
+            raise self.diverged(f"its {name} are not finite")
+
     def save(self, before: HeadMetrics, losses: Sequence[float]) -> None:
         """Write a checkpoint; every process takes part in gathering it, one writes."""
-        weights, moments = whole_weights(self.engine), whole_moments(self.engine)
+        weights, moments = self.whole_weights(), whole_moments(self.engine)
+        for values in moments.values():
+            self._check_finite("optimizer's moments", values)
         if self.engine.accelerator.is_main_process:
             checkpoint = Checkpoint(
                 step=len(losses),
-                settings=self.settings,
+                settings=self.settings.values,
                 notes={"before": asdict(before)},
                 weights=weights,
                 moments=moments,

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from heads.inputs import HeadInputs
+from heads.remote import AUTO_CONFIG, write_custom_generate, write_modeling
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import atomic_write, write_json
 
@@ -44,7 +45,8 @@ class AcceptanceHead(
     at the position of the drafted token after the draft consumed it. The blocks do not share
     weights. Parameters and arithmetic are float32 whatever the draft's precision.
 
-    Constructor arguments are the saved `config.json`; weights are safetensors only.
+    Constructor arguments are the saved `config.json`; weights are safetensors only. A saved folder
+    also carries what transformers needs to use the head without this project (`heads.remote`).
 
     Attributes:
         reads: names of the features in `heads.inputs.FEATURES` that `forward` takes, in its order.
@@ -148,8 +150,12 @@ class AcceptanceHead(
         weights = {name: value.contiguous() for name, value in self.state_dict().items()}
         with atomic_write(save_directory / SAFETENSORS_SINGLE_FILE) as temporary:
             save_file(weights, temporary, metadata={"format": "pt"})
+        settings = self._hub_mixin_config
+        assert isinstance(settings, dict)
+        write_modeling(save_directory)
+        write_custom_generate(save_directory)
         # Last, because loading starts with it: the folder is a head or it is none.
-        write_json(save_directory / CONFIG_NAME, self._hub_mixin_config)
+        write_json(save_directory / CONFIG_NAME, {**settings, **AUTO_CONFIG})
 
     @classmethod
     def from_pretrained(

@@ -6,6 +6,8 @@ The draft runs at every step, outside DDP and DeepSpeed, and gets no gradient.
 from __future__ import annotations
 
 import hashlib
+import math
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,13 +23,13 @@ from heads.engine import (
     deprecations_of_deepspeed_hidden,
     prepare,
     start_accelerator,
-    whole_weights,
 )
 from heads.inputs import logits_of_states
 from heads.loop import Training
 from heads.loss import HeadMetrics
 from heads.model import AcceptanceHead
 from specdata.lm_head import check_hidden_states
+from specdata.processes import is_main
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import write_json
 from specdata.storage.resume import Settings, defaults_of, read_record
@@ -85,7 +87,7 @@ def train_head(
         draft: the frozen draft; its weights and its precision are left alone.
         train: labelled rows, the columns of `heads.mixing.LabelRow`.
         dev: held-out labelled rows.
-        out: folder for the head, `metrics.json` (written last) and checkpoints.
+        out: folder for the head and `metrics.json` (written last), of checkpoints until then.
         config: settings.
         seed: of initial weights, order and mixing. The mixing of dev rows never changes.
         sampling: the distribution under which the labels were made; recorded with the head.
@@ -95,7 +97,9 @@ def train_head(
 
     Raises:
         ValueError: if rows or draft cannot be used.
-        ManifestError: if `out` holds a head of other settings, rows or draft.
+        ManifestError: if `out` holds a head of other settings, rows or draft, or its checkpoints
+            are damaged.
+        TrainingDivergedError: on every process, if a loss, weight or metric is not finite.
         RuntimeError: if the launcher's DeepSpeed or processes were silently lost.
     """
     data = (
@@ -105,6 +109,8 @@ def train_head(
     settings = _settings(config, seed, draft, data, out)
     finished = _finished(out, settings)
     if finished is not None:
+        if is_main():
+            _remove_checkpoints(out)  # of a run killed right before its end
         return finished
     was_training = draft.training
     try:
@@ -132,7 +138,7 @@ def _train(
         draft,
         config,
         seed,
-        settings.values,
+        settings,
         out / CHECKPOINTS_NAME,
         logits_of_states(draft),
     )
@@ -148,14 +154,23 @@ def _train(
         processes=engine.accelerator.num_processes,
         engine=engine.name,
     )
-    weights = whole_weights(engine)
+    weights = training.whole_weights()
+    if not all(
+        math.isfinite(value) for value in asdict(result.after).values() if value is not None
+    ):
+        raise training.diverged("what it predicts after the last step is not finite")
     if engine.accelerator.is_main_process:
         final = _new_head(draft, config, seed, sampling)
         final.load_state_dict(weights)
         final.save_pretrained(out)
         write_json(out / METRICS_NAME, {"settings": settings.values, **asdict(result)})
+        _remove_checkpoints(out)
     engine.close(leave=not joined)
     return result
+
+
+def _remove_checkpoints(out: Path) -> None:
+    shutil.rmtree(out / CHECKPOINTS_NAME, ignore_errors=True)
 
 
 def _start(

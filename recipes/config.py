@@ -8,10 +8,13 @@ its `--help`, and hints at the nearest option.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
@@ -19,8 +22,9 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from distill.config import DistilConfig, ToyPairConfig
-from eval.measuring.methods import EvalConfig, renamed
-from eval.measuring.results import PLAIN
+from eval.drafting.stopping import STOPPING_RULES
+from eval.measuring.methods import PLAIN, EvalConfig, MethodConfig, renamed
+from eval.verifiers import VERIFIERS
 from heads.config import HeadConfig
 from specdata.config import Config, fields_of, nearest, read_config, section_type
 from specdata.errors import ConfigError
@@ -37,8 +41,8 @@ SHARED = ("output", "seed", "models", "sampling")
 class ModelsConfig(Config):
     """The pair."""
 
-    target: str = Field(description="folder or Hub id of the target, or ID@REVISION")
-    draft: str = Field(description="folder or Hub id of the draft to start from")
+    target: str = Field(min_length=1, description="folder or Hub id of the target, or ID@REVISION")
+    draft: str = Field(min_length=1, description="folder or Hub id of the draft to start from")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="precision that both are loaded in"
     )
@@ -50,12 +54,15 @@ class PublishConfig(Config):
     draft_id: str | None = Field(default=None, description="upload the draft to this Hub id")
     head_id: str | None = Field(default=None, description="upload the head to this Hub id")
     license: str | None = Field(default=None, description="license of the artefacts")
+    language: list[str] = Field(
+        default=[], description="ISO 639 codes of the training prompts' languages, or code"
+    )
 
 
 class PipelineConfig(Config):
     """Everything about one pair. A stage reads its own section, models, sampling and seed."""
 
-    output: str = Field(description="folder of this run; a stage writes output/STAGE")
+    output: str = Field(min_length=1, description="folder of this run; a stage writes output/STAGE")
     seed: int = Field(default=0, ge=0, le=2**32 - 1, description="decides every draw of the run")
     models: ModelsConfig = Field(description="the pair")
     sampling: SamplingConfig = Field(
@@ -119,9 +126,14 @@ def parse(
         hint = nearest(rest[0].lstrip("-").split("=")[0], keys)
         raise ConfigError(f"unknown option {rest[0]}: {hint}")
     tree = _read(Path(known.config))
-    for key, text in vars(known).items():
-        if text is not None and key.split(".")[0] in PipelineConfig.model_fields:
-            _put(tree, key.split("."), _value(key, text))
+    for key, info in _options(PipelineConfig, ""):
+        if (text := vars(known)[key]) is not None:
+            _put(tree, key.split("."), text if _is_literal(info, text) else _value(key, text))
+    if known.method and "eval" not in sections:
+        raise ConfigError(
+            "--method chooses what an evaluation measures, and this recipe measures nothing: leave "
+            "it out, or give it to run-eval or pipeline"
+        )
     if known.method:
         _choose_methods(tree, known.method)
     _note_renamed(tree)
@@ -142,9 +154,15 @@ def _parser(
         "%(prog)s [--config FILE] [--KEY VALUE ...] [--plan]",
         description,
         allow_abbrev=False,
-        epilog="Every other key of the file can be given as well: see `draftsmith pipeline --help`."
-        if others
-        else None,
+        epilog="\n".join(
+            [
+                *(_methods_help() if "eval" in sections else []),
+                "Every other key of the file can be given, too: see `draftsmith pipeline --help`."
+                if others
+                else "",
+            ]
+        ),
+        formatter_class=_HelpFormatter,
     )
     parser.add_argument("--config", default=str(TOY), help="YAML file (default: the toy pair)")
     parser.add_argument("--plan", action="store_true", help="say what would be done, and stop")
@@ -171,6 +189,39 @@ def _parser(
             help=_help(info) if name in sections else argparse.SUPPRESS,
         )
     return parser
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """argparse's own, with the epilog as it is written."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" not in text:
+            return super()._fill_text(text, width, indent)
+        return text
+
+
+def _methods_help() -> Iterator[str]:
+    """What a method holds: its keys, the verifiers, and the stopping rules with theirs."""
+    yield "A method (of eval.methods or --method), such as {name: K=4, verifier: block, length: 4}:"
+    for name, info in MethodConfig.model_fields.items():
+        if name == "verifier":
+            yield from _listed("  verifier", f"acceptance rule: {', '.join(VERIFIERS)}")
+        elif name != "stop":
+            yield from _listed(f"  {name}", _help(info))
+    yield "  stop: the stopping rule, with its own keys beside it:"
+    for rule in STOPPING_RULES.values():
+        keys = (
+            f"{name} {json.dumps(info.get_default())}" for name, info in rule.model_fields.items()
+        )
+        yield from _listed(f"    {rule.name}", ", ".join(keys))
+    yield ""
+
+
+def _listed(name: str, text: str) -> list[str]:
+    """A line of help, as many as it needs."""
+    lines = textwrap.wrap(text.replace("%%", "%"), 74)
+    first = f"{name:<23} {lines[0]}" if len(name) < 23 else f"{name}\n{'':<24}{lines[0]}"
+    return [first, *(f"{'':<24}{line}" for line in lines[1:])]
 
 
 def _metavar(info: FieldInfo) -> str:
@@ -227,6 +278,15 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 def _load_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_UniqueKeyLoader)
+
+
+def _is_literal(info: FieldInfo, text: str) -> bool:
+    """Whether a value is taken as it stands: those of text are, but for `null` where that is one.
+
+    YAML would end a folder's name at " #", and make a number or a date of others.
+    """
+    kinds = {*(get_args(info.annotation) or (info.annotation,))}
+    return str in kinds and kinds <= {str, NoneType} and not (NoneType in kinds and text == "null")
 
 
 def _value(key: str, text: str) -> Any:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from eval.measuring.methods import calibrates, path_drafts, rewritten
+from eval.measuring.methods import calibrates, method_defaults, path_drafts, rewritten
 from recipes.config import PipelineConfig
-from recipes.run import Stage
+from recipes.run import Stage, absolute
 from specdata.errors import ConfigError
 from specdata.hub import hub_source
 from specdata.prompts.reading import prompt_inputs, source_of
@@ -50,7 +50,7 @@ def pair_stage(config: PipelineConfig) -> Stage:
     assert config.toy is not None
     here = folder(config, "pair")
     for name, path in (("target", config.models.target), ("draft", config.models.draft)):
-        if Path(path) != here / name:
+        if absolute(path) != absolute(here / name):
             raise ConfigError(
                 f"with a toy section, models.{name} must be {here / name}, got {path}: change it, "
                 "or set toy to null and use your own pair"
@@ -130,7 +130,7 @@ def eval_stage(config: PipelineConfig) -> Stage:
         here,
         Settings(
             values,
-            defaults_of(PipelineConfig),
+            defaults_of(PipelineConfig) | method_defaults("eval.methods"),
             "choose another folder for another list of methods with --eval.folder NAME, or remove "
             f"{here} to measure again",
             rewritten,
@@ -164,6 +164,21 @@ def all_stages(config: PipelineConfig) -> list[Stage]:
     stages += [draft_stage(config)] if config.draft else []
     stages += [labels_stage(config), head_stage(config)] if config.head else []
     return [*stages, eval_stage(config), release_stage(config)]
+
+
+def by_content(settings: Settings) -> Settings:
+    """The settings of a dataset, compared by what its models hold and not by where they are."""
+    return replace(settings, rewrite=without_names)
+
+
+def without_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a dataset with the contents of its models, but not their folders' names."""
+    models = {
+        role: {key: value for key, value in values[role].items() if key != "name"}
+        for role in ("target", "draft")
+        if isinstance(values.get(role), Mapping) and "revision" in values[role]
+    }
+    return {**values, **models}
 
 
 def _stage(
@@ -234,7 +249,7 @@ def _draft_size(config: PipelineConfig) -> str:
     """The size of the draft's weights, if it is on this machine or will be made here."""
     if toy := config.toy:
         return _bytes(_toy_bytes(toy.vocab_size, toy.draft_layers, toy.draft_width))
-    here = _on_this_machine(config.models.draft)
+    here = on_this_machine(config.models.draft)
     weights = [path.stat().st_size for path in here.glob("*.safetensors")] if here else []
     return _bytes(sum(weights)) if weights else f"as large as {config.models.draft}"
 
@@ -250,7 +265,7 @@ def _head_size(config: PipelineConfig) -> str:
 
 def _hidden_size(model: str) -> int | None:
     """The hidden size in a model's config.json, if that is on this machine."""
-    here = _on_this_machine(model)
+    here = on_this_machine(model)
     try:
         described = json.loads((here / "config.json").read_text("utf-8")) if here else {}
     except (OSError, ValueError):
@@ -259,7 +274,7 @@ def _hidden_size(model: str) -> int | None:
     return next((described[name] for name in ("hidden_size", "n_embd") if name in described), None)
 
 
-def _on_this_machine(model: str) -> Path | None:
+def on_this_machine(model: str) -> Path | None:
     """The folder of a model: its own, or the one that the Hub's cache keeps of it."""
     if Path(model).is_dir():
         return Path(model)

@@ -11,14 +11,16 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from recipes.checks import check_rollouts
 from recipes.config import PipelineConfig
-from recipes.layout import folder, pair_stage, rollouts_stage
+from recipes.layout import by_content, folder, pair_stage, rollouts_stage
+from recipes.next_steps import after_rollouts
 from recipes.recipe import Recipe
-from recipes.run import Stage, finished, run_stage, say
+from recipes.run import Stage, finished, made_as_asked, run_stage, say
 from specdata.errors import ConfigError
 from specdata.processes import is_main, process_count
-from specdata.rollouts.config import check_samples
 from specdata.storage.files import fingerprint
+from specdata.terminal import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +39,8 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     Raises:
         ConfigError: if settings contradict each other, or several processes would train the pair.
     """
-    check_samples(config.rollouts, config.sampling)
+    if not made_as_asked(rollouts_stage(config)):
+        check_rollouts(config)
     if config.toy and process_count() > 1 and not finished(folder(config, "pair")):
         # Its Trainer would wait for the others, which have nothing to train.
         raise ConfigError(
@@ -81,8 +84,6 @@ def _complete(
     identity: dict[str, Any],
     limit: int,
 ) -> dict[str, Any]:
-    from tqdm import tqdm
-
     from specdata.prompts.loading import dropped, load_prompts
     from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
     from specdata.storage.manifest import read_manifest
@@ -97,7 +98,7 @@ def _complete(
         )
     loaded = load_prompts(wanted.sets, tokenizer, seed=config.seed, max_tokens=longest)
     if not loaded.prompts:
-        raise ConfigError("rollouts.sets must name at least one prompt set")
+        raise ConfigError("rollouts.sets must hold at least one prompt")
     for line in dropped(loaded.report):
         say(f"  {line}")
     made_of = {
@@ -105,10 +106,9 @@ def _complete(
         "tokenizer": vocabulary_fingerprint(tokenizer),
         "prompts": loaded.report,
     }
-    settings = stage.settings.extended(made_of)
+    settings = by_content(stage.settings.extended(made_of))
     asked = turns_asked(loaded.prompts, wanted.samples)
-    bar = tqdm(total=asked, desc="rollouts", unit="row", file=sys.stderr, disable=not is_main())
-    with bar:
+    with progress(asked, "rollouts", "row", is_shown=is_main()) as bar:
         make_rollouts(
             backend,
             loaded.prompts,
@@ -155,7 +155,14 @@ def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[st
     return backend, identity, limit
 
 
-RECIPE = Recipe(main, stages, "Complete prompts with the target.", ("toy", "rollouts"))
+RECIPE = Recipe(
+    main,
+    stages,
+    "Complete prompts with the target.",
+    ("toy", "rollouts"),
+    after_rollouts,
+    check_rollouts,
+)
 
 if __name__ == "__main__":
     sys.exit(RECIPE.run())

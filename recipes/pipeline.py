@@ -10,11 +10,17 @@ import sys
 import time
 
 from recipes import make_rollouts, publish, run_eval, train_draft, train_head
+from recipes.checks import (
+    check_evaluation,
+    check_hub,
+    check_rollouts,
+    check_training_splits,
+)
 from recipes.config import PipelineConfig
-from recipes.layout import all_stages, eval_folder
+from recipes.layout import all_stages
+from recipes.next_steps import after_pipeline
 from recipes.recipe import Recipe
 from recipes.run import Stage, made_as_asked, say
-from specdata.errors import ConfigError
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
@@ -24,8 +30,10 @@ def stages(config: PipelineConfig) -> list[Stage]:
 
 def main(config: PipelineConfig) -> None:
     """Run every stage that the configuration has a section for."""
-    if not all(made_as_asked(stage) for stage in stages(config)):
+    was_made = all(made_as_asked(stage) for stage in stages(config))
+    if not was_made:
         check(config)
+        check_hub(config)
     begun = time.perf_counter()
     if config.toy or config.draft or config.head:
         make_rollouts.main(config)
@@ -35,23 +43,19 @@ def main(config: PipelineConfig) -> None:
         train_head.main(config)
     run_eval.main(config)
     publish.main(config)
-    say(f"pipeline: {time.perf_counter() - begun:.0f} s in all")
-    say(f"report: {eval_folder(config) / 'report.html'}")
+    if was_made:
+        say(f"pipeline: everything was already made, in {config.output}")
+    else:
+        say(f"pipeline: {time.perf_counter() - begun:.0f} s in all")
 
 
 def check(config: PipelineConfig) -> None:
     """Find before the first stage what would stop a later one. Raises ConfigError."""
-    from specdata.prompts.loading import check_sets
-
-    run_eval.check(config)
+    check_evaluation(config)
     publish.check(config)
-    check_sets(config.rollouts.sets, config.seed)
-    splits = {wanted.split for wanted in config.rollouts.sets}
-    if (config.draft or config.head) and not {"train", "dev"} <= splits:
-        raise ConfigError(
-            "rollouts.sets must hold splits train and dev to train on, got "
-            f"{', '.join(sorted(splits))}"
-        )
+    if config.toy or config.draft or config.head:
+        check_rollouts(config)
+        check_training_splits(config)
 
 
 RECIPE = Recipe(
@@ -59,6 +63,8 @@ RECIPE = Recipe(
     stages,
     "Rollouts, draft, head, evaluation, report.",
     ("toy", "rollouts", "draft", "labels", "head", "eval", "publish"),
+    after_pipeline,
+    check,
 )
 
 if __name__ == "__main__":

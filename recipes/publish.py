@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from eval.measuring.results import read_results
+from eval.measuring.results import Results, read_results
 from recipes.config import PipelineConfig
 from recipes.layout import draft_in_use, eval_folder, folder, head_in_use, release_stage
+from recipes.next_steps import after_release
 from recipes.recipe import Recipe
-from recipes.run import Stage, finished, made_as_asked, need, run_stage, say, stage_record
-from specdata.errors import ConfigError
+from recipes.run import Stage, finished, need, remove_caches, run_stage, say, stage_record
+from specdata.errors import ConfigError, ManifestError, OtherSettingsError
 from specdata.processes import is_main
+from specdata.prompts.config import PromptSet
+from specdata.prompts.reading import source_of
+from specdata.storage.files import fingerprint
+
+if TYPE_CHECKING:
+    from eval.analysis.choice import DevChoice
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
@@ -28,17 +36,17 @@ def stages(config: PipelineConfig) -> list[Stage]:
 
 def check(config: PipelineConfig) -> None:
     """Find what could not be published before it is trained. Raises ConfigError."""
+    from eval.reporting.metadata import About, check_repository
+
     methods, publish = config.eval.methods, config.publish
+    About(license=publish.license, language=publish.language)
     for what, name, trained in (
         ("draft_id", publish.draft_id, config.draft),
         ("head_id", publish.head_id, config.head),
     ):
-        if name is not None:
-            from eval.reporting.release import check_repository
-
-            check_repository(name)
-            if trained is None:
-                raise ConfigError(f"publish.{what} is set, but this configuration trains none")
+        check_repository(name)
+        if name is not None and trained is None:
+            raise ConfigError(f"publish.{what} is set, but this configuration trains none")
     if config.draft and not any(
         method.decoder != "plain" and method.drafter == "chain" and not method.stop.adaptive
         for method in methods
@@ -59,26 +67,44 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         return {}
     (stage,) = stages(config)
     need(eval_folder(config), "run_eval.py")
+    read_results(eval_folder(config) / "results.json")  # refuses what was changed by hand
     check(config)
-    if finished(stage.folder) and not made_as_asked(stage):
-        # Other ids or another license: everything here is a copy, so it is made again.
-        shutil.rmtree(stage.folder)
-    places = run_stage(stage, config, lambda: _release(config, stage))
+    was_made = finished(stage.folder)
+    made = _assembled(config, stage)
+    if not was_made:
+        remove_caches(config)  # nothing is left to be made of the datasets
+    # Of the folders as they are called now: the run may have been moved since it was made.
+    places = {name: getattr(config.publish, f"{name}_id") or stage.folder / name for name in made}
     for name, place in places.items():
         say(f"  {name}: {place}")
     return places
 
 
-def _release(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
-    from eval.reporting.release import About, release_draft, release_head
+def _assembled(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
+    """Run the stage; what was assembled of other models, results or ids is a copy, made again."""
+    try:
+        return run_stage(stage, config, lambda: _release(config, stage))
+    except OtherSettingsError:
+        if stage_record(stage.folder)["stage"] != stage.name:
+            raise
+        _results(config)  # what cannot be made again is not removed
+        shutil.rmtree(stage.folder)
+    return run_stage(stage, config, lambda: _release(config, stage))
 
-    results = read_results(eval_folder(config) / "results.json")
+
+def _release(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
+    from eval.reporting.metadata import About
+    from eval.reporting.release import release_draft, release_head
+
+    results = _results(config)
     publish, made = config.publish, {}
+    trained_on = [source_of(prompts) or prompts.name for prompts in _training_sets(config)]
+    shared = About(license=publish.license, language=publish.language, datasets=trained_on)
     if config.draft:
         trained = stage_record(folder(config, "draft"))["results"]
-        about = About(
+        about = replace(
+            shared,
             base_model=config.models.draft,
-            license=publish.license,
             measures={
                 "acceptance before distillation": trained["acceptance_before"],
                 "acceptance after distillation": trained["acceptance_after"],
@@ -91,16 +117,68 @@ def _release(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         made["draft"] = publish.draft_id or str(out)
     if head := head_in_use(config):
         measures = stage_record(folder(config, "head"))["results"]["after"]
-        base = publish.draft_id or (None if config.draft else config.models.draft)
-        about = About(base, publish.license, measures)
+        base = publish.draft_id or draft_in_use(config)
+        about = replace(shared, base_model=base, measures=measures)
         out = stage.folder / "head"
         if not out.exists():
-            release_head(Path(head), out, results, about, push_to=publish.head_id)
+            choice = _choice(config, results, head)
+            release_head(Path(head), out, results, about, choice=choice, push_to=publish.head_id)
         made["head"] = publish.head_id or str(out)
     return made
 
 
-RECIPE = Recipe(main, stages, "Assemble draft and head for the Hub.", ("publish", "eval"))
+def _results(config: PipelineConfig) -> Results:
+    """What was measured, with models named as this run names them now.
+
+    Raises:
+        ManifestError: if other models were measured.
+    """
+    here = eval_folder(config)
+    results = read_results(here / "results.json")
+    measured = stage_record(here)["inputs"]
+    names = {"target": config.models.target, "draft": draft_in_use(config)}
+    if head := head_in_use(config):
+        names["head"] = head
+    for role, name in names.items():
+        if measured.get(role) != fingerprint(name):
+            raise ManifestError(
+                f"the {role} {name} is not the one that {here} measured (its contents differ): "
+                f"restore it, or remove {here} and run the evaluation again"
+            )
+    runs = [
+        run.model_copy(update={role: name for role, name in names.items() if getattr(run, role)})
+        for run in results.runs
+    ]
+    return results.model_copy(update={"runs": runs})
+
+
+def _training_sets(config: PipelineConfig) -> list[PromptSet]:
+    return [prompts for prompts in config.rollouts.sets if prompts.split == "train"]
+
+
+def _choice(config: PipelineConfig, results: Results, head: str) -> DevChoice | None:
+    """What the measured settings cost on the run's held-out labels; None if it has none."""
+    from eval.analysis.choice import choose_on_dev
+    from heads import AcceptanceHead
+    from specdata.labels.make import load_labels
+    from specdata.models import load_model
+    from specdata.storage.dataset import of_split
+
+    where = folder(config, "labels")
+    if not (results.timed and finished(where)):
+        return None
+    labels = load_labels(where, config.sampling)
+    if "dev" not in labels["split"]:
+        return None
+    rows = of_split(labels, "dev", where)
+    draft = load_model(draft_in_use(config), dtype=config.models.dtype)
+    acceptance_head = AcceptanceHead.from_pretrained(head).to(draft.device)
+    return choose_on_dev(results, rows, draft, acceptance_head)
+
+
+RECIPE = Recipe(
+    main, stages, "Assemble draft and head for the Hub.", ("publish", "eval"), after_release, check
+)
 
 if __name__ == "__main__":
     sys.exit(RECIPE.run())

@@ -12,9 +12,21 @@ import yaml
 from safetensors import SafetensorError
 
 from recipes.config import SHARED, PipelineConfig, parse
-from recipes.run import RUN, USER_ERRORS, Stage, console, stage_record
-from specdata.errors import OtherSettingsError
+from recipes.next_steps import CommandLine, Step
+from recipes.run import (
+    RUN,
+    USER_ERRORS,
+    Stage,
+    check_settings,
+    console,
+    is_within,
+    made_as_asked,
+    say,
+    stage_record,
+)
+from specdata.errors import OtherSettingsError, full_disk, without_passwords
 from specdata.processes import is_main
+from specdata.terminal import accept_any_text, visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +38,16 @@ class Recipe:
         stages: says what it would do, without doing anything.
         description: one sentence for `--help`.
         sections: the keys of the configuration that it reads besides `SHARED`.
+        next_steps: says what can be done with what was made.
+        check: finds what would stop it, before anything is made; raises ConfigError.
     """
 
     main: Callable[[PipelineConfig], Any]
     stages: Callable[[PipelineConfig], Sequence[Stage]]
     description: str
     sections: tuple[str, ...]
+    next_steps: Callable[[PipelineConfig, CommandLine], Sequence[Step]] = lambda _config, _line: []
+    check: Callable[[PipelineConfig], None] = lambda _config: None
 
     def run(self, arguments: Sequence[str] | None = None, program: str | None = None) -> int:
         """Run the recipe from a command line.
@@ -48,28 +64,51 @@ class Recipe:
             SystemExit: for `--help`.
         """
         given = sys.argv[1:] if arguments is None else arguments
+        accept_any_text()
         try:
             sections = (*SHARED, *self.sections)
             command = parse(given, self.description, sections, program)
             if command.plan:
                 values = {key: value for key, value in command.given.items() if key in sections}
-                show_plan(values, self.stages(command.config))
+                stages = self.stages(command.config)
+                if not all(map(made_as_asked, stages)):  # as a run, which then has nothing to do
+                    self.check(command.config)
+                show_plan(values, stages)
             else:
                 self.main(command.config)
+                show_steps(self.next_steps(command.config, CommandLine(given, program)))
         except USER_ERRORS as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {visible(without_passwords(str(error)))}", file=sys.stderr)
             return 2
-        except (OSError, SafetensorError) as error:  # the latter for a disk that is full, too
-            print(
-                f"error while running: {error}. Nothing finished is lost: mend the cause and run "
-                "the same command again",
-                file=sys.stderr,
-            )
-            return 1
+        except (OSError, SafetensorError) as error:
+            return _failed(error)
         except KeyboardInterrupt:
             print("\ninterrupted: run the same command again to continue", file=sys.stderr)
             return 130
+        except Exception as error:
+            # Libraries have errors of their own for it, which no other place needs to know.
+            if full := full_disk(error):
+                return _failed(full)
+            raise
         return 0
+
+
+def show_steps(steps: Sequence[Step]) -> None:
+    """Print, in the main process, what can be done next, a line to copy for each."""
+    if steps:
+        say("what next:")
+    for step in steps:
+        say(f"  {step.purpose:<8} {step.line}")
+
+
+def _failed(error: Exception) -> int:
+    said = visible(without_passwords(str(error)))
+    print(
+        f"error while running: {said}. Nothing finished is lost: mend the "
+        "cause and run the same command again",
+        file=sys.stderr,
+    )
+    return 1
 
 
 def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
@@ -87,7 +126,7 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
         console.print(f"\n{stage.name} ({_state(stage)})", style="bold", markup=False)
         for name, source in stage.inputs.items():
             there = "" if Path(source).exists() else " (from the Hub)"
-            if there and Path(source).is_relative_to(str(given.get("output"))):
+            if there and is_within(source, str(given.get("output"))):
                 there = " (not made yet)"
             console.print(f"  reads {name}: {source}{there}", markup=False)
         console.print(f"  writes {stage.folder}: {stage.size}", markup=False)
@@ -99,7 +138,7 @@ def _state(stage: Stage) -> str:
         return "would be made"
     record = stage_record(stage.folder)
     try:
-        stage.settings.check(record["settings"], stage.folder)
+        check_settings(stage)
     except OtherSettingsError:
         return f"made with other settings: {stage.settings.remedy}"
     return "done" if record["finished"] else "begun, would be continued"

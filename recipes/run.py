@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,23 +21,34 @@ from specdata.errors import (
     CacheNotRewindableError,
     ConfigError,
     ManifestError,
+    TrainingDivergedError,
     VocabularyMismatchError,
 )
-from specdata.processes import is_main, process_count
-from specdata.storage.files import fingerprint, try_locked, write_json
-from specdata.storage.manifest import MANIFEST, PROGRESS
+from specdata.processes import is_main, process_count, rank
+from specdata.storage.files import fingerprint, is_locked, try_locked, write_json
+from specdata.storage.manifest import CACHE, MANIFEST, PROGRESS
 from specdata.storage.resume import Settings, read_record
+from specdata.terminal import visible
 
 RUN = "run.json"
+# Stays in a finished folder: if it were removed, a process that has just opened it and one that
+# makes a new one could both hold "the" lock.
 LOCK = ".lock"
-# Seconds between two looks at a folder that the main process works in, and how long it may be away
-# from it (between two stages, while it loads models) before the others give up.
+# Seconds between two looks at a folder that the main process works in; how long it may take to
+# begin a stage (it may be reading prompts) before the others give up; and how long its lock may be
+# free before they see that a stage which it had begun is finished. (It holds the lock all the while
+# and loses it when it ends, however it does; other nodes may see files somewhat later.)
 PAUSE = 0.5
 PATIENCE = 600
+GRACE = 30
+# Seconds after which a process says what it waits for, and says it again.
+REMINDER = 15
 # A process that waits holds the lock for a moment to see whether it is free; so it is tried again.
 RETRIES = 5
 # Everything else that is raised is trouble outside (OSError) or a defect with its traceback.
 USER_ERRORS = (ConfigError, ManifestError, VocabularyMismatchError, CacheNotRewindableError)
+# Stands, in what is stored, for the run's own output folder.
+OUTPUT = "OUTPUT"
 KEYS = ("stage", "settings", "inputs", "finished", "wall_seconds", "results")
 
 # Tables of a report need 100 columns; a narrower terminal wraps them, a log file has no width.
@@ -84,32 +98,44 @@ def run_stage(
     decisive = _decisive(stage, config)
     stored = _stored(stage, decisive)
     if stored and stored["finished"]:
-        say(
-            f"[green]{stage.name}: already done[/] ({stored['wall_seconds']:.0f} s, {stage.folder})"
-        )
+        took = f"{stored['wall_seconds']:.0f} s, {stage.folder}"
+        say(f"{stage.name}: already done ({took})", style="green")
         return dict(stored["results"])
-    say(f"[bold]{stage.name}[/]: {'continuing' if stored else 'starting'} in {stage.folder}")
+    say(f"{stage.name}: {'continuing' if stored else 'starting'} in {stage.folder}", style="bold")
     prepare_libraries()
     begun = time.perf_counter()
     if not is_main():
-        # Until the main process has accepted the folder.
-        _wait(stage.folder, (stage.folder / RUN).exists, PATIENCE)
-        results = work()
-        wait_for(stage.folder)  # the next stage looks for what the main process writes last
+        # Until the main process has accepted the folder, and is seen at work there: run.json alone
+        # may be that of an earlier run.
+        _wait(stage.folder, lambda: _begun(stage.folder), PATIENCE)
+        with _stage_remedy(stage):
+            results = work()
+        wait_for(stage.folder, GRACE)  # the next stage looks for what the main process writes last
         return results
     with _locked(stage.folder):
         record = _new_record(decisive, config)
         write_json(stage.folder / RUN, record)
         try:
-            record["results"] = work()
+            with _stage_remedy(stage):
+                record["results"] = work()
         except USER_ERRORS:
             _free(stage.folder)
             raise
         record["wall_seconds"] = time.perf_counter() - begun  # of the session that finished it
         record["finished"] = True
         write_json(stage.folder / RUN, record)
-    say(f"[green]{stage.name}: done[/] in {record['wall_seconds']:.0f} s")
+    say(f"{stage.name}: done in {record['wall_seconds']:.0f} s", style="green")
     return dict(record["results"])
+
+
+@contextmanager
+def _stage_remedy(stage: Stage) -> Iterator[None]:
+    """Have an error that a lower learning rate mends say what to do about the whole stage."""
+    try:
+        yield
+    except TrainingDivergedError as error:
+        error.remedy = stage.settings.remedy  # run.json holds the learning rate, too
+        raise
 
 
 def prepare_libraries() -> None:
@@ -117,6 +143,7 @@ def prepare_libraries() -> None:
     import datasets
     import torch
     import transformers
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if torch.cuda.is_available():
         # Before any model is loaded: each process has a GPU of its own.
@@ -127,6 +154,8 @@ def prepare_libraries() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
+    if not sys.stderr.isatty():  # bars of downloads, which are drawn over and over
+        disable_progress_bars()
 
 
 def made_as_asked(stage: Stage) -> bool:
@@ -137,10 +166,17 @@ def made_as_asked(stage: Stage) -> bool:
     if not finished(stage.folder):
         return False
     try:
-        stage.settings.check(stage_record(stage.folder)["settings"], stage.folder)
+        check_settings(stage)
     except ManifestError:
         return False
     return True
+
+
+def check_settings(stage: Stage) -> None:
+    """Raise OtherSettingsError if a stage's folder was made with other settings."""
+    asked = portable(stage.settings.values, str(stage.folder.parent))
+    stored = stage_record(stage.folder)["settings"]
+    dataclasses.replace(stage.settings, values=asked).check(stored, stage.folder)
 
 
 def finished(folder: Path) -> bool:
@@ -148,17 +184,75 @@ def finished(folder: Path) -> bool:
     return (folder / RUN).is_file() and bool(stage_record(folder)["finished"])
 
 
+def reopen(stage: Stage) -> None:
+    """Count a finished stage as interrupted, so that `run_stage` makes what it lost."""
+    record = read_record(stage.folder / RUN, KEYS, stage.settings.remedy)
+    write_json(stage.folder / RUN, {**record, "finished": False})
+
+
 def stage_record(folder: Path) -> dict[str, Any]:
-    """The run.json of a stage's folder. Raises ManifestError if it is damaged."""
-    return read_record(folder / RUN, KEYS, f"choose another --output, or remove {folder}")
+    """The run.json of a stage's folder, paths in the run's output as `portable` gives them.
+
+    Raises:
+        ManifestError: if it is damaged.
+    """
+    record = read_record(folder / RUN, KEYS, f"choose another --output, or remove {folder}")
+    config = record.get("config")
+    was = config.get("output") if isinstance(config, Mapping) else None
+    if not isinstance(was, str):
+        return record
+    return {**record, **{key: portable(record[key], was) for key in ("settings", "inputs")}}
 
 
-def wait_for(folder: Path, patience: float = PATIENCE) -> None:
-    """Wait until the main process has finished a stage.
+def portable(values: Any, output: str) -> Any:
+    """JSON values whose paths in the run's output are written relative to it: OUTPUT/...
+
+    So a run can be moved, or its output named in another way, and is still the same run.
+
+    Args:
+        values: settings or inputs; keys are changed, too ("path draft PATH").
+        output: the run's folder, as it was called when these paths were.
+    """
+    root = absolute(output)
+    if Path.cwd().is_relative_to(root):
+        return values  # there, every name would be a path in the output
+
+    def text(value: str) -> str:
+        kind, path = re.fullmatch(r"(path draft |prompts |)(.*)", value, re.DOTALL).groups()  # type: ignore[union-attr]
+        here = absolute(path)
+        is_inside = here != root and here.is_relative_to(root)
+        return f"{kind}{OUTPUT}/{here.relative_to(root)}" if is_inside else value
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {text(key): walk(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [walk(item) for item in value]
+        return text(value) if isinstance(value, str) else value
+
+    return walk(values)
+
+
+def is_within(path: str, output: str) -> bool:
+    """Whether a path lies in the run's output, however both are written."""
+    return absolute(path).is_relative_to(absolute(output))
+
+
+def absolute(path: str | Path) -> Path:
+    """A path from the root, without "..", symbolic links as they are."""
+    return Path(os.path.normpath(Path(path).absolute()))
+
+
+def wait_for(folder: Path, patience: float) -> None:
+    """Wait until the main process has finished a stage that it has begun.
 
     Not a barrier of the process group: such a stage may outlast its time limit. If the main
     process fails, the launcher of its machine ends the others there; on other machines they see
     that the folder's lock is free.
+
+    Args:
+        folder: of the stage.
+        patience: seconds that the lock may be free before the stage is finished.
 
     Raises:
         TimeoutError: if the main process is gone.
@@ -175,29 +269,47 @@ def need(folder: Path, recipe: str) -> None:
         )
 
 
-def say(text: str) -> None:
-    """Print a line, in the main process only."""
+def remove_caches(config: PipelineConfig) -> None:
+    """Remove the copies of datasets that stages mapped into memory, as large as the datasets.
+
+    Whoever reads a dataset again makes its copy again. Nothing is removed while another process
+    works on this run.
+    """
+    output = Path(config.output)
+    if not any(is_locked(lock) for lock in output.glob(f"*/{LOCK}")):
+        for cache in output.glob(f"*/{CACHE}"):
+            shutil.rmtree(cache, ignore_errors=True)
+
+
+def say(text: str, style: str = "") -> None:
+    """Print a line, in the main process only.
+
+    Args:
+        text: taken as it is, but for control characters, which are spelt out.
+        style: of the whole line, in rich's words.
+    """
     if is_main():
-        console.print(text)
+        console.print(visible(text), style=style, markup=False, emoji=False)
 
 
 def _decisive(stage: Stage, config: PipelineConfig) -> Settings:
     """What run.json stores of a stage and compares on resume."""
     for name, source in stage.inputs.items():
-        if Path(source).is_relative_to(config.output) and not Path(source).exists():
+        if is_within(source, config.output) and not Path(source).exists():
             raise ConfigError(
                 f"{stage.name} reads {name} from {source}, which is not there: run the stage that "
-                "makes it (remove its folder first if it counts as done)"
+                "makes it; if that says it is already done, remove its folder and run it again"
             )
+    inputs = {name: fingerprint(source) for name, source in stage.inputs.items()}
     return Settings(
         {
             "stage": stage.name,
-            "settings": stage.settings.values,
-            "inputs": {name: fingerprint(source) for name, source in stage.inputs.items()},
+            "settings": portable(stage.settings.values, config.output),
+            "inputs": portable(inputs, config.output),
         },
         {f"settings.{key}": value for key, value in stage.settings.defaults.items()},
         stage.settings.remedy,
-        lambda stored: {**stored, "settings": stage.settings.rewrite(stored["settings"])},
+        lambda values: {**values, "settings": stage.settings.rewrite(values["settings"])},
     )
 
 
@@ -265,17 +377,29 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _wait(folder: Path, done: Callable[[], bool], patience: float) -> None:
-    free_since = time.monotonic()
+    free_since = said = time.monotonic()
+    is_new = True
     while not done():
         time.sleep(PAUSE)
-        if _held(folder / LOCK):
-            free_since = time.monotonic()
-        elif time.monotonic() - free_since > patience and not done():
-            raise TimeoutError(f"no main process has been at work in {folder} for {patience:.0f} s")
+        now = time.monotonic()
+        at_work = is_locked(folder / LOCK)
+        if at_work:
+            free_since, patience = now, min(patience, GRACE)
+        elif now - free_since > patience and not done():
+            raise TimeoutError(
+                f"no main process has been at work in {folder} for {patience:.0f} s: rank 0 ended, "
+                f"was lost, or never began, and rank {rank()} waited for it"
+            )
+        if now - said > REMINDER and (is_new or not at_work):
+            state = "is at work" if at_work else "is not at work"
+            print(
+                f"rank {rank()} waits for rank 0, which {state} in {folder}",
+                file=sys.stderr,
+                flush=True,
+            )
+            said, is_new = now, False
 
 
-def _held(lock: Path) -> bool:
-    if not lock.exists():
-        return False
-    with try_locked(lock) as free:
-        return not free
+def _begun(folder: Path) -> bool:
+    """Whether the main process of this run is at work in a stage's folder, or has been."""
+    return (folder / RUN).exists() and (is_locked(folder / LOCK) or finished(folder))

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.measuring.results import read_results, write_results
-from eval.reporting.report import Context, terminal, write_report
+from eval.measuring.methods import calibrates, path_drafts, with_calibration
+from eval.measuring.results import LostResultsError, read_results, write_results
+from eval.reporting.report import PAGE, Context, terminal, write_report
+from recipes.checks import check_evaluation
 from recipes.config import PipelineConfig
 from recipes.layout import draft_in_use, eval_stage, folder, head_in_use
+from recipes.next_steps import after_eval
 from recipes.recipe import Recipe
 from recipes.run import (
     Stage,
@@ -26,6 +30,7 @@ from recipes.run import (
     finished,
     made_as_asked,
     need,
+    reopen,
     run_stage,
     say,
     stage_record,
@@ -33,28 +38,20 @@ from recipes.run import (
 from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.storage.files import write_json
+from specdata.storage.resume import read_record
+from specdata.terminal import progress
 
 if TYPE_CHECKING:
+    from eval.measuring.environment import Environment
     from heads import AcceptanceHead
+    from specdata.prompts.loading import LoadedPrompts
+
+RESULTS = "results.json"
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
     """What this recipe does."""
     return [eval_stage(config)]
-
-
-def check(config: PipelineConfig) -> None:
-    """Find impossible methods and missing prompts before the first stage. Raises ConfigError."""
-    from specdata.prompts.loading import check_sets
-
-    _check_methods(config)
-    check_sets(config.eval.sets, config.seed)
-
-
-def _check_methods(config: PipelineConfig) -> None:
-    from eval.measuring.methods import check_methods  # here: verifiers need torch
-
-    check_methods(config.eval, config.sampling, head=config.head is not None)
 
 
 def main(config: PipelineConfig) -> dict[str, Any]:
@@ -63,26 +60,100 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         return {}
     (stage,) = stages(config)
     if not made_as_asked(stage):
-        _check_methods(config)
+        check_evaluation(config)
     if config.draft:
         need(folder(config, "draft"), "train_draft.py")
     if config.head:
         need(folder(config, "head"), "train_head.py")
+    if made_as_asked(stage):
+        _restore(config, stage)
     result = run_stage(stage, config, lambda: _measure(config, stage))
-    console.print(terminal(read_results(stage.folder / "results.json")))
-    say(f"report: {stage.folder / 'report.html'}")
+    console.print(terminal(read_results(stage.folder / RESULTS)))
     return result
+
+
+def _restore(config: PipelineConfig, stage: Stage) -> None:
+    """Make results and report of a finished evaluation again if they were lost or damaged.
+
+    They are made of the records of the prompts. If some of those are lost as well, the stage counts
+    as unfinished, so that they are measured again.
+
+    Raises:
+        ManifestError: if a prompt's record is damaged.
+    """
+    try:
+        read_results(stage.folder / RESULTS)
+        if (stage.folder / PAGE).is_file():
+            return
+        lost = f"{stage.folder / PAGE} is missing"
+    except LostResultsError:
+        is_there = (stage.folder / RESULTS).exists()
+        lost = f"{stage.folder / RESULTS} is {'damaged' if is_there else 'missing'}"
+    from eval.measuring.experiment import stored_results
+
+    record = stage_record(stage.folder)
+    evaluation, fitted = config.eval, record["results"]["calibration"]
+    if calibrates(evaluation):
+        evaluation = with_calibration(evaluation, (fitted["intercept"], fitted["slope"]))
+    models = {
+        "target": config.models.target,
+        "draft": draft_in_use(config),
+        "head": head_in_use(config),
+    }
+    results = stored_results(
+        models,
+        _prompts(config).prompts,
+        stage.folder,
+        evaluation,
+        sampling=config.sampling,
+        seed=config.seed,
+        environment=_environment_of(stage.folder, record),
+    )
+    if results is None:
+        say(f"{stage.name}: {lost}, and so are records of prompts, which are measured again")
+        reopen(stage)
+        return
+    say(f"{stage.name}: {lost}; it is made again from the records of the prompts")
+    write_results(stage.folder / RESULTS, results)
+    write_report(results, stage.folder, _context(config))
+
+
+def _environment_of(folder: Path, record: Mapping[str, Any]) -> Environment:
+    """Where a finished evaluation was measured, from its run.json.
+
+    Evaluations that were made before run.json held it have most of it in what every stage records,
+    and the machine in the records of their prompts.
+    """
+    from eval.measuring.environment import Environment
+
+    known = record["results"].get("environment")
+    if known is None:
+        known = dict(record["environment"])
+        for path in sorted((folder / "prompts").glob("*.json"))[:1]:
+            stored = read_record(path, ("settings",), "remove it, and run again")["settings"]
+            known |= {name: stored[name] for name in ("hardware", "device", "dtype")}
+            known["batch_size"] = stored.get("batch", 1)
+    return Environment.model_validate(known)
+
+
+def _prompts(config: PipelineConfig) -> LoadedPrompts:
+    """The prompts of every set, those that leave each model room to answer."""
+    from specdata.models import load_tokenizer, longest_prompt
+    from specdata.prompts.loading import load_prompts
+
+    models = [config.models.target, draft_in_use(config), *path_drafts(config.eval)]
+    room = min(longest_prompt(name, config.eval.max_new_tokens) for name in models)
+    tokenizer = load_tokenizer(config.models.target)
+    return load_prompts(config.eval.sets, tokenizer, seed=config.seed, max_tokens=room)
 
 
 def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     import torch
-    from tqdm import tqdm
 
     from eval.measuring.environment import describe_environment
     from eval.measuring.experiment import Artefacts, run_experiment
-    from eval.measuring.methods import calibrates, path_drafts, with_calibration
-    from specdata.models import load_model, load_tokenizer, longest_prompt
-    from specdata.prompts.loading import dropped, load_prompts
+    from specdata.models import load_model, load_tokenizer
+    from specdata.prompts.loading import dropped
     from specdata.vocabulary import check_shared_vocabulary
 
     models, head_name, draft_name = config.models, head_in_use(config), draft_in_use(config)
@@ -90,8 +161,7 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     names = [draft_name, *path_drafts(config.eval)]
     for name in names:
         check_shared_vocabulary(tokenizer, load_tokenizer(name))
-    room = min(longest_prompt(name, config.eval.max_new_tokens) for name in (models.target, *names))
-    loaded = load_prompts(config.eval.sets, tokenizer, seed=config.seed, max_tokens=room)
+    loaded = _prompts(config)
     prompts = loaded.prompts
     for line in dropped(loaded.report):
         say(line)
@@ -113,7 +183,7 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     torch.set_num_threads(config.eval.threads or before)
     try:
         generations = len(prompts) * len(config.eval.methods)
-        with tqdm(total=generations, desc="evaluation", unit="generation", file=sys.stderr) as bar:
+        with progress(generations, "evaluation", "generation") as bar:
             results = run_experiment(
                 artefacts,
                 prompts,
@@ -130,13 +200,14 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
             )
     finally:
         torch.set_num_threads(before)
-    write_results(stage.folder / "results.json", results)
+    write_results(stage.folder / RESULTS, results)
     write_report(results, stage.folder, _context(config))
     return {
         "runs": len(results.runs),
         "prompts": len(prompts),
         "prompt_sets": loaded.report,
         "calibration": fitted,
+        "environment": results.environment.model_dump(mode="json"),
     }
 
 
@@ -209,7 +280,14 @@ def _context(config: PipelineConfig) -> Context:
     )
 
 
-RECIPE = Recipe(main, stages, "Decode prompts with every method, and report.", ("eval",))
+RECIPE = Recipe(
+    main,
+    stages,
+    "Decode prompts with every method, and report.",
+    ("eval",),
+    after_eval,
+    check_evaluation,
+)
 
 if __name__ == "__main__":
     sys.exit(RECIPE.run())

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recipes.config import PipelineConfig
 from recipes.layout import draft_stage, folder
+from recipes.next_steps import after_draft
 from recipes.recipe import Recipe
 from recipes.run import Stage, need, run_stage, say
 from specdata.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
@@ -59,7 +57,7 @@ def _distil(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     return asdict(result)
 
 
-RECIPE = Recipe(main, stages, "Distil the draft on the target's rollouts.", ("draft",))
+RECIPE = Recipe(main, stages, "Distil the draft on the target's rollouts.", ("draft",), after_draft)
 
 if __name__ == "__main__":
     sys.exit(RECIPE.run())

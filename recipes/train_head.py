@@ -14,13 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from recipes.config import PipelineConfig
-from recipes.layout import draft_in_use, folder, head_stage, labels_stage
+from recipes.layout import (
+    by_content,
+    draft_in_use,
+    folder,
+    head_stage,
+    labels_stage,
+    without_names,
+)
+from recipes.next_steps import after_head
 from recipes.recipe import Recipe
 from recipes.run import Stage, need, run_stage, say
 from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.storage.files import fingerprint
 from specdata.storage.resume import differences
+from specdata.terminal import progress
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
@@ -51,8 +60,6 @@ def main(config: PipelineConfig) -> dict[str, Any]:
 
 
 def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
-    from tqdm import tqdm
-
     from specdata.labels.make import labels_from_cache, load_labels, make_labels, mean_overlap
     from specdata.models import load_model, load_tokenizer
     from specdata.storage.dataset import load_stored
@@ -74,15 +81,15 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         make = partial(labels_from_cache, Path(cache), draft)
     else:
         make = partial(make_labels, load_model(models.target, dtype=models.dtype), draft, rollouts)
-    with tqdm(
-        total=len(rollouts), desc="labels", unit="rollout", file=sys.stderr, disable=not is_main()
-    ) as bar:
+    with progress(len(rollouts), "labels", "rollout", is_shown=is_main()) as bar:
         rows = make(
             stage.folder,
             config.labels,
             sampling=config.sampling,
             seed=config.seed,
-            settings=stage.settings.extended({**source, "draft": _identity(draft_name)}),
+            settings=by_content(
+                stage.settings.extended({**source, "draft": _identity(draft_name)})
+            ),
             report=bar.update,
         )
     return {"rows": rows, "acceptance": mean_overlap(load_labels(stage.folder, config.sampling))}
@@ -92,7 +99,8 @@ def _check_cache(cache: Path, source: dict[str, Any]) -> None:
     """Raise ConfigError unless kept logits are this run's target's along this run's rollouts."""
     from specdata.storage.manifest import read_manifest
 
-    stored = read_manifest(cache)["settings"]
+    stored = without_names(read_manifest(cache)["settings"])
+    source = without_names(source)
     if changed := differences({name: stored.get(name) for name in source}, source):
         raise ConfigError(
             f"labels.cache {cache} was made of other rollouts or by another target: leave it out, "
@@ -128,7 +136,7 @@ def _train(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     return asdict(result)
 
 
-RECIPE = Recipe(main, stages, "Train an acceptance head.", ("labels", "head"))
+RECIPE = Recipe(main, stages, "Train an acceptance head.", ("labels", "head"), after_head)
 
 if __name__ == "__main__":
     sys.exit(RECIPE.run())

@@ -12,15 +12,29 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
+from unicodedata import category
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from specdata.errors import ConfigError
+from specdata.errors import ConfigError, without_passwords
 
 T = TypeVar("T")
+
+MOST_TOKENS = 2**24
+"""No model has so many positions; what is asked for beyond is a slip of the keyboard."""
+_NO_SECTION = ("model_type", "model_attributes_type", "dataclass_type", "dataclass_exact_type")
+FREE_TEXT = ("template",)
+"""Fields that may hold line breaks and tabs; other texts are names, paths and addresses."""
 
 
 class Config(BaseModel):
@@ -30,7 +44,59 @@ class Config(BaseModel):
     involve several fields are `model_validator(mode="after")` methods that raise ValueError.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what pydantic would convert silently, or what a terminal would act on."""
+        assert info.field_name is not None
+        check_value(cls.model_fields[info.field_name].annotation, value, info.field_name)
+        return value
+
+
+def check_value(hint: Any, value: Any, name: str) -> None:
+    """Check a value before it is converted, and all that a section or list holds.
+
+    pydantic reads true as the number 1, and takes control characters, with which a name could
+    overwrite what a terminal shows.
+
+    Args:
+        hint: the annotation of its field.
+        value: as it was read from YAML.
+        name: of its field.
+
+    Raises:
+        ValueError: for true or false where a number is due, and for text with control characters.
+    """
+    if isinstance(value, bool) and _is_number(hint):
+        raise ValueError(f"must be a number (got {str(value).lower()})")
+    if isinstance(value, str):
+        allowed = "\n\t" if name in FREE_TEXT else ""
+        if any(category(letter) == "Cc" and letter not in allowed for letter in value):
+            raise ValueError(f"must hold no control characters (got {value!r})")
+    elif isinstance(value, list | tuple):
+        for item in value:
+            check_value(hint, item, name)
+    elif isinstance(value, Mapping):
+        section = section_type(hint)
+        if section is not None and issubclass(section, Config):
+            return  # which checks its own fields, and so names the place
+        known = fields_of(section) if section is not None else {}
+        for key, item in value.items():
+            info = known.get(str(key))
+            try:
+                check_value(info.annotation if info else None, item, str(key))
+            except ValueError as error:
+                raise ValueError(f"{key!r} {error}") from error
+
+
+def _is_number(hint: Any) -> bool:
+    """Whether numbers are taken, one or several, and neither true nor false."""
+    kinds = {hint, *(inner for kind in get_args(hint) for inner in (kind, *get_args(kind)))}
+    return bool(kinds & {int, float}) and bool not in kinds
 
 
 def read_config(kind: type[T], values: Mapping[str, Any]) -> T:
@@ -64,10 +130,20 @@ def mistakes(error: ValidationError, kind: type) -> list[str]:
             message = "unknown key: " + nearest(str(path[-1]), fields_of(owner) if owner else ())
         elif mistake["type"] == "missing":
             message = "is missing"
+        elif mistake["type"] in _NO_SECTION and value is None:
+            message = "must be a section, a mapping of keys, and is empty (null)"
+        elif mistake["type"] in _NO_SECTION:
+            message = f"must be a section, a mapping of keys (got {value!r})"
         elif mistake["type"] != "value_error":  # ours say themselves what they got
-            message += f" (got {value!r})"
-        lines.append(": ".join(filter(None, (".".join(map(str, path)), message))))
+            message += f" (got {without_passwords(repr(value))})"
+        lines.append(": ".join(filter(None, (".".join(map(_key, path)), message))))
     return lines
+
+
+def _key(key: int | str) -> str:
+    """A key as it is printed; a terminal must not act on what a file calls one."""
+    text = str(key)
+    return text if text.isprintable() else repr(text)
 
 
 def nearest(name: str, choices: Collection[str]) -> str:

@@ -2,6 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import re
+from pathlib import Path
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# What libraries say in errors that carry no error number: safetensors and tokenizers (Rust) name
+# the system's, torch's writer of archives names none at all.
+_FULL_TEXTS = (
+    "No space left on device",
+    "Disk quota exceeded",
+    f"(os error {errno.ENOSPC})",
+    f"(os error {errno.EDQUOT})",
+    "PytorchStreamWriter failed",
+    ". unexpected pos ",
+    "basic_ios::clear: iostream error",
+)
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used: unknown key, wrong type, impossible combination."""
@@ -19,5 +36,61 @@ class OtherSettingsError(ManifestError, ConfigError):
     """An artefact was made with other settings: change the configuration, or where it writes."""
 
 
+class TrainingDivergedError(ConfigError):
+    """A loss, gradient or weight is not finite: the same settings would end so again.
+
+    Attributes:
+        found: which training, and what is not finite in which steps.
+        kept: the last good checkpoint, if one was written.
+        learning_rate: the largest of this training.
+        remedy: what to do about the folder once the learning rate is lower, an imperative without a
+            full stop. A stage, whose own record holds the learning rate, replaces it by its own.
+    """
+
+    def __init__(self, found: str, *, kept: Path | None, learning_rate: float, remedy: str) -> None:
+        super().__init__(found)
+        self.found = found
+        self.kept = kept
+        self.learning_rate = learning_rate
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        kept = f"{self.kept} is kept" if self.kept else "no checkpoint was written before"
+        return (
+            f"{self.found}, so the training diverged ({kept}): lower its learning_rate, "
+            f"{self.learning_rate:g}, to a tenth for example, and {self.remedy}"
+        )
+
+
 class CacheNotRewindableError(RuntimeError):
     """A model's key-value cache cannot drop its last tokens, which every decoding round needs."""
+
+
+def full_disk(error: BaseException) -> OSError | None:
+    """The full disk (or the quota that is used up) behind an error, if that is what it is.
+
+    Libraries wrap what the system reported: `datasets` in an error of generating, safetensors,
+    tokenizers and torch in errors of their own that carry no error number.
+
+    Args:
+        error: what was raised; the errors that it was raised from, or while handling, are looked
+            at as well.
+
+    Returns:
+        An error that says what is full; None if `error` is something else.
+    """
+    link: BaseException | None = error
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if isinstance(link, OSError) and link.errno in _FULL:
+            return link
+        if any(text in str(link) for text in _FULL_TEXTS):
+            return OSError(errno.ENOSPC, f"the disk seems to be full, or a quota used up ({link})")
+        link = link.__cause__ or link.__context__
+    return None
+
+
+def without_passwords(text: str) -> str:
+    """A message in which no address shows a name and password (`scheme://NAME:PASSWORD@...`)."""
+    return re.sub(r"(\w+://)[^\s'\"]*:[^\s'\"]*@", r"\1***@", text)

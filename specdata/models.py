@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from specdata.errors import ConfigError
+from specdata.errors import ConfigError, full_disk
 from specdata.hub import hub_source
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load_model(name: str, *, dtype: str = "float32") -> Any:
     """Load a causal LM from a folder or the Hub, in eval mode, on the GPU if there is one.
 
-    Remote code is never run.
+    Code that comes with a model is never run: see `asks_for_remote_code`.
 
     Args:
         name: a folder, or a Hub id, which may carry a revision: OWNER/NAME@REVISION.
@@ -48,7 +48,11 @@ def load_model(name: str, *, dtype: str = "float32") -> Any:
         "model",
         name,
         lambda: AutoModelForCausalLM.from_pretrained(
-            source, dtype=DTYPES[dtype], revision=revision, output_loading_info=True
+            source,
+            dtype=DTYPES[dtype],
+            revision=revision,
+            trust_remote_code=False,
+            output_loading_info=True,
         ),
     )
     if missing := sorted(info["missing_keys"]):
@@ -61,10 +65,16 @@ def load_model(name: str, *, dtype: str = "float32") -> Any:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a folder or the Hub. Raises ConfigError if it cannot be had."""
+    """Load a tokenizer from a folder or the Hub, without running code that comes with it.
+
+    Raises:
+        ConfigError: if it cannot be had.
+    """
     source, revision = hub_source(name)
     return _from_hub(
-        "tokenizer", name, lambda: AutoTokenizer.from_pretrained(source, revision=revision)
+        "tokenizer",
+        name,
+        lambda: AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False),
     )
 
 
@@ -98,7 +108,7 @@ def load_generation(name: str) -> tuple[PreTrainedConfig, frozenset[int]]:
     source, revision = hub_source(name)
 
     def load() -> tuple[PreTrainedConfig, GenerationConfig]:
-        config = AutoConfig.from_pretrained(source, revision=revision)
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
         try:
             return config, GenerationConfig.from_pretrained(source, revision=revision)
         except OSError:  # it has no generation_config.json
@@ -150,6 +160,24 @@ def end_ids(model: PreTrainedModel) -> frozenset[int]:
     return _ends(model.generation_config)
 
 
+def asks_for_remote_code(error: Exception) -> bool:
+    """Whether transformers refused to load what only works with code that comes with it.
+
+    Every `from_pretrained` of this project passes `trust_remote_code=False`; without it,
+    transformers asks on the terminal, and whatever answers "y" there runs the code.
+    """
+    return isinstance(error, ValueError) and "trust_remote_code" in str(error)
+
+
+def remote_code_refused(what: str, name: str) -> ConfigError:
+    """The refusal of a model, tokenizer or configuration that needs code of its own."""
+    return ConfigError(
+        f"the {what} {name!r} needs code that comes with it (auto_map in its config.json or "
+        "tokenizer_config.json), and such code is never run here: give one whose architecture "
+        "transformers itself has"
+    )
+
+
 def _ends(generation: GenerationConfig) -> frozenset[int]:
     ids = generation.eos_token_id
     if ids is None:
@@ -161,6 +189,10 @@ def _from_hub(what: str, name: str, load: Callable[[], T]) -> T:
     try:
         return load()
     except Exception as error:
+        if full := full_disk(error):  # the cache of the Hub is on one
+            raise full from error
+        if asks_for_remote_code(error):
+            raise remote_code_refused(what, name) from error
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise ConfigError(
             f"cannot load the {what} {name!r}: give a folder with a saved {what} or a Hub id that "

@@ -18,9 +18,14 @@ def process_count() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def rank() -> int:
+    """Which of them this is, from 0."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def is_main() -> bool:
     """Whether this is the process that writes run.json and prints."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return rank() == 0
 
 
 def join_processes() -> PartialState:

@@ -1,7 +1,8 @@
-"""A Hub on loopback: the part of its protocol that lists and downloads data sets."""
+"""A Hub on loopback: the part of its protocol that lists and downloads, and uploads small files."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +15,7 @@ COMMIT = "a" * 40
 
 
 class Server:
-    """Serves root/OWNER/NAME as a data set; a repository named `gated` is, others are absent.
+    """Serves root/OWNER/NAME as a data set and a model; one named `gated` is, others are absent.
 
     `asked` lists the paths of the requests.
     """
@@ -42,18 +43,45 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_HEAD(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(self.path.split("?")[0])
         self.asked.append(path)
         match path.strip("/").split("/"):
-            case ["api", "datasets", owner, name, *rest]:
+            case ["api", "validate-yaml"]:
+                self._json({"errors": [], "warnings": []})
+            case ["api", "repos", "create"]:
+                self._create(json.loads(body))
+            case ["api", "models", _, _, "preupload", _]:
+                files = [{**file, "uploadMode": "regular"} for file in json.loads(body)["files"]]
+                self._json({"files": [{**file, "shouldIgnore": False} for file in files]})
+            case ["api", "models", owner, name, "commit", _]:
+                self._commit(self.root / owner / name, body)
+            case ["api", "datasets" | "models", owner, name, *rest]:
                 self._describe(self.root / owner / name, rest)
             case ["datasets", owner, name, "resolve", _, *rest]:
+                self._file(self.root / owner / name, "/".join(rest))
+            case [owner, name, "resolve", _, *rest]:
                 self._file(self.root / owner / name, "/".join(rest))
             case _:
                 self._send(404)
 
     do_GET = do_POST = do_HEAD  # noqa: N815
+
+    def _create(self, order: dict[str, Any]) -> None:
+        (self.root / order["organization"] / order["name"]).mkdir(parents=True, exist_ok=True)
+        self._json(
+            {"url": f"http://{self.headers['Host']}/{order['organization']}/{order['name']}"}
+        )
+
+    def _commit(self, repository: Path, body: bytes) -> None:
+        for line in body.splitlines():
+            order = json.loads(line)
+            if order["key"] == "file":
+                path = repository / order["value"]["path"]
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(base64.b64decode(order["value"]["content"]))
+        url = f"http://{self.headers['Host']}/{'/'.join(repository.parts[-2:])}/commit/{COMMIT}"
+        self._json({"commitUrl": url, "commitOid": COMMIT})
 
     def _describe(self, repository: Path, rest: list[str]) -> None:
         if not repository.is_dir():

@@ -12,8 +12,9 @@ from dataclasses import replace
 import numpy as np
 
 from eval.measuring.environment import Environment
+from eval.measuring.methods import PLAIN
 from eval.measuring.records import PromptRecord, record_prompt
-from eval.measuring.results import PLAIN, Method, Results, build_results
+from eval.measuring.results import Method, Results, build_results
 from eval.rounds import Round
 
 T_DRAFT, T_TARGET = 0.002, 0.011

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from eval.drafting.stopping import STOPPING_RULES
+from eval.measuring.methods import MethodConfig
+from eval.verifiers import VERIFIERS
 from recipes.command import LAUNCH, PROFILES, RECIPES, TOOLS, launch_command, main
 from specdata import __version__
 from tests.light_imports import run_without_heavy_libraries
@@ -30,6 +33,11 @@ def test_help_and_plan_import_no_heavy_library(name: str) -> None:
     assert "writes runs/toy/" in run_without_heavy_libraries("-m", module, "--plan")
 
 
+@pytest.mark.parametrize("name", ["inspect", "compare", "replay"])
+def test_help_of_a_tool_imports_no_heavy_library(name: str) -> None:
+    assert f"usage: draftsmith {name}" in command(name, "--help")
+
+
 def test_the_list_of_commands_names_each_with_what_it_does() -> None:
     listed = command("--help")
     for name in (*RECIPES, *TOOLS):
@@ -47,6 +55,16 @@ def test_help_lists_the_sections_that_a_recipe_reads() -> None:
     assert sections_in_help("make-rollouts") == common | {"toy", "rollouts"}
     assert sections_in_help("run-eval") == common | {"eval", "method"}
     assert sections_in_help("pipeline") > {"eval", "publish", "draft", "head", "toy", "method"}
+
+
+def test_help_of_an_evaluation_lists_what_a_method_holds() -> None:
+    shown = command("run-eval", "--help")
+    listed = shown.split("A method (of eval.methods or --method)")[1]
+    for name in (*MethodConfig.model_fields, *STOPPING_RULES):
+        assert re.search(rf"^ +{name}\b", listed, re.MULTILINE), name
+    for name in VERIFIERS:
+        assert re.search(rf"\b{name}\b", listed), name
+    assert "A method" not in command("make-rollouts", "--help")
 
 
 def test_a_mistake_is_answered_with_status_2_and_the_nearest_name(

@@ -50,23 +50,52 @@ def test_lists_and_null_can_be_given_on_the_command_line() -> None:
         (["--eval.sets", "[{nam: maths}]"], "did you mean 'name'"),
         (["--draft.objective", "best"], "draft.objective: must be 'forward_kl', 'reverse_kl'"),
         (["--sampling.top_p", "0"], "top_p must lie in"),
-        (["--eval.methods", "[{name: a}]"], "exactly one, 'plain'"),
+        (["--eval.methods", "[{name: a}]"], "no method is 'plain', .* add {name: plain"),
         (["--seed", "[1"], "not a YAML value"),
         (["--rollouts.shard_size", "0"], "rollouts.shard_size: must be greater than or equal to 1"),
         (["--eval.max_new_tokens", "0"], "eval.max_new_tokens: must be greater than or equal to 1"),
-        (["--rollouts.vllm.url", "ftp://x"], r"rollouts.vllm.url: must match .*\(got 'ftp://x'\)"),
+        (
+            ["--rollouts.vllm.url", "ftp://x"],
+            r"rollouts.vllm.url: must begin with http:// or https:// \(got 'ftp://x'\)",
+        ),
         (["--eval.sets", "[]"], "at least one prompt set"),
         (["--models.dtype", "int8"], "models.dtype: must be 'float32', 'bfloat16' or 'float16'"),
         (["--draft.epochs", ".nan"], "draft.epochs: must be a finite number"),
         (["--seed", "-1"], "seed: must be greater than or equal to 0"),
         (["--seed", "4294967296"], "seed: must be less than or equal to 4294967295"),
         (["--toy.target_width", "7"], "toy.target_width: must be a multiple of 2"),
+        (["--output", ""], "output: must have at least 1 character"),
+        (["--models.draft", ""], "models.draft: must have at least 1 character"),
+        (["--head.depth", "true"], r"head.depth: must be a number \(got true\)"),
+        (["--rollouts.sets", "[{name: maths, count: true}]"], "'count' must be a number"),
+        (["--sampling", "{top_k: true}"], "sampling: 'top_k' must be a number"),
+        (["--eval.max_new_tokens", "99999999999"], "less than or equal to 16777216"),
+        (["--rollouts.max_new_tokens", "99999999999"], "less than or equal to 16777216"),
+        (["--rollouts", "null"], r"rollouts: must be a section, .* and is empty \(null\)"),
+        (["--eval", "7"], r"eval: must be a section, a mapping of keys \(got 7\)"),
+        (["--output", "a\x1b[2J"], r"output: must hold no control characters"),
+        (["--models.target", "a\r"], r"models.target: must hold no control characters"),
+        (
+            ["--eval.methods", '[{name: "a\\e[2J"}, {name: plain, decoder: plain}]'],
+            r"method 'a\\x1b\[2J': name: must hold no control characters",
+        ),
         (["--models", "{target: a, draft: b, target: c}"], "--models: .* is not a YAML value"),
     ],
 )
 def test_a_mistake_says_what_must_hold(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(arguments, "")
+
+
+@pytest.mark.parametrize("name", ["/a/run #1", "2024-01-01", "1e3", "a: b", "[x", "null", "'q'"])
+def test_text_on_the_command_line_is_taken_as_it_stands(name: str) -> None:
+    given = ["--output", name, "--eval.folder", "eval-007", "--toy", "null"]
+    config = parse(given, "").config
+    assert config.output == name
+    assert config.eval.folder == "eval-007"
+    assert config.toy is None
+    assert parse(["--labels.cache", "null"], "").config.labels.cache is None
+    assert parse(["--labels.cache", "a #1"], "").config.labels.cache == "a #1"
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1\n- 2", "\x00"])

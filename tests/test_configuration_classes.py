@@ -34,6 +34,10 @@ class Pair(Config):
     head: Head | None = Field(None, description="head")
     heads: list[Head] = Field([], description="more heads")
     sampling: Sampling = Field(Sampling(), description="sampling")
+    widths: tuple[int, ...] = Field((), description="widths")
+    free: dict[str, Any] = Field({}, description="parameters of something else")
+    template: str = Field("", description="text")
+    quick: bool = Field(False, description="a switch")
 
 
 @pytest.mark.parametrize(
@@ -50,6 +54,20 @@ class Pair(Config):
         ({"output": "x", "head": {"objective": "lk"}}, "head.objective: must be 'kl' or 'tv'"),
         ({"output": "x", "head": {"depth": 0, "objective": "tv"}}, "head: objective tv needs a"),
         ({}, "output: is missing"),
+        ({"output": "x", "head": {"depth": True}}, "head.depth: must be a number (got true)"),
+        ({"output": "x", "head": {"mixing": False}}, "head.mixing: must be a number (got false)"),
+        (
+            {"output": "x", "sampling": {"temperature": True}},
+            "sampling: 'temperature' must be a number (got true)",
+        ),
+        ({"output": "x", "heads": [{}, {"depth": True}]}, "heads.1.depth: must be a number"),
+        ({"output": "x", "widths": [2, True]}, "widths: must be a number (got true)"),
+        ({"output": "a\x1b[2Jb"}, r"output: must hold no control characters (got 'a\x1b[2Jb')"),
+        ({"output": "a\nb"}, "output: must hold no control characters"),
+        ({"output": "x", "free": {"a": "\x07"}}, "free: 'a' must hold no control characters"),
+        ({"output": "x", "\x1b[2J": 1}, r"'\x1b[2J': unknown key"),
+        ({"output": "x", "sampling": None}, "sampling: must be a section, a mapping of keys, and"),
+        ({"output": "x", "heads": [3]}, "heads.0: must be a section, a mapping of keys (got 3)"),
     ],
 )
 def test_a_mistake_is_one_line_under_its_dotted_key(values: dict[str, Any], line: str) -> None:
@@ -62,6 +80,11 @@ def test_every_mistake_is_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         read_config(Pair, {"head": {"depth": -1, "mixing": 2, "epoch": 1}})
     assert len(str(caught.value).splitlines()) == 5
+
+
+def test_switches_and_templates_take_what_is_refused_elsewhere() -> None:
+    pair = read_config(Pair, {"output": "x", "quick": True, "template": "a\n\tb"})
+    assert (pair.quick, pair.template) == (True, "a\n\tb")
 
 
 def test_values_are_converted_and_cannot_be_changed() -> None:

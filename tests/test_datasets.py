@@ -16,9 +16,14 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import save_file
 
-from specdata.errors import ManifestError
+from specdata.errors import ManifestError, full_disk
 from specdata.storage.dataset import fill_dataset, load_stored, stream_stored
 from specdata.storage.files import locked, try_locked
 from specdata.storage.manifest import read_manifest
@@ -357,7 +362,39 @@ def small_disk(folder: Path, size: str) -> Iterator[None]:
     try:
         yield
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        # Lazily: a dataset that this process has loaded is still mapped from there.
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def saved_by_torch(path: Path) -> None:
+    torch.save({"weights": torch.zeros(30_000)}, path)
+
+
+def saved_by_safetensors(path: Path) -> None:
+    save_file({"weights": torch.zeros(30_000)}, path)
+
+
+def loaded_by_datasets(path: Path) -> None:
+    source = path.parent.parent / "rows.parquet"
+    pq.write_table(pa.table({"ids": range(30_000)}), source)
+    Dataset.from_parquet([str(source)], cache_dir=str(path))
+
+
+@pytest.mark.parametrize("write", [saved_by_torch, saved_by_safetensors, loaded_by_datasets])
+@pytest.mark.parametrize("size", [4, 64, 112, 116])
+def test_a_full_disk_is_told_from_the_errors_of_every_library(
+    tmp_path: Path, write: Callable[[Path], None], size: int
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with small_disk(disk, f"{size}k"):
+        with pytest.raises(Exception, match=r"\S") as failure:
+            write(disk / "file")
+        full = full_disk(failure.value)
+        assert full is not None, repr(failure.value)
+        assert full.errno == errno.ENOSPC
+    assert full_disk(ValueError("no such thing")) is None
+    assert full_disk(FileNotFoundError(errno.ENOENT, "No such file")) is None
 
 
 def test_a_full_disk_stops_the_dataset_which_goes_on_when_there_is_room(

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import signal
+import re
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar, get_args
 
+import psutil
 import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
 
+from distill.checkpoint import complete, newest_checkpoint
 from distill.config import DistilConfig, Objective, ToyPairConfig
 from distill.losses import LOSSES
 from distill.offline import (
@@ -29,10 +34,12 @@ from distill.offline import (
     mean_acceptance,
 )
 from distill.toy import train_toy_pair
+from distill.training import train_resumably
 from specdata.config import Config, read_config
-from specdata.errors import ManifestError, VocabularyMismatchError
+from specdata.errors import ManifestError, TrainingDivergedError, VocabularyMismatchError
 from specdata.models import load_model, load_tokenizer
 from specdata.probability import SamplingConfig
+from specdata.storage.resume import Settings
 from specdata.toy.corpus import examples
 
 C = TypeVar("C", bound=Config)
@@ -81,12 +88,17 @@ def rollouts(pair: Path, count: int, seed: int) -> Dataset:
 
 
 def distilled(
-    pair: Path, out: Path, config: DistilConfig = QUICK, sampling: SamplingConfig | None = None
+    pair: Path,
+    out: Path,
+    config: DistilConfig = QUICK,
+    sampling: SamplingConfig | None = None,
+    *,
+    rows: int = 48,
 ) -> DistilResult:
     return distil(
         target=pair / "target",
         draft=pair / "draft",
-        train=rollouts(pair, 48, seed=1),
+        train=rollouts(pair, rows, seed=1),
         dev=rollouts(pair, 8, seed=2),
         out=out,
         config=config,
@@ -198,6 +210,17 @@ def test_collator_labels_the_completion_and_hides_the_padding() -> None:
     assert batch["labels"].tolist() == [[IGNORED, IGNORED, 7, IGNORED], [IGNORED, 9, 5, 6]]
 
 
+def test_processes_divide_the_rows_of_a_batch_and_have_a_batch_without_labels_if_none_is_left() -> (
+    None
+):
+    rows = [{"prompt_ids": [5], "completion_ids": [token]} for token in (6, 7, 8)]
+    shares = [collate(1, process=index, processes=4)(rows) for index in range(4)]
+    assert [share["labels"][:, 1:].tolist() for share in shares] == [[[6]], [[7]], [[8]], [[]]]
+    assert shares[3]["input_ids"].tolist() == [[5]]
+    pair_of = [collate(1, process=index, processes=2)(rows) for index in range(2)]
+    assert [share["labels"][:, 1].tolist() for share in pair_of] == [[6, 8], [7]]
+
+
 class GradientRecorder(TrainerCallback):
     """Keeps the gradients that the first optimizer step is about to use."""
 
@@ -280,39 +303,74 @@ def test_unusable_inputs_are_named(pair: Path, tmp_path: Path) -> None:
 
 
 DRIVER = """
-import sys
+import json, os, sys
 from pathlib import Path
 import torch
 from tests.test_distill import SMALL, DistilConfig, distilled, train_toy_pair
 from accelerate import PartialState
+from specdata.errors import TrainingDivergedError
 
 torch.set_num_threads(1)
-stage, folder, out, config = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+stage, folder, out, config, rows = sys.argv[1:]
 if stage == "pair":
-    train_toy_pair(out, SMALL, seed=0)
+    train_toy_pair(Path(out), SMALL, seed=0)
 else:
-    distilled(folder, out, DistilConfig(**__import__("json").loads(config)))
-    print("engine", PartialState().distributed_type.value)
+    try:
+        distilled(Path(folder), Path(out), DistilConfig(**json.loads(config)), rows=int(rows))
+    except TrainingDivergedError as error:
+        PartialState().wait_for_everyone()  # so every process was told
+        print(error)
+    print("engine", PartialState().distributed_type.value, PartialState().num_processes)
 """
 
 
-def command(stage: str, pair: Path, out: Path, config: DistilConfig = QUICK) -> list[str]:
+def command(
+    stage: str, pair: Path, out: Path, config: DistilConfig = QUICK, rows: int = 48
+) -> list[str]:
     driver = out.with_name("driver.py")
     driver.write_text(DRIVER)
-    return [str(driver), stage, str(pair), str(out), config.model_dump_json()]
+    return [str(driver), stage, str(pair), str(out), config.model_dump_json(), str(rows)]
 
 
 def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **extra}
 
 
+TWO_PROCESSES = ["-m", "accelerate.commands.launch", "--config_file", "launch/cpu-2.yaml"]
+DEEPSPEED = ["-m", "accelerate.commands.launch", "--use_deepspeed", "--zero_stage=2"]
+DEEPSPEED += ["--num_machines=1", "--num_processes=2", "--main_process_port=0"]
+DEEPSPEED += ["--mixed_precision=no", "--dynamo_backend=no"]
+
+
+def launched(launcher: list[str], arguments: list[str]) -> str:
+    """The output of the driver in the processes that a launcher starts."""
+    done = subprocess.run(
+        [sys.executable, *launcher, *arguments],
+        cwd=REPOSITORY,
+        env=environment(DS_ACCELERATOR="cpu"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def kill_after_checkpoint(arguments: list[str], work: Path) -> None:
-    """Start a run and `kill -9` it once a complete checkpoint lies in `work`."""
-    with subprocess.Popen([sys.executable, *arguments], env=environment()) as process:
+    """Start a run and `kill -9` all its processes once a complete checkpoint lies in `work`."""
+    with subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=REPOSITORY,
+        env=environment(),
+        stderr=subprocess.DEVNULL,
+    ) as process:
         while not list(work.glob("checkpoint-*/complete.json")):
             assert process.poll() is None, "the run ended before it could be killed"
             time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
+        # A launcher's processes have sessions of their own.
+        launcher = psutil.Process(process.pid)
+        for each in (launcher, *launcher.children(recursive=True)):
+            each.kill()
 
 
 def tear(work: Path) -> None:
@@ -340,34 +398,238 @@ def test_a_killed_distillation_ends_in_the_same_weights(pair: Path, tmp_path: Pa
     with pytest.raises(ManifestError, match=r"config\."):
         distilled(pair, out, changed(config, learning_rate=1e-3))
     tear(tmp_path / "out.training")
-    assert distilled(pair, out, config) == uninterrupted
+    moved = shutil.copytree(pair, tmp_path / "moved")
+    assert distilled(moved, out, config) == uninterrupted
     assert_same_weights(out, tmp_path / "whole")
 
 
-TORCHRUN = "torch.distributed.run --nproc_per_node=2"
-DEEPSPEED = (
-    "accelerate.commands.launch --use_deepspeed --zero_stage=2 --mixed_precision=no "
-    "--num_machines=1 --num_processes=2 --main_process_port=0 --dynamo_backend=no"
+@pytest.mark.slow
+def test_two_deepspeed_processes_train_the_same_draft_as_one(pair: Path, tmp_path: Path) -> None:
+    alone = distilled(pair, tmp_path / "alone", QUICK)
+    printed = launched(DEEPSPEED, command("distil", pair, tmp_path / "two", QUICK))
+    assert "engine DEEPSPEED 2" in printed
+    result = json.loads((tmp_path / "two" / "distillation.json").read_text())
+    assert result["steps"] == alone.steps
+    assert result["acceptance_after"] == pytest.approx(alone.acceptance_after, abs=1e-4)
+
+
+# 48 rollouts in batches of 5: shares of two processes are unequal, and an epoch's last batch is
+# short. In batches of 47 the last one is a single rollout, of which the second process has none.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "batch_size", "epochs"),
+    [((1, 2), 5, 4), ((2, 1), 47, 12)],
+    ids=["1 -> 2", "2 -> 1"],
 )
+def test_a_killed_distillation_goes_on_in_another_number_of_processes(
+    pair: Path, tmp_path: Path, processes: tuple[int, int], batch_size: int, epochs: int
+) -> None:
+    """The steps and weights are those of an uninterrupted run in one process, up to rounding.
+
+    The gradient is summed in another order, so it differs by about n eps in relative terms, n
+    tokens of a batch (`test_accumulated_small_batches_equal_a_large_one`): 3e-5 to 3e-4. Adam moves
+    a weight by up to the learning rate in each step and passes relative errors on, larger ones
+    where an entry of the gradient is small beside the others. A step on other rollouts, a missing
+    or a doubled one moves weights by about the learning rate; a fiftieth of it lies between.
+    """
+    config = changed(QUICK, epochs=epochs, batch_size=batch_size)
+    alone = distilled(pair, tmp_path / "alone", config)
+    out = tmp_path / "out"
+    arguments = command("distil", pair, out, config)
+    first, second = (TWO_PROCESSES if count == 2 else [] for count in processes)
+    kill_after_checkpoint([*first, *arguments], tmp_path / "out.training")
+    assert not out.exists()
+    printed = launched(second, arguments)
+    assert printed.count(f"engine {'MULTI_CPU 2' if processes[1] == 2 else 'NO 1'}") == processes[1]
+    result = json.loads((out / "distillation.json").read_text())
+    assert result["steps"] == alone.steps
+    assert result["acceptance_after"] == pytest.approx(alone.acceptance_after, abs=1e-5)
+    assert_same_weights(out, tmp_path / "alone", config.learning_rate / 50)
+
+
+# --- divergence
+
+
+def test_a_training_that_diverges_ends_with_a_message_and_stores_nothing_that_is_not_finite(
+    pair: Path, tmp_path: Path
+) -> None:
+    out, work = tmp_path / "out", tmp_path / "out.training"
+    config = changed(QUICK, epochs=8, learning_rate=1e6)
+    with pytest.raises(TrainingDivergedError) as refusal:
+        distilled(pair, out, config)
+    # The next checkpoint would have been that of step 4.
+    assert re.match(
+        r"distilling the draft: the (loss|norm of the gradient) is nan in steps 1 to 4, so the "
+        r"training diverged \(no checkpoint was written before\): lower its learning_rate, 1e\+06,",
+        str(refusal.value),
+    )
+    assert str(refusal.value).endswith(f"or remove {out} and {work}")
+    assert not out.exists()
+    assert not list(work.glob("checkpoint-*"))
+    shutil.rmtree(work)  # as the message says
+    assert distilled(pair, out, QUICK).acceptance_after > 0.5
+
+
+def test_weights_that_are_not_finite_are_not_stored_and_the_last_good_checkpoint_is_kept(
+    pair: Path, tmp_path: Path
+) -> None:
+    """A last update that overflows leaves no loss to be looked at."""
+
+    class Overflow(TrainerCallback):
+        def on_optimizer_step(
+            self, _: object, state: TrainerState, *__: object, model: PreTrainedModel, **___: object
+        ) -> None:
+            if state.global_step + 1 == 8:
+                model.get_output_embeddings().weight.data[0, 0] = math.inf
+
+    trainer, settings = stepwise_trainer(pair, tmp_path, steps=8)
+    trainer.add_callback(Overflow())
+    work = tmp_path / "out.training"
+    with pytest.raises(TrainingDivergedError) as refusal:
+        train_resumably(trainer, work, settings, label="distilling the draft")
+    assert "weights are not finite after step 8, so the training" in str(refusal.value)
+    assert f"({work / 'checkpoint-4'} is kept)" in str(refusal.value)
+    assert [path.name for path in work.glob("checkpoint-*")] == ["checkpoint-4"]
+    assert newest_checkpoint(work, engine="PyTorch") == work / "checkpoint-4"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launcher", "engine"), [(TORCHRUN, "MULTI_CPU"), (DEEPSPEED, "DEEPSPEED")]
-)
-def test_two_processes_train_the_same_draft_as_one(
-    pair: Path, tmp_path: Path, launcher: str, engine: str
-) -> None:
-    alone = distilled(pair, tmp_path / "alone", QUICK)
-    arguments = command("distil", pair, tmp_path / "two", changed(QUICK, batch_size=4))
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher.split(), *arguments],
-        env=environment(DS_ACCELERATOR="cpu"),
-        capture_output=True,
-        text=True,
-        check=False,
+def test_every_process_learns_that_the_training_diverged(pair: Path, tmp_path: Path) -> None:
+    config = changed(QUICK, learning_rate=1e6)
+    printed = launched(TWO_PROCESSES, command("distil", pair, tmp_path / "out", config))
+    assert printed.count(" is nan in steps 1 to 4, so the training diverged") == 2
+    assert not (tmp_path / "out").exists()
+
+
+# --- checkpoints
+
+
+def stepwise_trainer(pair: Path, folder: Path, *, steps: int) -> tuple[Trainer, Settings]:
+    """A trainer of 8 rollouts a step with a checkpoint every 4 steps, and any settings."""
+    trainer = draft_trainer(
+        load_model(str(pair / "target")),
+        load_model(str(pair / "draft")),
+        rollouts(pair, 8, seed=1),
+        folder / "out",
+        changed(QUICK, epochs=steps),
+        SamplingConfig(),
+        seed=0,
     )
-    assert done.returncode == 0, done.stderr
-    assert f"engine {engine}" in done.stdout
-    result = json.loads((tmp_path / "two" / "distillation.json").read_text())
-    assert result["acceptance_after"] == pytest.approx(alone.acceptance_after, abs=1e-4)
+    return trainer, Settings({"steps": steps}, remedy="train elsewhere")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a training that was killed before its result was saved."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    trainer, settings = stepwise_trainer(pair, folder, steps=12)
+    train_resumably(trainer, folder / "out.training", settings, label="distilling the draft")
+    assert {path.name for path in (folder / "out.training").iterdir()} == {
+        "settings.json",
+        "checkpoint-8",
+        "checkpoint-12",
+    }
+    return folder / "out.training"
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "empty": lambda path: path.write_bytes(b""),
+    "garbage": lambda path: path.write_bytes(bytes(range(256)) * (path.stat().st_size // 256 + 1)),
+    "one other byte": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\xa5"),
+    "missing": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_or_named(
+    checkpoints: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = {path.name for path in (checkpoints / "checkpoint-12").iterdir()}
+    assert names >= {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
+    assert names >= {"trainer_state.json", "training_args.bin", "complete.json", "config.json"}
+    if damage == "missing":
+        names -= {"complete.json"}  # that is a checkpoint which was never finished
+    for name in names:
+        work = tmp_path / name
+        shutil.copytree(checkpoints, work)
+        DAMAGES[damage](work / "checkpoint-12" / name)
+        caplog.clear()
+        assert newest_checkpoint(work, engine="PyTorch") == work / "checkpoint-8"
+        assert f"{work / 'checkpoint-12' / name} is " in caplog.text
+        assert "going on from" in caplog.text
+        assert [path.name for path in work.glob("checkpoint-*")] == ["checkpoint-8"]
+        # There is no other one now.
+        DAMAGES[damage](work / "checkpoint-8" / name)
+        with pytest.raises(ManifestError) as refusal:
+            newest_checkpoint(work, engine="PyTorch")
+        assert str(refusal.value).startswith(f"{work / 'checkpoint-8' / name} is ")
+        assert f"remove {work} to train from the start" in str(refusal.value)
+        assert (work / "checkpoint-8").is_dir()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_settings_of_checkpoints_are_named(
+    pair: Path, checkpoints: Path, tmp_path: Path, damage: str
+) -> None:
+    shutil.copytree(checkpoints, tmp_path / "out.training")
+    DAMAGES[damage](tmp_path / "out.training" / "settings.json")
+    trainer, settings = stepwise_trainer(pair, tmp_path, steps=12)
+    with pytest.raises(ManifestError, match=r"out\.training/settings\.json is (damaged|missing)"):
+        train_resumably(trainer, tmp_path / "out.training", settings, label="distilling")
+
+
+def test_a_training_goes_on_from_the_checkpoint_before_a_damaged_one_to_the_same_weights(
+    pair: Path, checkpoints: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(checkpoints, tmp_path / "out.training")
+    (tmp_path / "out.training" / "checkpoint-12" / "optimizer.pt").write_bytes(b"")
+    trainer, settings = stepwise_trainer(pair, tmp_path, steps=12)
+    train_resumably(trainer, tmp_path / "out.training", settings, label="distilling the draft")
+    assert trainer.state.global_step == 12
+    assert_same_weights(tmp_path / "out.training" / "checkpoint-12", checkpoints / "checkpoint-12")
+
+
+def test_a_checkpoint_of_an_earlier_version_which_lists_no_files_is_used(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(checkpoints, tmp_path / "work")
+    newest = tmp_path / "work" / "checkpoint-12"
+    (newest / "complete.json").write_text('{"step": 12}')
+    assert newest_checkpoint(tmp_path / "work", engine="PyTorch") == newest
+
+
+def test_a_checkpoint_of_another_engine_is_refused(checkpoints: Path) -> None:
+    with pytest.raises(ManifestError, match=r"written under PyTorch .* under DeepSpeed in 2 pro"):
+        newest_checkpoint(checkpoints, engine="DeepSpeed in 2 processes")
+
+
+def test_a_checkpoint_counts_when_it_is_on_the_disk_and_older_ones_go_after_that(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = tmp_path / "work"
+    shutil.copytree(checkpoints, work)
+    shutil.copytree(checkpoints / "checkpoint-12", work / "checkpoint-16")
+    (work / "checkpoint-16" / "complete.json").unlink()
+    files = set((work / "checkpoint-16").iterdir())
+    events: list[str] = []
+    sync = os.fsync
+
+    def record(handle: int) -> None:
+        path = Path(f"/proc/self/fd/{handle}").readlink()
+        sync(handle)
+        files.discard(path)
+        if path.name == ".complete.json.tmp":
+            events.append(f"mark, {len(files)} files not synced")
+        if path == work:
+            marked = (work / "checkpoint-16" / "complete.json").is_file()
+            events.append(f"folder, marked: {marked}, older: {(work / 'checkpoint-8').is_dir()}")
+
+    monkeypatch.setattr(os, "fsync", record)
+    complete(work / "checkpoint-16", engine="PyTorch")
+    assert events == [
+        "folder, marked: False, older: True",
+        "mark, 0 files not synced",
+        "folder, marked: True, older: True",
+    ]
+    assert {path.name for path in work.glob("checkpoint-*")} == {"checkpoint-12", "checkpoint-16"}

@@ -10,13 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from heads import AcceptanceHead
@@ -25,7 +26,7 @@ from heads.loop import learning_rates
 from heads.loss import soft_auroc
 from heads.train import HeadResult, train_head
 from specdata.config import Config, read_config
-from specdata.errors import ConfigError, ManifestError
+from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
 from tests.drive_head import LEVELS, drive, synthetic_rows, tiny_draft
 
 
@@ -61,7 +62,16 @@ def reference(
     one_thread: None, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, HeadResult]:
     out = tmp_path_factory.mktemp("reference") / "head"
-    return out, drive(out, CONFIG)
+    return out, drive(keeping_checkpoints(out), CONFIG)
+
+
+def keeping_checkpoints(out: Path) -> Path:
+    """Let a run's checkpoints outlive it: it removes its own folder, not what a link leads to."""
+    kept = out.with_name(f"{out.name}.checkpoints")
+    kept.mkdir(parents=True)
+    out.mkdir(parents=True)
+    (out / "checkpoints").symlink_to(kept)
+    return out
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -226,7 +236,7 @@ def test_two_processes_train_the_same_head_as_one(
 def test_deepspeed_shards_and_trains_the_same_head_and_one_process_can_go_on(
     stage: int, tmp_path: Path, reference: tuple[Path, HeadResult]
 ) -> None:
-    out = tmp_path / "two"
+    out = keeping_checkpoints(tmp_path / "two")
     done = launch(f"zero{stage}", out, DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr
     assert metrics(out)["engine"] == f"deepspeed-zero{stage}"
@@ -281,7 +291,93 @@ def test_a_run_killed_in_the_middle_ends_with_the_same_bytes(tmp_path: Path) -> 
     for name in names:
         expected = (tmp_path / "whole" / name).read_bytes()
         assert (tmp_path / "killed" / name).read_bytes() == expected
-    assert len(list(checkpoints.iterdir())) == 2  # older ones and left-overs are gone
+    assert not checkpoints.exists()
+
+
+def test_checkpoints_go_when_the_head_is_done_and_those_of_an_older_run_when_it_is_asked_for(
+    reference: tuple[Path, HeadResult], tmp_path: Path
+) -> None:
+    assert {path.name for path in (reference[0] / "checkpoints").iterdir()} == {
+        "step-00000003.safetensors",
+        "step-00000006.safetensors",
+    }
+    out = tmp_path / "head"
+    shutil.copytree(reference[0], out)
+    assert (out / "checkpoints").is_dir()  # as earlier versions left it
+    assert drive(out, CONFIG) == reference[1]
+    assert not (out / "checkpoints").exists()
+    assert drive(tmp_path / "new", CONFIG) == reference[1]
+    assert not (tmp_path / "new" / "checkpoints").exists()
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "truncated": lambda content: content[: len(content) // 2],
+    "empty": lambda content: b"",
+    "garbage": lambda content: bytes(range(256)) * (len(content) // 256),
+    "another header": lambda content: content[:20] + b"\xff" * 20 + content[40:],
+    "one other byte": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+    "another step": lambda content: content.replace(b'"step":"6"', b'"step":"7"'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_or_named(
+    reference: tuple[Path, HeadResult],
+    tmp_path: Path,
+    damage: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shutil.copytree(reference[0] / "checkpoints", tmp_path / "checkpoints")
+    older, newest = sorted((tmp_path / "checkpoints").iterdir())
+    whole = newest.read_bytes()
+    newest.write_bytes(DAMAGES[damage](whole))
+    assert newest.read_bytes() != whole
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "alone" / "checkpoints")
+    assert drive(tmp_path, CONFIG) == reference[1]
+    assert f"{newest} is damaged: going on from {older} instead" in caplog.text
+    expected = (reference[0] / "model.safetensors").read_bytes()
+    assert (tmp_path / "model.safetensors").read_bytes() == expected
+    alone = tmp_path / "alone" / "checkpoints"
+    (alone / older.name).unlink()
+    with pytest.raises(ManifestError) as refusal:
+        drive(tmp_path / "alone", CONFIG)
+    assert str(refusal.value) == (
+        f"{alone / newest.name} is damaged, and no older checkpoint is whole: remove {alone} to "
+        "train from the start"
+    )
+    assert list(alone.iterdir()) == [alone / newest.name]
+
+
+def test_a_checkpoint_of_an_earlier_version_which_has_no_digest_is_used(
+    reference: tuple[Path, HeadResult], tmp_path: Path
+) -> None:
+    shutil.copytree(reference[0] / "checkpoints", tmp_path / "checkpoints")
+    newest = max((tmp_path / "checkpoints").iterdir())
+    with safe_open(newest, framework="pt") as file:
+        metadata = file.metadata()
+    del metadata["digest"]
+    save_file(load_file(newest), newest, metadata)
+    assert drive(tmp_path, CONFIG) == reference[1]
+
+
+def test_a_head_that_diverges_ends_with_a_message_and_keeps_the_last_good_checkpoint(
+    tmp_path: Path, reference: tuple[Path, HeadResult]
+) -> None:
+    wild = changed(CONFIG, depth=3, learning_rate=1e9, warmup_ratio=0.9, save_steps=1)
+    with pytest.raises(TrainingDivergedError) as refusal:
+        drive(tmp_path, wild)
+    checkpoints = sorted((tmp_path / "checkpoints").glob("step-*"))
+    assert str(refusal.value).startswith(
+        f"acceptance head: the loss is inf in step {len(checkpoints) + 1}, so the training "
+        f"diverged ({checkpoints[-1]} is kept): lower its learning_rate, 1e+09, to a tenth"
+    )
+    for path in checkpoints:
+        assert all(value.isfinite().all() for value in load_file(path).values())
+    assert not (tmp_path / "metrics.json").exists()
+    assert not (tmp_path / "model.safetensors").exists()
+    assert str(refusal.value).endswith(f"delete {tmp_path} or choose another output folder")
+    shutil.rmtree(tmp_path)  # as the message says
+    assert drive(tmp_path, CONFIG) == reference[1]
 
 
 def test_a_finished_run_is_not_trained_again(

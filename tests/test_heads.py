@@ -105,7 +105,9 @@ def test_a_saved_head_loads_offline_with_equal_outputs_and_all_its_settings(
     assert {path.name for path in tmp_path.iterdir()} == {
         "README.md",
         "config.json",
+        "custom_generate",
         "model.safetensors",
+        "modeling_acceptance_head.py",
     }
     assert capsys.readouterr() == ("", "")
 
@@ -115,6 +117,19 @@ def test_a_loaded_head_can_be_saved_again_unchanged(tmp_path: Path) -> None:
     AcceptanceHead.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_a_folder_saved_before_heads_carried_code_still_loads(tmp_path: Path) -> None:
+    head = make_head(depth=1, rejection_weight=2.0, draft="org/draft")
+    head.save_pretrained(tmp_path)
+    (tmp_path / "modeling_acceptance_head.py").unlink()
+    written = json.loads((tmp_path / "config.json").read_text())
+    own = {"hidden_size", "depth", "rejection_weight", "draft", "sampling"}
+    (tmp_path / "config.json").write_text(json.dumps({name: written[name] for name in own}))
+    loaded = AcceptanceHead.from_pretrained(tmp_path)
+    hidden = torch.randn(6, HIDDEN)
+    assert torch.equal(loaded(hidden), head(hidden))
+    assert (loaded.rejection_weight, loaded.draft) == (2.0, "org/draft")
 
 
 def test_a_hidden_size_that_does_not_match_is_refused_with_both_widths() -> None:

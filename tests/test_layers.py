@@ -30,13 +30,14 @@ BELOW = {
         "assembly": "decode_config drafting runtime",
         "decoder": "assembly decode_config drafting drafts rounds runtime verifiers",
         "measuring": "decode_config decoder drafting drafts rounds runtime verifiers",
-        "reporting": "measuring",
-        "analysis": "decode_config decoder drafting runtime",
+        "reporting": "analysis measuring",
+        "analysis": "decode_config decoder drafting measuring runtime",
     },
     "specdata": {
         "errors": "",
         "sampling": "",
         "seeds": "",
+        "terminal": "",
         "processes": "",
         "toy": "",
         "config": "errors",
@@ -50,7 +51,7 @@ BELOW = {
         "rollouts": "config errors models probability prompts sampling seeds storage",
         "model_folder": "errors hub models storage",
         "labels": "config errors lm_head models probability sampling seeds storage",
-        "inspect": "errors hub prompts storage vocabulary",
+        "inspect": "errors hub prompts storage terminal vocabulary",
     },
 }
 FILES = [path for package in ALLOWED for path in sorted((ROOT / package).rglob("*.py"))]
@@ -136,6 +137,17 @@ def test_the_runtime_of_decoding_imports_only_itself_and_specdata(path: Path) ->
     for line, module in imported(path):
         if module.split(".")[0] in OURS - {"specdata"}:
             assert module.startswith("eval.runtime"), f"{path}:{line} imports {module}"
+
+
+@pytest.mark.parametrize("name", ["generate.py", "modeling_acceptance_head.py"])
+def test_published_code_needs_torch_and_transformers_only_and_nothing_here_runs_it(
+    name: str,
+) -> None:
+    modules = {module.split(".")[0] for _, module in imported(ROOT / "heads/remote" / name)}
+    assert modules - sys.stdlib_module_names == {"torch", "transformers"}
+    for path in FILES:
+        for line, module in imported(path):
+            assert module != f"heads.remote.{name.removesuffix('.py')}", f"{path}:{line}"
 
 
 def test_launch_holds_no_python_and_no_import_hides_a_builtin() -> None:

@@ -72,8 +72,23 @@ def test_a_mistaken_method_is_named(text: str, message: str) -> None:
         chosen(text)
 
 
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        ("[{name: plain}]", "'plain' has decoder: speculative.* must have decoder: plain"),
+        ("[{name: a, decoder: plain}]", "'a' has decoder: plain.* must be named 'plain'"),
+        ("[{name: ''}, {name: plain, decoder: plain}]", "a method's name is empty"),
+        ("[]", "no method is 'plain', .* got no method"),
+        ("[{name: a}, {name: b}]", "add {name: plain, decoder: plain}; got a, b"),
+    ],
+)
+def test_names_of_methods_that_cannot_be_compared_are_refused(methods: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(["--eval.methods", methods])
+
+
 def test_two_methods_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="names must be unique"):
+    with pytest.raises(ConfigError, match="two methods are named 'a'"):
         chosen("{name: a, length: 2}", "{name: a, length: 3}")
 
 
@@ -96,7 +111,11 @@ def test_two_methods_of_one_name_are_refused() -> None:
             "{name: odd, stop: cost, draft_seconds: -1}",
             "draft_seconds: must be greater than or equal to 0",
         ),
-        ("{name: odd, decoder: assisted, stop: logit}", "decoder assisted does not use stop"),
+        (
+            "{name: odd, decoder: assisted, stop: logit}",
+            "decoder assisted does not use stop: leave it out .* or take decoder: speculative",
+        ),
+        ("{name: odd, decoder: assisted, stop: head}", "decoder assisted does not use stop: leave"),
         ("{name: odd, tree_attention: false}", "drafter chain does not use tree_attention"),
         ("{name: odd, path_drafts: [other]}", "drafter chain does not use path_drafts"),
         (
@@ -107,6 +126,11 @@ def test_two_methods_of_one_name_are_refused() -> None:
             "{name: odd, drafter: paths, paths: 2, verifier: kseq, path_drafts: ['', other]}",
             "drafter gives paths, independent",
         ),
+        (
+            "{name: odd, verifier: traversal, drafter: tree, widths: [100, 100, 100, 100]}",
+            "at most 4096 nodes, .* got 101010100: lower widths",
+        ),
+        ("{name: odd, verifier: rrs, drafter: paths, paths: 1000000000}", "at most 4096 nodes"),
     ],
 )
 def test_an_impossible_method_is_refused_by_name_before_any_model_is_loaded(
@@ -223,7 +247,7 @@ def test_another_list_of_methods_goes_to_another_folder_and_is_read_from_there()
     # Each method has its own key, so a refusal names those that differ.
     assert set(eval_stage(config).settings.values["eval"]["methods"]) == {"plain", "K=2"}
     for bad in ("head", "eval/x", "../eval", ""):
-        with pytest.raises(ConfigError, match="begins with 'eval'"):
+        with pytest.raises(ConfigError, match="begins with 'eval', of letters"):
             parse(["--eval.folder", f"'{bad}'"], "")
 
 

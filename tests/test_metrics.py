@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from eval.measuring.environment import describe_environment
+from eval.measuring.methods import PLAIN
 from eval.measuring.metrics import (
     RESAMPLES,
     LatencyFit,
@@ -19,7 +20,6 @@ from eval.measuring.metrics import (
 )
 from eval.measuring.records import PromptRecord, check_identity, record_prompt
 from eval.measuring.results import (
-    PLAIN,
     Results,
     build_results,
     check_metrics,

@@ -1,4 +1,4 @@
-"""A released draft is read by transformers 4 and by llama.cpp's tables as it is read here."""
+"""Folders are read by transformers 4, and drafts by llama.cpp's tables, as they are read here."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from specdata.storage.files import locked
 from specdata.toy.tokenizer import save_tokenizer, train_tokenizer
 from tests.synthetic_results import synthetic_results
 from tests.test_model_folder import LLAMA3
+from tests.test_published_code import Folders, check_logits, check_tokens
 
 pytestmark = pytest.mark.slow
 PACKAGES = ("transformers==4.57.6", "gguf==0.19.0")
@@ -119,6 +120,15 @@ def test_a_released_draft_answers_the_same_in_transformers_4(
     assert answer["tokens"] == tokens[0, prompt.shape[1] :].tolist()
     assert len({*answer["tokens"]}) > 4
     torch.testing.assert_close(torch.tensor(answer["logits"]), model(prompt).logits[0])
+
+
+def test_transformers_4_decodes_with_a_folders_own_code_as_we_do(
+    older: Path, tmp_path: Path
+) -> None:
+    folders = Folders(tmp_path, older)
+    assert folders.answers["version"].startswith("4.57")
+    check_logits(folders)
+    check_tokens(folders)
 
 
 def test_llama_cpp_has_a_name_for_every_tensor_of_a_released_draft(

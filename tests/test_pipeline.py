@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,10 +19,13 @@ import yaml
 from safetensors.torch import load_file
 
 from eval.measuring.results import check_metrics, read_results
+from recipes.command import RECIPES
 from recipes.config import parse
 from recipes.layout import draft_stage, eval_stage, head_stage, pair_stage, rollouts_stage
+from recipes.pipeline import RECIPE
 from specdata.storage.dataset import load_stored
 from tests.light_imports import run_without_heavy_libraries
+from tests.test_datasets import small_disk
 
 ROOT = Path(__file__).parent.parent
 CONFIG = {
@@ -74,9 +80,16 @@ def command(folder: Path, recipe: str, *arguments: str) -> list[str]:
     return [sys.executable, script, "--config", "pair.yaml", *arguments]
 
 
-def run(folder: Path, recipe: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, recipe: str, *arguments: str, encoding: str = "utf-8"
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(folder, recipe, *arguments), cwd=folder, capture_output=True, text=True, check=False
+        command(folder, recipe, *arguments),
+        cwd=folder,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        encoding=encoding,
+        check=False,
     )
 
 
@@ -89,6 +102,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert noise not in done.stderr + done.stdout
     for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
         assert f"{stage}: done in" in done.stdout
+    assert "\r" not in done.stderr + done.stdout, "progress in a file is lines"
+    assert not list((folder / "out").rglob(".cache"))
     return folder
 
 
@@ -123,6 +138,10 @@ def test_every_stage_leaves_what_the_next_one_needs(finished: Path) -> None:
     for name in ("draft", "head"):
         assert (out / "release" / name / "README.md").read_text().startswith("---")
         assert load_file(out / "release" / name / "model.safetensors")
+    verdict = json.loads((out / "release" / "head" / "verdict.json").read_text())
+    assert verdict["status"] != "not measured"
+    assert verdict["method"] == "head"
+    assert verdict["choice"]["rollouts"] == labels["split"][:].count("dev")
     for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
         assert json.loads((out / stage / "run.json").read_text())["finished"]
 
@@ -189,6 +208,168 @@ def test_a_warm_run_does_nothing_again(finished: Path) -> None:
     assert shown.count("already done") == 7
     assert "Fastest lossless method" in shown or "No method was faster" in shown
     assert {path: path.stat().st_mtime_ns for path in (finished / "out").rglob("*")} == before
+
+
+def test_a_rerun_prints_in_any_encoding_and_its_next_steps_can_be_taken(finished: Path) -> None:
+    assert run(finished, "pipeline.py", encoding="latin-1").returncode == 0
+    done = run(finished, "pipeline.py", encoding="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "pipeline: everything was already made, in out\n" in done.stdout
+    assert "in all" not in done.stdout
+    steps = [line.split(maxsplit=1) for line in done.stdout.split("what next:\n")[1].splitlines()]
+    assert [purpose for purpose, _ in steps] == ["look", "load", "serve", "load", "upload"]
+    (_, page), (_, draft), (_, serve), (_, head), (_, upload) = steps
+    assert (finished / page).is_file()
+    code = f"{draft}; {head}; assert draft.config.hidden_size == head.hidden_size"
+    subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=finished,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    program, _, target, _, option = shlex.split(serve)
+    assert (program, target) == ("vllm", "out/pair/target")
+    assert json.loads(option)["model"] == "out/release/draft"
+    python, *rest = shlex.split(upload)
+    assert python == "python"
+    planned = subprocess.run([sys.executable, *rest, "--plan"], cwd=finished, capture_output=True)
+    assert planned.returncode == 0, planned.stderr
+
+
+Called = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Called:
+    """Calls a recipe in this process, in `tmp_path`: status, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def called(recipe: str, *arguments: str) -> tuple[int, str, str]:
+        status = RECIPES[recipe].run(command(tmp_path, "", *arguments)[2:])
+        return status, *capsys.readouterr()
+
+    return called
+
+
+def test_a_run_that_was_moved_is_still_the_same_run(
+    finished: Path, tmp_path: Path, call: Called
+) -> None:
+    moved = tmp_path / "moved" / "run 2"
+    shutil.copytree(finished / "out", moved)
+    shutil.rmtree(moved / "release")
+    (moved / "eval" / "results.json").unlink()
+    for here in ("moved/run 2", str(moved), "moved/../moved/run 2/"):
+        flags = ["--output", here, "--models.target", f"{here}/pair/target"]
+        status, shown, error = call("pipeline", *flags, "--models.draft", f"{here}/pair/draft")
+        assert status == 0, error
+        assert shown.count("already done") == (6 if here == "moved/run 2" else 7)
+        assert f"draft: {Path(here)}/release/draft" in shown
+    for name in ("draft", "head"):
+        ours, theirs = moved / "release" / name, finished / "out" / "release" / name
+        weights = "model.safetensors"
+        assert (ours / weights).read_bytes() == (theirs / weights).read_bytes()
+
+
+def test_lost_and_damaged_results_are_made_again_as_every_message_says(
+    finished: Path, tmp_path: Path, call: Called
+) -> None:
+    shutil.copytree(finished / "out", tmp_path / "out")
+    results = tmp_path / "out" / "eval" / "results.json"
+    measured = results.read_bytes()
+    results.unlink()
+    page = results.with_name("report.html")
+    page.unlink()
+    status, shown, error = call("run-eval")
+    assert status == 0, error
+    assert "results.json is missing; it is made again from the records" in shown
+    assert results.read_bytes() == measured
+    assert page.is_file()
+
+    results.write_bytes(measured[: len(measured) // 2])
+    status, _, error = call("publish", "--publish.license", "mit")
+    assert status == 2
+    assert "run the evaluation again" in error
+    assert (tmp_path / "out" / "release" / "head" / "README.md").is_file(), "nothing is lost"
+    assert call("run-eval")[0] == 0
+    assert results.read_bytes() == measured
+    assert call("publish", "--publish.license", "mit")[0] == 0
+
+    edited = json.loads(measured)
+    edited["runs"][1]["lossless"] = False
+    results.write_text(json.dumps(edited))
+    status, _, error = call("run-eval")
+    assert status == 2, "what was changed by hand is not replaced"
+    assert f"remove {results.relative_to(tmp_path)} and run the evaluation" in error
+    results.unlink()
+    assert call("run-eval")[0] == 0
+    assert results.read_bytes() == measured
+
+    results.unlink()
+    record = sorted(results.with_name("prompts").glob("*.json"))[0]
+    record.write_bytes(record.read_bytes()[:100])
+    status, _, error = call("run-eval")
+    assert status == 2
+    assert f"{record.relative_to(tmp_path)} is damaged" in error
+    assert "remove it, and run again" in error
+    record.unlink()
+    status, _, error = call("run-eval")
+    assert status == 0, error
+    counts = [(run.method, run.tokens, run.n_target) for run in read_results(results).runs]
+    results.write_bytes(measured)
+    assert counts == [(run.method, run.tokens, run.n_target) for run in read_results(results).runs]
+
+
+def test_a_truncated_head_is_refused_and_the_message_mends_it(
+    finished: Path, tmp_path: Path, call: Called
+) -> None:
+    shutil.copytree(finished / "out", tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "eval")
+    weights = tmp_path / "out" / "head" / "model" / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-10])
+    status, _, error = call("run-eval")
+    assert status == 2
+    assert "remove out/head and train it again with recipes/train_head.py" in error
+    shutil.rmtree(tmp_path / "out" / "head")
+    assert call("train-head")[0] == 0
+    assert weights.read_bytes() == whole
+    status, _, error = call("run-eval")
+    assert status == 0, error
+
+
+def test_a_disk_that_fills_in_any_stage_is_named_and_the_same_command_goes_on(
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """From the embedded pair on, with a little more room each time."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with small_disk(disk, "64m"):
+        (disk / "out").mkdir()
+        subprocess.run(["cp", "-r", f"{finished}/out/pair", str(disk / "out")], check=True)
+        monkeypatch.chdir(disk)
+        room, reached = 8, set()
+        while True:
+            used = int(subprocess.check_output(["du", "-sk", "."]).split()[0])
+            remount = f"remount,size={max(used, room) + 8}k"
+            subprocess.run(["mount", "-o", remount, str(disk)], check=True)
+            status = RECIPE.run(["--config", str(finished / "pair.yaml")])
+            said = capsys.readouterr()
+            reached.add(re.findall(r"(\w+): (?:starting|continuing) in", said.out)[-1])
+            if status == 0:
+                break
+            assert status == 1
+            assert "Nothing finished is lost: mend the cause and run the same" in said.err
+            room = int(max(used, room) * 1.3)
+        assert {"rollouts", "draft", "eval"} <= reached, "the disk fills in several stages"
+        monkeypatch.chdir(tmp_path)
+        whole = result(finished)
+        assert {key: value for key, value in result(disk).items() if whole[key] != value} == {}
+        assert result(disk).keys() == whole.keys()
 
 
 def planned_bytes(size: str) -> float:

@@ -45,6 +45,27 @@ def test_what_is_dropped_is_counted_with_its_reason(tmp_path: Path) -> None:
     assert "2 of 8 kept; 1 duplicate, 1 near_empty, 1 over_long, 3 undecodable" in line
 
 
+def test_a_pipe_is_refused_instead_of_being_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ConfigError, match="must be a file, no folder"):
+        check_sets([PromptSet(str(tmp_path / "pipe.jsonl"), "train", 1)], seed=0)
+
+
+@pytest.mark.parametrize("end", [".jsonl", ".json", ".parquet"])
+def test_a_file_with_a_very_long_name_is_refused_before_its_name_is_used(
+    tmp_path: Path, end: str
+) -> None:
+    def named(length: int) -> list[PromptSet]:
+        path = tmp_path / ("é" * (length // 2) + end)
+        rows = [{"prompt": "good"}, {"prompt": "too"}]
+        _ = parquet(path, rows) if end == ".parquet" else jsonl(path, rows)
+        return [PromptSet(str(path), "train", 2)]
+
+    assert texts(load_prompts(named(200), PLAIN, seed=0)) == ["good", "too"]
+    with pytest.raises(ConfigError, match=r"at most 200 bytes, got 240 .*rename the file"):
+        check_sets(named(240), seed=0)
+
+
 def test_an_empty_question_is_not_made_a_prompt_by_its_template(tmp_path: Path) -> None:
     rows = [{"question": text, "answer": ""} for text in ("Why?", "?", "", None)]
     source = parquet(tmp_path / "copy.parquet", rows)

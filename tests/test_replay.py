@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from heads import AcceptanceHead
 from heads.inputs import HeadInputs
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset, load_stored
+from specdata.storage.files import fingerprint
 from specdata.storage.resume import Settings
 from specdata.storage.schema import LABELS
 from tests.test_acceptance import labeller
@@ -31,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("replay")
     target, draft = tiny_llama(0, vocab=12).float(), tiny_llama(1, vocab=12).float()
     draft.save_pretrained(root / "draft")
+    tiny_llama(2, vocab=12).save_pretrained(root / "other")
     AcceptanceHead(hidden_size=16, depth=1).save_pretrained(root / "head")
     generator = torch.Generator().manual_seed(0)
 
@@ -40,7 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         made["split"] = "dev" if number % 2 else "test"
         return made | {"turn": 0, "prompt_ids": ids[:3], "completion_ids": ids[3:]}
 
-    settings = {"sampling": {"temperature": 0.8, "top_k": 0, "top_p": 1.0}}
+    settings: dict[str, object] = {"sampling": {"temperature": 0.8, "top_k": 0, "top_p": 1.0}}
+    settings["draft"] = {"name": "elsewhere/draft", "revision": fingerprint(str(root / "draft"))}
     rows = labeller(target, draft, SAMPLING)([row(number) for number in range(12)])  # type: ignore[misc]
     fill_dataset(root / "labels", LABELS, Settings(settings), [lambda: rows], lambda done: None)
     return root
@@ -139,6 +143,17 @@ def test_unusable_arguments_end_with_status_2(
 ) -> None:
     assert main([str(folder / "labels"), *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_another_draft_than_that_of_the_labels_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [str(folder / "labels"), "--out", str(tmp_path), "--head", str(folder / "head")]
+    assert main([*flags, "--draft", str(folder / "other")]) == 2
+    assert "made with, elsewhere/draft; the one in" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    moved = shutil.copytree(folder / "draft", tmp_path / "moved")
+    assert main([*flags, "--draft", str(moved)]) == 0
 
 
 def test_a_folder_without_labels_is_named(

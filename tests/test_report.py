@@ -12,7 +12,8 @@ from matplotlib.text import Annotation
 from PIL import Image
 from rich.console import Console
 
-from eval.measuring.results import PLAIN, Results, build_results, check_metrics, fastest
+from eval.measuring.methods import PLAIN
+from eval.measuring.results import Results, build_results, check_metrics, fastest
 from eval.reporting.charts import LOOKS, PARTS, POINT, data_boxes, extent, family, series
 from eval.reporting.plots import kinds, plot, to_svg
 from eval.reporting.report import COLUMNS, Context, render_page, sections_of, terminal, write_report

@@ -9,11 +9,21 @@ from pathlib import Path
 import pytest
 
 from recipes.config import PipelineConfig, parse
-from recipes.layout import eval_stage, rollouts_stage
+from recipes.layout import by_content, eval_stage, rollouts_stage
 from recipes.recipe import Recipe
-from recipes.run import Stage, finished, need, run_stage, wait_for
+from recipes.run import (
+    KEYS,
+    Stage,
+    finished,
+    made_as_asked,
+    need,
+    portable,
+    remove_caches,
+    run_stage,
+    wait_for,
+)
 from specdata.errors import ConfigError, ManifestError
-from specdata.storage.files import fingerprint
+from specdata.storage.files import fingerprint, try_locked
 from specdata.storage.resume import Settings
 
 
@@ -147,6 +157,42 @@ def test_a_process_that_waits_gives_up_when_no_main_process_is_at_work(
     wait_for(tmp_path, patience=0.1)
 
 
+def test_a_process_that_waits_says_what_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("recipes.run.REMINDER", 0.1)
+    monkeypatch.setattr("recipes.run.PAUSE", 0.05)
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(TimeoutError, match="rank 0 ended, was lost, or never began, and rank 3"):
+        wait_for(tmp_path, patience=0.5)
+    line = f"rank 3 waits for rank 0, which is not at work in {tmp_path}\n"
+    assert 2 <= capsys.readouterr().err.count(line) <= 5
+    with try_locked(tmp_path / ".lock"):
+        waiting = threading.Thread(target=wait_for, args=(tmp_path, 0.1), daemon=True)
+        waiting.start()
+        waiting.join(0.6)
+        assert waiting.is_alive()
+        assert capsys.readouterr().err.count("which is at work in") == 1, "that may take hours"
+        (tmp_path / "run.json").write_text(json.dumps(dict.fromkeys(KEYS, True)))
+        waiting.join()
+
+
+def test_a_process_works_only_after_the_main_process_of_this_run_has_begun(
+    tmp_path: Path, config: PipelineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """run.json alone may be what an earlier run left, whose lock is free."""
+
+    def fail() -> dict[str, int]:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        run_stage(stage(tmp_path), config, fail)
+    monkeypatch.setattr("recipes.run.PATIENCE", 0.1)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(TimeoutError, match="no main process"):
+        run_stage(stage(tmp_path), config, lambda: pytest.fail("nobody keeps run.json"))
+
+
 def test_an_output_that_cannot_be_written_is_refused(
     tmp_path: Path, config: PipelineConfig
 ) -> None:
@@ -180,6 +226,81 @@ def test_a_fingerprint_follows_the_content_of_files_but_not_run_json(tmp_path: P
     (tmp_path / "a").write_text("2")
     assert fingerprint(str(tmp_path)) != first
     assert fingerprint("some/hub-id") == "some/hub-id"
+
+
+def test_paths_in_the_output_are_compared_relative_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    values = {"drafts": ["", "my run/pair/draft", "org/model"], "path draft my run/x": "f00"}
+    expected = {"drafts": ["", "OUTPUT/pair/draft", "org/model"], "path draft OUTPUT/x": "f00"}
+    assert portable(values, "my run") == expected
+    assert portable(values, f"{tmp_path}/other/../my run/") == expected
+    assert portable(expected, "my run") == expected
+    assert portable(values, "other") == values
+    assert portable(values, ".") == values, "every name would be a path in the current folder"
+
+
+def test_a_stage_that_was_moved_is_done_whatever_its_output_was_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: PipelineConfig
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def drafting(output: str) -> tuple[Stage, PipelineConfig]:
+        source = Path(output) / "draft"
+        settings = Settings({"drafts": [str(source)]}, remedy="take another output")
+        inputs = {f"path draft {source}": str(source)}
+        stage = Stage("work", Path(output) / "work", settings, inputs, "little")
+        return stage, config.model_copy(update={"output": output})
+
+    (tmp_path / "old" / "draft").mkdir(parents=True)
+    (tmp_path / "old" / "draft" / "weights").write_text("1")
+    assert run_stage(*drafting("old"), lambda: {"rows": 1}) == {"rows": 1}
+    (tmp_path / "old").rename(tmp_path / "new")
+    for output in ("new", str(tmp_path / "new")):
+        assert made_as_asked(drafting(output)[0])
+        assert run_stage(*drafting(output), dict) == {"rows": 1}
+    (tmp_path / "new" / "draft" / "weights").write_text("2")
+    with pytest.raises(ConfigError, match="inputs"):
+        run_stage(*drafting("new"), dict)
+
+
+def test_a_dataset_is_continued_wherever_its_models_are_and_refused_for_other_models() -> None:
+    def made_by(name: str, revision: str) -> Settings:
+        return by_content(Settings({"draft": {"name": name, "revision": revision}, "seed": 0}))
+
+    stored = made_by("runs/a/draft/model", "f00").values
+    made_by("/moved/draft/model", "f00").check(stored, "labels")
+    with pytest.raises(ConfigError, match=r"draft\.revision: 'f00' -> 'bad'"):
+        made_by("runs/a/draft/model", "bad").check(stored, "labels")
+
+
+def test_caches_are_removed_unless_another_process_works_on_the_run(
+    tmp_path: Path, config: PipelineConfig
+) -> None:
+    config = config.model_copy(update={"output": str(tmp_path)})
+    cache = tmp_path / "labels" / ".cache"
+    cache.mkdir(parents=True)
+
+    def work() -> dict[str, int]:
+        remove_caches(config)
+        assert cache.exists()
+        return {}
+
+    run_stage(stage(tmp_path / "work"), config, work)
+    remove_caches(config)
+    assert not cache.exists()
+
+
+def test_names_are_printed_as_they_are_but_for_control_characters(
+    tmp_path: Path, config: PipelineConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "a [bold]:smile:\x1b[2J"
+    run_stage(stage(folder), config, dict)
+    run_stage(stage(folder), config, dict)
+    printed = capsys.readouterr().out
+    assert printed.count("a [bold]:smile:\\x1b[2J") == 2
+    assert "\x1b" not in printed
 
 
 def test_exit_status_is_1_for_trouble_outside_and_2_for_unusable_input(

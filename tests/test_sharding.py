@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,19 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(pair: Path, folder: Path, count: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    """The recipe in several processes, as a launcher starts them on one or several nodes."""
+def start(
+    pair: Path, folder: Path, count: int, *arguments: str, grace: int = 30
+) -> list[subprocess.Popen[str]]:
+    """The recipe in several processes, as a launcher starts them on one or several nodes.
+
+    `grace` is how many seconds a process waits for a main one that is gone.
+    """
     folder.mkdir(exist_ok=True)
-    script = str(ROOT / "recipes" / "make_rollouts.py")
-    command = [sys.executable, script, "--config", str(pair / "pair.yaml"), *arguments]
+    program = (
+        f"import recipes.run, sys; recipes.run.GRACE = {grace};"
+        "from recipes.make_rollouts import RECIPE; sys.exit(RECIPE.run())"
+    )
+    command = [sys.executable, "-c", program, "--config", str(pair / "pair.yaml"), *arguments]
     return [
         subprocess.Popen(
             command,
@@ -76,7 +85,12 @@ def start(pair: Path, folder: Path, count: int, *arguments: str) -> list[subproc
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(count)},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(count),
+            },
         )
         for rank in range(count)
     ]
@@ -143,6 +157,29 @@ def test_when_one_process_dies_the_main_one_does_its_work(
         assert main.poll() is None
     other.send_signal(signal.SIGKILL)
     assert [status for status, _ in end([main, other])] == [0, -signal.SIGKILL]
+    assert content(tmp_path) == alone
+
+
+def test_when_the_main_process_dies_the_other_finishes_the_shards_and_then_ends_with_a_message(
+    pair: Path, tmp_path: Path, alone: dict[str, bytes]
+) -> None:
+    """As on a second node, whose launcher does not see that the first is lost."""
+    main, other = start(pair, tmp_path, 2, grace=2)
+    dataset = tmp_path / "out" / "rollouts"
+    while not list(dataset.glob("shard-00010.parquet")):
+        assert main.poll() is None
+    main.send_signal(signal.SIGKILL)
+    while not json.loads((dataset / "manifest.json").read_text())["finished"]:
+        assert other.poll() is None
+    begun = time.monotonic()
+    (_, (status, errors)) = end([main, other])
+    assert time.monotonic() - begun < 15
+    assert status == 1
+    assert errors.count("\n") < 3
+    assert f"no main process has been at work in {dataset.relative_to(tmp_path)}" in errors
+    assert "rank 0 ended, was lost, or never began, and rank 1 waited" in errors
+    assert "run the same command again" in errors
+    assert [status for status, _ in end(start(pair, tmp_path, 2))] == [0, 0]
     assert content(tmp_path) == alone
 
 

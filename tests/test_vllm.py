@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from recipes.make_rollouts import RECIPE
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
 from specdata.prompts.config import PromptSet
@@ -48,6 +49,7 @@ class Server(ThreadingHTTPServer):
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[str | None] = []
         self.lock = threading.Lock()
+        self.echo = False  # whether a trouble repeats the request's key
 
     @property
     def url(self) -> str:
@@ -70,7 +72,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.bodies.append(body)
             self.server.headers.append(self.headers["Authorization"])
         if trouble or self.path != "/v1/completions":
-            self.answer(trouble or 404, {"error": {"message": "not now"}})
+            key = f"; you sent {self.headers['Authorization']}" if self.server.echo else ""
+            self.answer(trouble or 404, {"error": {"message": f"not now{key}"}})
             return
         with self.server.lock:  # PyTorch's threads and ours do not like each other
             answer = complete(self.server.model, body)
@@ -288,6 +291,55 @@ def test_a_key_is_read_from_the_environment_and_never_stored(
         assert server.headers == ["Bearer k-1"]
     config = RolloutConfig(sets=[PromptSet("d")], backend="vllm")
     assert "vllm" not in config.decisive()
+
+
+def test_a_key_that_a_server_repeats_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "Basic bmFtZTpwYXNz")
+    for status, error in ((400, ConfigError), (503, ConnectionError)):
+        with serving(troubles=(status,) * 2) as server:
+            server.echo = True
+            with (
+                client(server, key_variable="MY_KEY", concurrency=1) as backend,
+                pytest.raises(error) as refusal,
+            ):
+                backend.complete(requests(1))
+            assert server.headers[0] == "Basic bmFtZTpwYXNz", "a whole header is sent as it is"
+        assert "you sent ***" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://me:hunter2@server:8000",
+        "http://hunter2@server",
+        "http://me:hunt/hunter2@server",
+        "http://server/v1?api_key=hunter2",
+        "http://server#hunter2",
+        "me:hunter2@server",
+        ["http://me:hunter2@server"],
+    ],
+)
+def test_a_password_in_the_address_is_refused_before_it_is_stored_or_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], url: Any
+) -> None:
+    sets = [{"name": "instruct", "split": "train", "count": 2}]
+    config = {
+        "output": str(tmp_path / "out"),
+        "models": {"target": "t", "draft": "d"},
+        "rollouts": {"sets": sets, "backend": "vllm", "vllm": {"url": url}},
+        "eval": {"sets": sets, "methods": [{"name": "plain", "decoder": "plain"}]},
+    }
+    (tmp_path / "pair.yaml").write_text(json.dumps(config))
+    for more in ([], ["--plan"]):
+        assert RECIPE.run(["--config", str(tmp_path / "pair.yaml"), *more]) == 2
+        said = capsys.readouterr()
+        assert "hunter2" not in said.out + said.err
+        assert "rollouts.vllm.url" in said.err
+        assert isinstance(url, list) or "rollouts.vllm.key_variable" in said.err
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="url") as refusal:
+        VllmConfig(url=url)
+    assert "hunter2" not in str(refusal.value)
 
 
 def test_a_dataset_goes_on_after_the_server_died_and_came_back(tmp_path: Path) -> None:

@@ -15,29 +15,27 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-import torch
 import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from torch import Tensor
-from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
-from eval.analysis.ties import Choice, Comparison, Difference, compare_sequences
 from eval.decode_config import DecodeConfig
-from eval.decoder import SpeculativeDecoder
 from eval.runtime.engines import Engine
-from heads import AcceptanceHead
 from specdata.config import read_config
 from specdata.errors import CacheNotRewindableError, ConfigError, VocabularyMismatchError
-from specdata.models import DTYPES, check_length, load_model, load_tokenizer
 from specdata.prompts.config import PromptSet
-from specdata.prompts.loading import dropped, load_prompts
 from specdata.storage.files import write_json
-from specdata.vocabulary import check_shared_vocabulary
+from specdata.terminal import accept_any_text, progress
+
+if TYPE_CHECKING:  # help and mistakes are shown without torch: what works imports where it works
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from eval.analysis.ties import Choice, Comparison, Difference
+    from heads import AcceptanceHead
 
 SCHEMA_VERSION = 1
 METHODS = (
@@ -72,6 +70,7 @@ def main(
     arguments: Sequence[str] | None = None, program: str = "python -m eval.analysis.compare"
 ) -> int:
     """Run the command line; returns the exit status."""
+    accept_any_text()
     given = _parser(program).parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True)
     try:
@@ -94,6 +93,15 @@ def _run(
 ) -> tuple[list[Comparison], PreTrainedTokenizerBase]:
     if given.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens must be 1 or larger, got {given.max_new_tokens}")
+    import torch
+
+    from eval.analysis.ties import compare_sequences
+    from heads import AcceptanceHead
+    from specdata.models import check_dtype, check_length, load_model, load_tokenizer
+    from specdata.prompts.loading import dropped, load_prompts
+    from specdata.vocabulary import check_shared_vocabulary
+
+    check_dtype(given.dtype)
     tokenizer = load_tokenizer(given.target)
     check_shared_vocabulary(tokenizer, load_tokenizer(given.draft))
     target = load_model(given.target, dtype=given.dtype)
@@ -124,7 +132,7 @@ def _run(
         **{text: _decode(target, draft, config, head, given) for text, config in configs.items()},
     }
     sequences = len(prompts) * (len(methods) + 1)
-    with tqdm(total=sequences, desc="comparison", unit="sequence", file=sys.stderr) as bar:
+    with progress(sequences, "comparison", "sequence") as bar:
         comparisons = compare_sequences(
             target,
             [torch.tensor(ids) for ids in prompts],
@@ -143,6 +151,10 @@ def _decode(
     head: AcceptanceHead | None,
     given: argparse.Namespace,
 ) -> Callable[[Tensor], Tensor]:
+    import torch
+
+    from eval.decoder import SpeculativeDecoder
+
     head = head if config.stop.reads_head else None
     decoder = SpeculativeDecoder.from_config(target, draft, config, head, engine=given.engine)
     return lambda prompt: (
@@ -156,6 +168,8 @@ def _decode(
 
 def _in_float32(model: Any) -> Any:
     """The model in float32 beside it, if it is in half precision and there is memory for both."""
+    import torch
+
     if model.dtype not in (torch.bfloat16, torch.float16):
         return None
     try:
@@ -232,7 +246,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("--prompts", default="instruct", help="an embedded family or a JSONL file with `prompt`")
     add("--split", default="test", help="split of an embedded family")
     add("--count", type=int, default=8, help="how many prompts")
-    add("--dtype", choices=tuple(DTYPES), default="float32", help="precision of both models")
+    add("--dtype", default="float32", help="float32, bfloat16 or float16: of both models")
     add("--max-new-tokens", type=int, default=64, help="longest continuation")
     add("--engine", choices=get_args(Engine), default="eager", help="see eval.runtime.graphs")
     add("--seed", type=int, default=0, help="of embedded prompts")

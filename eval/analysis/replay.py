@@ -15,23 +15,24 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from eval.analysis import oracle
 from eval.analysis.oracle import DraftLength, ReplayCounts, dinkelbach, replay
-from eval.analysis.traces import AcceptanceTrace, acceptance_traces
 from eval.drafting.stopping.calibration import Calibration, fit_calibration
-from heads import AcceptanceHead
 from specdata.errors import ConfigError, ManifestError
-from specdata.models import load_model
-from specdata.storage.dataset import load_stored
-from specdata.storage.files import atomic_write, write_json
+from specdata.storage.files import atomic_write, fingerprint, write_json
+from specdata.storage.manifest import read_manifest
+from specdata.terminal import accept_any_text
+
+if TYPE_CHECKING:  # help is shown without torch, so what works imports where it works
+    import datasets
+
+    from eval.analysis.traces import AcceptanceTrace
 
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 LENGTHS = range(1, 21)
@@ -162,6 +163,8 @@ def best_settings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Verification rate against discard rate (the Pareto plot of SpecDec++), as PNG."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.subplots()
     for family in dict.fromkeys(row["rule"] for row in rows if row["rule"] != "plain"):
@@ -185,6 +188,7 @@ def main(
     arguments: Sequence[str] | None = None, program: str = "python -m eval.analysis.replay"
 ) -> int:
     """Run the command line; returns the exit status."""
+    accept_any_text()
     given = _parser(program).parse_args(arguments)
     try:
         rows = _run(given)
@@ -203,11 +207,18 @@ def main(
 
 
 def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
+    from eval.analysis.traces import acceptance_traces
+    from heads import AcceptanceHead
+    from specdata.models import load_model
+    from specdata.storage.dataset import load_stored
+
     if given.draft_seconds <= 0 or given.target_seconds <= 0:
         raise ConfigError("--draft-seconds and --target-seconds must be positive")
     if given.head and not given.draft:
         raise ConfigError("--head reads the hidden states of the draft: give --draft too")
     labels = load_stored(given.labels)
+    if given.draft:
+        _check_draft(given.labels, given.draft)
     replayed, fitted = (_rows(labels, given, split) for split in (given.split, given.fit_split))
     draft = load_model(given.draft, dtype="float32") if given.draft else None
     head = AcceptanceHead.from_pretrained(given.head) if given.head else None
@@ -223,6 +234,23 @@ def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
     write_json(given.out / "replay.json", json.loads(json.dumps(stored)))
     draw(rows, given.out / "replay.png")
     return rows
+
+
+def _check_draft(labels: Path, draft: str) -> None:
+    """Raise ConfigError if labels say that they were made with another draft.
+
+    Its hidden states would be of other tokens than those that were accepted or not.
+    """
+    from specdata.models import hub_commit
+
+    stored = read_manifest(labels)["settings"].get("draft", {})
+    revision = hub_commit(draft) or fingerprint(draft)
+    if stored.get("revision", revision) != revision:
+        raise ConfigError(
+            f"--draft must be the draft that {labels} was made with, {stored.get('name')}; the one "
+            f"in {draft} is another (contents {stored['revision']} -> {revision}): name that one, "
+            "or label the rollouts with this draft"
+        )
 
 
 def _rows(labels: datasets.Dataset, given: argparse.Namespace, split: str) -> datasets.Dataset:

@@ -6,20 +6,20 @@ probability min(1, p/q); every rule that is replayed meets the same outcomes.
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
-from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from heads import AcceptanceHead
 from heads.inputs import HeadInputs, logits_of_states
 from specdata.lm_head import hidden_states
 from specdata.seeds import generator_for
+from specdata.terminal import progress
 
 
 @dataclass(slots=True)
@@ -97,18 +97,28 @@ def acceptance_traces(
         draft: needed with `head` only.
         head: an acceptance head of this draft, whose predictions are recorded.
     """
-    traces = []
-    for row in tqdm(rows, desc="rollouts", unit="rollout", file=sys.stderr):
-        generator = generator_for(seed, "replay", row["example_id"], row["sample"])
-        accept_prob = torch.tensor(row["accept_prob"], dtype=torch.float64)
-        uniforms = torch.rand(len(accept_prob), generator=generator, dtype=torch.float64)
-        trace = AcceptanceTrace(
-            (uniforms < accept_prob).tolist(),
-            accept_prob.tolist(),
-            np.exp(row["log_q"]).tolist(),
-            np.exp(row["log_q_max"]).tolist(),
-        )
-        if draft is not None and head is not None:
-            trace.head = head_probabilities(draft, head, row)
-        traces.append(trace)
-    return traces
+    return [_trace(row, seed, draft, head) for row in _counted(rows)]
+
+
+def _counted(rows: datasets.Dataset) -> Iterator[dict[str, Any]]:
+    with progress(len(rows), "rollouts", "rollout") as bar:
+        for row in rows:
+            yield row
+            bar.update()
+
+
+def _trace(
+    row: dict[str, Any], seed: int, draft: PreTrainedModel | None, head: AcceptanceHead | None
+) -> AcceptanceTrace:
+    generator = generator_for(seed, "replay", row["example_id"], row["sample"])
+    accept_prob = torch.tensor(row["accept_prob"], dtype=torch.float64)
+    uniforms = torch.rand(len(accept_prob), generator=generator, dtype=torch.float64)
+    trace = AcceptanceTrace(
+        (uniforms < accept_prob).tolist(),
+        accept_prob.tolist(),
+        np.exp(row["log_q"]).tolist(),
+        np.exp(row["log_q_max"]).tolist(),
+    )
+    if draft is not None and head is not None:
+        trace.head = head_probabilities(draft, head, row)
+    return trace

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -18,7 +19,7 @@ from eval.decoder import SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.bias import measure_bias
 from eval.measuring.environment import Environment
-from eval.measuring.methods import EvalConfig, MethodConfig, rewritten
+from eval.measuring.methods import EvalConfig, MethodConfig, method_defaults, rewritten
 from eval.measuring.records import PromptRecord, RecordStore, record_prompt
 from eval.measuring.results import Method, Results, build_results
 from eval.rounds import Generation
@@ -27,6 +28,7 @@ from heads import AcceptanceHead
 from specdata.prompts.loading import Prompt
 from specdata.sampling import SamplingConfig
 from specdata.seeds import generator_for, seed_for
+from specdata.storage.files import fingerprint
 from specdata.storage.resume import Settings, defaults_of
 
 Progress = Callable[[int], object]
@@ -81,27 +83,119 @@ def run_experiment(
         The results, ready to be written.
     """
     experiment = _Experiment(models, config, sampling, seed, report)
-    names = [method.name for method in config.methods]
-    store = RecordStore(folder / "prompts", names, experiment.settings(folder, environment))
+    store = _store(folder, config, sampling, seed, environment)
     stored = [prompt for prompt in prompts if store.has(prompt)]
     for prompt in stored:
         store.get(prompt)  # refuses other settings before anything is measured
     if len(stored) == len(prompts):
-        report(len(prompts) * len(names))
+        report(len(prompts) * len(config.methods))
     elif config.batch > 1:
         experiment.count(prompts, store)
     else:
         experiment.time(prompts, store)
+    return _results(models.names, prompts, store, config, sampling, seed, environment)
+
+
+def stored_results(
+    names: Mapping[str, str | None],
+    prompts: Sequence[Prompt],
+    folder: Path,
+    config: EvalConfig,
+    *,
+    sampling: SamplingConfig,
+    seed: int,
+    environment: Environment,
+) -> Results | None:
+    """The results of an experiment whose prompts are all stored; no model is loaded.
+
+    Args:
+        names: what results call "target", "draft" and "head".
+        prompts: of all data sets.
+        folder: as in `run_experiment`, as are the other arguments.
+        config: methods and sizes.
+        sampling: the distribution of both models.
+        seed: of the draws.
+        environment: where the prompts were measured.
+
+    Returns:
+        What `run_experiment` returned when it had measured them; None if a prompt is not stored.
+
+    Raises:
+        ManifestError: if a stored prompt is damaged, or was measured with other settings.
+    """
+    store = _store(folder, config, sampling, seed, environment)
+    if not all(store.has(prompt) for prompt in prompts):
+        return None
+    return _results(names, prompts, store, config, sampling, seed, environment)
+
+
+def _results(
+    names: Mapping[str, str | None],
+    prompts: Sequence[Prompt],
+    store: RecordStore,
+    config: EvalConfig,
+    sampling: SamplingConfig,
+    seed: int,
+    environment: Environment,
+) -> Results:
     measured: dict[tuple[str, str], list[PromptRecord]] = {}
     for prompt in prompts:
         for name, record in store.get(prompt).items():
             measured.setdefault((prompt.dataset, name), []).append(record)
     rows = [
-        (experiment.describe(method, dataset), measured[dataset, method.name])
+        (_describe(method, dataset, names, config, sampling, seed), measured[dataset, method.name])
         for dataset in dict.fromkeys(prompt.dataset for prompt in prompts)
         for method in config.methods
     ]
     return build_results(environment, rows)
+
+
+def _store(
+    folder: Path,
+    config: EvalConfig,
+    sampling: SamplingConfig,
+    seed: int,
+    environment: Environment,
+) -> RecordStore:
+    """The stored prompts of an experiment, with what decides their records."""
+    values = {
+        "methods": {method.name: method.model_dump(mode="json") for method in config.methods},
+        "max_new_tokens": config.max_new_tokens,
+        "engine": config.engine,
+        "batch": config.batch,
+        "sampling": asdict(sampling),
+        "seed": seed,
+        # Times of two machines must not end up in one table.
+        "hardware": environment.hardware,
+        "device": environment.device,
+        "dtype": environment.dtype,
+    }
+    settings = Settings(
+        _by_content(values),
+        defaults_of(EvalConfig)
+        | defaults_of(SamplingConfig, "sampling")
+        | method_defaults("methods"),
+        f"choose another folder with --eval.folder NAME, or remove {folder}",
+        lambda stored: _by_content(rewritten(stored)),
+    )
+    return RecordStore(folder / "prompts", [method.name for method in config.methods], settings)
+
+
+def _by_content(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with path drafts by what they hold: their folders may move, their files not change.
+
+    What is named by its content already stays as it is.
+    """
+    methods = settings.get("methods")
+    if not isinstance(methods, Mapping):  # of something else; the comparison says so
+        return dict(settings)
+    named = {
+        name: {**each, "path_drafts": [draft and fingerprint(draft) for draft in drafts]}
+        if isinstance(each, Mapping) and (drafts := each.get("path_drafts"))
+        else each
+        for name, each in methods.items()
+    }
+    return {**settings, "methods": named}
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,28 +281,6 @@ class _Experiment:
         )
         return replace(record, variation=variation, variation_tokens=tokens)
 
-    def settings(self, folder: Path, environment: Environment) -> Settings:
-        """What decides the records of a prompt."""
-        return Settings(
-            {
-                "methods": {
-                    method.name: method.model_dump(mode="json") for method in self.config.methods
-                },
-                "max_new_tokens": self.config.max_new_tokens,
-                "engine": self.config.engine,
-                "batch": self.config.batch,
-                "sampling": asdict(self.sampling),
-                "seed": self.seed,
-                # Times of two machines must not end up in one table.
-                "hardware": environment.hardware,
-                "device": environment.device,
-                "dtype": environment.dtype,
-            },
-            defaults_of(EvalConfig) | defaults_of(SamplingConfig, "sampling"),
-            f"choose another folder with --eval.folder NAME, or remove {folder}",
-            rewritten,
-        )
-
     def _runner(self, method: MethodConfig) -> Callable[[Prompt, int], Generation]:
         """What continues a prompt by at most some tokens; its graphs are made now."""
         if method.decoder == "assisted":
@@ -239,31 +311,35 @@ class _Experiment:
             engine=self.config.engine,
         )
 
-    def describe(self, method: MethodConfig, dataset: str) -> Method:
-        """What results record of a method on a dataset."""
-        drafts = method.decoder != "plain"
-        known = self.config.engine == "eager" or method.decoder == "assisted"
-        engine = {} if known else {"engine": self.config.engine}
-        drafter = {"plain": None, "speculative": method.drafter, "assisted": "transformers"}
-        return Method(
-            method=method.name,
-            dataset=dataset,
-            target=str(self.models.names["target"]),
-            draft=self.models.names["draft"] if drafts else None,
-            head=self.models.names["head"] if method.stop.reads_head else None,
-            drafter=drafter[method.decoder],
-            verifier=method.verifier if method.decoder == "speculative" else None,
-            stop=method.stop.name if drafts else None,
-            length=method.deepest if drafts else None,
-            threshold=method.stop.reported().get("threshold"),
-            sampling={
-                **asdict(self.sampling),
-                "max_new_tokens": self.config.max_new_tokens,
-                "seed": self.seed,
-            },
-            parameters=method.reported() | engine,
-            lossless=_lossless(method),
-        )
+
+def _describe(
+    method: MethodConfig,
+    dataset: str,
+    names: Mapping[str, str | None],
+    config: EvalConfig,
+    sampling: SamplingConfig,
+    seed: int,
+) -> Method:
+    """What results record of a method on a dataset."""
+    drafts = method.decoder != "plain"
+    known = config.engine == "eager" or method.decoder == "assisted"
+    engine = {} if known else {"engine": config.engine}
+    drafter = {"plain": None, "speculative": method.drafter, "assisted": "transformers"}
+    return Method(
+        method=method.name,
+        dataset=dataset,
+        target=str(names["target"]),
+        draft=names["draft"] if drafts else None,
+        head=names["head"] if method.stop.reads_head else None,
+        drafter=drafter[method.decoder],
+        verifier=method.verifier if method.decoder == "speculative" else None,
+        stop=method.stop.name if drafts else None,
+        length=method.deepest if drafts else None,
+        threshold=method.stop.reported().get("threshold"),
+        sampling={**asdict(sampling), "max_new_tokens": config.max_new_tokens, "seed": seed},
+        parameters=method.reported() | engine,
+        lossless=_lossless(method),
+    )
 
 
 def _lossless(method: MethodConfig) -> bool:

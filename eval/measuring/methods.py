@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from eval.decode_config import DecodeConfig, DraftingConfig
-from eval.measuring.results import PLAIN
+from eval.drafting.stopping import STOPPING_RULES
 from eval.runtime.engines import Engine
-from specdata.config import Config, mistakes
+from specdata.config import MOST_TOKENS, Config, mistakes
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig
+from specdata.storage.resume import ANY
 
+PLAIN = "plain"
+"""Name of the method that all others are compared with: the target alone."""
 DecoderName = Literal["plain", "speculative", "assisted"]
 
 RENAMED: Mapping[str, tuple[str, Mapping[str, str]]] = {
@@ -111,7 +115,10 @@ class MethodConfig(DraftingConfig):
         given = [k for k, value in self.model_dump().items() if default.get(k, ...) != value]
         if self.decoder != "speculative":
             used = {"decoder", *(("length",) if self.decoder == "assisted" else ())}
-            return {f"decoder {self.decoder}": [name for name in given if name not in used]}
+            unread = [name for name in given if name not in used]
+            if "stop" in unread:  # one mistake: the parameters came with the rule
+                unread = [name for name in unread if name not in type(self.stop).model_fields]
+            return {f"decoder {self.decoder}": unread}
         drafter = self.drafter
         unread = [name for name in given if drafter not in ONLY_READ_BY.get(name, (drafter,))]
         if drafter == "tree":  # its depth is in its widths
@@ -124,9 +131,13 @@ class EvalConfig(Config):
 
     sets: list[PromptSet] = Field(description="prompt sets, each a block of the report")
     methods: list[MethodConfig] = Field(description="ways of decoding, plain among them")
-    max_new_tokens: int = Field(default=128, ge=1, description="longest continuation, in tokens")
+    max_new_tokens: int = Field(
+        default=128, ge=1, le=MOST_TOKENS, description="longest continuation, in tokens"
+    )
     engine: Engine = Field(
-        default="eager", description="how our forwards run: eager, captured or compiled (README)"
+        default="eager",
+        description="how our forwards run: eager (the model's own code), captured (a graph traced "
+        "once) or compiled (that graph through Inductor: the fastest, after a minute of compiling)",
     )
     batch: int = Field(
         default=1,
@@ -146,25 +157,42 @@ class EvalConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        names = [method.name for method in self.methods]
         if not self.sets:
-            raise ConfigError("eval.sets must name at least one prompt set")
+            raise ConfigError("eval.sets must name at least one prompt set, got []")
         if not re.fullmatch(r"eval[\w.-]*", self.folder):
             raise ConfigError(
-                f"eval.folder must be a name that begins with 'eval', got {self.folder!r}"
+                "eval.folder is a folder in the run's output and must be a single name that begins "
+                "with 'eval', of letters, digits, '_', '.' and '-', without '/'; got "
+                f"{self.folder!r}"
             )
         if self.batch > 1 and self.engine != "eager":
             raise ConfigError(
                 f"batches run eagerly: eval.engine {self.engine!r} needs eval.batch 1, got "
                 f"{self.batch}"
             )
-        plain = [method.name for method in self.methods if method.decoder == "plain"]
-        if len(set(names)) < len(names) or plain != [PLAIN]:
-            raise ConfigError(
-                f"method names must be unique and exactly one, {PLAIN!r}, must have decoder "
-                f"plain; got {', '.join(names)}"
-            )
+        _check_names(self.methods)
         return self
+
+
+def _check_names(methods: Sequence[MethodConfig]) -> None:
+    """Refuse methods that the report could not tell apart, or could not compare."""
+    names = [method.name for method in methods]
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ConfigError(f"two methods are named {twice[0]!r}: give each a name of its own")
+    if not all(names):
+        raise ConfigError("a method's name is empty: give each method a name")
+    for method in methods:
+        if (method.name == PLAIN) != (method.decoder == "plain"):
+            must = "have decoder: plain" if method.name == PLAIN else f"be named {PLAIN!r}"
+            raise ConfigError(
+                f"method {method.name!r} has decoder: {method.decoder}. The target alone is the "
+                f"method {PLAIN!r}, with decoder: plain; this one must {must}, or be another method"
+            )
+    if PLAIN not in names:
+        raise ConfigError(
+            f"no method is {PLAIN!r}, the target alone, which every other is compared with: add "
+            f"{{name: {PLAIN}, decoder: plain}}; got {', '.join(names) or 'no method'}"
+        )
 
 
 def renamed(method: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -220,7 +248,10 @@ def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -
             raise ConfigError(f"{where} stops by a head, but none was trained")
         for reader, unread in method.unread().items():
             if unread:
-                raise ConfigError(f"{where}: {reader} does not use {', '.join(unread)}")
+                raise ConfigError(
+                    f"{where}: {reader} does not use {', '.join(unread)}: leave "
+                    f"{'it' if len(unread) == 1 else 'them'} out{_instead(method, unread)}"
+                )
         if config.batch > 1 and method.decoder == "assisted":
             raise ConfigError(
                 f"{where}: decoder assisted decodes one prompt at a time: leave it out, or set "
@@ -231,6 +262,46 @@ def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -
                 f"{where}: stop {stop.name} measures times, and nothing is timed with eval.batch "
                 f"above 1: give {' and '.join(stop.measured)}, or set eval.batch to 1"
             )
+
+
+def method_defaults(prefix: str) -> dict[str, Any]:
+    """Defaults of parameters that every stopping rule which has them gives the same.
+
+    They complete `specdata.storage.resume.defaults_of`, which knows those of the default rule only,
+    so that a refusal shows no parameter of a method that has its default.
+
+    Args:
+        prefix: dotted key of the methods in the settings.
+    """
+    values: dict[str, list[Any]] = {}
+    for rule in STOPPING_RULES.values():
+        for name, value in rule().model_dump(mode="json").items():
+            values.setdefault(name, []).append(value)
+    return {
+        f"{prefix}.{ANY}.{name}": given[0]
+        for name, given in values.items()
+        if all(value == given[0] for value in given)
+    }
+
+
+def _instead(method: MethodConfig, unread: Sequence[str]) -> str:
+    """What else might have been meant."""
+    if "stop" not in unread or method.decoder == "plain":
+        return ""
+    return (
+        " (transformers' own loop drafts a fixed number of tokens, `length`), or take decoder: "
+        "speculative"
+    )
+
+
+def check_machine(config: EvalConfig) -> None:
+    """Raise ConfigError for more threads than this machine has processors."""
+    processors = os.cpu_count() or 1
+    if config.threads > processors:
+        raise ConfigError(
+            f"eval.threads must be at most {processors}, the processors of this machine, or 0 for "
+            f"torch's default; got {config.threads}"
+        )
 
 
 def path_drafts(config: EvalConfig) -> list[str]:

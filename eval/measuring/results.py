@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError
 
 from eval.drafting.stopping import STOPPING_RULES, StoppingRule
 from eval.measuring.environment import Environment
+from eval.measuring.methods import PLAIN
 from eval.measuring.metrics import (
     LatencyFit,
     Metrics,
@@ -24,14 +25,17 @@ from eval.measuring.metrics import (
     speed_ratio_interval,
 )
 from eval.measuring.records import PromptRecord, Strict
+from eval.measuring.row_checks import check_rows
 from specdata.errors import ManifestError
 from specdata.storage.files import write_json
 
 SCHEMA_VERSION: Literal[1] = 1
-PLAIN = "plain"
-"""Name of the method that all others are compared with: the target alone."""
 REMOVED = ("position_intervals",)
 """Fields of a run that were never read; files that hold them can still be read."""
+
+
+class LostResultsError(ManifestError):
+    """There is no results.json, or what there is cannot be read; the evaluation makes it again."""
 
 
 class Method(Strict):
@@ -226,19 +230,22 @@ def read_results(path: Path) -> Results:
     """Read and validate results.json.
 
     Raises:
-        ManifestError: if the file is missing, damaged, or of another schema version.
+        LostResultsError: if the file is missing, damaged, or of another schema version.
+    ManifestError: if names or settings in it are not those that were measured.
     """
     try:
-        return Results.model_validate_json(_without_removed(path.read_bytes()))
+        results = Results.model_validate_json(_without_removed(path.read_bytes()))
     except FileNotFoundError as error:
-        raise ManifestError(f"no results at {path}; run the evaluation first") from error
+        raise LostResultsError(f"no results at {path}; run the evaluation first") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise ManifestError(
+        raise LostResultsError(
             f"{path} must be a results.json of schema version {SCHEMA_VERSION}: {where}:"
             f" {first['msg']} ({error.error_count()} problems in all); run the evaluation again"
         ) from error
+    check_rows(results, path)
+    return results
 
 
 def _without_removed(text: bytes) -> bytes | str:

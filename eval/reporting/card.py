@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eval.measuring.results import Results, Run, fastest
+from eval.reporting.lengths import MeasuredLength
 from eval.reporting.rendering import render
 from eval.reporting.report import COLUMNS, environment_rows, sections_of
+from eval.reporting.serving import acceptance_positions, serving_lines
+from eval.reporting.verdict import ALL, Verdict
 from specdata.errors import ManifestError
 
 
@@ -22,24 +23,25 @@ class DraftFacts:
     Args:
         name: Hub id, or the folder's name.
         target: the model it drafts for.
-        length: measured best number of drafted tokens a round; where nothing was timed, the
-            longest measured.
-        timed: whether speeds were measured.
+        longest: the longest fixed length that was measured.
+        lengths: engine -> the best length that was measured with it.
         parameters: number of weights.
         positions: longest context.
         vocabulary: size of the draft's output.
         target_vocabulary: size of the target's output.
+        heads: attention heads of draft and target.
         dtype: of the weights.
     """
 
     name: str
     target: str
-    length: int
-    timed: bool
+    longest: int
+    lengths: Mapping[str, MeasuredLength | None]
     parameters: int
     positions: int
     vocabulary: int
     target_vocabulary: int
+    heads: tuple[int, int]
     dtype: str
 
 
@@ -54,6 +56,8 @@ class HeadFacts:
         hidden_size: H of the draft.
         depth: residual blocks before the linear layer.
         rejection_weight: weight of rejections in its training loss.
+        reads: names of the features that it reads.
+        lag: whether it judges a token only once the next one has been drawn.
     """
 
     name: str
@@ -62,49 +66,8 @@ class HeadFacts:
     hidden_size: int
     depth: int
     rejection_weight: float
-
-
-def best_length(results: Results) -> int:
-    """The fixed length of a lossless chain with the most tokens a second over all data sets.
-
-    Where nothing was timed, the longest: then only counts are known, and they name no best.
-    Measurements of transformers' own loop are preferred, because the setting is for that loop;
-    then those of token verification, which the serving engines use; then those of other rules.
-
-    Raises:
-        ManifestError: if no fixed length was measured on every data set.
-    """
-    fixed = [run for run in results.runs if run.fixed_length and run.lossless and run.length]
-    for chosen in (
-        [run for run in fixed if run.drafter == "transformers"],
-        [run for run in fixed if run.drafter == "chain" and run.verifier == "token"],
-        [run for run in fixed if run.drafter == "chain"],
-    ):
-        by_length = _on_all(chosen, len(results.datasets()))
-        if by_length:
-            return max(by_length, key=lambda length: (_speed(by_length[length]), length))
-    raise ManifestError(
-        "the card of a draft needs a measured draft length: evaluate a method with a fixed length"
-        " (stop: fixed) on every prompt set"
-    )
-
-
-def _on_all(runs: list[Run], datasets: int) -> dict[int, list[Run]]:
-    """Length -> its runs, for lengths measured on each data set."""
-    by_length: dict[int, list[Run]] = {}
-    for run in runs:
-        by_length.setdefault(run.length or 0, []).append(run)
-    return {
-        length: group
-        for length, group in by_length.items()
-        if len({run.dataset for run in group}) == datasets
-    }
-
-
-def _speed(runs: list[Run]) -> float:
-    """Tokens a second over all data sets; 0 if nothing was timed."""
-    seconds = sum(run.seconds["total"] for run in runs)
-    return sum(run.tokens for run in runs) / seconds if seconds else 0.0
+    reads: Sequence[str]
+    lag: bool
 
 
 def best_head_run(results: Results) -> Run:
@@ -129,54 +92,69 @@ def best_head_run(results: Results) -> Run:
         )
 
     def merit(method: str) -> float:
-        runs = complete[method]
-        if results.timed:
-            return _speed(runs)
-        return sum(run.tokens for run in runs) / sum(run.rounds for run in runs)
+        runs, spent = complete[method], 0.0
+        for run in runs:
+            spent += run.seconds["total"] if results.timed else run.rounds
+        return sum(run.tokens for run in runs) / spent if spent else 0.0
 
     return complete[max(complete, key=merit)][0]
 
 
-def draft_text(facts: DraftFacts, results: Results, measures: Mapping[str, float | None]) -> str:
-    """The card of a draft below its metadata."""
-    speculative = {
-        "method": "draft_model",
-        "model": facts.name,
-        "num_speculative_tokens": facts.length,
-    }
+def draft_text(
+    facts: DraftFacts,
+    results: Results,
+    measures: Mapping[str, float | None],
+    unnamed: Sequence[str] = (),
+) -> str:
+    """The card of a draft below its metadata.
+
+    Args:
+        facts: of the model.
+        results: its measurements, without folders of this machine.
+        measures: figures of its training.
+        unnamed: base models and data sets that the metadata cannot name.
+    """
     return _card(
         "draft_card.md.jinja",
         results,
         facts=facts,
         measures=measures,
+        unnamed=unnamed,
         sampling=results.runs[0].sampling,
         positions=acceptance_positions(results),
-        speculative=shlex.quote(json.dumps(speculative)),
+        serving=serving_lines(facts.name, facts.target, facts.heads, facts.lengths),
     )
 
 
-def head_text(facts: HeadFacts, results: Results, measures: Mapping[str, float | None]) -> str:
-    """The card of a head below its metadata."""
+def head_text(
+    facts: HeadFacts,
+    results: Results,
+    measures: Mapping[str, float | None],
+    verdict: Verdict,
+    unnamed: Sequence[str] = (),
+) -> str:
+    """The card of a head below its metadata; the arguments are like those of `draft_text`."""
     return _card(
         "head_card.md.jinja",
         results,
         facts=facts,
         measures=measures,
-        best=best_head_run(results),
+        unnamed=unnamed,
+        verdict=verdict,
+        everywhere=ALL,
+        best=head_run(results, verdict),
         sampling=results.runs[0].sampling,
     )
 
 
-def acceptance_positions(results: Results) -> list[tuple[str, Run]]:
-    """For each data set its longest fixed chain: the acceptance vector that simulators ask for."""
-    positions = []
-    for dataset in results.datasets():
-        chains = [r for r in results.of(dataset) if r.drafter == "chain" and r.fixed_length]
-        chains = [r for r in chains if r.verifier == "token"] or chains
-        if chains:
-            longest = max(chains, key=lambda run: len(run.acceptance_by_position))
-            positions.append((dataset, longest))
-    return positions
+def head_run(results: Results, verdict: Verdict) -> Run:
+    """A run of the head at the threshold that its card names: chosen on held-out rollouts if any.
+
+    Raises:
+        ManifestError: if no method used a head on every data set.
+    """
+    best = best_head_run(results)
+    return next((run for run in results.runs if run.method == verdict.method), best)
 
 
 def _card(template: str, results: Results, **values: Any) -> str:

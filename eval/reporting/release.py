@@ -7,9 +7,8 @@ counts first. Nothing leaves this machine unless a repository is named.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +16,33 @@ from huggingface_hub import HfApi, ModelCardData
 from huggingface_hub.constants import CONFIG_NAME
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eval.measuring.results import Results, check_metrics, write_results
+from eval.analysis.choice import DevChoice
+from eval.measuring.results import Results, Run, check_metrics, write_results
 from eval.reporting.card import (
     DraftFacts,
     HeadFacts,
-    best_length,
     draft_text,
+    head_run,
     head_text,
     public_name,
 )
+from eval.reporting.lengths import MeasuredLength, longest_measured, measured_lengths
+from eval.reporting.metadata import About, check_repository, left_out, metadata
+from eval.reporting.serving import acceptance_positions, synthetic_acceptance
+from eval.reporting.verdict import judge
 from heads import AcceptanceHead
+from heads.inputs import FEATURES
+from heads.remote import write_custom_generate
 from specdata.errors import ConfigError, ManifestError
 from specdata.hub import hub_source
 from specdata.model_folder import add_former_names, copy_tokenizer
-from specdata.models import load_tokenizer
+from specdata.models import asks_for_remote_code, load_tokenizer, remote_code_refused
 from specdata.storage.files import atomic_folder, write_json, write_text
 from specdata.vocabulary import check_shared_vocabulary
 
 CARD = "README.md"
-_HUB_ID = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*")
-_TAGS = ("speculative-decoding", "assisted-generation")
-
-
-@dataclass(frozen=True, slots=True)
-class About:
-    """What a card says beside the measurements.
-
-    Args:
-        base_model: what it was made from: the draft before training, or the draft that a head
-            reads. Left out of the card's metadata if it is no Hub id.
-        license: Hub name of the license; left out if not given.
-        measures: figures of the training stage, such as a head's calibration error.
-    """
-
-    base_model: str | None = None
-    license: str | None = None
-    measures: Mapping[str, float | None] = field(default_factory=dict)
+SYNTHETIC = "vllm_synthetic.json"
+VERDICT = "verdict.json"
 
 
 def release_draft(
@@ -64,11 +54,11 @@ def release_draft(
     push_to: str | None = None,
     private: bool = True,
 ) -> Path:
-    """Assemble a draft for the Hub: weights, target's tokenizer, generation settings, card.
+    """Assemble a draft for the Hub: weights, target's tokenizer, generation settings, code, card.
 
-    The settings make transformers draft as many tokens a round as were measured to be best; results
-    without times leave that to transformers. The folder appears when all of it, the upload
-    included, is done.
+    The settings make transformers draft as many tokens a round as were measured to be best in its
+    own loop; where that was not measured they leave it to transformers. The folder appears when all
+    of it, the upload included, is done.
 
     Args:
         source: folder of the draft, as the results name it.
@@ -92,20 +82,33 @@ def release_draft(
     check_repository(push_to)
     measured = _measured(results, source, "draft")
     target = measured.runs[0].target
-    length = best_length(measured)
+    longest, lengths = longest_measured(measured), measured_lengths(measured)
     tokenizer = load_tokenizer(target)
     check_shared_vocabulary(tokenizer, load_tokenizer(str(source)))
     model = _load_whole(source)
-    if measured.timed:
-        model.generation_config.update(**_generation_settings(length))
-    facts = _draft_facts(model, push_to or out.name, target, length, measured.timed)
-    data = _metadata(about, "transformers", "draft-model", "finetune")
-    text = draft_text(facts, _shortened(measured), about.measures)
+    if own := lengths["transformers"]:
+        model.generation_config.update(**_generation_settings(own.length))
+    facts = _draft_facts(model, push_to or out.name, target, longest, lengths)
+    data = metadata(
+        about,
+        name=facts.name,
+        target=target,
+        library="transformers",
+        tag="draft-model",
+        relation="finetune",
+        measured=_rated(measured, lengths["draftsmith"] or own, longest),
+    )
+    unnamed = [public_name(name) for name in left_out(about, target)]
+    text = draft_text(facts, _shortened(measured), about.measures, unnamed)
 
     def fill(folder: Path) -> None:
         model.save_pretrained(folder)
         add_former_names(folder)
+        write_json(
+            folder / SYNTHETIC, synthetic_acceptance(facts.name, acceptance_positions(measured))
+        )
         copy_tokenizer(target, folder)
+        write_custom_generate(folder)
 
     return _publish(out, fill, data, text, measured, push_to=push_to, private=private)
 
@@ -116,16 +119,19 @@ def release_head(
     results: Results,
     about: About | None = None,
     *,
+    choice: DevChoice | None = None,
     push_to: str | None = None,
     private: bool = True,
 ) -> Path:
-    """Assemble an acceptance head for the Hub: weights, configuration, card.
+    """Assemble an acceptance head for the Hub: weights, configuration, code, card, verdict.
 
     Args:
         source: folder of the head, as the results name it.
         out: folder to make; must not exist.
         results: measurements with this head.
         about: the draft's Hub id as base model, license, measures of calibration.
+        choice: what the measured settings cost on held-out rollouts (`choose_on_dev`); without it
+            the card says that whether the head pays was not measured.
         push_to: Hub id to upload to; None uploads nothing.
         private: whether a repository made by the upload is private.
 
@@ -144,11 +150,24 @@ def release_head(
     measured = _measured(results, source, "head")
     head = AcceptanceHead.from_pretrained(source)
     facts = _head_facts(head, push_to or out.name, measured, about.base_model)
-    data = _metadata(about, "draftsmith", "acceptance-head", "adapter")
-    text = head_text(facts, _shortened(measured), about.measures)
+    verdict = judge(measured, choice)
+    target = measured.runs[0].target
+    used = head_run(measured, verdict).method
+    data = metadata(
+        about,
+        name=facts.name,
+        target=target,
+        library="draftsmith",
+        tag="acceptance-head",
+        relation="adapter",
+        measured=[run for run in measured.runs if run.method == used],
+    )
+    unnamed = [public_name(name) for name in left_out(about, target)]
+    text = head_text(facts, _shortened(measured), about.measures, verdict, unnamed)
 
     def fill(folder: Path) -> None:
         head.save_pretrained(folder)
+        write_json(folder / VERDICT, asdict(verdict))
         # The folder that the draft had here means nothing elsewhere.
         config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
         write_json(folder / CONFIG_NAME, {**config, "draft": facts.draft})
@@ -234,7 +253,19 @@ def _head_facts(head: AcceptanceHead, name: str, measured: Results, draft: str |
         hidden_size=head.hidden_size,
         depth=head.depth,
         rejection_weight=head.rejection_weight,
+        reads=head.reads,
+        lag=any(FEATURES[name].after for name in head.reads),
     )
+
+
+def _rated(results: Results, best: MeasuredLength | None, longest: int) -> list[Run]:
+    """The runs whose metrics a draft's metadata gives: the best length, else the longest."""
+    named = best.method if best else None
+    fixed = [run for run in results.runs if run.fixed_length and run.lossless]
+    method = next(run.method for run in fixed if named in (run.method, None) and run.length)
+    if named is None:
+        method = next(run.method for run in fixed if run.length == longest)
+    return [run for run in fixed if run.method == method]
 
 
 def _generation_settings(length: int) -> dict[str, Any]:
@@ -247,28 +278,42 @@ def _generation_settings(length: int) -> dict[str, Any]:
     }
 
 
-def _draft_facts(model: Any, name: str, target: str, length: int, timed: bool) -> DraftFacts:
-    config = model.config.get_text_config()
+def _draft_facts(
+    model: Any,
+    name: str,
+    target: str,
+    longest: int,
+    lengths: Mapping[str, MeasuredLength | None],
+) -> DraftFacts:
+    config, targets = model.config.get_text_config(), _target_config(target)
     return DraftFacts(
         name=name,
         target=public_name(target),
-        length=length,
-        timed=timed,
+        longest=longest,
+        lengths=lengths,
         parameters=model.num_parameters(),
         positions=config.max_position_embeddings,
         vocabulary=config.vocab_size,
-        target_vocabulary=_target_vocabulary(target),
+        target_vocabulary=targets.vocab_size,
+        heads=(_attention_heads(config), _attention_heads(targets)),
         dtype=str(model.dtype).removeprefix("torch."),
     )
+
+
+def _attention_heads(config: Any) -> int:
+    """1 for models without attention: then nothing is said to be divisible."""
+    return int(getattr(config, "num_attention_heads", 1))
 
 
 def _load_whole(source: Path) -> Any:
     """Load a draft in its own precision and refuse weights that do not fit its configuration."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            source, dtype="auto", output_loading_info=True
+            source, dtype="auto", output_loading_info=True, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
+        if asks_for_remote_code(error):
+            raise remote_code_refused("model", str(source)) from error
         raise ManifestError(f"{source} must be a folder with a saved model: {error}") from error
     wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if wrong:
@@ -279,32 +324,13 @@ def _load_whole(source: Path) -> Any:
     return model.eval()
 
 
-def _target_vocabulary(target: str) -> int:
+def _target_config(target: str) -> Any:
+    """The configuration of the target's language model."""
     try:
         source, revision = hub_source(target)
-        config = AutoConfig.from_pretrained(source, revision=revision)
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
+        if asks_for_remote_code(error):
+            raise remote_code_refused("configuration of the target", target) from error
         raise ConfigError(f"cannot load the configuration of the target {target!r}") from error
-    return int(config.get_text_config().vocab_size)
-
-
-def _metadata(about: About, library: str, tag: str, relation: str) -> ModelCardData:
-    """The card's front matter; a local folder has no place in the Hub's model tree."""
-    base = about.base_model
-    more: dict[str, Any] = {}
-    if base is not None and not Path(base).exists() and _HUB_ID.fullmatch(base):
-        more = {"base_model_relation": relation}
-    return ModelCardData(
-        base_model=base if more else None,
-        library_name=library,
-        pipeline_tag="text-generation" if library == "transformers" else None,
-        license=about.license,
-        tags=[*_TAGS, tag],
-        **more,
-    )
-
-
-def check_repository(push_to: str | None) -> None:
-    """Raise ConfigError unless this is a Hub id or None."""
-    if push_to is not None and not _HUB_ID.fullmatch(push_to):
-        raise ConfigError(f"a repository is named OWNER/NAME on the Hub, got {push_to!r}")
+    return config.get_text_config()

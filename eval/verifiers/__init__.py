@@ -1,27 +1,33 @@
-"""Every verifier by name.
+"""Every verifier by name: what it takes, what it promises, where it comes from.
 
 To add one, write its rule (a `NodeRule` for one position, wrapped in `walk`, or a `Rule` for the
-whole draft) and add one entry to `VERIFIERS`. `tests/test_verifiers.py` tests every entry.
+whole draft), give it a name in `RULES` (`rules.py`), and add its entry to `VERIFIERS`.
+`tests/test_verifiers.py` tests every entry.
+
+This file is imported without torch, so that a configuration is checked, and help and plans are
+shown, at once; `VerifierSpec.make` imports the rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from eval.verifiers.batch import batch
-from eval.verifiers.biased import biased_opt, biased_uno
-from eval.verifiers.block import block, greedy_block
-from eval.verifiers.importance import importance
-from eval.verifiers.kseq import kseq
-from eval.verifiers.multi_candidate import greedy_draft, naive, rrs, rrs_wor
-from eval.verifiers.multipath_block import multipath_block
-from eval.verifiers.rule import Verdict, Verifier, walk
-from eval.verifiers.token import token
-from eval.verifiers.traversal import traversal
+if TYPE_CHECKING:
+    from eval.verifiers.rule import Verdict, Verifier
 
 __all__ = ["VERIFIERS", "Verdict", "Verifier", "VerifierSpec"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch when it is first asked for."""
+    if name not in ("Verdict", "Verifier"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from eval.verifiers import rule
+
+    return getattr(rule, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +35,36 @@ class VerifierSpec:
     """An entry of `VERIFIERS`.
 
     Args:
-        build: builds the verifier; its keyword arguments are the verifier's parameters.
-        branching: whether it takes drafts with more than one candidate for a position.
+        name: its key, and that of its rule in `RULES`.
+        takes: the `DraftTree.kind`s that it has a proof for.
         lossless: whether the output distribution is exactly the target's.
         paper: where it comes from.
+        carries_residual: see `Verifier`.
+        parameters: names of what its rule can be given.
+        required: names of what its rule must be given.
     """
 
-    build: Callable[..., Verifier]
-    branching: bool
+    name: str
+    takes: tuple[str, ...]
     lossless: bool
     paper: str
+    carries_residual: bool = False
+    parameters: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+
+    @property
+    def branching(self) -> bool:
+        """Whether it takes drafts with more than one candidate for a position."""
+        return self.takes != ("chain",)
+
+    def check_names(self, given: Mapping[str, object]) -> None:
+        """Raise ValueError for a parameter that it does not have or lacks, without torch."""
+        unknown = [name for name in given if name not in self.parameters]
+        missing = [name for name in self.required if name not in given]
+        if unknown or missing:
+            known = ", ".join(self.parameters) or "none"
+            wrong = f"it has no {', '.join(unknown)}" if unknown else f"it needs {missing[0]}"
+            raise ValueError(f"unusable parameters {dict(given)}: {wrong} (parameters: {known})")
 
     def make(self, **parameters: object) -> Verifier:
         """Build the verifier.
@@ -46,11 +72,23 @@ class VerifierSpec:
         Raises:
             ValueError: for a parameter that it does not have, lacks, or cannot use.
         """
+        self.check_names(parameters)
+        from eval.verifiers.rule import Verifier
+        from eval.verifiers.rules import RULES
+
         try:
-            verifier = self.build(**parameters)
+            rule = RULES[self.name](**parameters)
         except TypeError as error:
-            raise ValueError(f"unusable verifier parameters {parameters}: {error}") from error
-        return replace(verifier, branching=self.branching, lossless=self.lossless, paper=self.paper)
+            raise ValueError(f"unusable parameters {parameters}: {error}") from error
+        return Verifier(
+            self.name,
+            rule,
+            self.takes,
+            self.carries_residual,
+            branching=self.branching,
+            lossless=self.lossless,
+            paper=self.paper,
+        )
 
 
 # Kinds of drafts (`DraftTree.kind`) that verifiers have proofs for.
@@ -58,98 +96,99 @@ IID = ("chain", "siblings, iid", "paths, iid", "tree, iid")
 INDEPENDENT = (*IID, "siblings, independent", "paths, independent")
 DISTINCT = ("siblings, distinct", "tree, distinct")
 GREEDY = ("siblings, greedy", "tree, greedy")
+PATHS = ("paths, iid", "paths, independent")
 
-VERIFIERS: Mapping[str, VerifierSpec] = MappingProxyType(
-    {
-        "token": VerifierSpec(
-            lambda: Verifier("token", walk(token), ("chain",)),
-            branching=False,
-            lossless=True,
-            paper="Leviathan et al. 2023 (arXiv:2211.17192); Chen et al. 2023 (arXiv:2302.01318)",
-        ),
-        "block": VerifierSpec(
-            lambda: Verifier("block", block, ("chain",)),
-            branching=False,
-            lossless=True,
-            paper="Sun et al. 2025 (arXiv:2403.10444v2), Algorithm 2",
-        ),
-        "greedy_block": VerifierSpec(
-            lambda: Verifier("greedy_block", greedy_block, ("chain",), carries_residual=True),
-            branching=False,
-            lossless=True,
-            paper="Sun et al. 2024 (arXiv:2403.10444v1), Algorithm 3",
-        ),
-        "naive": VerifierSpec(
-            lambda: Verifier("naive", walk(naive), (*INDEPENDENT, *DISTINCT, *GREEDY)),
-            branching=True,
-            lossless=True,
-            paper="Yang et al. 2024 (arXiv:2401.06706), MCNS",
-        ),
-        "rrs": VerifierSpec(
-            lambda: Verifier("rrs", walk(rrs), INDEPENDENT),
-            branching=True,
-            lossless=True,
-            paper="Miao et al. 2023 (arXiv:2305.09781); Yang et al. 2024 (arXiv:2401.06706)",
-        ),
-        "rrs_wor": VerifierSpec(
-            lambda: Verifier("rrs_wor", walk(rrs_wor), DISTINCT),
-            branching=True,
-            lossless=True,
-            paper="Yang et al. 2024 (arXiv:2401.06706), Algorithm 2",
-        ),
-        "kseq": VerifierSpec(
-            lambda: Verifier("kseq", walk(kseq), IID),
-            branching=True,
-            lossless=True,
-            paper="Sun et al. 2023, SpecTr (arXiv:2310.15141), Algorithm 3",
-        ),
-        "importance": VerifierSpec(
-            lambda *, solver="truncated", s=5, alphabet=None: Verifier(
-                "importance", walk(importance(solver=solver, s=s, alphabet=alphabet)), INDEPENDENT
-            ),
-            branching=True,
-            lossless=True,
-            paper="Khisti et al. 2025 (arXiv:2410.18234); Luce selection is ours",
-        ),
-        "multipath_block": VerifierSpec(
-            lambda *, solver="truncated", s=5: Verifier(
-                "multipath_block",
-                multipath_block(solver=solver, s=s),
-                ("paths, iid", "paths, independent"),
-            ),
-            branching=True,
-            lossless=True,
-            paper="ours: selection (arXiv:2410.18234) and block verification (arXiv:2403.10444)",
-        ),
-        "greedy_draft": VerifierSpec(
-            lambda: Verifier("greedy_draft", walk(greedy_draft), GREEDY),
-            branching=True,
-            lossless=True,
-            paper="Hu et al. 2025 (ICLR), greedy draft sampling",
-        ),
-        "traversal": VerifierSpec(
-            lambda: Verifier("traversal", traversal, ("chain", *INDEPENDENT, *DISTINCT)),
-            branching=True,
-            lossless=True,
-            paper="Weng et al. 2025 (arXiv:2505.12398)",
-        ),
-        "batch": VerifierSpec(
-            lambda: Verifier("batch", batch, ("paths, iid", "paths, independent")),
-            branching=True,
-            lossless=True,
-            paper="Yin et al. 2024 (arXiv:2411.00841), Algorithm 4",
-        ),
-        "biased_uno": VerifierSpec(
-            lambda *, epsilon: Verifier("biased_uno", walk(biased_uno(epsilon)), ("chain",)),
-            branching=False,
-            lossless=False,
-            paper="Yin et al. 2024 (arXiv:2411.00841), Decoding-UNO",
-        ),
-        "biased_opt": VerifierSpec(
-            lambda *, epsilon: Verifier("biased_opt", walk(biased_opt(epsilon)), ("chain",)),
-            branching=False,
-            lossless=False,
-            paper="Yin et al. 2024 (arXiv:2411.00841), Theorems 4 and 5, Decoding-OPT",
-        ),
-    }
+_SPECS = (
+    VerifierSpec(
+        "token",
+        ("chain",),
+        lossless=True,
+        paper="Leviathan et al. 2023 (arXiv:2211.17192); Chen et al. 2023 (arXiv:2302.01318)",
+    ),
+    VerifierSpec(
+        "block",
+        ("chain",),
+        lossless=True,
+        paper="Sun et al. 2025 (arXiv:2403.10444v2), Algorithm 2",
+    ),
+    VerifierSpec(
+        "greedy_block",
+        ("chain",),
+        lossless=True,
+        paper="Sun et al. 2024 (arXiv:2403.10444v1), Algorithm 3",
+        carries_residual=True,
+    ),
+    VerifierSpec(
+        "naive",
+        (*INDEPENDENT, *DISTINCT, *GREEDY),
+        lossless=True,
+        paper="Yang et al. 2024 (arXiv:2401.06706), MCNS",
+    ),
+    VerifierSpec(
+        "rrs",
+        INDEPENDENT,
+        lossless=True,
+        paper="Miao et al. 2023 (arXiv:2305.09781); Yang et al. 2024 (arXiv:2401.06706)",
+    ),
+    VerifierSpec(
+        "rrs_wor",
+        DISTINCT,
+        lossless=True,
+        paper="Yang et al. 2024 (arXiv:2401.06706), Algorithm 2",
+    ),
+    VerifierSpec(
+        "kseq",
+        IID,
+        lossless=True,
+        paper="Sun et al. 2023, SpecTr (arXiv:2310.15141), Algorithm 3",
+    ),
+    VerifierSpec(
+        "importance",
+        INDEPENDENT,
+        lossless=True,
+        paper="Khisti et al. 2025 (arXiv:2410.18234); Luce selection is ours",
+        parameters=("solver", "s", "alphabet"),
+    ),
+    VerifierSpec(
+        "multipath_block",
+        PATHS,
+        lossless=True,
+        paper="ours: selection (arXiv:2410.18234) and block verification (arXiv:2403.10444)",
+        parameters=("solver", "s"),
+    ),
+    VerifierSpec(
+        "greedy_draft",
+        GREEDY,
+        lossless=True,
+        paper="Hu et al. 2025 (ICLR), greedy draft sampling",
+    ),
+    VerifierSpec(
+        "traversal",
+        ("chain", *INDEPENDENT, *DISTINCT),
+        lossless=True,
+        paper="Weng et al. 2025 (arXiv:2505.12398)",
+    ),
+    VerifierSpec(
+        "batch",
+        PATHS,
+        lossless=True,
+        paper="Yin et al. 2024 (arXiv:2411.00841), Algorithm 4",
+    ),
+    VerifierSpec(
+        "biased_uno",
+        ("chain",),
+        lossless=False,
+        paper="Yin et al. 2024 (arXiv:2411.00841), Decoding-UNO",
+        parameters=("epsilon",),
+        required=("epsilon",),
+    ),
+    VerifierSpec(
+        "biased_opt",
+        ("chain",),
+        lossless=False,
+        paper="Yin et al. 2024 (arXiv:2411.00841), Theorems 4 and 5, Decoding-OPT",
+        parameters=("epsilon",),
+        required=("epsilon",),
+    ),
 )
+VERIFIERS: Mapping[str, VerifierSpec] = MappingProxyType({spec.name: spec for spec in _SPECS})

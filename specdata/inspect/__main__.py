@@ -9,21 +9,23 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import transformers
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from specdata.errors import ManifestError
 from specdata.hub import hub_source
 from specdata.inspect.summary import ACCEPTANCE, BINS, Spread, Summary, quantiles, summarise
 from specdata.prompts.loading import dropped
 from specdata.storage.manifest import MANIFEST
+from specdata.terminal import accept_any_text
 from specdata.vocabulary import vocabulary_fingerprint
+
+if TYPE_CHECKING:  # help is shown without transformers
+    from transformers import PreTrainedTokenizerBase
 
 POINTS = [0.05, 0.5, 0.95]
 BAR = 30
@@ -38,10 +40,10 @@ def main(
     parser.add_argument("folder", type=Path, help="output/rollouts or output/labels of a run")
     parser.add_argument("--png", type=Path, help="draw the same figures into this file")
     parser.add_argument("--samples", type=int, default=3, help="rows whose text is shown")
+    accept_any_text()
     options = parser.parse_args(arguments)
     if options.samples < 0:
         parser.error(f"--samples must be 0 or larger, got {options.samples}")
-    transformers.logging.set_verbosity_error()
     try:
         summary = summarise(options.folder, options.samples)
         # A log file has no width, and a narrower one would cut the tables.
@@ -187,10 +189,13 @@ def _tokenizer(settings: Mapping[str, Any]) -> tuple[PreTrainedTokenizerBase | N
     name = target.get("name") if isinstance(target, Mapping) else target
     if not isinstance(name, str):
         return None, "the manifest names no target"
+    import transformers
+
+    transformers.logging.set_verbosity_error()
     source, revision = hub_source(name)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            source, revision=revision, local_files_only=True
+        tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
+            source, revision=revision, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError):
         return None, f"the tokenizer of {name} is not on this machine"

@@ -6,17 +6,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from specdata.errors import ManifestError
 from specdata.storage.manifest import read_manifest, verify
-from specdata.storage.schema import ROLLOUTS
+
+if TYPE_CHECKING:  # help is shown without it
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
 BINS = 20
 ROWS_AT_ONCE = 256
@@ -136,6 +136,11 @@ def _shards(folder: Path, manifest: Mapping[str, Any]) -> list[Path]:
 
 
 def _open(path: Path) -> pq.ParquetFile:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from specdata.storage.schema import ROLLOUTS
+
     try:
         file = pq.ParquetFile(path)
     except (pa.ArrowInvalid, OSError) as error:
@@ -149,6 +154,8 @@ def _open(path: Path) -> pq.ParquetFile:
 
 
 def _batches(path: Path) -> Iterator[pa.RecordBatch]:
+    from specdata.storage.schema import ROLLOUTS
+
     file = _open(path)
     there = [name for name in ACCEPTANCE if name in file.schema_arrow.names]
     yield from file.iter_batches(batch_size=ROWS_AT_ONCE, columns=[*ROLLOUTS.names, *there])
@@ -156,6 +163,8 @@ def _batches(path: Path) -> Iterator[pa.RecordBatch]:
 
 def _add(summary: Summary, batch: pa.RecordBatch, wanted: set[int], start: int) -> None:
     """Count a batch whose first row has the number `start`."""
+    import pyarrow.compute as pc
+
     prompts, lengths = (
         pc.list_value_length(batch[name]).to_numpy() for name in ("prompt_ids", "completion_ids")
     )

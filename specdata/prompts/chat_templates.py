@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from specdata.errors import ConfigError
+from specdata.prompts.bounds import CHARACTERS, bounded_rendering, check_operators
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +36,8 @@ def chat_ids(
         reply: end with what opens the assistant's answer (the generation prompt).
 
     Raises:
-        ConfigError: if the tokenizer has no chat template.
+        ConfigError: if the tokenizer has no chat template, or rendering it takes too much time,
+            memory or text (see `bounded_rendering`).
         TemplateRefusedError: if the template does not take these messages.
     """
     if not tokenizer.chat_template:
@@ -44,18 +46,32 @@ def chat_ids(
             "which conversations need: save one with it (chat_template.jinja in its folder), take "
             "a target that was tuned to chat, or use prompts that are plain text"
         )
-    from jinja2 import TemplateError
-
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=reply
-        )
-    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        with bounded_rendering():
+            for template in _texts(tokenizer.chat_template):
+                check_operators(template)
+            text = tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=reply
+            )
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a program of somebody else's may raise
         raise TemplateRefusedError(
             f"the chat template refuses a conversation of roles "
             f"{', '.join(message['role'] for message in messages)}: {error}"
         ) from error
+    if len(text) > CHARACTERS:
+        raise ConfigError(
+            f"the chat template makes {len(text)} characters of a conversation of "
+            f"{sum(len(message['content']) for message in messages)}, more than {CHARACTERS}: mend "
+            "it, or take another target"
+        )
     return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def _texts(templates: str | Mapping[str, str]) -> list[str]:
+    """The templates of a tokenizer, which has one or several by name."""
+    return [templates] if isinstance(templates, str) else list(templates.values())
 
 
 def user_turns(messages: Sequence[Message], which: str) -> list[tuple[Message, ...]]:

@@ -12,7 +12,15 @@ from specdata.errors import ConfigError
 from specdata.prompts.catalogue import CATALOGUE
 from specdata.prompts.chat_templates import Message, TemplateRefusedError, chat_ids
 from specdata.prompts.config import PromptSet
-from specdata.prompts.reading import RawPrompt, check_names, raw_prompts, short_name, source_of
+from specdata.prompts.reading import (
+    RawPrompt,
+    check_names,
+    check_split,
+    is_remote,
+    raw_prompts,
+    short_name,
+    source_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,10 +111,22 @@ def load_prompts(
     return LoadedPrompts(list(seen.values()), report)
 
 
-def check_sets(sets: Sequence[PromptSet], seed: int) -> None:
-    """Find before any model is loaded what `load_prompts` would refuse. Raises ConfigError."""
+def check_sets(sets: Sequence[PromptSet], seed: int, *, here_alone: bool = False) -> None:
+    """Find before any model is loaded what `load_prompts` would refuse.
+
+    Args:
+        sets: what would be read.
+        seed: as in `load_prompts`.
+        here_alone: of sets that are not on this machine, check names and splits only.
+
+    Raises:
+        ConfigError: as `load_prompts`.
+    """
     check_names(sets)
     for wanted in sets:
+        check_split(wanted)
+        if here_alone and is_remote(wanted):
+            continue
         account = _new_account(wanted)
         account["read"] = account["kept"] = sum(
             1 for _ in raw_prompts(wanted, seed, has_template=True)

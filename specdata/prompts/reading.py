@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import errno
 import hashlib
 import json
 import re
@@ -21,7 +20,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, TypeVar
 
-from specdata.errors import ConfigError
+from specdata.errors import ConfigError, full_disk
 from specdata.hub import hub_source
 from specdata.prompts.catalogue import CATALOGUE, EMBEDDED, CataloguedSet, Form, Part
 from specdata.prompts.chat_templates import Message, user_turns
@@ -32,6 +31,9 @@ from specdata.toy.corpus import prompts as embedded_prompts
 
 T = TypeVar("T")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+# File systems take 255 bytes; records of an evaluation add an id, an end and a temporary name's.
+_LONGEST_NAME = 200
 
 PromptRow = Mapping[str, Any] | None  # None: a row whose text cannot be decoded
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -80,11 +82,42 @@ def check_names(sets: Sequence[PromptSet]) -> None:
     for wanted in sets:
         if not wanted.name or "\0" in wanted.name:
             raise ConfigError(f"a prompt set must have a name, got {wanted.name!r}")
+        if len(short_name(wanted.name).encode()) > _LONGEST_NAME:
+            raise ConfigError(
+                f"a prompt set's name, which is part of the names of files, must have at most "
+                f"{_LONGEST_NAME} bytes, got {len(short_name(wanted.name).encode())} "
+                f"({short_name(wanted.name)[:40]!r}...): rename the file"
+            )
         if wanted.source and wanted.name not in CATALOGUE:
             raise ConfigError(
                 f"prompt set {wanted.name!r}: `source` is where a catalogued set is read from "
                 f"({', '.join(CATALOGUE)}); any other is read from its `name`"
             )
+
+
+def check_split(wanted: PromptSet) -> None:
+    """Raise ConfigError for a split that a catalogued set does not have, or an unknown set."""
+    catalogued = CATALOGUE.get(wanted.name)
+    if catalogued and wanted.split not in catalogued.splits:
+        raise ConfigError(
+            f"prompt set {wanted.name!r} has no split {wanted.split!r}; choose from "
+            f"{', '.join(catalogued.splits)}"
+        )
+    if not (catalogued or wanted.name in EMBEDDED or _has_source(wanted.name)):
+        raise ConfigError(_unknown(wanted.name))
+
+
+def is_remote(wanted: PromptSet) -> bool:
+    """Whether a set is read from the Hub."""
+    source = source_of(wanted)
+    return source is not None and not (is_file(source) or Path(source).is_dir())
+
+
+def _has_source(name: str) -> bool:
+    """Whether a name that is not in the catalogue can be a file, a folder or a Hub id."""
+    path = Path(name)
+    on_hub = _HUB_ID.fullmatch(name) and not path.exists()
+    return bool(is_file(name) or path.is_dir() or on_hub)
 
 
 def is_file(name: str) -> bool:
@@ -141,8 +174,7 @@ def read_rows(wanted: PromptSet, seed: int) -> Iterator[PromptRow]:
     path = Path(wanted.name)
     if path.suffix == ".jsonl":
         return json_lines(path)
-    on_hub = _HUB_ID.fullmatch(wanted.name) and not path.exists()
-    if not (is_file(wanted.name) or path.is_dir() or on_hub):
+    if not _has_source(wanted.name):
         raise ConfigError(_unknown(wanted.name))
     split = wanted.source_split or wanted.split
     data = load_rows(wanted.name, wanted.name, split, subset=wanted.subset)
@@ -155,6 +187,8 @@ def json_lines(path: Path) -> Iterator[PromptRow]:
     Raises:
         ConfigError: if the file cannot be read or a line is no JSON object.
     """
+    if path.exists() and not path.is_file():  # a pipe would be waited for without end
+        raise ConfigError(f"prompt file {path} must be a file, no folder, pipe or device")
     try:
         with path.open("rb") as lines:  # split at \n alone, which JSON never holds inside a string
             for number, line in enumerate(lines, start=1):
@@ -286,11 +320,7 @@ def parse_template(template: str) -> tuple[tuple[str, str | None], ...]:
 
 
 def _catalogued(wanted: PromptSet, catalogued: CataloguedSet, seed: int) -> Iterator[PromptRow]:
-    if wanted.split not in catalogued.splits:
-        raise ConfigError(
-            f"prompt set {wanted.name!r} has no split {wanted.split!r}; choose from "
-            f"{', '.join(catalogued.splits)}"
-        )
+    check_split(wanted)
     part, source = catalogued.splits[wanted.split], wanted.source or catalogued.hub
     files = None if wanted.source or wanted.subset else catalogued.files
     subset = wanted.subset or (None if files else catalogued.subset)
@@ -351,9 +381,8 @@ def _or_refuse(name: str, source: str, load: Callable[[], T]) -> T:
     try:
         return load()
     except Exception as error:
-        for cause in (error, error.__cause__):
-            if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
-                raise cause from error
+        if full := full_disk(error):
+            raise full from error
         raise ConfigError(_cannot_load(name, source, error)) from error
 
 

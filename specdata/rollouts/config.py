@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from specdata.config import Config
+from specdata.config import MOST_TOKENS, Config
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig
@@ -17,8 +18,7 @@ class VllmConfig(Config):
 
     url: str = Field(
         default="http://localhost:8000",
-        pattern="^https?://",
-        description="address of the server, such as http://localhost:8000",
+        description="address of the server, such as http://localhost:8000, without a password",
     )
     model: str | None = Field(
         default=None, description="name it is served under (default: models.target)"
@@ -27,15 +27,33 @@ class VllmConfig(Config):
     timeout: float = Field(default=600.0, gt=0, description="seconds that one request may take")
     retries: int = Field(default=6, ge=1, description="tries of a request, 1, 2, 4 ... s apart")
     key_variable: str | None = Field(
-        default=None, description="environment variable that holds the server's API key"
+        default=None,
+        description="environment variable that holds the server's API key (or all that its "
+        "Authorization header must say, such as `Basic ...`)",
     )
+
+    @field_validator("url")
+    @classmethod
+    def _is_public(cls, url: str) -> str:
+        """Refuse an address that may hold a secret, without repeating it: run.json stores it."""
+        if re.search(r"[@?#\s]", url):
+            raise ValueError(
+                "must be an address alone, such as http://localhost:8000: it is stored and shown, "
+                "so it must hold no name, password or query (no @, ?, # or space). Put the key "
+                "into an environment variable and name that in rollouts.vllm.key_variable"
+            )
+        if not re.match(r"https?://[^/]", url):
+            raise ValueError(f"must begin with http:// or https:// (got {url!r})")
+        return url
 
 
 class RolloutConfig(Config):
     """Which prompts are completed, how far, and by what."""
 
     sets: list[PromptSet] = Field(description="prompt sets to complete")
-    max_new_tokens: int = Field(default=128, ge=1, description="longest completion, in tokens")
+    max_new_tokens: int = Field(
+        default=128, ge=1, le=MOST_TOKENS, description="longest completion, in tokens"
+    )
     samples: int = Field(default=1, ge=1, description="completions of each prompt")
     shard_size: int = Field(
         default=64, ge=1, description="prompts of one shard, which is made or lost as a whole"

@@ -77,12 +77,14 @@ class VllmBackend:
             "return_token_ids": True,
         }
         headers = {}
+        self._secret = ""
         if config.key_variable:
             if not (key := os.environ.get(config.key_variable)):
                 raise ConfigError(
                     f"rollouts.vllm.key_variable names {config.key_variable}, which is not set"
                 )
-            headers["Authorization"] = f"Bearer {key}"
+            headers["Authorization"] = key if " " in key else f"Bearer {key}"
+            self._secret = key
         self._client = httpx2.Client(
             base_url=config.url.rstrip("/").removesuffix("/v1"),
             headers=headers,
@@ -191,7 +193,7 @@ class VllmBackend:
                 continue
             if response.status_code not in PASSING:
                 return self._read(response)
-            trouble = f"status {response.status_code}: {response.text[:200]}"
+            trouble = f"status {response.status_code}: {self._shown(response)[:200]}"
         raise ConnectionError(
             f"the vLLM server at {self.config.url} did not answer {path} in "
             f"{self.config.retries} tries ({trouble})"
@@ -201,12 +203,17 @@ class VllmBackend:
         if response.status_code != httpx2.codes.OK:
             raise ConfigError(
                 f"the server at {response.url} refuses (status {response.status_code}): "
-                f"{response.text[:500]}"
+                f"{self._shown(response)[:500]}"
             )
         try:
             answer: dict[str, Any] = response.json()
         except ValueError as error:
             raise ConfigError(
-                f"{response.url} does not speak the OpenAI API: it answers {response.text[:80]!r}"
+                f"{response.url} does not speak the OpenAI API: it answers "
+                f"{self._shown(response)[:80]!r}"
             ) from error
         return answer
+
+    def _shown(self, response: httpx2.Response) -> str:
+        """What a server said, without the key: some proxies repeat the request that they refuse."""
+        return response.text.replace(self._secret, "***") if self._secret else response.text

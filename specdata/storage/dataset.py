@@ -27,6 +27,7 @@ from specdata.errors import ConfigError, ManifestError
 from specdata.processes import is_main
 from specdata.storage.files import atomic_write, locked, try_locked, write_json
 from specdata.storage.manifest import (
+    CACHE,
     MANIFEST,
     PROGRESS,
     count,
@@ -196,7 +197,7 @@ def load_stored(folder: Path) -> datasets.Dataset:
     Raises:
         ManifestError: if it is missing, unfinished, of another schema version, or damaged.
     """
-    cache = folder / ".cache"
+    cache = folder / CACHE
     files = _finished_files(folder)
     if not files:
         return datasets.Dataset.from_dict({})

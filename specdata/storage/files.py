@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -55,13 +56,20 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        for file in (temporary, *temporary.rglob("*")):
-            handle = os.open(file, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
+        sync_folder(temporary)
         temporary.replace(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have a folder, all that is in it and its own entry on the disk when this returns."""
+    for path in (*folder.rglob("*"), folder, folder.parent):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 @contextmanager
@@ -96,6 +104,25 @@ def try_locked(path: Path) -> Iterator[bool]:
     finally:
         if is_held:
             lock.release()
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds a lock file (see `locked`).
+
+    Any number of processes may ask at once without one taking another's look for the lock. A
+    process that tries to take it without waiting can fail meanwhile, so it should try again.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)  # and so give it back
+    return False
 
 
 def _lock(path: Path) -> UnixFileLock:

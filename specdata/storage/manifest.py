@@ -14,6 +14,8 @@ from specdata.storage.files import sha256
 MANIFEST = "manifest.json"
 # The folder, beside it, of what is known of the shards while a dataset is being made.
 PROGRESS = ".progress"
+# The folder, beside it, of the copy that is mapped into memory.
+CACHE = ".cache"
 SCHEMA_VERSION = 2
 
 

@@ -47,8 +47,9 @@ class Settings:
         defaults: what an absent key counts as, by dotted key; see `defaults_of`.
         remedy: what a user can do if an artefact was made with other settings: an imperative
             without a full stop.
-        rewrite: turns stored values of earlier versions into what would be stored today, where
-            keys were renamed or moved; defaults alone cannot tell that.
+        rewrite: turns values, stored ones and those asked for, into what is compared of them: keys
+            that were renamed or moved as they would be stored today, which defaults alone cannot
+            tell, and nothing that may differ, such as where a model is.
     """
 
     values: Mapping[str, Any]
@@ -80,7 +81,7 @@ class Settings:
                 f"{artefact} was not written by this program (its settings are no mapping): "
                 f"{self.remedy}"
             )
-        if changed := differences(self.rewrite(stored), self.values, self.defaults):
+        if changed := differences(self.rewrite(stored), self.rewrite(self.values), self.defaults):
             raise OtherSettingsError(
                 f"{artefact} was made with other settings: {self.remedy}. Stored -> asked:\n  "
                 + "\n  ".join(changed)

@@ -59,6 +59,9 @@ TRAINING_MODULES = (
     "unittest/case.py",
 )
 
+MOST = {"train": 50_000, "dev": 6_250, "test": 6_250}
+"""Prompts of each split that a family is read for; writing more takes minutes of one processor."""
+
 
 def examples(family: str, count: int, *, seed: int) -> list[Example]:
     """Return the first `count` examples of a family, each with another prompt.
@@ -78,8 +81,13 @@ def prompts(family: str, split: str, count: int, *, seed: int) -> list[str]:
     """Return `count` distinct prompts of one split; no prompt belongs to two splits, for any seed.
 
     Raises:
-        ValueError: if the family or the split is unknown, or has fewer distinct prompts.
+        ValueError: if the family or the split is unknown, or has fewer prompts.
     """
+    if split in MOST and count > MOST[split]:
+        raise ValueError(
+            f"the {split} split of {family!r} has {MOST[split]} prompts, {count} were asked for: "
+            "lower `count`"
+        )
     chosen = _take(_split(family, split, seed), count, f"the {split} split of {family!r}")
     return [example.prompt for example in chosen]
 

@@ -1,0 +1,95 @@
+"""Whether the rows of results.json are those that were measured: what an edited file shows first.
+
+Metrics are derived again from the counts (`eval.measuring.results.check_metrics`). Here names and
+settings of the rows are compared with the registry of verifiers and, where the records of the
+prompts lie beside the file, with the methods that those were measured with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from eval.measuring.methods import MethodConfig, rewritten
+from eval.verifiers import VERIFIERS
+from specdata.errors import ManifestError
+from specdata.storage.resume import read_record
+
+if TYPE_CHECKING:
+    from eval.measuring.results import Results, Run
+
+COLUMNS = ("verifier", "stop", "length", "threshold")
+
+
+def check_rows(results: Results, path: Path) -> None:
+    """Refuse rows whose names or settings were changed after they were measured.
+
+    Args:
+        results: as they were read.
+        path: the file; records of prompts are looked for beside it.
+
+    Raises:
+        ManifestError: naming the first row that differs, and what to do.
+    """
+    for run in results.runs:
+        expected = run.verifier is None or (
+            VERIFIERS[run.verifier].lossless if run.verifier in VERIFIERS else run.lossless
+        )
+        if run.lossless != expected:
+            _refuse(path, run, f"lossless is {run.lossless}, and for its verifier it is {expected}")
+    measured = _measured_methods(path.parent / "prompts")
+    if not measured:
+        return
+    for dataset in results.datasets():
+        names = [run.method for run in results.of(dataset)]
+        if sorted(names) != sorted(measured):
+            changed = ", ".join(repr(name) for name in sorted({*names} ^ {*measured}))
+            raise ManifestError(
+                f"{path} was changed: the methods of {dataset} are not those in the records of its "
+                f"prompts, they differ in {changed or 'how often one is named'}; {_remedy(path)}"
+            )
+    for run in results.runs:
+        if method := _method(measured[run.method]):
+            for name, value in zip(COLUMNS, _columns(method), strict=True):
+                if getattr(run, name) != value:
+                    _refuse(path, run, f"{name} is {getattr(run, name)!r}, measured was {value!r}")
+
+
+def _columns(method: MethodConfig) -> tuple[Any, ...]:
+    """The values of `COLUMNS` for a method."""
+    drafts = method.decoder != "plain"
+    return (
+        method.verifier if method.decoder == "speculative" else None,
+        method.stop.name if drafts else None,
+        method.deepest if drafts else None,
+        method.stop.reported().get("threshold"),
+    )
+
+
+def _measured_methods(folder: Path) -> Mapping[str, Any]:
+    """Name -> settings of the methods in the records of prompts; empty if there are none."""
+    record = next(iter(sorted(folder.glob("*.json"))), None)
+    if record is None:
+        return {}
+    settings = read_record(record, ("settings",), "remove it, and run the evaluation again")
+    methods = rewritten(settings["settings"]).get("methods")
+    return methods if isinstance(methods, Mapping) else {}
+
+
+def _method(settings: Any) -> MethodConfig | None:
+    """A method as it is read today; None if it cannot be."""
+    try:
+        return MethodConfig.model_validate(settings)
+    except (ValidationError, ValueError):
+        return None
+
+
+def _refuse(path: Path, run: Run, what: str) -> None:
+    raise ManifestError(f"{path} was changed: {run.dataset}, {run.method}: {what}; {_remedy(path)}")
+
+
+def _remedy(path: Path) -> str:
+    return f"remove {path} and run the evaluation again, which makes it of the prompts' records"

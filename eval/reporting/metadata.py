@@ -1,0 +1,137 @@
+"""The front matter of a model card: what the Hub reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from eval.measuring.results import Run
+from specdata.errors import ConfigError
+from specdata.hub import hub_source
+
+_HUB_ID = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*")
+# ISO 639 codes, and the Hub's own two words.
+_LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
+# The Hub's identifiers, such as apache-2.0; "other" needs a name and a link that we do not know.
+_LICENSE = re.compile(r"(?!other$)[a-z0-9][a-z0-9.+-]*")
+_TAGS = ("speculative-decoding", "assisted-generation")
+_METRICS = {
+    "block_efficiency": "tokens a target forward",
+    "acceptance_rate": "acceptance rate",
+    "speedup": "speed-up over the target alone",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a card says beside the measurements.
+
+    Args:
+        base_model: what it was made from: the draft before training, or the draft that a head
+            reads. Like the target, it is left out of the metadata if it is no Hub id.
+        license: Hub name of the license; left out if not given.
+        language: codes of the languages of the training prompts; left out if not given.
+        datasets: data sets that it was trained on; those that are no Hub id are left out.
+        measures: figures of the training stage, such as a head's calibration error.
+    """
+
+    base_model: str | None = None
+    license: str | None = None
+    language: Sequence[str] = ()
+    datasets: Sequence[str] = ()
+    measures: Mapping[str, float | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.license is not None and not _LICENSE.fullmatch(self.license):
+            raise ConfigError(
+                "a license is given by its Hub identifier, such as apache-2.0, mit or llama3.1, "
+                f"got {self.license!r}"
+            )
+        if wrong := [code for code in self.language if not _LANGUAGE.fullmatch(code)]:
+            raise ConfigError(
+                "a language is given by its ISO 639 code, such as en or de, or as code or "
+                f"multilingual, got {wrong[0]!r}"
+            )
+
+
+def check_repository(push_to: str | None) -> None:
+    """Raise ConfigError unless this is a Hub id or None."""
+    if push_to is not None and not _HUB_ID.fullmatch(push_to):
+        raise ConfigError(f"a repository is named OWNER/NAME on the Hub, got {push_to!r}")
+
+
+def hub_id(name: str | None) -> str | None:
+    """The Hub id in a name, without its revision; None for a folder, a file or a URL."""
+    if name is None or Path(name).exists():
+        return None
+    source, _ = hub_source(name)
+    return source if _HUB_ID.fullmatch(source) else None
+
+
+def metadata(
+    about: About,
+    *,
+    name: str,
+    target: str,
+    library: str,
+    tag: str,
+    relation: str,
+    measured: Sequence[Run],
+) -> ModelCardData:
+    """The front matter of a card.
+
+    Args:
+        about: licence, languages, data sets, what it was made from.
+        name: of the artefact.
+        target: the target, as the results name it.
+        library: that loads it.
+        tag: what it is.
+        relation: of the artefact to the draft that it was made from.
+        measured: the runs of one method, one a prompt set, whose metrics are given.
+    """
+    bases = [base for base in (hub_id(about.base_model), hub_id(target)) if base]
+    # A relation is that to the draft; the target is a base model only as what it is made for.
+    more: dict[str, Any] = {"base_model_relation": relation} if hub_id(about.base_model) else {}
+    sets = list(dict.fromkeys(filter(None, map(hub_id, about.datasets))))
+    return ModelCardData(
+        base_model=bases[0] if len(bases) == 1 else bases or None,
+        datasets=sets or None,
+        language=list(about.language) or None,
+        library_name=library,
+        pipeline_tag="text-generation",
+        license=about.license,
+        tags=[*_TAGS, tag],
+        model_name=name,
+        eval_results=_eval_results(measured),
+        **more,
+    )
+
+
+def left_out(about: About, target: str) -> list[str]:
+    """Which base models and data sets the metadata does not name, because they are no Hub ids."""
+    bases = [name for name in (about.base_model, target) if name and hub_id(name) is None]
+    sets = [name for name in about.datasets if hub_id(name) is None]
+    return list(dict.fromkeys([*bases, *sets]))
+
+
+def _eval_results(measured: Sequence[Run]) -> list[EvalResult]:
+    """The metrics of each prompt set, with the method that they are of."""
+    return [
+        EvalResult(
+            task_type="text-generation",
+            task_name="speculative decoding",
+            dataset_type=run.dataset,
+            dataset_name=run.dataset,
+            metric_type=metric,
+            metric_name=f"{meaning} ({run.method})",
+            metric_value=round(getattr(run, metric), 4),
+        )
+        for run in measured
+        for metric, meaning in _METRICS.items()
+        if getattr(run, metric) is not None
+    ]

@@ -1,0 +1,152 @@
+"""What engines need to know of a draft: their command lines, and acceptance by position.
+
+Options are those of vLLM 0.28 to main of September 2026 (`vllm/config/speculative.py`), SGLang main
+of the same time (`srt/arg_groups`) and llama.cpp b10195 to b11160 (`llama-server --help`);
+`tests/test_serving.py` lists them.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import numpy as np
+from scipy.optimize import isotonic_regression
+
+from eval.measuring.results import Results, Run
+from eval.reporting.lengths import MeasuredLength
+
+DEFAULT_LENGTHS = {
+    "vLLM": (5, "the number in vLLM's own example"),
+    "SGLang": (3, "SGLang's default"),
+    "llama.cpp": (3, "llama.cpp's default"),
+}
+"""Engine -> the draft length that its lines name where none was measured, and whose it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServingLines:
+    """Command lines for a draft and its target.
+
+    Args:
+        vllm: greedy drafts, vLLM's default.
+        vllm_block: sampled drafts and block verification, on as many GPUs as both can be split
+            over.
+        gpus: how many those are: the largest number that divides the attention heads of both.
+        sglang: a chain of drafted tokens.
+        llama: from files that were converted to GGUF.
+        notes: engine -> what must be said of the draft length in its lines; "" if it was measured.
+    """
+
+    vllm: str
+    vllm_block: str
+    gpus: int
+    sglang: str
+    llama: str
+    notes: Mapping[str, str]
+
+
+def serving_lines(
+    draft: str,
+    target: str,
+    heads: tuple[int, int],
+    measured: Mapping[str, MeasuredLength | None],
+) -> ServingLines:
+    """The lines for a pair.
+
+    Args:
+        draft: Hub id or folder.
+        target: Hub id or folder.
+        heads: attention heads of draft and target.
+        measured: the best measured length of each engine; an engine's default stands in for None.
+    """
+    lengths, notes = {}, {}
+    for engine, (default, whose) in DEFAULT_LENGTHS.items():
+        found = measured[engine]
+        lengths[engine] = found.length if found else default
+        note = f" (its draft length was not measured: {default} is {whose})"
+        notes[engine] = "" if found else note
+    gpus = gcd(*heads)
+    speculative = {
+        "method": "draft_model",
+        "model": draft,
+        "num_speculative_tokens": lengths["vLLM"],
+    }
+    block = speculative | {
+        "draft_tensor_parallel_size": gpus,
+        "draft_sample_method": "probabilistic",
+        "rejection_sample_method": "block",
+    }
+    serve, at = f"vllm serve {shlex.quote(target)}", "--speculative-config"
+    k = lengths["SGLang"]
+    sglang = [
+        f"sglang serve --model-path {shlex.quote(target)}",
+        f"  --speculative-algorithm STANDALONE --speculative-draft-model-path {shlex.quote(draft)}",
+        f"  --speculative-num-steps {k} --speculative-eagle-topk 1",
+        f"  --speculative-num-draft-tokens {k + 1}",
+    ]
+    llama = [
+        "llama-server --model target.gguf --spec-draft-model draft.gguf",
+        f"  --spec-type draft-simple --spec-draft-n-max {lengths['llama.cpp']}",
+    ]
+    return ServingLines(
+        f"{serve} {at} {_json(speculative)}",
+        f"{serve} --tensor-parallel-size {gpus} {at} {_json(block)}",
+        gpus,
+        " \\\n".join(sglang),
+        " \\\n".join(llama),
+        notes,
+    )
+
+
+def synthetic_acceptance(draft: str, runs: Mapping[str, Run]) -> dict[str, dict[str, Any]]:
+    """For each prompt set a speculative configuration of vLLM that simulates its acceptance.
+
+    vLLM refuses `synthetic_acceptance_rates` that increase with the position. Measured shares do
+    now and then, because rounds near the end of a text draft fewer tokens: each share is counted
+    over the rounds that drafted so deep. So they are replaced by the nearest sequence that does
+    not increase, in least squares weighted by those rounds (pool adjacent violators).
+
+    Args:
+        draft: Hub id or folder.
+        runs: prompt set -> a chain of fixed length.
+    """
+    return {
+        dataset: {
+            "method": "draft_model",
+            "model": draft,
+            "num_speculative_tokens": len(run.acceptance_by_position),
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": non_increasing(run),
+        }
+        for dataset, run in runs.items()
+    }
+
+
+def non_increasing(run: Run) -> list[float]:
+    """Acceptance by position, made non-increasing; see `synthetic_acceptance`."""
+    rounds = np.zeros(len(run.acceptance_by_position))
+    for record in run.generations:
+        rounds[: len(record.drafted_by_position)] += record.drafted_by_position
+    fitted = isotonic_regression(run.acceptance_by_position, weights=rounds, increasing=False)
+    rates: list[float] = fitted.x.clip(0.0, 1.0).tolist()
+    return rates
+
+
+def acceptance_positions(results: Results) -> dict[str, Run]:
+    """For each data set its longest fixed chain: the acceptance vector that simulators ask for."""
+    positions = {}
+    for dataset in results.datasets():
+        chains = [r for r in results.of(dataset) if r.drafter == "chain" and r.fixed_length]
+        chains = [r for r in chains if r.verifier == "token"] or chains
+        if chains:
+            positions[dataset] = max(chains, key=lambda run: len(run.acceptance_by_position))
+    return positions
+
+
+def _json(settings: Mapping[str, Any]) -> str:
+    return shlex.quote(json.dumps(settings))

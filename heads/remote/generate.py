@@ -1,0 +1,399 @@
+"""Speculative decoding with block verification, for transformers' `generate`.
+
+    output = target.generate(
+        **inputs, assistant_model=draft, custom_generate=FOLDER, trust_remote_code=True,
+        do_sample=True, max_new_tokens=128,
+        acceptance_head=head, threshold=0.7,  # or without them: a fixed number of tokens a round
+    )
+
+FOLDER is the repository of this file or a copy of it. Each round the draft proposes tokens, the
+target scores them in one forward, and block verification decides how many stay. The output has the
+distribution of the target alone under the same temperature, top_k, top_p and min_p. The file needs
+torch and transformers only. p is always the target's distribution, q the draft's; V is the size of
+the target's vocabulary, L the length of a draft.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+# They change each row of logits by itself, so all rows of a draft can be changed at once.
+WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+# Arguments that would need more than is here.
+UNSUPPORTED = ("inputs_embeds", "past_key_values", "position_ids", "stop_strings")
+# What `generate` adds to the arguments of the model's forward by itself.
+PREPARED = {
+    "attention_mask",
+    "cache_position",
+    "logits_to_keep",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
+}
+# Layers that keep keys and values of every token, or could.
+ATTENTION = {"full_attention", "sliding_attention"}
+# A residual with less mass than this can only be reached through rounding; p itself is used then.
+NEGLIGIBLE_MASS = 1e-15
+BELOW_ONE = 1 - 1e-15
+
+
+@torch.no_grad()
+def generate(
+    inputs: Tensor | None = None,
+    *,
+    model: Any,
+    acceptance_head: Any = None,
+    threshold: float = 0.7,
+    num_assistant_tokens: int | None = None,
+    generator: torch.Generator | None = None,
+    streamer: Any = None,
+    **arguments: Any,
+) -> Any:
+    """Continue one prompt: what `target.generate(custom_generate=FOLDER, ...)` calls.
+
+    Args:
+        inputs: (1, T) token ids, if they are not given as `input_ids`.
+        model: the target; transformers passes it.
+        acceptance_head: gives logits (...) of acceptance from the draft's last hidden state
+            (..., H): `AutoModel.from_pretrained(HEAD, trust_remote_code=True)`. None drafts a fixed
+            number of tokens.
+        threshold: a draft ends once the head gives a rejection in it more probability; in [0, 1].
+        num_assistant_tokens: most tokens drafted in a round. By default 20 with a head, otherwise
+            what the draft's generation configuration says, or 20.
+        generator: source of all random numbers; None is torch's default one.
+        streamer: is given the prompt, then the tokens of each round.
+        **arguments: `assistant_model`, the draft, which shares the target's tokenizer; and what
+            `generate` takes otherwise.
+
+    Returns:
+        (1, T + n) token ids, the prompt included.
+
+    Raises:
+        ValueError: for what is not supported.
+    """
+    if "assistant_model" not in arguments:
+        # A draft that was loaded with trust_remote_code=True has this function as its `generate`,
+        # and assisted generation calls it: it does then what it would have done.
+        return type(model).generate(model, inputs, streamer=streamer, **arguments)
+    draft = arguments.pop("assistant_model")
+    if draft is None:
+        raise ValueError("assistant_model must be the draft model, got None")
+    longest = num_assistant_tokens
+    if longest is None:
+        own = None if acceptance_head is not None else draft.generation_config.num_assistant_tokens
+        longest = own or 20
+    _check_arguments(arguments, threshold, longest)
+
+    # The usual `generate` prepares everything, then calls this in place of its own loop.
+    def loop(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **prepared: Any,
+    ) -> Tensor:
+        _check_prepared(input_ids, logits_processor, generation_config, prepared)
+        _check_models(model, draft)
+        max_length, end = generation_config.max_length, generation_config.eos_token_id
+        _check_rope(model.config.get_text_config(), max_length)
+        vocabulary = model.config.get_text_config().vocab_size
+        decoder = _Decoder(
+            _CachedModel(model, vocabulary),
+            _CachedModel(draft, vocabulary, with_state=acceptance_head is not None),
+            _distributions(logits_processor, generation_config.do_sample),
+            None if acceptance_head is None else acceptance_head.to(draft.device),
+            threshold,
+            longest,
+            frozenset(end if isinstance(end, list) else [end]),
+            generator,
+        )
+        return _decode(decoder, input_ids, max_length, stopping_criteria, streamer)
+
+    return type(model).generate(model, inputs, custom_generate=loop, **arguments)
+
+
+def _decode(
+    decoder: _Decoder, input_ids: Tensor, max_length: int, stopping_criteria: Any, streamer: Any
+) -> Tensor:
+    """Run rounds until a criterion ends the text, within a round if need be."""
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    ended = False
+    while not ended:
+        emitted: list[int] = []
+        for token in decoder.round(input_ids[0].tolist(), max_length):
+            emitted.append(token)
+            input_ids = torch.cat([input_ids, input_ids.new_tensor([[token]])], dim=1)
+            ended = bool(stopping_criteria(input_ids, None).all())
+            if ended:
+                break
+        if streamer is not None:
+            streamer.put(torch.tensor(emitted))
+    if streamer is not None:
+        streamer.end()
+    return input_ids
+
+
+@dataclass
+class _Decoder:
+    """What decodes one sequence.
+
+    Attributes:
+        target: the target.
+        draft: the draft.
+        distributions: logits (..., V) -> probabilities (..., V), the same for p and q.
+        head: the acceptance head, if any.
+        threshold: of the head's stopping rule.
+        longest: most tokens of a draft.
+        ends: token ids after which nothing is drafted.
+        generator: source of random numbers.
+    """
+
+    target: _CachedModel
+    draft: _CachedModel
+    distributions: Callable[[Tensor], Tensor]
+    head: Any
+    threshold: float
+    longest: int
+    ends: frozenset[int]
+    generator: torch.Generator | None
+
+    def round(self, committed: list[int], max_length: int) -> list[int]:
+        """Draft, score and verify: the accepted tokens and one more."""
+        # The verification adds one token; the draft need not read its own last one.
+        room = min(max_length - 1, self.draft.positions + 1) - len(committed)
+        tokens, q = self.propose(committed, min(room, self.longest))
+        logits = self.target.read(committed[self.target.length :] + tokens, len(tokens) + 1)
+        p = self.distributions(logits)
+        accepted, token = verify(tokens, [row.to(p.device) for row in q], p, self.generator)
+        self.target.crop(len(committed) + accepted)
+        self.draft.crop(len(committed) + accepted)
+        return [*tokens[:accepted], token]
+
+    def propose(self, committed: list[int], room: int) -> tuple[list[int], list[Tensor]]:
+        """Draft at most `room` tokens: L tokens, and the L distributions (V,) they come from.
+
+        With a head (SpecDec++, Huang et al., arXiv:2405.19715, section 4.2) the draft ends once
+        1 - prod_i sigmoid(f(e_i)) > threshold. e_i is the draft's state after token i; it exists
+        when token i + 1 is drawn, which is kept, because dropping it would bias the output.
+        """
+        tokens: list[int] = []
+        q: list[Tensor] = []
+        unread, survival = committed[self.draft.length :], 1.0
+        while len(tokens) < room:
+            q.append(self.distributions(self.draft.read(unread, 1))[0])
+            if self.head is not None and tokens:
+                survival *= float(torch.sigmoid(self.head(self.draft.state)))
+            tokens.append(draw(q[-1], self.generator))
+            if tokens[-1] in self.ends or 1.0 - survival > self.threshold:
+                break
+            unread = tokens[-1:]
+        return tokens, q
+
+
+class _CachedModel:
+    """A model and its cache of one sequence, from which rejected tokens can be removed.
+
+    Args:
+        model: a causal language model.
+        vocabulary: V.
+        with_state: keep `state`.
+
+    Attributes:
+        length: tokens in the cache.
+        positions: most tokens that the model can read.
+        state: (H,) what the output embedding read at the last token.
+    """
+
+    def __init__(self, model: Any, vocabulary: int, *, with_state: bool = False) -> None:
+        self.model, self.vocabulary, self.with_state = model, vocabulary, with_state
+        config = model.config.get_text_config()
+        self.own_vocabulary = config.vocab_size
+        self.positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
+        self.takes_count = "logits_to_keep" in inspect.signature(model.forward).parameters
+        # Made without a configuration, it forgets nothing that leaves an attention window.
+        self.cache = DynamicCache()
+        self.length, self.state = 0, torch.zeros(0)
+
+    def read(self, tokens: list[int], count: int) -> Tensor:
+        """Append tokens: the logits (count, V) after the last `count` of them."""
+        # An id that only the target has is replaced: a worse guess, never another distribution.
+        known = [token if token < self.own_vocabulary else 0 for token in tokens]
+        with self._keeping_state() if self.with_state else nullcontext():
+            output = self.model(
+                input_ids=torch.tensor([known], device=self.model.device),
+                past_key_values=self.cache,
+                use_cache=True,
+                **({"logits_to_keep": count} if self.takes_count else {}),
+            )
+        self.length += len(tokens)
+        logits: Tensor = output.logits[0, -count:]
+        # Matrices of one family are padded to different sizes: the draft has no other ids.
+        missing = self.vocabulary - logits.shape[-1]
+        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+
+    def crop(self, length: int) -> None:
+        """Keep at most `length` tokens."""
+        if self.length > length:
+            self.cache.crop(length - self.length)
+            self.length = length
+
+    def _keeping_state(self) -> Any:
+        """A context in which a forward sets `state`."""
+
+        def keep(_: Any, inputs: tuple[Tensor, ...]) -> None:
+            self.state = inputs[0][0, -1]
+
+        return self.model.get_output_embeddings().register_forward_pre_hook(keep)
+
+
+def verify(
+    tokens: list[int], q: list[Tensor], p: Tensor, generator: torch.Generator | None
+) -> tuple[int, int]:
+    """Block verification: Sun et al. 2025 (arXiv:2403.10444v2), Algorithm 2.
+
+    With r_0 = 1 and r_i = min(1, r_{i-1} p(x_i)/q(x_i)), the accepted length is the largest i whose
+    test passes. Its probability is h_L = r_L and h_i = m_i / (m_i + 1 - r_i), where m_i is the mass
+    of (r_i p - q)+ after x_i. The next token has the distribution norm((r_i p - q)+), or p after
+    the whole draft.
+
+    Args:
+        tokens: L drafted tokens.
+        q: L distributions (V,), the one that each token was drawn from.
+        p: (L + 1, V), the target's distributions before each token and after the last.
+        generator: source of random numbers.
+
+    Returns:
+        How many tokens are accepted, and the token after them.
+    """
+    ratios = [1.0]
+    for row, token in enumerate(tokens):
+        ratios.append(min(1.0, ratios[-1] * float(p[row, token]) / float(q[row][token])))
+    uniforms, accepted = _uniforms(generator), len(tokens)
+    while accepted > 0 and ratios[accepted] < 1.0:
+        chance = ratios[accepted]
+        if accepted < len(tokens):
+            mass = float((chance * p[accepted] - q[accepted]).clamp(min=0.0).sum())
+            chance = mass / (mass + 1.0 - chance)
+        if ratios[accepted] > 0.0 and next(uniforms) < chance:
+            break
+        accepted -= 1
+    if accepted == len(tokens):
+        return accepted, draw(p[accepted], generator)
+    residual = (ratios[accepted] * p[accepted] - q[accepted]).clamp(min=0.0)
+    mass = float(residual.sum())
+    return accepted, draw(residual / mass if mass > NEGLIGIBLE_MASS else p[accepted], generator)
+
+
+def draw(distribution: Tensor, generator: torch.Generator | None) -> int:
+    """Draw a token from a distribution (V,): its inverse CDF at one uniform."""
+    cdf = distribution.cumsum(dim=-1, dtype=torch.float64)
+    point = min(_random(1, generator)[0], BELOW_ONE) * float(cdf[-1])
+    return int(torch.searchsorted(cdf, point, right=True))
+
+
+def _uniforms(generator: torch.Generator | None) -> Iterator[float]:
+    """Uniforms in [0, 1), drawn in blocks, which is cheaper."""
+    while True:
+        yield from _random(32, generator)
+
+
+def _random(count: int, generator: torch.Generator | None) -> list[float]:
+    device = "cpu" if generator is None else generator.device
+    uniforms = torch.rand(count, generator=generator, dtype=torch.float64, device=device)
+    numbers: list[float] = uniforms.tolist()
+    return numbers
+
+
+def _distributions(logits_processor: Any, do_sample: bool) -> Callable[[Tensor], Tensor]:
+    """What makes distributions of logits, (..., V) each; they are one-hot without sampling."""
+
+    def distributions(logits: Tensor) -> Tensor:
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if do_sample:
+            return torch.softmax(logits_processor(None, logits), dim=-1)
+        best = logits.argmax(dim=-1, keepdim=True)
+        return torch.zeros_like(logits).scatter_(-1, best, 1.0)
+
+    return distributions
+
+
+def _check_arguments(arguments: Mapping[str, Any], threshold: float, longest: int) -> None:
+    """Raise ValueError for arguments that cannot be used."""
+    if given := [name for name in UNSUPPORTED if arguments.get(name) is not None]:
+        raise ValueError(f"{', '.join(given)}: not supported by this generate, leave it out")
+    if not 0.0 <= threshold <= 1.0:
+        raise ValueError(f"threshold must be a probability in [0, 1], got {threshold}")
+    if longest < 1:
+        raise ValueError(f"num_assistant_tokens must be at least 1, got {longest}")
+
+
+def _check_prepared(
+    input_ids: Tensor,
+    logits_processor: Any,
+    generation_config: Any,
+    prepared: Mapping[str, Any],
+) -> None:
+    """Raise ValueError for what one sequence of plain sampling does not need."""
+    mask = prepared.get("attention_mask")
+    if input_ids.shape[0] != 1 or (mask is not None and not bool(mask.all())):
+        raise ValueError(
+            "this generate continues one prompt without padding, got a batch of "
+            f"{input_ids.shape[0]}; num_beams and num_return_sequences must be 1"
+        )
+    others = [type(item).__name__ for item in logits_processor if not isinstance(item, WARPERS)]
+    if others:
+        raise ValueError(
+            "this generate samples with temperature, top_k, top_p and min_p only; switch off "
+            f"what needs {', '.join(others)} (repetition_penalty=1.0, for example), also where "
+            "the target's generation_config.json asks for it"
+        )
+    if generation_config.return_dict_in_generate:
+        raise ValueError("return_dict_in_generate: only token ids are returned, leave it out")
+    unknown = {name for name, value in prepared.items() if value is not None} - PREPARED
+    if unknown:
+        raise ValueError(f"the models read token ids only, got {', '.join(sorted(unknown))}")
+
+
+def _check_models(*models: Any) -> None:
+    """Raise ValueError for a model from whose cache rejected tokens cannot be removed."""
+    for model in models:
+        config = model.config.get_text_config()
+        layers = {*(getattr(config, "layer_types", None) or ())} - ATTENTION
+        if model._is_stateful or model.config.is_encoder_decoder or layers:
+            raise ValueError(
+                f"{model.config.model_type} does not keep keys and values of every token, so "
+                "rejected tokens cannot be removed from its cache; decode without this generate"
+            )
+
+
+def _check_rope(config: Any, max_length: int) -> None:
+    """Raise ValueError if the target's positions would depend on how many tokens it reads."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for part in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
+        kind, reach = part.get("rope_type"), config.max_position_embeddings
+        if kind == "longrope":
+            reach = part.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", reach
+            )
+        if kind in ("dynamic", "longrope") and max_length > reach:
+            raise ValueError(
+                f"the target's rope ({kind}) changes after {reach} tokens, so a draft would change "
+                f"its distribution; max_length is {max_length}: lower max_new_tokens"
+            )

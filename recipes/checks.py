@@ -1,0 +1,102 @@
+"""What can be found wrong with a configuration before a stage starts, without torch or network.
+
+A run checks this first, and so does `--plan`. Only what is on this machine is looked at: prompt
+sets and configurations of models that are on the Hub are checked when a pipeline starts
+(`check_hub`), before its first stage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from distill.config import TOY_POSITIONS
+from eval.measuring.methods import check_machine, check_methods, path_drafts
+from recipes.config import PipelineConfig
+from recipes.layout import folder, on_this_machine
+from specdata.errors import ConfigError
+from specdata.prompts.config import PromptSet
+from specdata.rollouts.config import check_samples
+
+
+def check_rollouts(config: PipelineConfig) -> None:
+    """Refuse rollouts that cannot be made. Raises ConfigError."""
+    wanted = config.rollouts
+    if not wanted.sets:
+        raise ConfigError(
+            "rollouts.sets must name at least one prompt set, such as "
+            "{name: instruct, split: train, count: 512}; got []"
+        )
+    check_samples(wanted, config.sampling)
+    _check_room(config, "rollouts", wanted.max_new_tokens, [config.models.target])
+    _check_sets(config, wanted.sets)
+
+
+def check_training_splits(config: PipelineConfig) -> None:
+    """Refuse rollouts without the splits that are trained on. Raises ConfigError."""
+    splits = {wanted.split for wanted in config.rollouts.sets}
+    if (config.draft or config.head) and not {"train", "dev"} <= splits:
+        raise ConfigError(
+            "rollouts.sets must hold splits train and dev to train on, got "
+            f"{', '.join(sorted(splits))}"
+        )
+
+
+def check_evaluation(config: PipelineConfig) -> None:
+    """Refuse an evaluation that cannot be made. Raises ConfigError."""
+    check_machine(config.eval)
+    check_methods(config.eval, config.sampling, head=config.head is not None)
+    models = [config.models.target, config.models.draft, *path_drafts(config.eval)]
+    _check_room(config, "eval", config.eval.max_new_tokens, models)
+    _check_sets(config, config.eval.sets)
+
+
+def check_hub(config: PipelineConfig) -> None:
+    """Refuse what only the Hub tells: prompt sets there, and the contexts of models.
+
+    Downloads the sets, and of models config.json alone. Raises ConfigError.
+    """
+    from specdata.models import longest_prompt
+    from specdata.prompts.loading import check_sets
+
+    made_here = str(folder(config, "pair"))
+    names = [config.models.target, config.models.draft, *path_drafts(config.eval)]
+    for name in names:
+        if config.toy is None or not Path(name).is_relative_to(made_here):
+            longest_prompt(name, config.eval.max_new_tokens)
+    if config.draft or config.head or config.toy:
+        check_sets(config.rollouts.sets, config.seed)
+    check_sets(config.eval.sets, config.seed)
+
+
+def _check_sets(config: PipelineConfig, sets: Iterable[PromptSet]) -> None:
+    from specdata.prompts.loading import check_sets
+
+    check_sets(list(sets), config.seed, here_alone=True)
+
+
+def _check_room(config: PipelineConfig, section: str, new: int, models: Iterable[str]) -> None:
+    """Refuse completions that are longer than a model's context, less one token of prompt."""
+    for model in models:
+        limit = positions_of(config, model)
+        if limit is not None and new >= limit:
+            raise ConfigError(
+                f"{section}.max_new_tokens must leave room for a prompt: {model} has positions "
+                f"for {limit} tokens, prompt included, got {new}; set it to {limit - 1} or less"
+            )
+
+
+def positions_of(config: PipelineConfig, model: str) -> int | None:
+    """A model's context in tokens, as its config.json on this machine has it; None if unknown."""
+    if config.toy and Path(model).parent == folder(config, "pair"):
+        return TOY_POSITIONS
+    here = on_this_machine(model)
+    try:
+        described = json.loads((here / "config.json").read_text("utf-8")) if here else {}
+    except (OSError, ValueError):
+        return None
+    described = described.get("text_config", described) if isinstance(described, dict) else {}
+    # GPT-2 and its kin call it n_positions.
+    found = described.get("max_position_embeddings", described.get("n_positions"))
+    return found if isinstance(found, int) else None

@@ -1,0 +1,133 @@
+"""What to do with what a recipe made: lines to copy, with this run's paths in them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from recipes.config import PipelineConfig
+from recipes.layout import eval_folder, folder
+
+HUB_ID = "OWNER/NAME"
+"""Stands for the Hub id that only the user knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thing that can be done next.
+
+    Attributes:
+        purpose: a word for it.
+        line: a file to open, a line of Python, or a command.
+    """
+
+    purpose: str
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """How this recipe was called, so that the next one can be called alike.
+
+    Attributes:
+        arguments: of the recipe.
+        program: "draftsmith RECIPE", or None for a script.
+    """
+
+    arguments: Sequence[str]
+    program: str | None
+
+    def recipe(self, name: str, *more: str) -> str:
+        """The command of another recipe ("train-head") with the same configuration."""
+        if self.program is not None:
+            start = ["draftsmith", name]
+        else:
+            start = ["python", str(Path(sys.argv[0]).with_name(f"{name.replace('-', '_')}.py"))]
+        return shlex.join([*start, *self.arguments, *more])
+
+    def inspect(self, dataset: Path) -> str:
+        """The command that shows a stored dataset."""
+        tool = "draftsmith inspect" if self.program else "python -m specdata.inspect"
+        return f"{tool} {shlex.quote(str(dataset))}"
+
+
+def after_rollouts(config: PipelineConfig, line: CommandLine) -> list[Step]:
+    """Look at the completions, then train or measure."""
+    step = Step("look", line.inspect(folder(config, "rollouts")))
+    return [
+        step,
+        Step("distil", line.recipe("train-draft")) if config.draft else _then(config, line),
+    ]
+
+
+def after_draft(config: PipelineConfig, line: CommandLine) -> list[Step]:
+    """Use the draft as it is, or go on."""
+    return [_load_draft(folder(config, "draft") / "model"), _then(config, line)]
+
+
+def after_head(config: PipelineConfig, line: CommandLine) -> list[Step]:
+    """Use the head as it is, or measure it."""
+    load = _load_head(folder(config, "head") / "model")
+    return [load, Step("measure", line.recipe("run-eval"))]
+
+
+def after_eval(config: PipelineConfig, line: CommandLine) -> list[Step]:
+    """Read the report; assemble what was trained, if anything was."""
+    publish = [Step("publish", line.recipe("publish"))] if config.draft or config.head else []
+    return [_report(config), *publish]
+
+
+def after_release(config: PipelineConfig, line: CommandLine) -> list[Step]:
+    """Load, serve and upload what was assembled."""
+    steps, unnamed = [], []
+    if config.draft:
+        draft = config.publish.draft_id or str(folder(config, "release") / "draft")
+        unnamed += [] if config.publish.draft_id else ["--publish.draft_id", HUB_ID]
+        steps += [_load_draft(draft), _serve(config, draft)]
+    if config.head:
+        steps.append(_load_head(config.publish.head_id or folder(config, "release") / "head"))
+        unnamed += [] if config.publish.head_id else ["--publish.head_id", HUB_ID]
+    if unnamed:
+        steps.append(Step("upload", line.recipe("publish", *unnamed)))
+    return steps
+
+
+def after_pipeline(config: PipelineConfig, line: CommandLine) -> list[Step]:
+    """Everything that can be done with a whole run."""
+    return [_report(config), *after_release(config, line)]
+
+
+def _then(config: PipelineConfig, line: CommandLine) -> Step:
+    """What follows once there is a draft to use."""
+    if config.head:
+        return Step("train", line.recipe("train-head"))
+    return Step("measure", line.recipe("run-eval"))
+
+
+def _report(config: PipelineConfig) -> Step:
+    return Step("look", str(eval_folder(config) / "report.html"))
+
+
+def _load_draft(source: str | Path) -> Step:
+    load = f"AutoModelForCausalLM.from_pretrained({json.dumps(str(source), ensure_ascii=False)})"
+    return Step("load", f"from transformers import AutoModelForCausalLM; draft = {load}")
+
+
+def _load_head(source: str | Path) -> Step:
+    load = f"AcceptanceHead.from_pretrained({json.dumps(str(source), ensure_ascii=False)})"
+    return Step("load", f"from heads import AcceptanceHead; head = {load}")
+
+
+def _serve(config: PipelineConfig, draft: str) -> Step:
+    """Serve with vLLM, drafting the tokens a round that the released draft's settings give."""
+    speculative: dict[str, object] = {"method": "draft_model", "model": draft}
+    settings = folder(config, "release") / "draft" / "generation_config.json"
+    stored = json.loads(settings.read_text("utf-8")) if settings.is_file() else {}
+    speculative["num_speculative_tokens"] = stored.get("num_assistant_tokens", 4)
+    target = shlex.quote(config.models.target)
+    option = shlex.quote(json.dumps(speculative, ensure_ascii=False))
+    return Step("serve", f"vllm serve {target} --speculative-config {option}")

@@ -1,0 +1,107 @@
+"""What is written to a terminal, or to a file in its place: progress, any text, a clean end."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+# Seconds between two lines of progress where there is no terminal to draw a bar on.
+LINE_SECONDS = 10.0
+_LINE = "{desc}: {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+# What reports and tables hold besides ASCII, as it is written where the encoding lacks it.
+_ASCII = {"★": "*", "≈": "~", "\N{EN DASH}": "-", "…": "...", "²": "2"}
+_ERRORS = "draftsmith.ascii"
+
+
+def progress(
+    total: int, label: str, unit: str, *, done: int = 0, is_shown: bool = True
+) -> tqdm[Any]:
+    """Show on stderr how far a piece of work is: a bar, or lines where stderr is no terminal.
+
+    Args:
+        total: units in all.
+        label: what is being done.
+        unit: what is counted.
+        done: units that an earlier run has done.
+        is_shown: False for the processes that print nothing.
+
+    Returns:
+        What is told of each unit with `update`, and closed as a context.
+    """
+    from tqdm import tqdm
+
+    if sys.stderr.isatty():
+        return tqdm(
+            total=total, desc=label, unit=unit, initial=done, disable=not is_shown, file=sys.stderr
+        )
+    return tqdm(
+        total=total,
+        desc=label,
+        unit=unit,
+        initial=done,
+        disable=not is_shown,
+        file=_Lines(),
+        mininterval=LINE_SECONDS,
+        bar_format=_LINE,
+    )
+
+
+class _Lines(io.TextIOBase):
+    """Turns what tqdm draws over and over into lines on stderr."""
+
+    def write(self, text: str) -> int:
+        """Write a line; what only moves or clears the cursor is left out."""
+        if line := text.strip():
+            sys.stderr.write(f"{line}\n")
+        return len(text)
+
+    def flush(self) -> None:
+        """As a file's."""
+        sys.stderr.flush()
+
+
+def visible(text: str) -> str:
+    """A text whose control characters, line breaks and tabs aside, are spelt out.
+
+    Names come from files and folders; an escape sequence in one would command the terminal.
+    """
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1]
+        for letter in text
+    )
+
+
+def accept_any_text() -> None:
+    """Make stdout and stderr take text that their encoding lacks, as ASCII in place of an error."""
+    codecs.register_error(_ERRORS, _as_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_ERRORS)
+
+
+def _as_ascii(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    letters = error.object[error.start : error.end]
+    return "".join(_ASCII.get(letter) or ascii(letter)[1:-1] for letter in letters), error.end
+
+
+def end_quietly_when_interrupted() -> None:
+    """End with one line and status 130 on Ctrl-C, wherever it falls, imports included."""
+
+    def report(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> Any:
+        if not issubclass(kind, KeyboardInterrupt):
+            return previous(kind, value, trace)
+        sys.stdout.flush()
+        sys.stderr.write("\ninterrupted\n")
+        sys.stderr.flush()
+        os._exit(130)  # libraries that are half imported would print tracebacks of their own
+
+    previous, sys.excepthook = sys.excepthook, report

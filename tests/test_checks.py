@@ -1,0 +1,216 @@
+"""What is refused before a stage starts, by a run and by its plan alike; nothing is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from eval.drafting.stopping import STOPPING_RULES
+from eval.measuring.results import write_results
+from recipes import make_rollouts, pipeline, publish, run_eval
+from recipes.config import parse
+from recipes.layout import eval_stage
+from recipes.recipe import Recipe
+from specdata.storage.files import write_json
+from specdata.storage.resume import differences
+from tests.synthetic_results import synthetic_results
+
+ROOT = Path(__file__).parent.parent
+RECIPES = {
+    "make-rollouts": make_rollouts.RECIPE,
+    "run-eval": run_eval.RECIPE,
+    "publish": publish.RECIPE,
+    "pipeline": pipeline.RECIPE,
+}
+
+
+def toy(out: Path) -> list[str]:
+    """The toy configuration in another folder, where no model is."""
+    pair = [f"--models.target={out}/pair/target", f"--models.draft={out}/pair/draft"]
+    return [f"--output={out}", *pair]
+
+
+def own(out: Path, target: dict[str, object], draft: dict[str, object]) -> list[str]:
+    """A pair of one's own, of which there is nothing but config.json."""
+    for name, described in (("target", target), ("draft", draft)):
+        write_json(out.parent / name / "config.json", described)
+    models = [f"--models.{name}={out.parent / name}" for name in ("target", "draft")]
+    return [f"--output={out}", "--toy=null", *models]
+
+
+def refuse(
+    recipe: Recipe, flags: list[str], message: str, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for more in (["--plan"], []):
+        assert recipe.run([*flags, *more]) == 2
+        said = capsys.readouterr()
+        assert (said.out, message in said.err) == ("", True), (more, said)
+        assert not out.exists()
+
+
+TYPO = "[{name: instrct, split: train}]"
+SPLIT = "[{name: maths, split: tset, count: 1}]"
+MANY = "[{name: maths, split: test, count: 999999}]"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags", "message"),
+    [
+        ("make-rollouts", ["--rollouts.sets", "[]"], "must name at least one prompt set"),
+        ("make-rollouts", ["--rollouts.sets", TYPO], "did you mean 'instruct'?"),
+        ("make-rollouts", ["--rollouts.sets", SPLIT], "unknown split 'tset'"),
+        ("make-rollouts", ["--rollouts.sets", MANY], "has 6250 prompts, 999999 were asked for"),
+        ("make-rollouts", ["--rollouts.sets", "[{name: gsm8k, split: x}]"], "has no split 'x'"),
+        ("make-rollouts", ["--rollouts.sets", "[{name: /no/x.jsonl}]"], "cannot be read"),
+        ("make-rollouts", ["--rollouts.max_new_tokens", "1024"], "set it to 1023 or less"),
+        ("make-rollouts", ["--rollouts.samples=2", "--sampling.temperature=0"], "is the same"),
+        ("make-rollouts", ["--method", "K=2"], "this recipe measures nothing"),
+        ("run-eval", ["--eval.max_new_tokens", "1024"], "set it to 1023 or less"),
+        ("run-eval", ["--eval.threads", "9999"], "the processors of this machine"),
+        ("run-eval", ["--eval.sets", SPLIT], "unknown split 'tset'"),
+        ("run-eval", ["--method", "{name: a, verifier: blok}"], "did you mean 'block'?"),
+        ("run-eval", ["--method", "{name: a, verifier: biased_uno}"], "it needs epsilon"),
+        (
+            "run-eval",
+            ["--method", "{name: a, verifier_args: {x: 1}}"],
+            "it has no x (parameters: none)",
+        ),
+        ("publish", ["--eval.methods", "[{name: plain, decoder: plain}]"], "a draft's card needs"),
+        ("pipeline", ["--rollouts.sets", "[]"], "must name at least one prompt set"),
+        (
+            "pipeline",
+            ["--rollouts.sets", "[{name: code, count: 1}]"],
+            "must hold splits train and dev to train on, got test",
+        ),
+        ("pipeline", ["--eval.max_new_tokens", "1024"], "set it to 1023 or less"),
+        ("pipeline", ["--eval.sets", TYPO], "did you mean 'instruct'?"),
+        ("pipeline", ["--method", "{name: a, verifier: blok}"], "did you mean 'block'?"),
+    ],
+)
+def test_a_plan_refuses_what_a_run_refuses_before_anything_is_made(
+    recipe: str,
+    flags: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if recipe == "publish":  # whose run asks for the evaluation first
+        assert RECIPES[recipe].run([*toy(tmp_path / "out"), *flags, "--plan"]) == 2
+        assert message in capsys.readouterr().err
+        return
+    out = tmp_path / "out"
+    refuse(RECIPES[recipe], [*toy(out), *flags], message, out, capsys)
+
+
+@pytest.mark.parametrize("stop", [name for name, rule in STOPPING_RULES.items() if rule.adaptive])
+@pytest.mark.parametrize("threshold", ["2", "-1", ".nan", "true", "high"])
+def test_a_threshold_that_no_rule_can_have_is_refused(
+    stop: str, threshold: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    flags = [*toy(out), "--method", f"{{name: a, stop: {stop}, threshold: {threshold}}}", "--plan"]
+    possible = stop == "entropy" and threshold == "2"  # in nats
+    assert run_eval.RECIPE.run(flags) == (0 if possible else 2)
+    assert possible or "threshold" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "shortest"),
+    [
+        ({"max_position_embeddings": 64}, {"max_position_embeddings": 4096}, "target"),
+        ({"max_position_embeddings": 4096}, {"n_positions": 64}, "draft"),
+        ({"text_config": {"max_position_embeddings": 64}}, {}, "target"),
+    ],
+)
+def test_completions_longer_than_a_context_are_found_in_config_json_alone(
+    target: dict[str, object],
+    draft: dict[str, object],
+    shortest: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    flags = own(out, target, draft)
+    message = f"eval.max_new_tokens must leave room for a prompt: {tmp_path / shortest} has"
+    refuse(pipeline.RECIPE, [*flags, "--eval.max_new_tokens=64"], message, out, capsys)
+    room = ["--eval.max_new_tokens=63", "--rollouts.max_new_tokens=63"]
+    assert pipeline.RECIPE.run([*flags, *room, "--plan"]) == 0
+
+
+def test_the_context_of_another_draft_of_a_path_counts_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    write_json(tmp_path / "other" / "config.json", {"max_position_embeddings": 32})
+    method = (
+        f"{{name: a, verifier: rrs, drafter: paths, paths: 2, path_drafts: ['', {tmp_path}/other]}}"
+    )
+    flags = [*own(out, {}, {}), "--method", method, "--eval.max_new_tokens", "32"]
+    refuse(run_eval.RECIPE, flags, "other has positions for 32 tokens", out, capsys)
+
+
+def test_a_plan_does_not_ask_the_hub_and_a_pipeline_asks_it_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    flags = [*toy(out), "--eval.sets", "[{name: nobody/nothing, split: test, count: 1}]"]
+    assert pipeline.RECIPE.run([*flags, "--plan"]) == 0
+    assert "writes" in capsys.readouterr().out
+    assert pipeline.RECIPE.run(flags) == 2
+    assert "nobody/nothing" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_changed_results_are_not_published(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = tmp_path / "eval"
+    done = {"stage": "eval", "settings": {}, "inputs": {}, "finished": True}
+    write_json(here / "run.json", {**done, "wall_seconds": 1.0, "results": {}})
+    results = synthetic_results()
+    first = next(run for run in results.runs if run.verifier is not None)
+    changed = first.model_copy(update={"lossless": not first.lossless})
+    runs = [changed if run is first else run for run in results.runs]
+    write_results(here / "results.json", results.model_copy(update={"runs": runs}))
+    assert publish.RECIPE.run(toy(tmp_path)) == 2
+    assert f"remove {here / 'results.json'} and run the eval" in capsys.readouterr().err
+    assert not (tmp_path / "release").exists()
+
+
+def test_a_mistaken_method_is_refused_without_torch(tmp_path: Path) -> None:
+    methods = ["{name: a, verifier: blok}", "{name: a, stop: confidnce}", "{name: a, depth: 3}"]
+    code = (
+        "import sys; from recipes import pipeline\n"
+        f"for method in {methods}:\n"
+        f"    assert pipeline.RECIPE.run([*{toy(tmp_path / 'out')}, '--method', method]) == 2\n"
+        "print([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_refused_list_of_methods_shows_no_default(tmp_path: Path) -> None:
+    def settings(method: str) -> dict[str, object]:
+        stage = eval_stage(parse([*toy(tmp_path), "--method", method]).config)
+        return json.loads(json.dumps(stage.settings.values))
+
+    stage = eval_stage(parse(toy(tmp_path)).config)
+    asked = settings("{name: mine, stop: confidence, threshold: 0.2}")
+    (added,) = differences(settings("plain"), asked, stage.settings.defaults)
+    assert added.startswith("eval.methods.mine: absent -> {")
+    assert "'threshold': 0.2" in added
+    assert "limit" not in added
+    other = settings("{name: mine, stop: confidence, threshold: 0.2, limit: 9}")
+    (changed,) = differences(asked, other, stage.settings.defaults)
+    assert changed == "eval.methods.mine.limit: 20 -> 9"

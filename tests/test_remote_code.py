@@ -1,0 +1,147 @@
+"""Code that comes with a model is never run, whatever is answered on the terminal."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from eval.reporting.release import _load_whole, _target_config
+from heads import AcceptanceHead
+from specdata.errors import ConfigError
+from specdata.inspect.__main__ import _tokenizer
+from specdata.models import load_generation, load_model, load_tokenizer
+from tests.chats import chat_tokenizer
+from tests.tiny import tiny_llama
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("specdata", "heads", "distill", "eval", "recipes", "benchmarks")
+# Our own loader of heads, and transformers' class of generation settings, which has no code.
+WITHOUT = ("AcceptanceHead", "super()", "GenerationConfig")
+
+
+def calls(tree: ast.AST) -> list[ast.Call]:
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("from_pretrained", "from_config")
+        and ast.unparse(node.func.value) not in (*WITHOUT, "SpeculativeDecoder")
+    ]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_call_that_loads_with_transformers_refuses_remote_code(package: str) -> None:
+    for path in sorted((ROOT / package).rglob("*.py")):
+        for call in calls(ast.parse(path.read_text())):
+            given = {word.arg: ast.unparse(word.value) for word in call.keywords}
+            assert given.get("trust_remote_code") == "False", f"{path}:{call.lineno}"
+
+
+def test_the_calls_of_this_project_are_found() -> None:
+    assert len(calls(ast.parse((ROOT / "specdata" / "models.py").read_text()))) == 3
+
+
+@pytest.fixture
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the code of a model writes if it runs; anybody who is asked answers yes."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
+    return tmp_path / "was-run"
+
+
+def with_code(folder: Path, marker: Path, **changes: Any) -> str:
+    """A model's folder whose configuration, model and tokenizer are classes of its own."""
+    tiny_llama(0, vocab=400).save_pretrained(folder)
+    chat_tokenizer("chatml").save_pretrained(folder)
+    (folder / "mine.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass Mine: pass\n")
+    described = json.loads((folder / "config.json").read_text())
+    auto = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "mine.Mine")
+    changes = {"model_type": "mine", "architectures": ["Mine"], "auto_map": auto} | changes
+    (folder / "config.json").write_text(json.dumps({**described, **changes}))
+    settings = folder / "tokenizer_config.json"
+    mine = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **mine}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer, load_generation])
+def test_a_model_with_code_of_its_own_is_refused_without_a_question(
+    tmp_path: Path, marker: Path, load: Callable[[str], object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = with_code(tmp_path / "model", marker)
+    with pytest.raises(ConfigError, match="such code is never run here") as refusal:
+        load(name)
+    assert not marker.exists()
+    assert "y/N" not in capsys.readouterr().out
+    assert "auto_map" in str(refusal.value)
+    assert "architecture transformers itself has" in str(refusal.value)
+
+
+def test_code_beside_an_architecture_that_transformers_has_is_left_alone(
+    tmp_path: Path, marker: Path
+) -> None:
+    known = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    name = with_code(tmp_path / "model", marker, **known)
+    assert type(load_model(name)).__name__ == "LlamaForCausalLM"
+    assert not marker.exists()
+
+
+def test_publishing_and_looking_at_data_run_no_code_either(tmp_path: Path, marker: Path) -> None:
+    name = with_code(tmp_path / "model", marker)
+    with pytest.raises(ConfigError, match="never run here"):
+        _load_whole(Path(name))
+    with pytest.raises(ConfigError, match="never run here"):
+        _target_config(name)
+    assert _tokenizer({"target": name})[0] is None
+    assert not marker.exists()
+
+
+def test_a_head_folder_with_code_is_read_as_a_head_and_the_code_left_alone(
+    tmp_path: Path, marker: Path
+) -> None:
+    head = AcceptanceHead(hidden_size=4, depth=1)
+    head.save_pretrained(tmp_path / "head")
+    path = tmp_path / "head" / "config.json"
+    (tmp_path / "head" / "mine.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({**stored, "auto_map": {"AutoModel": "mine.Mine"}}))
+    assert AcceptanceHead.from_pretrained(tmp_path / "head").state_dict().keys()
+    assert not marker.exists()
+
+
+@pytest.mark.slow
+def test_a_recipe_ends_with_status_2_although_yes_is_piped_into_it(tmp_path: Path) -> None:
+    marker = tmp_path / "was-run"
+    name = with_code(tmp_path / "model", marker)
+    prompts = [{"name": "instruct", "split": "test", "count": 2}]
+    config = {
+        "output": str(tmp_path / "out"),
+        "models": {"target": name, "draft": name},
+        "rollouts": {"sets": prompts},
+        "eval": {"sets": prompts, "methods": [{"name": "plain", "decoder": "plain"}]},
+    }
+    (tmp_path / "pair.yaml").write_text(yaml.safe_dump(config))
+    done = subprocess.run(
+        [sys.executable, "recipes/make_rollouts.py", "--config", str(tmp_path / "pair.yaml")],
+        cwd=ROOT,
+        input="y\n" * 1000,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")},
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "never run here" in done.stderr
+    assert "[y/N]" not in done.stdout + done.stderr
+    assert not marker.exists()

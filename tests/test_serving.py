@@ -1,0 +1,151 @@
+"""Command lines and files for engines, against the options that the engines had when checked."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from eval.measuring.results import Run
+from eval.reporting.lengths import ENGINES, measured_lengths
+from eval.reporting.serving import (
+    DEFAULT_LENGTHS,
+    acceptance_positions,
+    non_increasing,
+    serving_lines,
+    synthetic_acceptance,
+)
+from tests.synthetic_results import synthetic_results
+
+# Fields of SpeculativeConfig in vllm/config/speculative.py, main of September 2026 (002e77c).
+VLLM_KEYS = {
+    "method": {"draft_model"},
+    "model": None,
+    "num_speculative_tokens": None,
+    "draft_tensor_parallel_size": None,
+    "draft_sample_method": {"greedy", "probabilistic"},
+    "rejection_sample_method": {"standard", "synthetic", "block"},
+    "synthetic_acceptance_rates": None,
+}
+VLLM_OPTIONS = {"--speculative-config", "--tensor-parallel-size"}
+# python/sglang/srt/arg_groups/fields/spec.py (7e997c6) and fields/model.py.
+# speculative_hook.py (004c82e) refuses --speculative-use-rejection-sampling with STANDALONE.
+SGLANG_OPTIONS = {
+    "--model-path",
+    "--speculative-algorithm",
+    "--speculative-draft-model-path",
+    "--speculative-num-steps",
+    "--speculative-eagle-topk",
+    "--speculative-num-draft-tokens",
+}
+# llama-server --help of b10195, where --draft-max no longer exists; the types are of --spec-type.
+LLAMA_OPTIONS = {"--model", "--spec-draft-model", "--spec-type", "--spec-draft-n-max"}
+NOT_MEASURED = dict.fromkeys(ENGINES)
+
+
+def words_of(line: str) -> list[str]:
+    """The words of a command line as a shell has them, to which a continued line is one line."""
+    return shlex.split(line.replace("\\\n", ""))
+
+
+def options(words: list[str]) -> dict[str, str]:
+    """--name value ... as a mapping; every option here has one value."""
+    names, values = words[::2], words[1::2]
+    assert len(names) == len(values)
+    assert all(name.startswith("--") for name in names)
+    return dict(zip(names, values, strict=True))
+
+
+def test_vllm_reads_its_lines() -> None:
+    lines = serving_lines("acme/draft", "acme/big model", (12, 32), NOT_MEASURED)
+    for line in (lines.vllm, lines.vllm_block):
+        program, serve, target, *rest = words_of(line)
+        assert (program, serve, target) == ("vllm", "serve", "acme/big model")
+        given = options(rest)
+        assert set(given) <= VLLM_OPTIONS
+        settings = json.loads(given["--speculative-config"])
+        for key, value in settings.items():
+            known = VLLM_KEYS[key]
+            assert known is None or value in known
+        assert settings["model"] == "acme/draft"
+        assert settings["num_speculative_tokens"] == DEFAULT_LENGTHS["vLLM"][0]
+        split = settings.get("draft_tensor_parallel_size", 1)
+        assert split == int(given.get("--tensor-parallel-size", 1))
+    assert settings["rejection_sample_method"] == "block"
+
+
+@pytest.mark.parametrize(
+    ("heads", "most"), [((4, 32), 4), ((12, 32), 4), ((9, 32), 1), ((8, 8), 8)]
+)
+def test_vllm_splits_the_pair_over_the_most_gpus_that_divide_the_heads_of_both(
+    heads: tuple[int, int], most: int
+) -> None:
+    lines = serving_lines("d", "t", heads, NOT_MEASURED)
+    assert lines.gpus == most
+    assert f"--tensor-parallel-size {most} " in lines.vllm_block
+
+
+def test_sglang_reads_its_line() -> None:
+    line = serving_lines("acme/draft", "acme/target", (4, 4), NOT_MEASURED).sglang
+    program, serve, *rest = words_of(line)
+    assert (program, serve) == ("sglang", "serve")
+    given = options(rest)
+    assert set(given) == SGLANG_OPTIONS
+    assert given["--speculative-algorithm"] == "STANDALONE"
+    # With one candidate a step, SGLang wants one more token: that of the target.
+    assert int(given["--speculative-num-draft-tokens"]) == 1 + int(given["--speculative-num-steps"])
+
+
+def test_llama_cpp_reads_its_line() -> None:
+    line = serving_lines("acme/draft", "acme/target", (4, 4), NOT_MEASURED).llama
+    program, *rest = words_of(line)
+    assert program == "llama-server"
+    given = options(rest)
+    assert set(given) == LLAMA_OPTIONS
+    assert given["--spec-type"] == "draft-simple"
+
+
+def test_a_length_measured_in_our_loop_is_in_no_engines_line() -> None:
+    results = synthetic_results(datasets=("alpaca",))
+    measured = measured_lengths(results)
+    assert measured["draftsmith"] is not None
+    assert serving_lines("d", "t", (4, 4), measured) == serving_lines(
+        "d", "t", (4, 4), NOT_MEASURED
+    )
+
+
+def fixed_chain(drafted: list[int], accepted: list[int]) -> Run:
+    """A run whose one generation drafted and accepted so often at each position."""
+    run = next(r for r in synthetic_results(datasets=("alpaca",)).runs if r.method == "fixed-4")
+    record = run.generations[0]
+    shares = [a / d for a, d in zip(accepted, drafted, strict=True)]
+    counts = replace(record, drafted_by_position=drafted, accepted_by_position=accepted)
+    return run.model_copy(update={"acceptance_by_position": shares, "generations": [counts]})
+
+
+def test_acceptance_for_vllm_never_increases_and_stays_as_near_as_it_can() -> None:
+    # Positions 2 and 3 are pooled: 60 + 10 of 100 + 10 rounds.
+    run = fixed_chain([100, 100, 10, 10], [80, 60, 10, 1])
+    assert run.acceptance_by_position == [0.8, 0.6, 1.0, 0.1]
+    rates = non_increasing(run)
+    assert rates == pytest.approx([0.8, 70 / 110, 70 / 110, 0.1])
+    assert all(later <= earlier for earlier, later in pairwise(rates))
+    falling = fixed_chain([50, 40, 30, 30], [40, 30, 12, 12])
+    assert non_increasing(falling) == falling.acceptance_by_position
+
+
+def test_the_file_for_vllm_holds_a_valid_configuration_for_each_prompt_set() -> None:
+    # Shares that increase, as rounds that ran out of room make them.
+    runs = {**acceptance_positions(synthetic_results()), "odd": fixed_chain([9, 9, 2], [6, 3, 1])}
+    configurations = synthetic_acceptance("acme/draft", runs)
+    assert list(configurations) == list(runs)
+    for settings in configurations.values():
+        assert set(settings) <= set(VLLM_KEYS)
+        assert settings["rejection_sample_method"] == "synthetic"
+        rates = json.loads(json.dumps(settings["synthetic_acceptance_rates"]))
+        assert len(rates) == settings["num_speculative_tokens"]
+        assert all(0.0 <= rate <= 1.0 for rate in rates)
+        assert all(later <= earlier for earlier, later in pairwise(rates))

@@ -1,0 +1,109 @@
+"""What reaches a terminal, or a file in its place: progress, any text, the end after Ctrl-C."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from specdata import terminal
+from specdata.terminal import progress, visible
+
+ROOT = Path(__file__).parent.parent
+SHOW = (
+    "from specdata.terminal import progress\nwith progress(9, 'work', 'row') as bar: bar.update(9)"
+)
+
+
+def test_progress_in_a_file_is_lines_that_say_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.2)
+    begun = time.monotonic()
+    with progress(50, "work", "row", done=10) as bar:
+        for _ in range(40):
+            bar.update()
+            time.sleep(0.02)
+    lines = capsys.readouterr().err.splitlines(keepends=True)
+    assert all(line.endswith("row\n") or " row [" in line for line in lines)
+    assert "\r" not in "".join(lines)
+    assert "work: 10/50" in lines[0]
+    assert "work: 50/50" in lines[-1]
+    assert 4 <= len(lines) <= 2 + (time.monotonic() - begun) / 0.2
+
+
+def test_progress_that_is_not_shown_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress(5, "work", "row", is_shown=False) as bar:
+        bar.update(5)
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_on_a_terminal_is_one_line_that_is_drawn_over() -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    subprocess.run([sys.executable, "-c", SHOW], cwd=ROOT, stderr=theirs, check=True)
+    os.close(theirs)
+    drawn = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert "\rwork: 100%" in drawn
+
+
+@pytest.mark.parametrize(
+    ("encoding", "expected"),
+    [("ascii", b"* ~ - \\xe9 ... \\u9f98"), ("latin-1", b"* ~ - \xe9 ... \\u9f98")],
+)
+def test_text_that_an_encoding_lacks_is_written_as_ascii(encoding: str, expected: bytes) -> None:
+    text = "\u2605 \u2248 \u2013 \u00e9 \u2026 \u9f98"
+    code = f"from specdata.terminal import accept_any_text as f; f(); print({text!a})"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=True,
+    )
+    assert done.stdout.strip() == expected
+
+
+def test_control_characters_are_spelt_out_and_other_letters_stay() -> None:
+    assert visible("a\x1b[2J\r\x07\x9b\udcff") == "a\\x1b[2J\\r\\x07\\x9b\\udcff"
+    assert visible("ligne\n\tété ★ 龘 [bold]") == "ligne\n\tété ★ 龘 [bold]"
+
+
+@pytest.mark.parametrize("module", ["recipes", "pydantic", "rich.console", "torch"])
+def test_an_interruption_during_imports_ends_in_one_line_with_status_130(
+    module: str, tmp_path: Path
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", ROOT / "recipes" / "pipeline.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.split("|")[-1].strip().startswith(module):
+            process.send_signal(signal.SIGINT)
+            break
+    shown = process.communicate()[1].splitlines()
+    rest = [line for line in shown if not line.startswith("import time:")]
+    assert process.returncode == 130, rest
+    assert [line for line in rest if line][-1].startswith("interrupted")
+    assert not any(line.startswith(("Traceback", "Exception")) for line in rest), rest
+
+
+def test_importing_the_recipes_leaves_ctrl_c_to_the_program_that_imports_them() -> None:
+    code = "import sys, recipes.config; print(sys.excepthook is sys.__excepthook__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
