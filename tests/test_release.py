@@ -141,6 +141,8 @@ def test_a_released_draft_loads_with_the_same_weights(pair: Pair, draft: Path) -
     text = "a short text"
     expected = AutoTokenizer.from_pretrained(pair.target)(text)["input_ids"]
     assert AutoTokenizer.from_pretrained(draft)(text)["input_ids"] == expected
+    for file in pair.target.glob("tokenizer*"):
+        assert (draft / file.name).read_bytes() == file.read_bytes()
 
 
 def test_a_released_draft_drafts_the_length_measured_in_transformers(
