@@ -307,6 +307,27 @@ def test_a_key_that_a_server_repeats_is_not_shown(monkeypatch: pytest.MonkeyPatc
         assert "you sent ***" in str(refusal.value)
 
 
+def test_the_line_break_after_a_key_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "hunter2\n")
+    with serving() as server, client(server, key_variable="MY_KEY") as backend:
+        backend.complete(requests(1))
+        assert server.headers == ["Bearer hunter2"]
+
+
+@pytest.mark.parametrize("key", ["hunter2\nhunter2", "hunter2\u00e9"])
+def test_a_key_that_no_header_can_hold_is_refused_without_being_shown(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("MY_KEY", key)
+    with (
+        serving() as server,
+        pytest.raises(ConfigError, match="one line of ASCII") as refusal,
+        client(server, key_variable="MY_KEY") as backend,
+    ):
+        backend.complete(requests(1))
+    assert "hunter2" not in str(refusal.value)
+
+
 @pytest.mark.parametrize(
     "url",
     [
