@@ -287,6 +287,16 @@ def test_lost_and_damaged_results_are_made_again_as_every_message_says(
     assert results.read_bytes() == measured
     assert page.is_file()
 
+    page.unlink()
+    records = shutil.move(results.with_name("prompts"), tmp_path / "records")
+    status, shown, error = call("run-eval")
+    assert status == 0, error
+    assert "report.html is missing; it is made again of the results" in shown
+    assert page.is_file()
+    assert results.read_bytes() == measured, "whose prompts' records are not needed for it"
+    assert not results.with_name("prompts").exists(), "nothing was measured again"
+    shutil.move(records, results.with_name("prompts"))
+
     results.write_bytes(measured[: len(measured) // 2])
     status, _, error = call("publish", "--publish.license", "mit")
     assert status == 2
