@@ -57,14 +57,15 @@ def check_hub(config: PipelineConfig) -> None:
     """
     from specdata.models import longest_prompt
     from specdata.prompts.loading import check_sets
+    from specdata.prompts.reading import is_remote
 
     names = [config.models.target, config.models.draft, *path_drafts(config.eval)]
     for name in names:
         if not is_made_here(config, name):
             longest_prompt(name, config.eval.max_new_tokens)
-    if config.draft or config.head or config.toy:
-        check_sets(config.rollouts.sets, config.seed)
-    check_sets(config.eval.sets, config.seed)
+    trained = config.rollouts.sets if config.draft or config.head or config.toy else []
+    for sets in (trained, config.eval.sets):
+        check_sets([wanted for wanted in sets if is_remote(wanted)], config.seed)
 
 
 def _check_sets(config: PipelineConfig, sets: Iterable[PromptSet]) -> None:
