@@ -12,7 +12,7 @@ from eval.reporting.lengths import MeasuredLength
 from eval.reporting.rendering import render
 from eval.reporting.report import COLUMNS, environment_rows, sections_of
 from eval.reporting.serving import acceptance_positions, serving_lines
-from eval.reporting.verdict import ALL, Verdict
+from eval.reporting.verdict import ALL, HeadVerdict
 from specdata.errors import ManifestError
 
 
@@ -130,7 +130,7 @@ def head_text(
     facts: HeadFacts,
     results: Results,
     measures: Mapping[str, float | None],
-    verdict: Verdict,
+    verdict: HeadVerdict,
     unnamed: Sequence[str] = (),
 ) -> str:
     """The card of a head below its metadata; the arguments are like those of `draft_text`."""
@@ -147,7 +147,7 @@ def head_text(
     )
 
 
-def head_run(results: Results, verdict: Verdict) -> Run:
+def head_run(results: Results, verdict: HeadVerdict) -> Run:
     """A run of the head at the threshold that its card names: chosen on held-out rollouts if any.
 
     Raises:
