@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from eval.analysis import oracle
 from eval.analysis.oracle import DraftLength, ReplayCounts, dinkelbach, replay
 from eval.drafting.stopping.calibration import Calibration, fit_calibration
 from specdata.errors import ConfigError, ManifestError
-from specdata.storage.files import atomic_write, fingerprint, write_json
+from specdata.storage.files import atomic_write, write_json
 from specdata.storage.manifest import read_manifest
 from specdata.terminal import accept_any_text
 
@@ -217,10 +217,10 @@ def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
     if given.head and not given.draft:
         raise ConfigError("--head reads the hidden states of the draft: give --draft too")
     labels = load_stored(given.labels)
-    if given.draft:
-        _check_draft(given.labels, given.draft)
     replayed, fitted = (_rows(labels, given, split) for split in (given.split, given.fit_split))
     draft = load_model(given.draft, dtype="float32") if given.draft else None
+    if given.draft:
+        _check_draft(given.labels, given.draft)
     head = AcceptanceHead.from_pretrained(given.head) if given.head else None
     traces = acceptance_traces(replayed, seed=given.seed, draft=draft, head=head)
     fit_traces = acceptance_traces(fitted, seed=given.seed)
@@ -239,12 +239,14 @@ def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
 def _check_draft(labels: Path, draft: str) -> None:
     """Raise ConfigError if labels say that they were made with another draft.
 
-    Its hidden states would be of other tokens than those that were accepted or not.
+    Its hidden states would be of other tokens than those that were accepted or not. Labels of
+    earlier versions do not say which draft that was.
     """
-    from specdata.models import hub_commit
+    from specdata.models import revision_of
 
-    stored = read_manifest(labels)["settings"].get("draft", {})
-    revision = hub_commit(draft) or fingerprint(draft)
+    stored, revision = read_manifest(labels)["settings"].get("draft"), revision_of(draft)
+    if not isinstance(stored, Mapping):
+        return
     if stored.get("revision", revision) != revision:
         raise ConfigError(
             f"--draft must be the draft that {labels} was made with, {stored.get('name')}; the one "
