@@ -190,6 +190,12 @@ def reopen(stage: Stage) -> None:
     write_json(stage.folder / RUN, {**record, "finished": False})
 
 
+def remove(stage: Stage) -> None:
+    """Remove a stage's folder. Raises ConfigError if another process is working in it."""
+    with _locked(stage.folder):
+        shutil.rmtree(stage.folder)
+
+
 def stage_record(folder: Path) -> dict[str, Any]:
     """The run.json of a stage's folder, paths in the run's output as `portable` gives them.
 

@@ -24,6 +24,7 @@ from recipes.config import parse
 from recipes.layout import draft_stage, eval_stage, head_stage, pair_stage, rollouts_stage
 from recipes.pipeline import RECIPE
 from specdata.storage.dataset import load_stored
+from specdata.storage.files import try_locked
 from tests.light_imports import run_without_heavy_libraries
 from tests.test_datasets import small_disk
 
@@ -329,6 +330,21 @@ def test_lost_and_damaged_results_are_made_again_as_every_message_says(
     counts = [(run.method, run.tokens, run.n_target) for run in read_results(results).runs]
     results.write_bytes(measured)
     assert counts == [(run.method, run.tokens, run.n_target) for run in read_results(results).runs]
+
+
+def test_a_release_that_another_process_works_on_is_not_removed(
+    finished: Path, tmp_path: Path, call: Called
+) -> None:
+    shutil.copytree(finished / "out", tmp_path / "out")
+    release = tmp_path / "out" / "release"
+    with try_locked(release / ".lock") as mine:
+        assert mine
+        status, _, error = call("publish", "--publish.license", "mit")
+    assert status == 2
+    assert "another process is working in out/release" in error
+    assert (release / "head" / "README.md").is_file()
+    assert call("publish", "--publish.license", "mit")[0] == 0
+    assert "license: mit" in (release / "head" / "README.md").read_text()
 
 
 def test_a_truncated_head_is_refused_and_the_message_mends_it(
