@@ -9,6 +9,7 @@ from typing import Any
 
 from eval.measuring.results import Results, Run, fastest
 from eval.reporting.lengths import MeasuredLength
+from eval.reporting.metadata import hub_id
 from eval.reporting.rendering import render
 from eval.reporting.report import COLUMNS, environment_rows, sections_of
 from eval.reporting.serving import acceptance_positions, serving_lines
@@ -174,8 +175,8 @@ def _card(template: str, results: Results, **values: Any) -> str:
 
 def public_name(name: str) -> str:
     """A Hub id as it is; of a folder only its last part, so that no local path is published."""
-    path = Path(name)
-    if name.count("/") == 1 and not path.exists() and not path.is_absolute():
+    if hub_id(name) is not None:
         return name
+    path = Path(name)
     # The pipeline calls its model folders "model"; the folder around it says which.
     return path.parent.name if path.name == "model" and path.parent.name else path.name
