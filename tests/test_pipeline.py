@@ -195,7 +195,7 @@ def test_an_evaluation_in_batches_measures_counts_and_is_published(
     assert {entry.method for entry in results.runs} == {"plain", "K=3", "head", "two drafts"}
     assert all(entry.tokens_per_second is None and entry.n_target > 0 for entry in results.runs)
     inputs = json.loads((tmp_path / "out" / "eval-counts" / "run.json").read_text())["inputs"]
-    assert inputs["path draft out/pair/draft"]
+    assert inputs["path draft OUTPUT/pair/draft"]
     for name in ("draft", "head"):
         card = (tmp_path / "out" / "release" / name / "README.md").read_text()
         assert "speeds were\nnot measured" in card
