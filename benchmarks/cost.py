@@ -21,7 +21,7 @@ from recipes.config import PipelineConfig, parse
 from recipes.layout import GENERATION, LABEL_TOKEN, REPORT, ROLLOUT_TOKEN
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-HALF, ADAM = 2, 16  # bytes a parameter: bfloat16; float32 weights, gradient and Adam's two moments
+HALF, CHECKPOINT = 2, 12  # bytes a parameter: bfloat16; float32 weights and Adam's two moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Stage:
 
     Attributes:
         hours: on one accelerator.
-        disk: bytes that it writes, checkpoints included.
+        disk: most bytes that it holds at a time, checkpoints included.
     """
 
     hours: float
@@ -98,8 +98,8 @@ def costs(
     }
     if config.draft:
         tokens = config.draft.epochs * trained * (prompt + new)
-        # The last checkpoint, the one before it while it is written, and the model.
-        stages["draft"] = Stage(hours((2 * target + 6 * draft) * tokens), (2 * ADAM + 4) * draft)
+        # Two checkpoints, and a third while it is written; the model comes when they go.
+        stages["draft"] = Stage(hours((2 * target + 6 * draft) * tokens), 3 * CHECKPOINT * draft)
     if config.head:
         label = LABEL_TOKEN + 8 * config.labels.top_logits
         forward = 2 * (target + draft) * rows * (prompt + new)

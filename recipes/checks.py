@@ -7,14 +7,12 @@ sets and configurations of models that are on the Hub are checked when a pipelin
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from pathlib import Path
 
 from distill.config import TOY_POSITIONS
 from eval.measuring.methods import check_machine, check_methods, path_drafts
 from recipes.config import PipelineConfig
-from recipes.layout import folder, on_this_machine
+from recipes.layout import described, is_made_here
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
 from specdata.rollouts.config import check_samples
@@ -59,15 +57,15 @@ def check_hub(config: PipelineConfig) -> None:
     """
     from specdata.models import longest_prompt
     from specdata.prompts.loading import check_sets
+    from specdata.prompts.reading import is_remote
 
-    made_here = str(folder(config, "pair"))
     names = [config.models.target, config.models.draft, *path_drafts(config.eval)]
     for name in names:
-        if config.toy is None or not Path(name).is_relative_to(made_here):
+        if not is_made_here(config, name):
             longest_prompt(name, config.eval.max_new_tokens)
-    if config.draft or config.head or config.toy:
-        check_sets(config.rollouts.sets, config.seed)
-    check_sets(config.eval.sets, config.seed)
+    trained = config.rollouts.sets if config.draft or config.head or config.toy else []
+    for sets in (trained, config.eval.sets):
+        check_sets([wanted for wanted in sets if is_remote(wanted)], config.seed)
 
 
 def _check_sets(config: PipelineConfig, sets: Iterable[PromptSet]) -> None:
@@ -89,14 +87,9 @@ def _check_room(config: PipelineConfig, section: str, new: int, models: Iterable
 
 def positions_of(config: PipelineConfig, model: str) -> int | None:
     """A model's context in tokens, as its config.json on this machine has it; None if unknown."""
-    if config.toy and Path(model).parent == folder(config, "pair"):
+    if is_made_here(config, model):
         return TOY_POSITIONS
-    here = on_this_machine(model)
-    try:
-        described = json.loads((here / "config.json").read_text("utf-8")) if here else {}
-    except (OSError, ValueError):
-        return None
-    described = described.get("text_config", described) if isinstance(described, dict) else {}
+    known = described(model)
     # GPT-2 and its kin call it n_positions.
-    found = described.get("max_position_embeddings", described.get("n_positions"))
+    found = known.get("max_position_embeddings", known.get("n_positions"))
     return found if isinstance(found, int) else None

@@ -10,7 +10,7 @@ from typing import Any
 
 from eval.measuring.methods import calibrates, method_defaults, path_drafts, rewritten
 from recipes.config import PipelineConfig
-from recipes.run import Stage, absolute
+from recipes.run import Stage, absolute, is_within
 from specdata.errors import ConfigError
 from specdata.hub import hub_source
 from specdata.prompts.reading import prompt_inputs, source_of
@@ -140,6 +140,11 @@ def eval_stage(config: PipelineConfig) -> Stage:
     )
 
 
+def is_made_here(config: PipelineConfig, model: str) -> bool:
+    """Whether a model is of the embedded pair, which this run trains."""
+    return config.toy is not None and is_within(model, str(folder(config, "pair")))
+
+
 def release_stage(config: PipelineConfig) -> Stage:
     """Assemble what would be published."""
     inputs = {
@@ -265,13 +270,19 @@ def _head_size(config: PipelineConfig) -> str:
 
 def _hidden_size(model: str) -> int | None:
     """The hidden size in a model's config.json, if that is on this machine."""
+    known = described(model)
+    return next((known[name] for name in ("hidden_size", "n_embd") if name in known), None)
+
+
+def described(model: str) -> Mapping[str, Any]:
+    """What a model's config.json says of the language model; empty if it is not on this machine."""
     here = on_this_machine(model)
     try:
-        described = json.loads((here / "config.json").read_text("utf-8")) if here else {}
+        known = json.loads((here / "config.json").read_text("utf-8")) if here else {}
     except (OSError, ValueError):
-        return None
-    described = described.get("text_config", described)
-    return next((described[name] for name in ("hidden_size", "n_embd") if name in described), None)
+        return {}
+    known = known.get("text_config", known) if isinstance(known, dict) else {}
+    return known if isinstance(known, dict) else {}
 
 
 def on_this_machine(model: str) -> Path | None:

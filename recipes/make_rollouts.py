@@ -19,7 +19,6 @@ from recipes.recipe import Recipe
 from recipes.run import Stage, finished, made_as_asked, run_stage, say
 from specdata.errors import ConfigError
 from specdata.processes import is_main, process_count
-from specdata.storage.files import fingerprint
 from specdata.terminal import progress
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ def _complete(
 
 def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[str, Any], int]:
     """What completes, what the model is, and how many tokens it takes."""
-    from specdata.models import hub_commit, load_generation, load_model, positions
+    from specdata.models import load_generation, load_model, positions, revision_of
     from specdata.rollouts.backend import TransformersBackend
     from specdata.rollouts.vllm import VllmBackend
 
@@ -151,7 +150,7 @@ def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[st
         backend = TransformersBackend(
             model, config.sampling, wanted.max_new_tokens, wanted.batch_size, config.seed
         )
-    identity["revision"] = hub_commit(models.target) or fingerprint(models.target)
+    identity["revision"] = revision_of(models.target)
     return backend, identity, limit
 
 

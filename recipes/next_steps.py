@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.config import PipelineConfig
-from recipes.layout import eval_folder, folder
+from recipes.layout import described, eval_folder, folder
 
 HUB_ID = "OWNER/NAME"
 """Stands for the Hub id that only the user knows."""
@@ -87,7 +87,7 @@ def after_release(config: PipelineConfig, line: CommandLine) -> list[Step]:
     if config.draft:
         draft = config.publish.draft_id or str(folder(config, "release") / "draft")
         unnamed += [] if config.publish.draft_id else ["--publish.draft_id", HUB_ID]
-        steps += [_load_draft(draft), _serve(config, draft)]
+        steps += [_load_draft(draft), *_serve(config, draft)]
     if config.head:
         steps.append(_load_head(config.publish.head_id or folder(config, "release") / "head"))
         unnamed += [] if config.publish.head_id else ["--publish.head_id", HUB_ID]
@@ -122,12 +122,18 @@ def _load_head(source: str | Path) -> Step:
     return Step("load", f"from heads import AcceptanceHead; head = {load}")
 
 
-def _serve(config: PipelineConfig, draft: str) -> Step:
-    """Serve with vLLM, drafting the tokens a round that the released draft's settings give."""
-    speculative: dict[str, object] = {"method": "draft_model", "model": draft}
-    settings = folder(config, "release") / "draft" / "generation_config.json"
-    stored = json.loads(settings.read_text("utf-8")) if settings.is_file() else {}
-    speculative["num_speculative_tokens"] = stored.get("num_assistant_tokens", 4)
-    target = shlex.quote(config.models.target)
-    option = shlex.quote(json.dumps(speculative, ensure_ascii=False))
-    return Step("serve", f"vllm serve {target} --speculative-config {option}")
+def _serve(config: PipelineConfig, draft: str) -> list[Step]:
+    """Serve with vLLM at its own draft length, which no evaluation here measures.
+
+    Nothing if the models' output sizes are known and differ, because vLLM refuses such a pair.
+    """
+    from eval.reporting.serving import vllm_line
+
+    target = config.models.target
+    sizes = {
+        described(model).get("vocab_size")
+        for model in (target, str(folder(config, "release") / "draft"))
+    }
+    if len(sizes - {None}) > 1:
+        return []
+    return [Step("serve", vllm_line(draft, target))]

@@ -7,7 +7,6 @@ python recipes/publish.py --config recipes/configs/toy.yaml
 
 from __future__ import annotations
 
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,16 @@ from recipes.config import PipelineConfig
 from recipes.layout import draft_in_use, eval_folder, folder, head_in_use, release_stage
 from recipes.next_steps import after_release
 from recipes.recipe import Recipe
-from recipes.run import Stage, finished, need, remove_caches, run_stage, say, stage_record
+from recipes.run import (
+    Stage,
+    finished,
+    need,
+    remove,
+    remove_caches,
+    run_stage,
+    say,
+    stage_record,
+)
 from specdata.errors import ConfigError, ManifestError, OtherSettingsError
 from specdata.processes import is_main
 from specdata.prompts.config import PromptSet
@@ -88,7 +96,7 @@ def _assembled(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         if stage_record(stage.folder)["stage"] != stage.name:
             raise
         _results(config)  # what cannot be made again is not removed
-        shutil.rmtree(stage.folder)
+        remove(stage)
     return run_stage(stage, config, lambda: _release(config, stage))
 
 

@@ -37,10 +37,10 @@ LOCK = ".lock"
 # Seconds between two looks at a folder that the main process works in; how long it may take to
 # begin a stage (it may be reading prompts) before the others give up; and how long its lock may be
 # free before they see that a stage which it had begun is finished. (It holds the lock all the while
-# and loses it when it ends, however it does; other nodes may see files somewhat later.)
+# and loses it when it ends, however it does; NFS shows files up to a minute late by default.)
 PAUSE = 0.5
 PATIENCE = 600
-GRACE = 30
+GRACE = 75
 # Seconds after which a process says what it waits for, and says it again.
 REMINDER = 15
 # A process that waits holds the lock for a moment to see whether it is free; so it is tried again.
@@ -188,6 +188,12 @@ def reopen(stage: Stage) -> None:
     """Count a finished stage as interrupted, so that `run_stage` makes what it lost."""
     record = read_record(stage.folder / RUN, KEYS, stage.settings.remedy)
     write_json(stage.folder / RUN, {**record, "finished": False})
+
+
+def remove(stage: Stage) -> None:
+    """Remove a stage's folder. Raises ConfigError if another process is working in it."""
+    with _locked(stage.folder):
+        shutil.rmtree(stage.folder)
 
 
 def stage_record(folder: Path) -> dict[str, Any]:

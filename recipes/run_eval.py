@@ -75,20 +75,22 @@ def main(config: PipelineConfig) -> dict[str, Any]:
 def _restore(config: PipelineConfig, stage: Stage) -> None:
     """Make results and report of a finished evaluation again if they were lost or damaged.
 
-    They are made of the records of the prompts. If some of those are lost as well, the stage counts
-    as unfinished, so that they are measured again.
+    A report is made of the results, and results of the records of the prompts. If some of those are
+    lost as well, the stage counts as unfinished, so that they are measured again.
 
     Raises:
         ManifestError: if a prompt's record is damaged.
     """
     try:
-        read_results(stage.folder / RESULTS)
-        if (stage.folder / PAGE).is_file():
-            return
-        lost = f"{stage.folder / PAGE} is missing"
+        results = read_results(stage.folder / RESULTS)
     except LostResultsError:
         is_there = (stage.folder / RESULTS).exists()
         lost = f"{stage.folder / RESULTS} is {'damaged' if is_there else 'missing'}"
+    else:
+        if not (stage.folder / PAGE).is_file():
+            say(f"{stage.name}: {stage.folder / PAGE} is missing; it is made again of the results")
+            write_report(results, stage.folder, _context(config))
+        return
     from eval.measuring.experiment import stored_results
 
     record = stage_record(stage.folder)
@@ -100,7 +102,7 @@ def _restore(config: PipelineConfig, stage: Stage) -> None:
         "draft": draft_in_use(config),
         "head": head_in_use(config),
     }
-    results = stored_results(
+    made = stored_results(
         models,
         _prompts(config).prompts,
         stage.folder,
@@ -109,13 +111,13 @@ def _restore(config: PipelineConfig, stage: Stage) -> None:
         seed=config.seed,
         environment=_environment_of(stage.folder, record),
     )
-    if results is None:
+    if made is None:
         say(f"{stage.name}: {lost}, and so are records of prompts, which are measured again")
         reopen(stage)
         return
     say(f"{stage.name}: {lost}; it is made again from the records of the prompts")
-    write_results(stage.folder / RESULTS, results)
-    write_report(results, stage.folder, _context(config))
+    write_results(stage.folder / RESULTS, made)
+    write_report(made, stage.folder, _context(config))
 
 
 def _environment_of(folder: Path, record: Mapping[str, Any]) -> Environment:

@@ -110,9 +110,9 @@ def _check_cache(cache: Path, source: dict[str, Any]) -> None:
 
 def _identity(name: str) -> dict[str, str]:
     """A model's name, and its commit on the Hub or what its folder holds."""
-    from specdata.models import hub_commit
+    from specdata.models import revision_of
 
-    return {"name": name, "revision": hub_commit(name) or fingerprint(name)}
+    return {"name": name, "revision": revision_of(name)}
 
 
 def _train(config: PipelineConfig, stage: Stage) -> dict[str, Any]:

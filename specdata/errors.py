@@ -93,4 +93,9 @@ def full_disk(error: BaseException) -> OSError | None:
 
 def without_passwords(text: str) -> str:
     """A message in which no address shows a name and password (`scheme://NAME:PASSWORD@...`)."""
-    return re.sub(r"(\w+://)[^\s'\"]*:[^\s'\"]*@", r"\1***@", text)
+    # Linear in the length: a message may hold long words, and \b tries each of them once.
+    return re.sub(
+        r"(\b\w+://)([^\s'\"]*)@",
+        lambda found: f"{found[1]}{'***' if ':' in found[2] else found[2]}@",
+        text,
+    )

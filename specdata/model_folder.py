@@ -58,7 +58,11 @@ def copy_tokenizer(name: str, folder: Path) -> None:
         copied = folder / file.relative_to(source)
         copied.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copied)
-    if not _same(tokenizer, load_tokenizer(str(folder))):
+    try:
+        is_same = _same(tokenizer, load_tokenizer(str(folder)))
+    except ConfigError:  # its files alone make none beside this model
+        is_same = False
+    if not is_same:
         tokenizer.save_pretrained(folder)
 
 

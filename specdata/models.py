@@ -22,6 +22,7 @@ from transformers import (
 
 from specdata.errors import ConfigError, full_disk
 from specdata.hub import hub_source
+from specdata.storage.files import fingerprint
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -92,6 +93,15 @@ def hub_commit(name: str) -> str | None:
     # Only the cache tells which commit a branch was when it was loaded.
     path = try_to_load_from_cache(source, "config.json", revision=revision or "main")
     return Path(path).parent.name if isinstance(path, str) else None
+
+
+def revision_of(name: str) -> str:
+    """What tells a model from others: its commit on the Hub, or what its folder holds.
+
+    Args:
+        name: a model that has been loaded.
+    """
+    return hub_commit(name) or fingerprint(name)
 
 
 def device() -> torch.device:

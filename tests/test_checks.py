@@ -13,6 +13,7 @@ import pytest
 from eval.drafting.stopping import STOPPING_RULES
 from eval.measuring.results import write_results
 from recipes import make_rollouts, pipeline, publish, run_eval
+from recipes.checks import check_hub
 from recipes.config import parse
 from recipes.layout import eval_stage
 from recipes.recipe import Recipe
@@ -140,6 +141,19 @@ def test_completions_longer_than_a_context_are_found_in_config_json_alone(
     refuse(pipeline.RECIPE, [*flags, "--eval.max_new_tokens=64"], message, out, capsys)
     room = ["--eval.max_new_tokens=63", "--rollouts.max_new_tokens=63"]
     assert pipeline.RECIPE.run([*flags, *room, "--plan"]) == 0
+
+
+def test_the_embedded_pair_is_known_however_its_folder_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its models are not there yet: they are neither looked for on the Hub nor without a bound."""
+    monkeypatch.chdir(tmp_path)
+    pair = ["--models.target=out/pair/target", "--models.draft=./out/pair/draft"]
+    flags = [f"--output={tmp_path}/out", *pair]
+    refuse(
+        pipeline.RECIPE, [*flags, "--eval.max_new_tokens=1024"], "1023", tmp_path / "out", capsys
+    )
+    check_hub(parse(flags).config)
 
 
 def test_the_context_of_another_draft_of_a_path_counts_too(

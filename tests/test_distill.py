@@ -71,6 +71,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def tokenizer_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("tokenizer*")}
+
+
 def rollouts(pair: Path, count: int, seed: int) -> Dataset:
     tokenizer = load_tokenizer(str(pair / "target"))
     rows = [
@@ -124,9 +128,9 @@ def test_the_pair_is_two_ordinary_folders_with_one_vocabulary(pair: Path) -> Non
         assert model.generation_config.eos_token_id == tokenizer.eos_token_id
         assert model.generation_config.top_k == 0
         assert len(tokenizer) == model.config.vocab_size == SMALL.vocab_size
-    assert (pair / "target" / "tokenizer.json").read_bytes() == (
-        pair / "draft" / "tokenizer.json"
-    ).read_bytes()
+    assert tokenizer_files(pair / "draft") == tokenizer_files(pair / "target")
+    settings = json.loads((pair / "target" / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 def test_a_finished_model_is_kept_and_a_missing_one_comes_out_the_same(
@@ -158,6 +162,7 @@ def test_distillation_raises_acceptance_on_rollouts_it_did_not_see(
     stored = mean_acceptance(target, draft, dev, SamplingConfig())
     assert stored == pytest.approx(result.acceptance_after, abs=1e-6)
     assert draft.config.use_cache
+    assert tokenizer_files(tmp_path / "draft") == tokenizer_files(pair / "target")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft"]
     # A finished stage is read, not run again.
     written = (tmp_path / "draft" / "model.safetensors").stat()

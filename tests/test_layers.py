@@ -44,7 +44,7 @@ BELOW = {
         "hub": "errors",
         "vocabulary": "errors",
         "probability": "sampling",
-        "models": "errors hub",
+        "models": "errors hub storage",
         "lm_head": "errors models",
         "storage": "config errors processes",
         "prompts": "errors hub seeds toy",

@@ -106,6 +106,19 @@ def test_a_tokenizer_whose_kind_follows_from_its_model_stays_that_kind(tmp_path:
     assert ours(TEXT)["input_ids"] == theirs(TEXT)["input_ids"]
 
 
+def test_files_that_make_no_tokenizer_beside_the_draft_are_written_as_others(
+    tmp_path: Path,
+) -> None:
+    target = tmp_path / "target"
+    GPT2Config(vocab_size=300, bos_token_id=0, eos_token_id=0).save_pretrained(target)
+    tokenizer = train_tokenizer([TEXT] * 4, vocab_size=280)
+    tokenizer.backend_tokenizer.model.save(str(target))  # vocab.json and merges.txt
+    draft = draft_folder(tmp_path / "draft")
+    copy_tokenizer(str(target), draft)
+    theirs = load_tokenizer(str(target))
+    assert load_tokenizer(str(draft))(TEXT)["input_ids"] == theirs(TEXT)["input_ids"]
+
+
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,

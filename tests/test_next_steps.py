@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
 import shlex
+from pathlib import Path
 
 import pytest
 
+from eval.reporting.serving import DEFAULT_LENGTHS
 from recipes.command import RECIPES
 from recipes.config import parse
 from recipes.next_steps import CommandLine, Step
+from specdata.storage.files import write_json
 
 GIVEN = ["--output", "runs/my #1", "--toy", "null", "--seed", "2"]
 
@@ -56,6 +60,29 @@ def test_what_was_uploaded_is_loaded_and_served_from_the_hub() -> None:
     load, serve = steps("publish", "--head", "null", "--publish.draft_id", "me/my-draft")
     assert '"me/my-draft"' in load.line
     assert '"model": "me/my-draft"' in serve.line
+
+
+def released(tmp_path: Path, target: int) -> list[str]:
+    """Where a pair of these output sizes and its released draft are: the arguments that say so."""
+    write_json(tmp_path / "target" / "config.json", {"vocab_size": target})
+    draft = tmp_path / "out" / "release" / "draft"
+    write_json(draft / "config.json", {"vocab_size": 100})
+    write_json(draft / "generation_config.json", {"num_assistant_tokens": 9})
+    return ["--output", str(tmp_path / "out"), "--models.target", str(tmp_path / "target")]
+
+
+def test_vllm_drafts_its_own_number_of_tokens_and_not_what_was_best_in_another_loop(
+    tmp_path: Path,
+) -> None:
+    _, serve = steps("publish", "--head", "null", *released(tmp_path, 100))[:2]
+    settings = json.loads(shlex.split(serve.line)[-1])
+    assert settings["num_speculative_tokens"] == DEFAULT_LENGTHS["vLLM"][0]
+    assert settings["model"] == str(tmp_path / "out" / "release" / "draft")
+
+
+def test_a_pair_that_vllm_refuses_is_not_served_with_it(tmp_path: Path) -> None:
+    said = steps("publish", "--head", "null", *released(tmp_path, 128))
+    assert [step.purpose for step in said] == ["load", "upload"]
 
 
 def test_a_script_names_scripts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from specdata.toy.tokenizer import save_tokenizer, train_tokenizer
 from tests.synthetic_results import synthetic_results
 from tests.test_model_folder import LLAMA3
 from tests.test_published_code import Folders, check_logits, check_tokens
+from tests.test_release import with_transformers
 
 pytestmark = pytest.mark.slow
 PACKAGES = ("transformers==4.57.6", "gguf==0.19.0")
@@ -78,7 +79,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         model.save_pretrained(root / name)
         save_tokenizer(tokenizer, root / name)
-    results = synthetic_results(datasets=("alpaca",))
+    results = with_transformers(synthetic_results(datasets=("alpaca",)))
     names = {"target": str(root / "target"), "head": None}
     runs = [
         run.model_copy(update=names | {"draft": run.draft and str(root / "draft")})
@@ -113,7 +114,7 @@ def test_a_released_draft_answers_the_same_in_transformers_4(
     assert (answer["text"], answer["pad"], answer["end"]) == (TEXT, 1, 0)
     assert answer["dtype"] == "torch.float32"
     model = AutoModelForCausalLM.from_pretrained(draft).eval()
-    assert answer["draft_length"] == model.generation_config.num_assistant_tokens
+    assert answer["draft_length"] == model.generation_config.num_assistant_tokens in (4, 6)
     tokens = prompt
     for _ in answer["tokens"]:  # without a cache or `generate`
         tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], dim=-1)

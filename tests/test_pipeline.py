@@ -24,6 +24,7 @@ from recipes.config import parse
 from recipes.layout import draft_stage, eval_stage, head_stage, pair_stage, rollouts_stage
 from recipes.pipeline import RECIPE
 from specdata.storage.dataset import load_stored
+from specdata.storage.files import try_locked
 from tests.light_imports import run_without_heavy_libraries
 from tests.test_datasets import small_disk
 
@@ -194,7 +195,7 @@ def test_an_evaluation_in_batches_measures_counts_and_is_published(
     assert {entry.method for entry in results.runs} == {"plain", "K=3", "head", "two drafts"}
     assert all(entry.tokens_per_second is None and entry.n_target > 0 for entry in results.runs)
     inputs = json.loads((tmp_path / "out" / "eval-counts" / "run.json").read_text())["inputs"]
-    assert inputs["path draft out/pair/draft"]
+    assert inputs["path draft OUTPUT/pair/draft"]
     for name in ("draft", "head"):
         card = (tmp_path / "out" / "release" / name / "README.md").read_text()
         assert "speeds were\nnot measured" in card
@@ -287,6 +288,16 @@ def test_lost_and_damaged_results_are_made_again_as_every_message_says(
     assert results.read_bytes() == measured
     assert page.is_file()
 
+    page.unlink()
+    records = shutil.move(results.with_name("prompts"), tmp_path / "records")
+    status, shown, error = call("run-eval")
+    assert status == 0, error
+    assert "report.html is missing; it is made again of the results" in shown
+    assert page.is_file()
+    assert results.read_bytes() == measured, "whose prompts' records are not needed for it"
+    assert not results.with_name("prompts").exists(), "nothing was measured again"
+    shutil.move(records, results.with_name("prompts"))
+
     results.write_bytes(measured[: len(measured) // 2])
     status, _, error = call("publish", "--publish.license", "mit")
     assert status == 2
@@ -319,6 +330,21 @@ def test_lost_and_damaged_results_are_made_again_as_every_message_says(
     counts = [(run.method, run.tokens, run.n_target) for run in read_results(results).runs]
     results.write_bytes(measured)
     assert counts == [(run.method, run.tokens, run.n_target) for run in read_results(results).runs]
+
+
+def test_a_release_that_another_process_works_on_is_not_removed(
+    finished: Path, tmp_path: Path, call: Called
+) -> None:
+    shutil.copytree(finished / "out", tmp_path / "out")
+    release = tmp_path / "out" / "release"
+    with try_locked(release / ".lock") as mine:
+        assert mine
+        status, _, error = call("publish", "--publish.license", "mit")
+    assert status == 2
+    assert "another process is working in out/release" in error
+    assert (release / "head" / "README.md").is_file()
+    assert call("publish", "--publish.license", "mit")[0] == 0
+    assert "license: mit" in (release / "head" / "README.md").read_text()
 
 
 def test_a_truncated_head_is_refused_and_the_message_mends_it(

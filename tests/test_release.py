@@ -141,6 +141,8 @@ def test_a_released_draft_loads_with_the_same_weights(pair: Pair, draft: Path) -
     text = "a short text"
     expected = AutoTokenizer.from_pretrained(pair.target)(text)["input_ids"]
     assert AutoTokenizer.from_pretrained(draft)(text)["input_ids"] == expected
+    for file in pair.target.glob("tokenizer*"):
+        assert (draft / file.name).read_bytes() == file.read_bytes()
 
 
 def test_a_released_draft_drafts_the_length_measured_in_transformers(
@@ -233,8 +235,17 @@ def test_base_models_are_the_draft_and_the_target_where_both_are_on_the_hub(
     assert card.data.datasets == ["a/b"]
     assert "not named there: target, y, mine.jsonl" in card.text
     assert hub_id("acme/target-7b") == "acme/target-7b"
-    for name in (str(pair.target), "target", "runs/toy/pair/target", "../up", None):
+    for name in (
+        str(pair.target),
+        "target",
+        "runs/toy/pair/target",
+        "../up",
+        "my/gone.jsonl",
+        None,
+    ):
         assert hub_id(name) is None
+    assert public_name("my/gone.jsonl") == "gone.jsonl"
+    assert public_name("./draft") == "draft"
 
 
 def test_draft_and_target_are_both_base_models_of_a_pair_on_the_hub() -> None:

@@ -245,6 +245,16 @@ def test_unusable_arguments_end_with_status_2(
     assert message in capsys.readouterr().err
 
 
+def test_labels_of_an_earlier_version_which_name_their_draft_only_are_replayed(
+    folder: Path, tmp_path: Path
+) -> None:
+    labels = shutil.copytree(folder / "labels", tmp_path / "labels")
+    manifest = json.loads((labels / "manifest.json").read_text())
+    manifest["settings"]["draft"] = "elsewhere/draft"
+    (labels / "manifest.json").write_text(json.dumps(manifest))
+    assert main([str(labels), "--out", str(tmp_path), "--draft", str(folder / "draft")]) == 0
+
+
 def test_another_draft_than_that_of_the_labels_is_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

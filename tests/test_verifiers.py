@@ -7,6 +7,7 @@ PARAMETERS) adds it to every test below.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import re
 from collections import Counter
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from eval.drafts import DraftTree
 from eval.verifiers import VERIFIERS, Verifier
+from eval.verifiers.rules import RULES
 from tests.chi_square import p_value, power_of_shift
 from tests.oracles import (
     CASES,
@@ -328,6 +330,16 @@ def test_float32_agrees_with_float64(verifier: Verifier, vocabulary: int, reques
         assert float((wide.stop - narrow.stop.double()).abs().max()) < 2e-5
         gap = (wide.bonus - narrow.bonus.double()).abs().sum(-1) * wide.stop
         assert float(gap.max()) < 4e-5
+
+
+def test_every_rule_has_an_entry_that_names_its_parameters() -> None:
+    """The entries are read without torch, so they repeat what the rules' signatures say."""
+    assert RULES.keys() == VERIFIERS.keys()
+    for name, rule in RULES.items():
+        known = inspect.signature(rule).parameters.values()
+        assert VERIFIERS[name].parameters == tuple(each.name for each in known)
+        needed = tuple(each.name for each in known if each.default is inspect.Parameter.empty)
+        assert VERIFIERS[name].required == needed
 
 
 @pytest.mark.parametrize(

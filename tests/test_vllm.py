@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from recipes.make_rollouts import RECIPE
-from specdata.errors import ConfigError
+from specdata.errors import ConfigError, without_passwords
 from specdata.probability import SamplingConfig
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import Prompt
@@ -305,6 +306,49 @@ def test_a_key_that_a_server_repeats_is_not_shown(monkeypatch: pytest.MonkeyPatc
                 backend.complete(requests(1))
             assert server.headers[0] == "Basic bmFtZTpwYXNz", "a whole header is sent as it is"
         assert "you sent ***" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("no http://me:hunter2@server:80/v1, sorry", "no http://***@server:80/v1, sorry"),
+        ("'http://me:hunt/er@2@server' or ftp://a:b@c", "'http://***@server' or ftp://***@c"),
+        (
+            "hf://datasets/o/n@main at http://server:80",
+            "hf://datasets/o/n@main at http://server:80",
+        ),
+    ],
+)
+def test_a_message_shows_no_password_of_an_address(text: str, shown: str) -> None:
+    assert without_passwords(text) == shown
+
+
+def test_a_long_message_is_searched_for_passwords_at_once() -> None:
+    text = "a" * 100_000 + " http://" + "b:" * 50_000
+    begun = time.monotonic()
+    assert without_passwords(text) == text
+    assert time.monotonic() - begun < 5
+
+
+def test_the_line_break_after_a_key_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "hunter2\n")
+    with serving() as server, client(server, key_variable="MY_KEY") as backend:
+        backend.complete(requests(1))
+        assert server.headers == ["Bearer hunter2"]
+
+
+@pytest.mark.parametrize("key", ["hunter2\nhunter2", "hunter2\u00e9"])
+def test_a_key_that_no_header_can_hold_is_refused_without_being_shown(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("MY_KEY", key)
+    with (
+        serving() as server,
+        pytest.raises(ConfigError, match="one line of ASCII") as refusal,
+        client(server, key_variable="MY_KEY") as backend,
+    ):
+        backend.complete(requests(1))
+    assert "hunter2" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from eval.drafting.stopping.head import Head
 from eval.drafting.stopping.logit import Logit
 from eval.drafting.stopping.recorded import Lengths, constant_length, until_product_below
 from specdata.errors import ConfigError, ManifestError
-from specdata.storage.files import atomic_write, fingerprint, write_json
+from specdata.storage.files import atomic_write, write_json
 from specdata.storage.manifest import read_manifest
 from specdata.terminal import accept_any_text
 
@@ -234,10 +234,10 @@ def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
     if given.head and not given.draft:
         raise ConfigError("--head reads the hidden states of the draft: give --draft too")
     labels = load_stored(given.labels)
-    if given.draft:
-        _check_draft(given.labels, given.draft)
     replayed, fitted = (_rows(labels, given, split) for split in (given.split, given.fit_split))
     draft = load_model(given.draft, dtype="float32") if given.draft else None
+    if given.draft:
+        _check_draft(given.labels, given.draft)
     head = AcceptanceHead.from_pretrained(given.head) if given.head else None
     sampling = sampling_of(given.labels)
     traces = acceptance_traces(replayed, draft=draft, sampling=sampling, head=head)
@@ -257,12 +257,14 @@ def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
 def _check_draft(labels: Path, draft: str) -> None:
     """Raise ConfigError if labels say that they were made with another draft.
 
-    Its hidden states would be of other tokens than those that were accepted or not.
+    Its hidden states would be of other tokens than those that were accepted or not. Labels of
+    earlier versions do not say which draft that was.
     """
-    from specdata.models import hub_commit
+    from specdata.models import revision_of
 
-    stored = read_manifest(labels)["settings"].get("draft", {})
-    revision = hub_commit(draft) or fingerprint(draft)
+    stored, revision = read_manifest(labels)["settings"].get("draft"), revision_of(draft)
+    if not isinstance(stored, Mapping):
+        return
     if stored.get("revision", revision) != revision:
         raise ConfigError(
             f"--draft must be the draft that {labels} was made with, {stored.get('name')}; the one "

@@ -91,6 +91,16 @@ class MethodConfig(DraftingConfig):
         """The deepest position that a draft can have."""
         return len(self.widths) if self.drafter == "tree" else self.stop.longest
 
+    def columns(self) -> dict[str, Any]:
+        """The settings for which results have columns, None where this way of decoding has none."""
+        drafts = self.decoder != "plain"
+        return {
+            "verifier": self.verifier if self.decoder == "speculative" else None,
+            "stop": self.stop.name if drafts else None,
+            "length": self.deepest if drafts else None,
+            "threshold": self.stop.reported().get("threshold"),
+        }
+
     def reported(self) -> dict[str, Any]:
         """The settings that results keep as `parameters`, having no column of their own."""
         named: dict[str, Any] = dict(self.verifier_args)

@@ -231,7 +231,7 @@ def read_results(path: Path) -> Results:
 
     Raises:
         LostResultsError: if the file is missing, damaged, or of another schema version.
-    ManifestError: if names or settings in it are not those that were measured.
+        ManifestError: if names or settings in it are not those that were measured.
     """
     try:
         results = Results.model_validate_json(_without_removed(path.read_bytes()))

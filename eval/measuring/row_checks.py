@@ -21,8 +21,6 @@ from specdata.storage.resume import read_record
 if TYPE_CHECKING:
     from eval.measuring.results import Results, Run
 
-COLUMNS = ("verifier", "stop", "length", "threshold")
-
 
 def check_rows(results: Results, path: Path) -> None:
     """Refuse rows whose names or settings were changed after they were measured.
@@ -53,20 +51,9 @@ def check_rows(results: Results, path: Path) -> None:
             )
     for run in results.runs:
         if method := _method(measured[run.method]):
-            for name, value in zip(COLUMNS, _columns(method), strict=True):
+            for name, value in method.columns().items():
                 if getattr(run, name) != value:
                     _refuse(path, run, f"{name} is {getattr(run, name)!r}, measured was {value!r}")
-
-
-def _columns(method: MethodConfig) -> tuple[Any, ...]:
-    """The values of `COLUMNS` for a method."""
-    drafts = method.decoder != "plain"
-    return (
-        method.verifier if method.decoder == "speculative" else None,
-        method.stop.name if drafts else None,
-        method.deepest if drafts else None,
-        method.stop.reported().get("threshold"),
-    )
 
 
 def _measured_methods(folder: Path) -> Mapping[str, Any]:

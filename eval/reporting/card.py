@@ -9,10 +9,11 @@ from typing import Any
 
 from eval.measuring.results import Results, Run, fastest
 from eval.reporting.lengths import MeasuredLength
+from eval.reporting.metadata import hub_id
 from eval.reporting.rendering import render
 from eval.reporting.report import COLUMNS, environment_rows, sections_of
 from eval.reporting.serving import acceptance_positions, serving_lines
-from eval.reporting.verdict import ALL, Verdict
+from eval.reporting.verdict import ALL, HeadVerdict
 from specdata.errors import ManifestError
 
 
@@ -130,7 +131,7 @@ def head_text(
     facts: HeadFacts,
     results: Results,
     measures: Mapping[str, float | None],
-    verdict: Verdict,
+    verdict: HeadVerdict,
     unnamed: Sequence[str] = (),
 ) -> str:
     """The card of a head below its metadata; the arguments are like those of `draft_text`."""
@@ -147,7 +148,7 @@ def head_text(
     )
 
 
-def head_run(results: Results, verdict: Verdict) -> Run:
+def head_run(results: Results, verdict: HeadVerdict) -> Run:
     """A run of the head at the threshold that its card names: chosen on held-out rollouts if any.
 
     Raises:
@@ -174,8 +175,8 @@ def _card(template: str, results: Results, **values: Any) -> str:
 
 def public_name(name: str) -> str:
     """A Hub id as it is; of a folder only its last part, so that no local path is published."""
-    path = Path(name)
-    if name.count("/") == 1 and not path.exists() and not path.is_absolute():
+    if hub_id(name) is not None:
         return name
+    path = Path(name)
     # The pipeline calls its model folders "model"; the folder around it says which.
     return path.parent.name if path.name == "model" and path.parent.name else path.name

@@ -13,6 +13,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from eval.measuring.results import Run
 from specdata.errors import ConfigError
 from specdata.hub import hub_source
+from specdata.prompts.reading import is_file
 
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*")
 # ISO 639 codes, and the Hub's own two words.
@@ -67,7 +68,7 @@ def check_repository(push_to: str | None) -> None:
 
 def hub_id(name: str | None) -> str | None:
     """The Hub id in a name, without its revision; None for a folder, a file or a URL."""
-    if name is None or Path(name).exists():
+    if name is None or is_file(name) or Path(name).exists():
         return None
     source, _ = hub_source(name)
     return source if _HUB_ID.fullmatch(source) else None

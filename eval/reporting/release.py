@@ -260,11 +260,8 @@ def _head_facts(head: AcceptanceHead, name: str, measured: Results, draft: str |
 
 def _rated(results: Results, best: MeasuredLength | None, longest: int) -> list[Run]:
     """The runs whose metrics a draft's metadata gives: the best length, else the longest."""
-    named = best.method if best else None
     fixed = [run for run in results.runs if run.fixed_length and run.lossless]
-    method = next(run.method for run in fixed if named in (run.method, None) and run.length)
-    if named is None:
-        method = next(run.method for run in fixed if run.length == longest)
+    method = best.method if best else next(run.method for run in fixed if run.length == longest)
     return [run for run in fixed if run.method == method]
 
 

@@ -15,7 +15,6 @@ from math import gcd
 from typing import Any
 
 import numpy as np
-from scipy.optimize import isotonic_regression
 
 from eval.measuring.results import Results, Run
 from eval.reporting.lengths import MeasuredLength
@@ -71,17 +70,6 @@ def serving_lines(
         note = f" (its draft length was not measured: {default} is {whose})"
         notes[engine] = "" if found else note
     gpus = gcd(*heads)
-    speculative = {
-        "method": "draft_model",
-        "model": draft,
-        "num_speculative_tokens": lengths["vLLM"],
-    }
-    block = speculative | {
-        "draft_tensor_parallel_size": gpus,
-        "draft_sample_method": "probabilistic",
-        "rejection_sample_method": "block",
-    }
-    serve, at = f"vllm serve {shlex.quote(target)}", "--speculative-config"
     k = lengths["SGLang"]
     sglang = [
         f"sglang serve --model-path {shlex.quote(target)}",
@@ -94,13 +82,46 @@ def serving_lines(
         f"  --spec-type draft-simple --spec-draft-n-max {lengths['llama.cpp']}",
     ]
     return ServingLines(
-        f"{serve} {at} {_json(speculative)}",
-        f"{serve} --tensor-parallel-size {gpus} {at} {_json(block)}",
+        vllm_line(draft, target, lengths["vLLM"]),
+        vllm_line(draft, target, lengths["vLLM"], gpus=gpus),
         gpus,
         " \\\n".join(sglang),
         " \\\n".join(llama),
         notes,
     )
+
+
+def vllm_line(
+    draft: str,
+    target: str,
+    length: int = DEFAULT_LENGTHS["vLLM"][0],
+    *,
+    gpus: int | None = None,
+) -> str:
+    """The command with which vLLM serves a pair.
+
+    Args:
+        draft: Hub id or folder.
+        target: Hub id or folder.
+        length: tokens drafted a round.
+        gpus: split both models over so many, sample drafts and verify blocks; None is vLLM's
+            default.
+    """
+    settings: dict[str, Any] = {
+        "method": "draft_model",
+        "model": draft,
+        "num_speculative_tokens": length,
+    }
+    split = ""
+    if gpus is not None:
+        split = f" --tensor-parallel-size {gpus}"
+        settings |= {
+            "draft_tensor_parallel_size": gpus,
+            "draft_sample_method": "probabilistic",
+            "rejection_sample_method": "block",
+        }
+    option = shlex.quote(json.dumps(settings, ensure_ascii=False))
+    return f"vllm serve {shlex.quote(target)}{split} --speculative-config {option}"
 
 
 def synthetic_acceptance(draft: str, runs: Mapping[str, Run]) -> dict[str, dict[str, Any]]:
@@ -129,6 +150,8 @@ def synthetic_acceptance(draft: str, runs: Mapping[str, Run]) -> dict[str, dict[
 
 def non_increasing(run: Run) -> list[float]:
     """Acceptance by position, made non-increasing; see `synthetic_acceptance`."""
+    from scipy.optimize import isotonic_regression  # here: it takes a while, lines do not need it
+
     rounds = np.zeros(len(run.acceptance_by_position))
     for record in run.generations:
         rounds[: len(record.drafted_by_position)] += record.drafted_by_position
@@ -146,7 +169,3 @@ def acceptance_positions(results: Results) -> dict[str, Run]:
         if chains:
             positions[dataset] = max(chains, key=lambda run: len(run.acceptance_by_position))
     return positions
-
-
-def _json(settings: Mapping[str, Any]) -> str:
-    return shlex.quote(json.dumps(settings))

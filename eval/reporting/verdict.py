@@ -52,7 +52,7 @@ class Rival:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class HeadVerdict:
     """Whether a head pays, and what that was judged by.
 
     Args:
@@ -79,7 +79,7 @@ class Verdict:
     choice: DevChoice | None = field(default=None)
 
 
-def judge(results: Results, choice: DevChoice | None) -> Verdict:
+def judge(results: Results, choice: DevChoice | None) -> HeadVerdict:
     """Judge the head of an evaluation on its prompts.
 
     Args:
@@ -87,14 +87,16 @@ def judge(results: Results, choice: DevChoice | None) -> Verdict:
         choice: what its settings cost on held-out rollouts; None if that is not known.
     """
     if not results.timed:
-        return Verdict("not measured", "speeds were not measured")
+        return HeadVerdict("not measured", "speeds were not measured")
     if choice is None:
-        return Verdict("not measured", "no held-out labels to choose the threshold on")
+        return HeadVerdict("not measured", "no held-out labels to choose the threshold on")
     families = _families(results)
     heads = families.pop("head", {})
     method = _chosen(heads, choice)
     if method is None:
-        return Verdict("not measured", "no threshold was measured that held-out labels can rank")
+        return HeadVerdict(
+            "not measured", "no threshold was measured that held-out labels can rank"
+        )
     mine = heads[method]
     verifier = mine[0].verifier
     rivals, left_out = [], []
@@ -108,8 +110,8 @@ def judge(results: Results, choice: DevChoice | None) -> Verdict:
             left_out.append(rule)
     if not any(rival.rule == "fixed" for rival in rivals):
         reason = f"no fixed length was measured with {verifier} verification"
-        return Verdict("not measured", reason)
-    return Verdict(
+        return HeadVerdict("not measured", reason)
+    return HeadVerdict(
         _status([rival.ratios[ALL] for rival in rivals]),
         method=method,
         threshold=mine[0].threshold,

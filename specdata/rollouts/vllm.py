@@ -79,9 +79,15 @@ class VllmBackend:
         headers = {}
         self._secret = ""
         if config.key_variable:
-            if not (key := os.environ.get(config.key_variable)):
+            # A key that is read from a file often ends in a line break.
+            if not (key := os.environ.get(config.key_variable, "").strip()):
                 raise ConfigError(
                     f"rollouts.vllm.key_variable names {config.key_variable}, which is not set"
+                )
+            if not (key.isascii() and key.isprintable()):  # the client's refusal would repeat it
+                raise ConfigError(
+                    f"the key in {config.key_variable} (rollouts.vllm.key_variable) must be one "
+                    "line of ASCII: set the variable again"
                 )
             headers["Authorization"] = key if " " in key else f"Bearer {key}"
             self._secret = key
