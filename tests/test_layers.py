@@ -47,7 +47,7 @@ BELOW = {
         "models": "errors hub storage",
         "lm_head": "errors models",
         "storage": "config errors processes",
-        "prompts": "errors hub seeds toy",
+        "prompts": "errors hub seeds storage toy",
         "rollouts": "config errors models probability prompts sampling seeds storage",
         "model_folder": "errors hub models storage",
         "labels": "config errors lm_head models probability sampling seeds storage",

@@ -66,6 +66,30 @@ def test_a_file_with_a_very_long_name_is_refused_before_its_name_is_used(
         check_sets(named(240), seed=0)
 
 
+@pytest.mark.parametrize("name", ["p*", "p?", "p[1]"])
+@pytest.mark.parametrize("end", [".jsonl", ".json", ".parquet"])
+def test_a_prompt_files_path_is_taken_literally_whatever_it_holds(
+    tmp_path: Path, name: str, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "d[1]"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for stem in ("p1", name):
+        rows = [{"prompt": f"of {stem}"}]
+        path = folder / f"{stem}{end}"
+        _ = parquet(path, rows) if end == ".parquet" else jsonl(path, rows)
+    for source in (f"{name}{end}", str(folder / f"{name}{end}")):
+        assert texts(load_prompts([PromptSet(source, "train", 0)], PLAIN, seed=0)) == [f"of {name}"]
+
+
+def test_a_prompt_folder_that_would_be_taken_for_a_pattern_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "p[1]"
+    parquet(folder / "test.parquet", [{"prompt": "good"}])
+    for wanted in (PromptSet(str(folder)), PromptSet("gsm8k", source=str(folder))):
+        with pytest.raises(ConfigError, match=r"not hold \*, \? or \[, got .*p\[1\]: rename it"):
+            check_sets([wanted], seed=0)
+
+
 def test_an_empty_question_is_not_made_a_prompt_by_its_template(tmp_path: Path) -> None:
     rows = [{"question": text, "answer": ""} for text in ("Why?", "?", "", None)]
     source = parquet(tmp_path / "copy.parquet", rows)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import glob
 import hashlib
 import json
 import re
@@ -26,6 +27,7 @@ from specdata.prompts.catalogue import CATALOGUE, EMBEDDED, CataloguedSet, Form,
 from specdata.prompts.chat_templates import Message, user_turns
 from specdata.prompts.config import PromptSet
 from specdata.seeds import generator_for
+from specdata.storage.files import as_pattern
 from specdata.toy.corpus import LIBRARY, library_prompts
 from specdata.toy.corpus import prompts as embedded_prompts
 
@@ -251,17 +253,29 @@ def load_rows(
         if not Path(source).is_file():
             raise ConfigError(f"prompt set {name!r}: there is no file {source}")
         kind = FORMATS[Path(source.removesuffix(".gz")).suffix]
-        options: dict[str, Any] = {"path": kind, "data_files": {split: source}}
+        options: dict[str, Any] = {"path": kind, "data_files": {split: as_pattern(source)}}
     elif Path(source).is_dir():
+        _check_folder(name, source)
         options = {"path": source, "name": subset}
     elif files and split in files:
         fetched = _or_refuse(name, source, lambda: _fetch(hub, pinned or revision, files[split]))
-        options = {"path": FORMATS[Path(fetched[0]).suffix], "data_files": {split: fetched}}
+        literal = [as_pattern(path) for path in fetched]
+        options = {"path": FORMATS[Path(fetched[0]).suffix], "data_files": {split: literal}}
     else:
         options = {"path": hub, "name": subset, "revision": pinned or revision}
     from datasets import load_dataset
 
     return _or_refuse(name, source, lambda: load_dataset(split=split, **options))
+
+
+def _check_folder(name: str, source: str) -> None:
+    """Raise ConfigError for a folder that `datasets` would take for a pattern."""
+    path = str(Path(source).absolute())
+    if glob.has_magic(path):
+        raise ConfigError(
+            f"prompt set {name!r}: the path of a folder must not hold *, ? or [, got {path}: "
+            "rename it"
+        )
 
 
 def _fetch(hub: str, revision: str | None, pattern: str) -> list[str]:
@@ -327,6 +341,7 @@ def _catalogued(wanted: PromptSet, catalogued: CataloguedSet, seed: int) -> Iter
     if Path(source).is_dir() and not wanted.subset:
         from datasets import get_dataset_config_names
 
+        _check_folder(wanted.name, source)
         there = _or_refuse(wanted.name, source, lambda: get_dataset_config_names(source))
         subset = catalogued.subset if catalogued.subset in there else None
     data = load_rows(

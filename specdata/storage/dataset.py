@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from specdata.errors import ConfigError, ManifestError
 from specdata.processes import is_main
-from specdata.storage.files import atomic_write, locked, try_locked, write_json
+from specdata.storage.files import as_pattern, atomic_write, locked, try_locked, write_json
 from specdata.storage.manifest import (
     CACHE,
     MANIFEST,
@@ -218,6 +218,7 @@ def stream_stored(folder: Path) -> datasets.IterableDataset:
 
 
 def _finished_files(folder: Path) -> list[str]:
+    """A finished dataset's shards, as patterns that match them alone."""
     manifest = read_manifest(folder)
     if not manifest["finished"]:
         made = len(list(folder.glob("shard-*.parquet")))
@@ -227,7 +228,7 @@ def _finished_files(folder: Path) -> list[str]:
         )
     for record in manifest["shards"]:
         verify(folder, record)
-    return [str(folder / record["file"]) for record in manifest["shards"]]
+    return [as_pattern(folder / record["file"]) for record in manifest["shards"]]
 
 
 def of_split(dataset: datasets.Dataset, split: str, source: Path) -> datasets.Dataset:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -173,6 +174,15 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically, keys in the order given, NaN refused."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def as_pattern(path: str | Path) -> str:
+    """The pattern that matches one path alone, for `datasets`, which takes paths for patterns.
+
+    "r*" would be read with what lies in "rx", too. The path is absolute because a relative pattern
+    is joined to the working folder, whose name would be taken for a pattern as well.
+    """
+    return glob.escape(str(Path(path).absolute()))
 
 
 def sha256(path: Path) -> str:
