@@ -265,15 +265,19 @@ def _read(path: Path) -> dict[str, Any]:
 class _UniqueKeyLoader(yaml.SafeLoader):
     """Refuses a key that stands twice in one mapping; YAML itself would keep the last."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As yaml's own, which it calls."""
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for place, key in enumerate(keys):
-            if key in keys[:place]:
-                mark = node.value[place][0].start_mark
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", mark)
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
-        return mapping
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """As yaml's own, which it calls; keys that `<<` adds later may be given once more."""
+        node = super().compose_mapping_node(anchor)
+        seen: list[Any] = []
+        for key_node, _ in node.value:
+            is_merge = key_node.tag == "tag:yaml.org,2002:merge"
+            key = "<<" if is_merge else self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key!r} is given twice", key_node.start_mark
+                )
+            seen.append(key)
+        return node
 
 
 def _load_yaml(text: str) -> Any:
@@ -292,6 +296,8 @@ def _is_literal(info: FieldInfo, text: str) -> bool:
 def _value(key: str, text: str) -> Any:
     try:
         return _load_yaml(text)
+    except yaml.constructor.ConstructorError as error:
+        raise ConfigError(f"--{key}: {text!r}: {error.problem}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"--{key}: {text!r} is not a YAML value") from error
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from recipes import train_head
-from recipes.config import PipelineConfig, build, parse
+from recipes.config import PipelineConfig, _load_yaml, build, parse
 from recipes.layout import head_stage
 from specdata.config import fields_of, section_type
 from specdata.errors import ConfigError
@@ -79,7 +79,7 @@ def test_lists_and_null_can_be_given_on_the_command_line() -> None:
             ["--eval.methods", '[{name: "a\\e[2J"}, {name: plain, decoder: plain}]'],
             r"method 'a\\x1b\[2J': name: must hold no control characters",
         ),
-        (["--models", "{target: a, draft: b, target: c}"], "--models: .* is not a YAML value"),
+        (["--models", "{target: a, draft: b, target: c}"], "--models: .*: 'target' is given twice"),
     ],
 )
 def test_a_mistake_says_what_must_hold(arguments: list[str], message: str) -> None:
@@ -104,6 +104,40 @@ def test_an_unreadable_file_is_named(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"bad\.yaml"):
         parse(["--config", str(path)], "")
+
+
+MERGED = """
+anchors: &outer
+  deep: &second {<<: &first {batch_size: 7, epochs: 3}, epochs: 4}
+draft: {<<: *second, steps: 5, batch_size: 8}
+"""
+
+
+def test_merge_keys_are_loaded_and_a_key_beside_them_wins() -> None:
+    loaded = _load_yaml(MERGED)
+    assert loaded["draft"] == {"batch_size": 8, "epochs": 4, "steps": 5}
+    assert loaded["anchors"]["deep"] == {"batch_size": 7, "epochs": 4}
+    assert _load_yaml("[&a {x: 1}, &b {y: 2}, {<<: [*a, *b], x: 3}]")[2] == {"x": 3, "y": 2}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: {x: 1, x: 2}",
+        "[&a {x: 1}, {<<: *a, y: 1, y: 2}]",
+        "[&a {x: 1, x: 2}, {<<: *a}]",
+        "[&a {x: 1}, {<<: *a, <<: *a}]",
+        "{1: a, 0x1: b}",
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused_beside_merge_keys_too(text: str) -> None:
+    with pytest.raises(yaml.constructor.ConstructorError, match="is given twice"):
+        _load_yaml(text)
+
+
+def test_a_key_that_is_given_twice_on_the_command_line_is_called_that() -> None:
+    with pytest.raises(ConfigError, match=r"--method: .*'length' is given twice"):
+        parse(["--method", "{name: a, length: 3, length: 4}"])
 
 
 def test_a_key_that_is_given_twice_is_refused_with_its_line(tmp_path: Path) -> None:
