@@ -7,7 +7,8 @@ sets and configurations of models that are on the Hub are checked when a pipelin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from distill.config import TOY_POSITIONS
 from eval.measuring.methods import check_machine, check_methods, path_drafts
@@ -39,6 +40,28 @@ def check_training_splits(config: PipelineConfig) -> None:
             "rollouts.sets must hold splits train and dev to train on, got "
             f"{', '.join(sorted(splits))}"
         )
+
+
+def check_kept(config: PipelineConfig, report: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse prompts of which none is left in a split that is trained on.
+
+    Args:
+        config: the run's.
+        report: of the prompts that were loaded for the rollouts.
+
+    Raises:
+        ConfigError: naming the split's sets and why their prompts were dropped.
+    """
+    from specdata.prompts.loading import dropped
+
+    for split in ("train", "dev") if config.draft or config.head else ():
+        accounts = [account for account in report if account["split"] == split]
+        if accounts and not any(account["kept"] for account in accounts):
+            raise ConfigError(
+                f"rollouts.sets must hold prompts of split {split} to train on, and all of them "
+                f"were dropped: {'; '.join(dropped(accounts))} (a duplicate equals an earlier "
+                "prompt, of any set). Give other prompts"
+            )
 
 
 def check_evaluation(config: PipelineConfig) -> None:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from recipes.checks import check_rollouts
+from recipes.checks import check_kept, check_rollouts
 from recipes.config import PipelineConfig
 from recipes.layout import by_content, folder, pair_stage, rollouts_stage
 from recipes.next_steps import after_rollouts
@@ -98,6 +98,7 @@ def _complete(
     loaded = load_prompts(wanted.sets, tokenizer, seed=config.seed, max_tokens=longest)
     if not loaded.prompts:
         raise ConfigError("rollouts.sets must hold at least one prompt")
+    check_kept(config, loaded.report)
     for line in dropped(loaded.report):
         say(f"  {line}")
     made_of = {

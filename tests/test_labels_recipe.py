@@ -135,3 +135,23 @@ def test_other_rollouts_than_those_of_the_kept_logits_are_refused(
     asked += ["--labels.cache", str(labelled / "out" / "labels"), "--labels.top_logits", "0"]
     assert train_head.RECIPE.run(asked) == 2
     assert "rollouts: '" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("split", ["train", "dev"])
+def test_a_split_of_which_every_prompt_is_dropped_is_found_before_any_rollout(
+    split: str, labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, other = ("dev", "train") if split == "train" else ("train", "dev")
+    kept = labelled / f"{first}.jsonl"
+    copy = tmp_path / "copy.jsonl"
+    copy.write_text("".join(kept.read_text().splitlines(keepends=True)[:3]))
+    sets = [{"name": str(kept), "split": first, "count": 0}]
+    sets += [{"name": str(copy), "split": other, "count": 0}]
+    asked = ["--config", str(labelled / "pair.yaml"), "--output", str(tmp_path / "out")]
+    asked += ["--rollouts.sets", yaml.safe_dump(sets, default_flow_style=True)]
+    assert make_rollouts.RECIPE.run(asked) == 2
+    said = capsys.readouterr().err
+    assert f"prompts of split {split} to train on, and all of them were dropped" in said
+    assert f"{copy}/{split}: 0 of 3 kept; 3 duplicate" in said
+    assert not list((tmp_path / "out" / "rollouts").glob("[!.]*"))
+    assert make_rollouts.RECIPE.run([*asked, "--head", "null"]) == 0, "nothing is trained on them"

@@ -245,7 +245,7 @@ def of_split(dataset: datasets.Dataset, split: str, source: Path) -> datasets.Da
     rows = dataset.select([row for row, name in enumerate(dataset["split"]) if name == split])
     if len(rows) == 0:
         raise ConfigError(
-            f"{source} has no rows of split {split!r}: add a prompt set with that split to "
-            "rollouts.sets"
+            f"{source} has no rows of split {split!r}: rollouts.sets must hold a prompt set with "
+            "that split, not all of whose prompts are dropped as duplicates"
         )
     return rows
