@@ -18,7 +18,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import Field
+from pydantic import Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from distill.config import DistilConfig, ToyPairConfig
@@ -26,7 +26,7 @@ from eval.drafting.stopping import STOPPING_RULES
 from eval.measuring.methods import PLAIN, EvalConfig, MethodConfig, renamed
 from eval.verifiers import VERIFIERS
 from heads.config import HeadConfig
-from specdata.config import Config, fields_of, nearest, read_config, section_type
+from specdata.config import Config, fields_of, mistakes, nearest, read_config, section_type
 from specdata.errors import ConfigError
 from specdata.labels.config import LabelsConfig
 from specdata.processes import is_main
@@ -85,6 +85,20 @@ class PipelineConfig(Config):
     publish: PublishConfig = Field(
         default=PublishConfig(), description="stage 5: cards and uploads"
     )
+
+    @field_validator("output")
+    @classmethod
+    def _is_written_out(cls, output: str) -> str:
+        """Refuse what would make a folder that nobody meant, called " " or "~"."""
+        if not output.strip():
+            raise ValueError(f"must be a folder, not blank (got {output!r})")
+        if output.startswith("~"):
+            raise ValueError(
+                f"must be written out (got {output!r}): only a shell replaces ~, and only where "
+                "it begins an unquoted word; write the path of your home folder (or ./~... for a "
+                "folder of that name)"
+            )
+        return output
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +335,15 @@ def _note_renamed(tree: Mapping[str, Any]) -> None:
             print(f"note: {note}", file=sys.stderr)
 
 
+def _check_method(text: str, method: Mapping[str, Any]) -> None:
+    """Raise ConfigError, naming the option, for a new method that `build` would refuse."""
+    try:
+        MethodConfig.model_validate(method)
+    except ValidationError as error:
+        reasons = "; ".join(mistakes(error, MethodConfig))
+        raise ConfigError(f"--method {text!r}: {reasons}") from error
+
+
 def _choose_methods(tree: dict[str, Any], wanted: Sequence[str]) -> None:
     """Leave of eval.methods the plain one and those wanted, in that order.
 
@@ -337,6 +360,8 @@ def _choose_methods(tree: dict[str, Any], wanted: Sequence[str]) -> None:
         method = by_name.get(text) or _value("method", text)
         if not isinstance(method, dict):
             raise ConfigError(f"unknown method {text!r}: {nearest(text, by_name)}")
+        if text not in by_name:
+            _check_method(text, method)
         if method not in chosen:
             chosen.append(method)
     tree["eval"] = {**tree["eval"], "methods": chosen}

@@ -36,6 +36,8 @@ from specdata.storage.files import fingerprint
 if TYPE_CHECKING:
     from eval.analysis.choice import DevChoice
 
+_TOO = " (--method leaves only the methods that it names: give it once more, for this one)"
+
 
 def stages(config: PipelineConfig) -> list[Stage]:
     """What this recipe does."""
@@ -61,11 +63,12 @@ def check(config: PipelineConfig) -> None:
     ):
         raise ConfigError(
             "a draft's card needs a measured draft length: add a method with stop: fixed, such as "
-            "{name: K=4, length: 4}, to eval.methods"
+            f"{{name: K=4, length: 4}}, to eval.methods{_TOO}"
         )
     if config.head and not any(method.stop.needs_head for method in methods):
         raise ConfigError(
-            "a head's card needs a measurement: add a method with stop: head to eval.methods"
+            "a head's card needs a measurement: add a method with stop: head, such as "
+            f"{{name: head, stop: head}}, to eval.methods{_TOO}"
         )
 
 

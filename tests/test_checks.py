@@ -88,6 +88,11 @@ MANY = "[{name: maths, split: test, count: 999999}]"
             ["--rollouts.sets", "[{name: code, count: 1}]"],
             "must hold splits train and dev to train on, got test",
         ),
+        (
+            "pipeline",
+            ["--method", "{name: a, stop: head}"],
+            "to eval.methods (--method leaves only the methods that it names: give it once more",
+        ),
         ("pipeline", ["--eval.max_new_tokens", "1024"], "set it to 1023 or less"),
         ("pipeline", ["--eval.sets", TYPO], "did you mean 'instruct'?"),
         ("pipeline", ["--method", "{name: a, verifier: blok}"], "did you mean 'block'?"),

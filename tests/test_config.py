@@ -73,6 +73,10 @@ def test_lists_and_null_can_be_given_on_the_command_line() -> None:
         (["--rollouts.max_new_tokens", "99999999999"], "less than or equal to 16777216"),
         (["--rollouts", "null"], r"rollouts: must be a section, .* and is empty \(null\)"),
         (["--eval", "7"], r"eval: must be a section, a mapping of keys \(got 7\)"),
+        (["--output", " "], r"output: must be a folder, not blank \(got ' '\)"),
+        (["--output=~/x"], r"output: must be written out \(got '~/x'\)"),
+        (["--method", "{stop: head}"], r"--method '\{stop: head\}': name: is missing"),
+        (["--method", "{stop: head, length: 3}"], r"--method '.*: stop head does not use length"),
         (["--output", "a\x1b[2J"], r"output: must hold no control characters"),
         (["--models.target", "a\r"], r"models.target: must hold no control characters"),
         (
