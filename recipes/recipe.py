@@ -134,7 +134,7 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
 
 def _state(stage: Stage) -> str:
     """What the recipe would find in a stage's folder."""
-    if not (stage.folder / RUN).is_file():
+    if not (stage.folder / RUN).exists():
         return "would be made"
     record = stage_record(stage.folder)
     try:

@@ -318,3 +318,20 @@ def test_exit_status_is_1_for_trouble_outside_and_2_for_unusable_input(
     assert capsys.readouterr().err == "error: wrong\n"
     with pytest.raises(ValueError, match="a defect"):
         fail(ValueError("a defect"))
+
+
+def test_a_folder_in_the_place_of_run_json_is_refused_with_what_to_remove(
+    tmp_path: Path, config: PipelineConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = tmp_path / "out" / "work"
+    (here / "run.json").mkdir(parents=True)
+
+    def work(given: PipelineConfig) -> None:
+        run_stage(stage(here), given, dict)
+
+    recipe = Recipe(work, lambda given: [stage(here)], "Work.", ())
+    for more in ([], ["--plan"]):
+        assert recipe.run(more) == 2
+        error = capsys.readouterr().err
+        assert "run.json must be a file and is a folder: choose another --output" in error
+        assert f"or remove {here}" in error

@@ -124,6 +124,8 @@ def read_record(path: Path, keys: Sequence[str], remedy: str) -> dict[str, Any]:
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
+    except IsADirectoryError as error:
+        raise ManifestError(f"{path} must be a file and is a folder: {remedy}") from error
     except ValueError as error:
         raise ManifestError(f"{path} is damaged ({error}): {remedy}") from error
     if not isinstance(record, dict):
