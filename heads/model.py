@@ -18,6 +18,7 @@ from heads.inputs import HeadInputs
 from heads.remote import AUTO_CONFIG, write_custom_generate, write_modeling
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import atomic_write, write_json
+from specdata.storage.resume import read_record
 
 
 class ResidualBlock(nn.Module):
@@ -178,6 +179,8 @@ class AcceptanceHead(
                 f"{folder} holds no acceptance head: it has no {CONFIG_NAME}; "
                 "pass a folder written by AcceptanceHead.save_pretrained"
             )
+        if folder.is_dir():  # the library's own refusal would not name the file
+            read_record(folder / CONFIG_NAME, (), "restore it")
         try:
             return super().from_pretrained(source, **options)
         except (HFValidationError, HfHubHTTPError, EntryNotFoundError, OSError) as error:
@@ -204,7 +207,13 @@ class AcceptanceHead(
                 f"{model_id} is not an acceptance head: its {CONFIG_NAME} must give hidden_size "
                 f"and depth, it gives {sorted(settings)} of a head's settings"
             )
-        head = cls(**settings)
+        try:
+            head = cls(**settings)
+        except TypeError as error:
+            raise ValueError(
+                f"{model_id} is not an acceptance head: a setting in its {CONFIG_NAME} is of "
+                f"another type ({error})"
+            ) from error
         local = Path(model_id) / SAFETENSORS_SINGLE_FILE
         if Path(model_id).is_dir():
             path = local

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -195,6 +196,17 @@ def _ends(generation: GenerationConfig) -> frozenset[int]:
     return frozenset([ids] if isinstance(ids, int) else ids)
 
 
+def _damaged_weights(name: str) -> str:
+    """Which file of weights in a model's folder cannot be read, and why; empty if each can."""
+    for path in sorted(Path(name).glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return f"{path} is damaged ({error})"
+    return ""
+
+
 def _from_hub(what: str, name: str, load: Callable[[], T]) -> T:
     try:
         return load()
@@ -203,6 +215,10 @@ def _from_hub(what: str, name: str, load: Callable[[], T]) -> T:
             raise full from error
         if asks_for_remote_code(error):
             raise remote_code_refused(what, name) from error
+        if what == "model" and (damaged := _damaged_weights(name)):
+            raise ConfigError(
+                f"cannot load the model {name!r}: {damaged}: restore it, or make the model again"
+            ) from error
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise ConfigError(
             f"cannot load the {what} {name!r}: give a folder with a saved {what} or a Hub id that "

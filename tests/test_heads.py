@@ -164,6 +164,15 @@ def test_loading_what_is_no_head_says_so(tmp_path: Path) -> None:
         AcceptanceHead.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "null", '{"hidden_size": "x", "depth": 1}'])
+def test_a_damaged_configuration_of_a_head_is_named(text: str, tmp_path: Path) -> None:
+    make_head().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json") as refused:
+        AcceptanceHead.from_pretrained(tmp_path)
+    assert str(tmp_path) in str(refused.value)
+
+
 # --- fingerprint of the draft
 
 
