@@ -286,6 +286,9 @@ def test_a_key_is_read_from_the_environment_and_never_stored(
         monkeypatch.delenv("MY_KEY", raising=False)
         with pytest.raises(ConfigError, match="MY_KEY, which is not set"):
             client(server, key_variable="MY_KEY").__enter__()
+        with pytest.raises(ConfigError, match="takes the NAME of an environment") as refused:
+            client(server, key_variable="S3cretPW").__enter__()
+        assert "S3cretPW" not in str(refused.value), "it may be the key itself"
         monkeypatch.setenv("MY_KEY", "k-1")
         with client(server, key_variable="MY_KEY") as backend:
             backend.complete(requests(1))

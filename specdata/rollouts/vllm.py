@@ -15,6 +15,7 @@ is stored is stored once, and no prompt comes twice or not at all.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -81,8 +82,12 @@ class VllmBackend:
         if config.key_variable:
             # A key that is read from a file often ends in a line break.
             if not (key := os.environ.get(config.key_variable, "").strip()):
+                # Whatever does not look like a name may be the key itself.
+                is_name = re.fullmatch(r"[A-Z_][A-Z0-9_]*", config.key_variable)
+                named = f"names {config.key_variable}" if is_name else "names a variable"
                 raise ConfigError(
-                    f"rollouts.vllm.key_variable names {config.key_variable}, which is not set"
+                    f"rollouts.vllm.key_variable {named}, which is not set: it takes the NAME of "
+                    "an environment variable that holds the key, not the key"
                 )
             if not (key.isascii() and key.isprintable()):  # the client's refusal would repeat it
                 raise ConfigError(
