@@ -216,10 +216,15 @@ def test_a_cost_rule_reads_the_head_without_the_bias_of_its_loss(
 def test_the_command_prints_a_table_and_writes_json_and_a_picture(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    shutil.rmtree(folder / "labels" / ".cache", ignore_errors=True)
+    before = sorted((folder / "labels").rglob("*"))
     flags = [str(folder / "labels"), "--out", str(tmp_path)]
     flags += ["--draft", str(folder / "draft"), "--head", str(folder / "head")]
     assert main(flags) == 0
-    printed = capsys.readouterr().out
+    assert sorted((folder / "labels").rglob("*")) == before, "labels are only read"
+    said = capsys.readouterr()
+    assert "held-out rollouts:" in said.err
+    printed = said.out
     for rule in ("oracle", "plain", "fixed", "confidence", "logit", "head", "perfect"):
         assert rule in printed
     stored = json.loads((tmp_path / "replay.json").read_text())

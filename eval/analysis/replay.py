@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -227,13 +228,14 @@ def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
     from heads import AcceptanceHead
     from specdata.labels.make import sampling_of
     from specdata.models import load_model
-    from specdata.storage.dataset import load_stored
+    from specdata.storage.dataset import stream_stored
 
     if given.draft_seconds <= 0 or given.target_seconds <= 0:
         raise ConfigError("--draft-seconds and --target-seconds must be positive")
     if given.head and not given.draft:
         raise ConfigError("--head reads the hidden states of the draft: give --draft too")
-    labels = load_stored(given.labels)
+    # Not by `load_stored`, which would leave a copy in a folder that is only read.
+    labels = stream_stored(given.labels)
     replayed, fitted = (_rows(labels, given, split) for split in (given.split, given.fit_split))
     draft = load_model(given.draft, dtype="float32") if given.draft else None
     if given.draft:
@@ -273,12 +275,16 @@ def _check_draft(labels: Path, draft: str) -> None:
         )
 
 
-def _rows(labels: datasets.Dataset, given: argparse.Namespace, split: str) -> datasets.Dataset:
-    rows = [n for n, name in enumerate(labels["split"]) if name == split][: given.rows]
+def _rows(
+    labels: datasets.IterableDataset, given: argparse.Namespace, split: str
+) -> datasets.Dataset:
+    from datasets import Dataset
+
+    rows = list(islice((row for row in labels if row["split"] == split), given.rows))
     if not rows:
-        known = ", ".join(sorted(set(labels["split"])))
+        known = ", ".join(sorted({row["split"] for row in labels}))
         raise ConfigError(f"{given.labels} has no rows of split {split!r}, only {known}")
-    return labels.select(rows)
+    return Dataset.from_list(rows)
 
 
 def _parser(program: str) -> argparse.ArgumentParser:

@@ -112,7 +112,7 @@ class _StatesOfRow:
 
 
 def _counted(rows: datasets.Dataset) -> Iterator[dict[str, Any]]:
-    with progress(len(rows), "rollouts", "rollout") as bar:
+    with progress(len(rows), "held-out rollouts", "rollout") as bar:
         for row in rows:
             yield row
             bar.update()
