@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import constants
 from safetensors.torch import load_file
 
 from eval.measuring.results import check_metrics, read_results
@@ -25,6 +26,7 @@ from recipes.layout import draft_stage, eval_stage, head_stage, pair_stage, roll
 from recipes.pipeline import RECIPE
 from specdata.storage.dataset import load_stored
 from specdata.storage.files import try_locked
+from tests.hub import Server
 from tests.light_imports import run_without_heavy_libraries
 from tests.test_datasets import small_disk
 
@@ -345,6 +347,57 @@ def test_a_release_that_another_process_works_on_is_not_removed(
     assert (release / "head" / "README.md").is_file()
     assert call("publish", "--publish.license", "mit")[0] == 0
     assert "license: mit" in (release / "head" / "README.md").read_text()
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    """Every file below a folder, by its path there; locks are left out."""
+    return {
+        path.relative_to(folder): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def test_a_failing_upload_and_refused_results_leave_the_release_as_it_is(
+    finished: Path, tmp_path: Path, call: Called, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished / "out", tmp_path / "out")
+    release, results = tmp_path / "out" / "release", tmp_path / "out" / "eval" / "results.json"
+    before, measured = files(release), results.read_bytes()
+
+    def is_kept() -> bool:
+        others = [path.name for path in (tmp_path / "out").iterdir() if "release" in path.name]
+        return files(release) == before and others == ["release"]
+
+    ids = ["--publish.draft_id", "acme/draft", "--publish.head_id", "acme/head"]
+    for offline, said in ((True, "offline mode"), (False, "cannot upload to acme/draft")):
+        with monkeypatch.context() as patch:
+            patch.setattr(constants, "HF_HUB_OFFLINE", offline)
+            patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
+            status, _, error = call("publish", *ids)
+        assert status == 1
+        assert said in error
+        assert is_kept()
+        assert "already done" in call("publish")[1]
+
+    edited = json.loads(measured)
+    edited["runs"][1]["tokens"] += 1
+    results.write_text(json.dumps(edited))
+    assert call("publish")[0] == 2
+    assert is_kept()
+    results.write_bytes(measured)
+
+    with Server(tmp_path / "hub") as server, monkeypatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", server.url)
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        status, shown, error = call("publish", *ids)
+    assert status == 0, error
+    assert "was made of other models, results or names" in shown
+    for name in ("draft", "head"):
+        card = (release / name / "README.md").read_bytes()
+        assert b"acme/draft" in card
+        assert (tmp_path / "hub" / "acme" / name / "README.md").read_bytes() == card
+    assert "already done" in call("publish", *ids)[1]
 
 
 def test_a_truncated_head_is_refused_and_the_message_mends_it(
