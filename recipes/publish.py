@@ -91,7 +91,9 @@ def _assembled(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     """Run the stage; what was assembled of other models, results or ids is a copy, made again."""
     if not made_otherwise(stage, config) or stage_record(stage.folder)["stage"] != stage.name:
         return run_stage(stage, config, lambda: _release(config, stage, stage.folder))
-    why = "of other models, results or names"
+    stored = stage_record(stage.folder)["settings"]
+    is_older = stored.get("format") != stage.settings.values["format"]
+    why = "by another version of this program" if is_older else "of other models, results or names"
     say(f"{stage.name}: {stage.folder} was made {why}; making it again", style="bold")
     return make_again(stage, config, lambda folder: _release(config, stage, folder))
 

@@ -400,6 +400,28 @@ def test_a_failing_upload_and_refused_results_leave_the_release_as_it_is(
     assert "already done" in call("publish", *ids)[1]
 
 
+def test_release_folders_of_an_older_version_are_made_again_and_nothing_else(
+    finished: Path, tmp_path: Path, call: Called
+) -> None:
+    shutil.copytree(finished / "out", tmp_path / "out")
+    release = tmp_path / "out" / "release"
+    card, record = release / "head" / "README.md", release / "run.json"
+    today = card.read_bytes()
+    card.write_text("a card of that version")
+    shutil.rmtree(release / "draft" / "custom_generate")
+    stored = json.loads(record.read_text())
+    del stored["settings"]["format"]
+    record.write_text(json.dumps(stored))
+    status, shown, error = call("pipeline")
+    assert status == 0, error
+    assert shown.count("already done") == 6
+    assert "out/release was made by another version of this program; making it again" in shown
+    assert card.read_bytes() == today
+    assert (release / "draft" / "custom_generate").is_dir()
+    assert not list((tmp_path / "out").rglob(".cache"))
+    assert call("pipeline")[1].count("already done") == 7
+
+
 def test_a_truncated_head_is_refused_and_the_message_mends_it(
     finished: Path, tmp_path: Path, call: Called
 ) -> None:
