@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.measuring.results import Results, read_results
+from eval.measuring.results import Results, check_metrics, read_results
 from recipes.config import PipelineConfig
 from recipes.layout import draft_in_use, eval_folder, folder, head_in_use, release_stage
 from recipes.next_steps import after_release
@@ -142,6 +142,7 @@ def _results(config: PipelineConfig) -> Results:
     """
     here = eval_folder(config)
     results = read_results(here / "results.json")
+    check_metrics(results, here / "results.json")
     measured = stage_record(here)["inputs"]
     names = {"target": config.models.target, "draft": draft_in_use(config)}
     if head := head_in_use(config):

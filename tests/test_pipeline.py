@@ -422,6 +422,38 @@ def test_release_folders_of_an_older_version_are_made_again_and_nothing_else(
     assert call("pipeline")[1].count("already done") == 7
 
 
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        ("tokens", "tokens is"),
+        ("speedup", "speedup is"),
+        ("intervals.speedup.0", "intervals is"),
+        ("generations.0.seconds", "is .* but its generations give"),
+    ],
+)
+def test_edited_results_are_refused_and_the_remedy_brings_them_back(
+    finished: Path, tmp_path: Path, call: Called, where: str, what: str
+) -> None:
+    shutil.copytree(finished / "out", tmp_path / "out")
+    results = tmp_path / "out" / "eval" / "results.json"
+    measured = results.read_bytes()
+    edited = json.loads(measured)
+    for row in (run for run in edited["runs"] if run["method"] == "head"):
+        *keys, last = [int(key) if key.isdigit() else key for key in where.split(".")]
+        for key in keys:
+            row = row[key]
+        row[last] = row[last] + 1 if isinstance(row[last], float | int) else "acme/other"
+    results.write_text(json.dumps(edited))
+    status, _, error = call("publish")
+    assert status == 2
+    assert re.search(f"results.json was changed: instruct, head: .*{what}", error)
+    assert "remove out/eval/results.json and run the evaluation again" in error
+    results.unlink()
+    assert call("run-eval")[0] == 0
+    assert results.read_bytes() == measured
+    assert "release: already done" in call("publish")[1]
+
+
 def test_a_truncated_head_is_refused_and_the_message_mends_it(
     finished: Path, tmp_path: Path, call: Called
 ) -> None:

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from eval.measuring.results import Results, Run
 
 
+def remedy(path: Path) -> str:
+    """What to do about a results.json that was changed: an imperative without a full stop."""
+    return f"remove {path} and run the evaluation again, which makes it of the prompts' records"
+
+
 def check_rows(results: Results, path: Path) -> None:
     """Refuse rows whose names or settings were changed after they were measured.
 
@@ -47,7 +52,7 @@ def check_rows(results: Results, path: Path) -> None:
             changed = ", ".join(repr(name) for name in sorted({*names} ^ {*measured}))
             raise ManifestError(
                 f"{path} was changed: the methods of {dataset} are not those in the records of its "
-                f"prompts, they differ in {changed or 'how often one is named'}; {_remedy(path)}"
+                f"prompts, they differ in {changed or 'how often one is named'}; {remedy(path)}"
             )
     for run in results.runs:
         if method := _method(measured[run.method]):
@@ -75,8 +80,4 @@ def _method(settings: Any) -> MethodConfig | None:
 
 
 def _refuse(path: Path, run: Run, what: str) -> None:
-    raise ManifestError(f"{path} was changed: {run.dataset}, {run.method}: {what}; {_remedy(path)}")
-
-
-def _remedy(path: Path) -> str:
-    return f"remove {path} and run the evaluation again, which makes it of the prompts' records"
+    raise ManifestError(f"{path} was changed: {run.dataset}, {run.method}: {what}; {remedy(path)}")
