@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.measuring.results import Results, check_metrics, read_results
+from eval.measuring.results import Results, check_metrics
 from recipes.config import PipelineConfig
 from recipes.layout import draft_in_use, eval_folder, folder, head_in_use, release_stage
+from recipes.measured import RESULTS, measured_results
 from recipes.next_steps import after_release
 from recipes.recipe import Recipe
 from recipes.run import (
@@ -76,7 +77,7 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         return {}
     (stage,) = stages(config)
     need(eval_folder(config), "run_eval.py")
-    read_results(eval_folder(config) / "results.json")  # refuses what was changed by hand
+    measured_results(config)  # refuses what was changed by hand
     check(config)
     made = _assembled(config, stage)
     remove_caches(config)  # nothing is left to be made of the datasets
@@ -141,8 +142,8 @@ def _results(config: PipelineConfig) -> Results:
         ManifestError: if other models were measured.
     """
     here = eval_folder(config)
-    results = read_results(here / "results.json")
-    check_metrics(results, here / "results.json")
+    results = measured_results(config)
+    check_metrics(results, here / RESULTS)
     measured = stage_record(here)["inputs"]
     names = {"target": config.models.target, "draft": draft_in_use(config)}
     if head := head_in_use(config):

@@ -269,6 +269,8 @@ def test_a_run_that_was_moved_is_still_the_same_run(
         assert status == 0, error
         assert shown.count("already done") == (6 if here == "moved/run 2" else 7)
         assert f"draft: {Path(here)}/release/draft" in shown
+    results = Path("eval", "results.json")
+    assert (moved / results).read_bytes() == (finished / "out" / results).read_bytes()
     for name in ("draft", "head"):
         ours, theirs = moved / "release" / name, finished / "out" / "release" / name
         weights = "model.safetensors"
@@ -422,32 +424,38 @@ def test_release_folders_of_an_older_version_are_made_again_and_nothing_else(
     assert call("pipeline")[1].count("already done") == 7
 
 
-@pytest.mark.parametrize(
-    ("where", "what"),
-    [
-        ("tokens", "tokens is"),
-        ("speedup", "speedup is"),
-        ("intervals.speedup.0", "intervals is"),
-        ("generations.0.seconds", "is .* but its generations give"),
-    ],
-)
+# Of a row of results.json, with what the refusal says of it.
+EDITS = {
+    "tokens": "tokens is",
+    "speedup": "speedup is",
+    "intervals.speedup.0": "intervals is",
+    "generations.0.seconds": "is .* but its generations give",
+    "sampling.temperature": "sampling is",
+    "sampling.max_new_tokens": "sampling is",
+    "target": "target is 'acme/other', measured was 'out/pair/target'",
+    "draft": "draft is 'acme/other', measured was 'out/draft/model'",
+    "head": "head is 'acme/other', measured was 'out/head/model'",
+}
+
+
 def test_edited_results_are_refused_and_the_remedy_brings_them_back(
-    finished: Path, tmp_path: Path, call: Called, where: str, what: str
+    finished: Path, tmp_path: Path, call: Called
 ) -> None:
     shutil.copytree(finished / "out", tmp_path / "out")
     results = tmp_path / "out" / "eval" / "results.json"
     measured = results.read_bytes()
-    edited = json.loads(measured)
-    for row in (run for run in edited["runs"] if run["method"] == "head"):
-        *keys, last = [int(key) if key.isdigit() else key for key in where.split(".")]
-        for key in keys:
-            row = row[key]
-        row[last] = row[last] + 1 if isinstance(row[last], float | int) else "acme/other"
-    results.write_text(json.dumps(edited))
-    status, _, error = call("publish")
-    assert status == 2
-    assert re.search(f"results.json was changed: instruct, head: .*{what}", error)
-    assert "remove out/eval/results.json and run the evaluation again" in error
+    for where, said in EDITS.items():
+        edited = json.loads(measured)
+        for row in (run for run in edited["runs"] if run["method"] == "head"):
+            *keys, last = [int(key) if key.isdigit() else key for key in where.split(".")]
+            for key in keys:
+                row = row[key]
+            row[last] = row[last] + 1 if isinstance(row[last], float | int) else "acme/other"
+        results.write_text(json.dumps(edited))
+        status, _, error = call("publish")
+        assert status == 2, where
+        assert re.search(f"results.json was changed: instruct, head: .*{said}", error)
+        assert "remove out/eval/results.json and run the evaluation again" in error
     results.unlink()
     assert call("run-eval")[0] == 0
     assert results.read_bytes() == measured

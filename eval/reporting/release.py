@@ -205,7 +205,7 @@ def _upload(folder: Path, push_to: str, *, private: bool) -> None:
             folder_path=folder,
             commit_message="Upload weights and measurements",
         )
-    except errors.HTTPError as error:  # of the httpx that this version of the Hub's client uses
+    except errors.HTTPError as error:  # type: ignore[attr-defined]  # of httpx or of httpx2
         if isinstance(error, OSError):  # what the Hub answered, or its client says
             raise
         raise ConnectionError(f"cannot upload to {push_to} on the Hub: {error}") from error
