@@ -99,7 +99,8 @@ def train_head(
         ValueError: if rows or draft cannot be used.
         ManifestError: if `out` holds a head of other settings, rows or draft, or its checkpoints
             are damaged.
-        TrainingDivergedError: on every process, if a loss, weight or metric is not finite.
+        TrainingDivergedError: on every process, if a loss, weight or metric is not finite, or the
+            trained head predicts worse than the untrained one and than a coin.
         RuntimeError: if the launcher's DeepSpeed or processes were silently lost.
     """
     data = (
@@ -159,6 +160,12 @@ def _train(
         math.isfinite(value) for value in asdict(result.after).values() if value is not None
     ):
         raise training.diverged("what it predicts after the last step is not finite")
+    # A coin, which predicts one half, has a KL of at most ln 2.
+    if result.after.kl > max(math.log(2.0), before.kl):
+        raise training.diverged(
+            "its predictions are worse than a coin's after the last step (KL "
+            f"{result.after.kl:.3g} on held-out tokens, {before.kl:.3g} untrained)"
+        )
     if engine.accelerator.is_main_process:
         final = _new_head(draft, config, seed, sampling)
         final.load_state_dict(weights)

@@ -46,13 +46,19 @@ class CommandLine:
         if self.program is not None:
             start = ["draftsmith", name]
         else:
-            start = ["python", str(Path(sys.argv[0]).with_name(f"{name.replace('-', '_')}.py"))]
+            start = [_python(), str(Path(sys.argv[0]).with_name(f"{name.replace('-', '_')}.py"))]
         return shlex.join([*start, *self.arguments, *more])
 
     def inspect(self, dataset: Path) -> str:
         """The command that shows a stored dataset."""
-        tool = "draftsmith inspect" if self.program else "python -m specdata.inspect"
+        tool = "draftsmith inspect" if self.program else f"{_python()} -m specdata.inspect"
         return f"{tool} {shlex.quote(str(dataset))}"
+
+
+def _python() -> str:
+    """The interpreter that runs this, so that the line works where no environment is activated."""
+    here = Path(sys.executable)
+    return str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here)
 
 
 def after_rollouts(config: PipelineConfig, line: CommandLine) -> list[Step]:

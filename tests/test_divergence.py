@@ -16,7 +16,7 @@ __all__ = ["labelled", "pair"]
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("section", "rate"), [("draft", "1e6"), ("head", "1e30")])
+@pytest.mark.parametrize(("section", "rate"), [("draft", "1e6"), ("head", "1e6"), ("head", "1e30")])
 def test_a_diverged_stage_works_in_the_same_folder_once_its_message_is_followed(
     labelled: Path,
     tmp_path: Path,

@@ -104,7 +104,7 @@ def test_labels_from_kept_logits_are_those_of_the_target_and_keep_none(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--models.target", "draft"], "target.name"),
+        (["--models.target", "draft"], "target.revision"),
         (["--models.dtype", "bfloat16"], "dtype: 'float32' -> 'bfloat16'"),
         (["--sampling.top_k", "20"], "10 kept logits of 40 do not give the target's distributions"),
         (["--labels.cache", "rollouts"], "was made of other rollouts or by another target"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,4 +89,6 @@ def test_a_pair_that_vllm_refuses_is_not_served_with_it(tmp_path: Path) -> None:
 def test_a_script_names_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["recipes/train_draft.py"])
     _, train = steps("train-draft", program=None)
-    assert train.line.startswith("python recipes/train_head.py --output 'runs/my #1'")
+    python, *rest = shlex.split(train.line)
+    assert Path(python).resolve() == Path(sys.executable).resolve()
+    assert rest[:3] == ["recipes/train_head.py", "--output", "runs/my #1"]

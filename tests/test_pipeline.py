@@ -506,7 +506,7 @@ def test_a_disk_that_fills_in_any_stage_is_named_and_the_same_command_goes_on(
             assert status == 1
             assert "Nothing finished is lost: mend the cause and run the same" in said.err
             room = int(max(used, room) * 1.3)
-        assert {"rollouts", "draft", "eval"} <= reached, "the disk fills in several stages"
+        assert {"rollouts", "draft", "release"} <= reached, "the disk fills in several stages"
         monkeypatch.chdir(tmp_path)
         whole = result(finished)
         assert {key: value for key, value in result(disk).items() if whole[key] != value} == {}

@@ -205,7 +205,7 @@ def test_a_full_disk_is_named_and_the_same_command_goes_on(
     ("arguments", "message"),
     [
         (["--sampling.temperature", "0"], "every sample of a prompt is the same"),
-        (["--rollouts.max_new_tokens", "256"], "takes 256 tokens, prompt included"),
+        (["--rollouts.max_new_tokens", "256"], "has positions for 256 tokens, prompt included"),
         (["--rollouts.max_new_tokens", "253"], "over_long"),
         (["--rollouts.backend", "sglang"], "rollouts.backend: must be 'transformers' or 'vllm'"),
         (["--output", "/proc/nowhere"], "cannot write into /proc/nowhere/rollouts"),

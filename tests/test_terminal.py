@@ -90,6 +90,8 @@ def test_an_interruption_during_imports_ends_in_one_line_with_status_130(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        # A suite that runs in the background has it ignored, which its children inherit.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
     for line in process.stderr:

@@ -144,6 +144,19 @@ def test_the_verdict_judges_on_the_prompts_what_was_chosen_on_held_out_rollouts(
     assert ratio.value == pytest.approx(speeds[0] / speeds[1])
     assert (ratio.low, ratio.high) == speed_ratio_interval(mine, other)
     assert set(verdict.rivals[0].ratios) == {ALL, "alpaca", "gsm8k"}
+    # In hindsight: the fastest chain without a head, whatever verifies it.
+    names = {run.method for run in results.runs if run.drafter == "chain" and run.lossless}
+    speed = {
+        name: compute_metrics(
+            [record for run in runs_of(results, name) for record in run.generations]
+        ).tokens_per_second
+        or 0.0
+        for name in names
+        if runs_of(results, name)[0].head is None
+    }
+    assert verdict.fastest is not None
+    assert speed[verdict.fastest.method] == max(speed.values())
+    assert verdict.fastest.candidates == len(speed) > len(verdict.rivals)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,9 @@ class HeadVerdict:
         verifier: acceptance rule of the head's method and of every rival.
         rivals: the fixed length first.
         left_out: rules whose setting could not be chosen on held-out rollouts.
-        choice: what they were chosen by.
+        fastest: of all methods without a head, chosen in hindsight by speed on the evaluation's
+            prompts, so looking better than it is; any verifier. Not judged by.
+        choice: what the rivals were chosen by.
     """
 
     status: Status
@@ -76,6 +78,7 @@ class HeadVerdict:
     verifier: str | None = None
     rivals: tuple[Rival, ...] = ()
     left_out: tuple[str, ...] = ()
+    fastest: Rival | None = None
     choice: DevChoice | None = field(default=None)
 
 
@@ -92,6 +95,7 @@ def judge(results: Results, choice: DevChoice | None) -> HeadVerdict:
         return HeadVerdict("not measured", "no held-out labels to choose the threshold on")
     families = _families(results)
     heads = families.pop("head", {})
+    headless = {name: runs for settings in families.values() for name, runs in settings.items()}
     method = _chosen(heads, choice)
     if method is None:
         return HeadVerdict(
@@ -119,6 +123,7 @@ def judge(results: Results, choice: DevChoice | None) -> HeadVerdict:
         verifier=verifier,
         rivals=tuple(sorted(rivals, key=lambda rival: rival.rule != "fixed")),
         left_out=tuple(left_out),
+        fastest=_fastest(mine, headless),
         choice=choice,
     )
 
@@ -150,6 +155,18 @@ def _chosen(settings: dict[str, list[Run]], choice: DevChoice) -> str | None:
     if not settings or any(name not in choice.expected for name in settings):
         return None
     return min(settings, key=lambda name: choice.expected[name])
+
+
+def _fastest(mine: Sequence[Run], headless: dict[str, list[Run]]) -> Rival:
+    """The fastest method without a head over all prompt sets, whatever verifies it."""
+
+    def speed(name: str) -> float:
+        return _tokens_per_second([record for run in headless[name] for record in run.generations])
+
+    name = max(headless, key=speed)
+    rule = headless[name][0].rule
+    assert rule is not None
+    return Rival(rule.name, name, len(headless), _ratios(mine, headless[name]))
 
 
 def _ratios(mine: Sequence[Run], other: Sequence[Run]) -> dict[str, Ratio]:
