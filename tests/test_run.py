@@ -23,7 +23,7 @@ from recipes.run import (
     wait_for,
 )
 from specdata.errors import ConfigError, ManifestError
-from specdata.storage.files import fingerprint, try_locked
+from specdata.storage.files import atomic_folder, fingerprint, try_locked
 from specdata.storage.resume import Settings
 
 
@@ -318,3 +318,21 @@ def test_exit_status_is_1_for_trouble_outside_and_2_for_unusable_input(
     assert capsys.readouterr().err == "error: wrong\n"
     with pytest.raises(ValueError, match="a defect"):
         fail(ValueError("a defect"))
+
+
+def test_a_folder_is_replaced_only_by_a_whole_one(tmp_path: Path) -> None:
+    here = tmp_path / "made"
+    for text in ("first", "second"):
+        with (
+            pytest.raises(OSError, match="no room"),
+            atomic_folder(here, replace=True) as folder,
+        ):
+            (folder / "part").write_text("some of it")
+            raise OSError("no room")
+        assert [path.name for path in here.glob("*")] == (["first"] if text == "second" else [])
+        with atomic_folder(here, replace=True) as folder:
+            (folder / text).write_text(text)
+        assert [path.name for path in here.iterdir()] == [text]
+        assert list(tmp_path.iterdir()) == [here]
+    with pytest.raises(FileExistsError, match="must not exist"), atomic_folder(here):
+        pass
