@@ -320,15 +320,17 @@ def test_exit_status_is_1_for_trouble_outside_and_2_for_unusable_input(
         fail(ValueError("a defect"))
 
 
+def replace_partly(folder: Path) -> None:
+    with atomic_folder(folder, replace=True) as new:
+        (new / "part").write_text("some of it")
+        raise OSError("no room")
+
+
 def test_a_folder_is_replaced_only_by_a_whole_one(tmp_path: Path) -> None:
     here = tmp_path / "made"
     for text in ("first", "second"):
-        with (
-            pytest.raises(OSError, match="no room"),
-            atomic_folder(here, replace=True) as folder,
-        ):
-            (folder / "part").write_text("some of it")
-            raise OSError("no room")
+        with pytest.raises(OSError, match="no room"):
+            replace_partly(here)
         assert [path.name for path in here.glob("*")] == (["first"] if text == "second" else [])
         with atomic_folder(here, replace=True) as folder:
             (folder / text).write_text(text)
