@@ -234,7 +234,7 @@ def test_a_rerun_prints_in_any_encoding_and_its_next_steps_can_be_taken(finished
     assert (program, target) == ("vllm", "out/pair/target")
     assert json.loads(option)["model"] == "out/release/draft"
     python, *rest = shlex.split(upload)
-    assert python == "python"
+    assert python == sys.executable
     planned = subprocess.run([sys.executable, *rest, "--plan"], cwd=finished, capture_output=True)
     assert planned.returncode == 0, planned.stderr
 
