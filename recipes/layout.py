@@ -18,6 +18,9 @@ from specdata.storage.resume import Settings, defaults_of
 
 # Folders of a run's output; what a stage makes is read by later ones only.
 ORDER = ("pair", "rollouts", "draft", "labels", "head", "eval", "release")
+# Version of what release folders hold: raise it when cards or files change, so that finished runs
+# make theirs again. Runs that stored none are older than it.
+RELEASE_FORMAT = 2
 # Bytes a stored token takes at most, as it was measured on the demo: an id; an id, a drafted id and
 # five numbers. A prompt's own ids come on top.
 ROLLOUT_TOKEN, LABEL_TOKEN = 4, 28
@@ -158,7 +161,7 @@ def release_stage(config: PipelineConfig) -> Stage:
         inputs["head"] = head
         parts.append(f"a copy of the head, {_head_size(config)}")
     size = "; ".join([*parts, "with model cards"]) if parts else "nothing: nothing is trained"
-    values = {"publish": config.publish.model_dump(mode="json")}
+    values = {"publish": config.publish.model_dump(mode="json"), "format": RELEASE_FORMAT}
     return _stage(config, "release", values, inputs, size, "the copies are made again")
 
 

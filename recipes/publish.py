@@ -12,22 +12,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.measuring.results import Results, read_results
+from eval.measuring.results import Results, check_metrics
 from recipes.config import PipelineConfig
 from recipes.layout import draft_in_use, eval_folder, folder, head_in_use, release_stage
+from recipes.measured import RESULTS, measured_results
 from recipes.next_steps import after_release
 from recipes.recipe import Recipe
 from recipes.run import (
     Stage,
     finished,
+    made_otherwise,
+    make_again,
     need,
-    remove,
     remove_caches,
     run_stage,
     say,
     stage_record,
 )
-from specdata.errors import ConfigError, ManifestError, OtherSettingsError
+from specdata.errors import ConfigError, ManifestError
 from specdata.processes import is_main
 from specdata.prompts.config import PromptSet
 from specdata.prompts.reading import source_of
@@ -78,12 +80,10 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         return {}
     (stage,) = stages(config)
     need(eval_folder(config), "run_eval.py")
-    read_results(eval_folder(config) / "results.json")  # refuses what was changed by hand
+    measured_results(config)  # refuses what was changed by hand
     check(config)
-    was_made = finished(stage.folder)
     made = _assembled(config, stage)
-    if not was_made:
-        remove_caches(config)  # nothing is left to be made of the datasets
+    remove_caches(config)  # nothing is left to be made of the datasets
     # Of the folders as they are called now: the run may have been moved since it was made.
     places = {name: getattr(config.publish, f"{name}_id") or stage.folder / name for name in made}
     for name, place in places.items():
@@ -93,17 +93,17 @@ def main(config: PipelineConfig) -> dict[str, Any]:
 
 def _assembled(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     """Run the stage; what was assembled of other models, results or ids is a copy, made again."""
-    try:
-        return run_stage(stage, config, lambda: _release(config, stage))
-    except OtherSettingsError:
-        if stage_record(stage.folder)["stage"] != stage.name:
-            raise
-        _results(config)  # what cannot be made again is not removed
-        remove(stage)
-    return run_stage(stage, config, lambda: _release(config, stage))
+    if not made_otherwise(stage, config) or stage_record(stage.folder)["stage"] != stage.name:
+        return run_stage(stage, config, lambda: _release(config, stage, stage.folder))
+    stored = stage_record(stage.folder)["settings"]
+    is_older = stored.get("format") != stage.settings.values["format"]
+    why = "by another version of this program" if is_older else "of other models, results or names"
+    say(f"{stage.name}: {stage.folder} was made {why}; making it again", style="bold")
+    return make_again(stage, config, lambda folder: _release(config, stage, folder))
 
 
-def _release(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
+def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]:
+    """Assemble and upload; `here` becomes the stage's folder when all of it is done."""
     from eval.reporting.metadata import About
     from eval.reporting.release import release_draft, release_head
 
@@ -121,20 +121,20 @@ def _release(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
                 "acceptance after distillation": trained["acceptance_after"],
             },
         )
-        out = stage.folder / "draft"
+        out = here / "draft"
         if not out.exists():  # else an interrupted run has finished this one
             source = Path(draft_in_use(config))
             release_draft(source, out, results, about, push_to=publish.draft_id)
-        made["draft"] = publish.draft_id or str(out)
+        made["draft"] = publish.draft_id or str(stage.folder / "draft")
     if head := head_in_use(config):
         measures = stage_record(folder(config, "head"))["results"]["after"]
         base = publish.draft_id or draft_in_use(config)
         about = replace(shared, base_model=base, measures=measures)
-        out = stage.folder / "head"
+        out = here / "head"
         if not out.exists():
             choice = _choice(config, results, head)
             release_head(Path(head), out, results, about, choice=choice, push_to=publish.head_id)
-        made["head"] = publish.head_id or str(out)
+        made["head"] = publish.head_id or str(stage.folder / "head")
     return made
 
 
@@ -145,7 +145,8 @@ def _results(config: PipelineConfig) -> Results:
         ManifestError: if other models were measured.
     """
     here = eval_folder(config)
-    results = read_results(here / "results.json")
+    results = measured_results(config)
+    check_metrics(results, here / RESULTS)
     measured = stage_record(here)["inputs"]
     names = {"target": config.models.target, "draft": draft_in_use(config)}
     if head := head_in_use(config):

@@ -21,11 +21,18 @@ from specdata.errors import (
     CacheNotRewindableError,
     ConfigError,
     ManifestError,
+    OtherSettingsError,
     TrainingDivergedError,
     VocabularyMismatchError,
 )
 from specdata.processes import is_main, process_count, rank
-from specdata.storage.files import fingerprint, is_locked, try_locked, write_json
+from specdata.storage.files import (
+    atomic_folder,
+    fingerprint,
+    is_locked,
+    try_locked,
+    write_json,
+)
 from specdata.storage.manifest import CACHE, MANIFEST, PROGRESS
 from specdata.storage.resume import Settings, read_record
 from specdata.terminal import visible
@@ -172,6 +179,15 @@ def made_as_asked(stage: Stage) -> bool:
     return True
 
 
+def made_otherwise(stage: Stage, config: PipelineConfig) -> bool:
+    """Whether a stage's folder was made, or begun, with other settings or of other inputs."""
+    try:
+        _stored(stage, _decisive(stage, config))
+    except OtherSettingsError:
+        return True
+    return False
+
+
 def check_settings(stage: Stage) -> None:
     """Raise OtherSettingsError if a stage's folder was made with other settings."""
     asked = portable(stage.settings.values, str(stage.folder.parent))
@@ -190,10 +206,32 @@ def reopen(stage: Stage) -> None:
     write_json(stage.folder / RUN, {**record, "finished": False})
 
 
-def remove(stage: Stage) -> None:
-    """Remove a stage's folder. Raises ConfigError if another process is working in it."""
-    with _locked(stage.folder):
-        shutil.rmtree(stage.folder)
+def make_again(
+    stage: Stage, config: PipelineConfig, work: Callable[[Path], dict[str, Any]]
+) -> dict[str, Any]:
+    """Make a stage beside its folder, which stays as it is until all of the new one is made.
+
+    Args:
+        stage: what is made, by one process.
+        config: the whole configuration, stored for the record.
+        work: makes it in the folder that it is given, and returns its results as JSON values.
+
+    Returns:
+        The results of `work`.
+
+    Raises:
+        ConfigError: if another process works in the stage's folder, or an input is missing.
+    """
+    decisive = _decisive(stage, config)
+    prepare_libraries()
+    begun = time.perf_counter()
+    with _locked(stage.folder), atomic_folder(stage.folder, replace=True) as folder:
+        record = _new_record(decisive, config) | {"results": work(folder)}
+        record |= {"wall_seconds": time.perf_counter() - begun, "finished": True}
+        (folder / LOCK).touch()
+        write_json(folder / RUN, record)
+    say(f"{stage.name}: done in {record['wall_seconds']:.0f} s", style="green")
+    return dict(record["results"])
 
 
 def stage_record(folder: Path) -> dict[str, Any]:

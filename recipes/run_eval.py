@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.measuring.methods import calibrates, path_drafts, with_calibration
-from eval.measuring.results import LostResultsError, read_results, write_results
+from eval.measuring.results import LostResultsError, write_results
 from eval.reporting.report import PAGE, Context, terminal, write_report
 from recipes.checks import check_evaluation
 from recipes.config import PipelineConfig
 from recipes.layout import draft_in_use, eval_stage, folder, head_in_use
+from recipes.measured import RESULTS, measured_results, names_then
 from recipes.next_steps import after_eval
 from recipes.recipe import Recipe
 from recipes.run import (
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
     from heads import AcceptanceHead
     from specdata.prompts.loading import LoadedPrompts
 
-RESULTS = "results.json"
-
 
 def stages(config: PipelineConfig) -> list[Stage]:
     """What this recipe does."""
@@ -68,7 +67,7 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     if made_as_asked(stage):
         _restore(config, stage)
     result = run_stage(stage, config, lambda: _measure(config, stage))
-    console.print(terminal(read_results(stage.folder / RESULTS)))
+    console.print(terminal(measured_results(config)))
     return result
 
 
@@ -82,7 +81,7 @@ def _restore(config: PipelineConfig, stage: Stage) -> None:
         ManifestError: if a prompt's record is damaged.
     """
     try:
-        results = read_results(stage.folder / RESULTS)
+        results = measured_results(config)
     except LostResultsError:
         is_there = (stage.folder / RESULTS).exists()
         lost = f"{stage.folder / RESULTS} is {'damaged' if is_there else 'missing'}"
@@ -97,7 +96,8 @@ def _restore(config: PipelineConfig, stage: Stage) -> None:
     evaluation, fitted = config.eval, record["results"]["calibration"]
     if calibrates(evaluation):
         evaluation = with_calibration(evaluation, (fitted["intercept"], fitted["slope"]))
-    models = {
+    # As they were called when they were measured: the same file again, wherever the run is now.
+    models = names_then(stage.folder) or {
         "target": config.models.target,
         "draft": draft_in_use(config),
         "head": head_in_use(config),

@@ -110,6 +110,7 @@ def test_a_batched_evaluation_counts_what_decoding_one_by_one_counts(
         ("stop", "head", "stop is 'head', measured was"),
         ("length", 99, "length is 99, measured was"),
         ("threshold", 0.123, "threshold is 0.123, measured was"),
+        ("sampling", {"temperature": 0.5}, "sampling is {'temperature': 0.5}, measured was"),
     ],
 )
 def test_a_row_changed_after_it_was_measured_is_refused_with_what_to_do(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import constants
 from safetensors.torch import load_file
 
 from eval.measuring.results import check_metrics, read_results
@@ -25,6 +26,7 @@ from recipes.layout import draft_stage, eval_stage, head_stage, pair_stage, roll
 from recipes.pipeline import RECIPE
 from specdata.storage.dataset import load_stored
 from specdata.storage.files import try_locked
+from tests.hub import Server
 from tests.light_imports import run_without_heavy_libraries
 from tests.test_datasets import small_disk
 
@@ -232,7 +234,7 @@ def test_a_rerun_prints_in_any_encoding_and_its_next_steps_can_be_taken(finished
     assert (program, target) == ("vllm", "out/pair/target")
     assert json.loads(option)["model"] == "out/release/draft"
     python, *rest = shlex.split(upload)
-    assert python == "python"
+    assert python == sys.executable
     planned = subprocess.run([sys.executable, *rest, "--plan"], cwd=finished, capture_output=True)
     assert planned.returncode == 0, planned.stderr
 
@@ -267,6 +269,8 @@ def test_a_run_that_was_moved_is_still_the_same_run(
         assert status == 0, error
         assert shown.count("already done") == (6 if here == "moved/run 2" else 7)
         assert f"draft: {Path(here)}/release/draft" in shown
+    results = Path("eval", "results.json")
+    assert (moved / results).read_bytes() == (finished / "out" / results).read_bytes()
     for name in ("draft", "head"):
         ours, theirs = moved / "release" / name, finished / "out" / "release" / name
         weights = "model.safetensors"
@@ -345,6 +349,117 @@ def test_a_release_that_another_process_works_on_is_not_removed(
     assert (release / "head" / "README.md").is_file()
     assert call("publish", "--publish.license", "mit")[0] == 0
     assert "license: mit" in (release / "head" / "README.md").read_text()
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    """Every file below a folder, by its path there; locks are left out."""
+    return {
+        path.relative_to(folder): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def test_a_failing_upload_and_refused_results_leave_the_release_as_it_is(
+    finished: Path, tmp_path: Path, call: Called, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished / "out", tmp_path / "out")
+    release, results = tmp_path / "out" / "release", tmp_path / "out" / "eval" / "results.json"
+    before, measured = files(release), results.read_bytes()
+
+    def is_kept() -> bool:
+        others = [path.name for path in (tmp_path / "out").iterdir() if "release" in path.name]
+        return files(release) == before and others == ["release"]
+
+    ids = ["--publish.draft_id", "acme/draft", "--publish.head_id", "acme/head"]
+    for offline, said in ((True, "offline mode"), (False, "cannot upload to acme/draft")):
+        with monkeypatch.context() as patch:
+            patch.setattr(constants, "HF_HUB_OFFLINE", offline)
+            patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
+            status, _, error = call("publish", *ids)
+        assert status == 1
+        assert said in error
+        assert is_kept()
+        assert "already done" in call("publish")[1]
+
+    edited = json.loads(measured)
+    edited["runs"][1]["tokens"] += 1
+    results.write_text(json.dumps(edited))
+    assert call("publish")[0] == 2
+    assert is_kept()
+    results.write_bytes(measured)
+
+    with Server(tmp_path / "hub") as server, monkeypatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", server.url)
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        status, shown, error = call("publish", *ids)
+    assert status == 0, error
+    assert "was made of other models, results or names" in shown
+    for name in ("draft", "head"):
+        card = (release / name / "README.md").read_bytes()
+        assert b"acme/draft" in card
+        assert (tmp_path / "hub" / "acme" / name / "README.md").read_bytes() == card
+    assert "already done" in call("publish", *ids)[1]
+
+
+def test_release_folders_of_an_older_version_are_made_again_and_nothing_else(
+    finished: Path, tmp_path: Path, call: Called
+) -> None:
+    shutil.copytree(finished / "out", tmp_path / "out")
+    release = tmp_path / "out" / "release"
+    card, record = release / "head" / "README.md", release / "run.json"
+    today = card.read_bytes()
+    card.write_text("a card of that version")
+    shutil.rmtree(release / "draft" / "custom_generate")
+    stored = json.loads(record.read_text())
+    del stored["settings"]["format"]
+    record.write_text(json.dumps(stored))
+    status, shown, error = call("pipeline")
+    assert status == 0, error
+    assert shown.count("already done") == 6
+    assert "out/release was made by another version of this program; making it again" in shown
+    assert card.read_bytes() == today
+    assert (release / "draft" / "custom_generate").is_dir()
+    assert not list((tmp_path / "out").rglob(".cache"))
+    assert call("pipeline")[1].count("already done") == 7
+
+
+# Of a row of results.json, with what the refusal says of it.
+EDITS = {
+    "tokens": "tokens is",
+    "speedup": "speedup is",
+    "intervals.speedup.0": "intervals is",
+    "generations.0.seconds": "is .* but its generations give",
+    "sampling.temperature": "sampling is",
+    "sampling.max_new_tokens": "sampling is",
+    "target": "target is 'acme/other', measured was 'out/pair/target'",
+    "draft": "draft is 'acme/other', measured was 'out/draft/model'",
+    "head": "head is 'acme/other', measured was 'out/head/model'",
+}
+
+
+def test_edited_results_are_refused_and_the_remedy_brings_them_back(
+    finished: Path, tmp_path: Path, call: Called
+) -> None:
+    shutil.copytree(finished / "out", tmp_path / "out")
+    results = tmp_path / "out" / "eval" / "results.json"
+    measured = results.read_bytes()
+    for where, said in EDITS.items():
+        edited = json.loads(measured)
+        for row in (run for run in edited["runs"] if run["method"] == "head"):
+            *keys, last = [int(key) if key.isdigit() else key for key in where.split(".")]
+            for key in keys:
+                row = row[key]
+            row[last] = row[last] + 1 if isinstance(row[last], float | int) else "acme/other"
+        results.write_text(json.dumps(edited))
+        status, _, error = call("publish")
+        assert status == 2, where
+        assert re.search(f"results.json was changed: instruct, head: .*{said}", error)
+        assert "remove out/eval/results.json and run the evaluation again" in error
+    results.unlink()
+    assert call("run-eval")[0] == 0
+    assert results.read_bytes() == measured
+    assert "release: already done" in call("publish")[1]
 
 
 def test_a_truncated_head_is_refused_and_the_message_mends_it(

@@ -23,7 +23,7 @@ from recipes.run import (
     wait_for,
 )
 from specdata.errors import ConfigError, ManifestError
-from specdata.storage.files import fingerprint, try_locked
+from specdata.storage.files import atomic_folder, fingerprint, try_locked
 from specdata.storage.resume import Settings
 
 
@@ -335,3 +335,23 @@ def test_a_folder_in_the_place_of_run_json_is_refused_with_what_to_remove(
         error = capsys.readouterr().err
         assert "run.json must be a file and is a folder: choose another --output" in error
         assert f"or remove {here}" in error
+
+
+def replace_partly(folder: Path) -> None:
+    with atomic_folder(folder, replace=True) as new:
+        (new / "part").write_text("some of it")
+        raise OSError("no room")
+
+
+def test_a_folder_is_replaced_only_by_a_whole_one(tmp_path: Path) -> None:
+    here = tmp_path / "made"
+    for text in ("first", "second"):
+        with pytest.raises(OSError, match="no room"):
+            replace_partly(here)
+        assert [path.name for path in here.glob("*")] == (["first"] if text == "second" else [])
+        with atomic_folder(here, replace=True) as folder:
+            (folder / text).write_text(text)
+        assert [path.name for path in here.iterdir()] == [text]
+        assert list(tmp_path.iterdir()) == [here]
+    with pytest.raises(FileExistsError, match="must not exist"), atomic_folder(here):
+        pass

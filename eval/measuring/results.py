@@ -25,7 +25,7 @@ from eval.measuring.metrics import (
     speed_ratio_interval,
 )
 from eval.measuring.records import PromptRecord, Strict
-from eval.measuring.row_checks import check_rows
+from eval.measuring.row_checks import check_rows, remedy
 from specdata.errors import ManifestError
 from specdata.storage.files import write_json
 
@@ -201,8 +201,12 @@ def recompute(run: Run, plain: Run | None = None) -> Metrics:
     return compute_metrics(run.generations, None if plain is None else plain.generations)
 
 
-def check_metrics(results: Results) -> None:
+def check_metrics(results: Results, path: Path = Path("results.json")) -> None:
     """Refuse results in which a published metric is not what its generations give.
+
+    Args:
+        results: as they were read.
+        path: the file, for the message.
 
     Raises:
         ManifestError: naming the first metric that differs.
@@ -212,12 +216,14 @@ def check_metrics(results: Results) -> None:
         try:
             expected = recompute(run, results.plain(run.dataset)).model_dump()
         except ValueError as error:
-            raise ManifestError(f"{where}: unusable generations: {error}") from error
+            raise ManifestError(
+                f"{path} was changed: {where}: unusable generations: {error}; {remedy(path)}"
+            ) from error
         for name, value in run.model_dump(include=set(expected)).items():
             if not _same(value, expected[name]):
                 raise ManifestError(
-                    f"{where}: {name} is {value} in the file but its generations give"
-                    f" {expected[name]}; run the evaluation again"
+                    f"{path} was changed: {where}: {name} is {value} in the file but its "
+                    f"generations give {expected[name]}; {remedy(path)}"
                 )
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, ModelCardData
+from huggingface_hub import HfApi, ModelCardData, errors
 from huggingface_hub.constants import CONFIG_NAME
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -192,14 +192,23 @@ def _publish(
         write_text(folder / CARD, f"---\n{data.to_yaml()}\n---\n\n{text}")
         write_results(folder / "results.json", _shortened(measured))
         if push_to is not None:
-            api = HfApi()
-            api.create_repo(push_to, private=private, exist_ok=True)
-            api.upload_folder(
-                repo_id=push_to,
-                folder_path=folder,
-                commit_message="Upload weights and measurements",
-            )
+            _upload(folder, push_to, private=private)
     return out
+
+
+def _upload(folder: Path, push_to: str, *, private: bool) -> None:
+    api = HfApi()
+    try:
+        api.create_repo(push_to, private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=push_to,
+            folder_path=folder,
+            commit_message="Upload weights and measurements",
+        )
+    except errors.HTTPError as error:  # type: ignore[attr-defined]  # of httpx or of httpx2
+        if isinstance(error, OSError):  # what the Hub answered, or its client says
+            raise
+        raise ConnectionError(f"cannot upload to {push_to} on the Hub: {error}") from error
 
 
 def _measured(results: Results, source: Path, role: str) -> Results:

@@ -43,24 +43,34 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a new temporary folder; when the block ends without an error it becomes `path`.
 
+    Args:
+        path: the folder to make.
+        replace: whether it takes the place of a folder that is there, which stays until then.
+
     Raises:
-        FileExistsError: if `path` exists; a finished folder is never replaced.
+        FileExistsError: if `path` exists and is not to be replaced.
     """
-    if path.exists():
+    if path.exists() and not replace:
         raise FileExistsError(f"{path} must not exist yet; delete it to make it again")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed run
+    former = path.with_name(f".{path.name}.old")
+    for left in (temporary, former):  # by a killed run
+        shutil.rmtree(left, ignore_errors=True)
     temporary.mkdir()
     try:
         yield temporary
         sync_folder(temporary)
+        if path.exists():  # a folder that is not empty cannot be renamed over
+            path.replace(former)
         temporary.replace(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if path.exists():
+            shutil.rmtree(former, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
