@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import heads.train
-from eval.analysis.traces import head_probabilities
+from eval.analysis.traces import acceptance_traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from heads import AcceptanceHead
 from heads.config import HeadConfig
@@ -162,14 +162,17 @@ def test_a_head_with_another_feature_goes_from_labels_to_decoding(
     assert trained == {3}  # (B, T, 1)
     head = ToyHead.from_pretrained(tmp_path)
 
-    # Replay: its probabilities are those of the chances that the draft gave to the drafted tokens.
+    # Replay: its outputs are those of the chances that the draft gave to the drafted tokens.
     row = rows[0]
-    judged = head_probabilities(draft, head, row)
+    unread = [[0.0] * len(row["draft_ids"])]
+    labels = rows.select([0]).add_column("log_q", unread).add_column("log_q_max", unread)
+    traces = acceptance_traces(labels, draft=draft, sampling=SAMPLING, head=head)
+    assert traces.tokens.head_logits is not None
     for position, token in enumerate(row["draft_ids"]):
         known = row["prompt_ids"] + row["completion_ids"][:position]
         inputs = batch_inputs(["chance"], draft, [*known, token])
-        expected = float(head.probability(inputs)[0, -1].detach())
-        assert judged[position] == pytest.approx(expected, abs=1e-5)
+        expected = float(head.logits(inputs)[0, -1].detach())
+        assert traces.tokens.head_logits[0, position] == pytest.approx(expected, abs=1e-4)
 
     # Decoding: asked once for each drafted token, from the distribution that it was drawn from.
     ToyHead.seen.clear()

@@ -61,7 +61,7 @@ def test_the_selection_is_made_among_methods_given_on_the_command_line() -> None
         ("zzz", "unknown method 'zzz': known: plain, K=2"),
         ("7", "unknown method '7'"),
         ("{name: a, widht: [2]}", "method 'a': widht: unknown key: did you mean 'widths'?"),
-        ("{verifier: block}", "eval.methods.1.*name"),
+        ("{verifier: block}", "--method '{verifier: block}': name: is missing"),
         ("{name: [", "not a YAML value"),
         ("{name: a, length: many}", "length: .*got 'many'"),
         ("{name: a, stop: logit, calibration: [.nan, 1]}", "calibration.*finite number"),
@@ -142,7 +142,7 @@ def test_an_impossible_method_is_refused_by_name_before_any_model_is_loaded(
     assert run_eval.RECIPE.run(flags) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    where = r"(unusable configuration:\n  eval\.methods\.1: )?"
+    where = r"(unusable configuration:\n  eval\.methods\.1: |--method '.*': )?"
     assert re.search(f"^error: {where}method 'odd': .*{message}", said.err), said.err
 
 
