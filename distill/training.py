@@ -103,6 +103,10 @@ def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> Training
     # A plain script on a machine with several GPUs would silently use DataParallel, which makes
     # every batch, and so the number of epochs, that many times larger. Launchers use them all.
     arguments._n_gpu = min(1, arguments.n_gpu)
+    # In a process group the device is "cpu:0". The Trainer of transformers before 5.23 loads the
+    # optimizer of a checkpoint to it, and torch.load knows "cpu" only.
+    if arguments.device.type == "cpu":
+        arguments.__dict__["_setup_devices"] = torch.device("cpu")
     return arguments
 
 
