@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import datasets
@@ -15,7 +15,7 @@ from eval.analysis.expectation import Traces
 from eval.drafting.stopping.recorded import RecordedTokens, pad
 from heads import AcceptanceHead
 from heads.inputs import HeadInputs, logits_of_states
-from specdata.lm_head import hidden_states
+from specdata.lm_head import LMHead, find_lm_head, hidden_states
 from specdata.probability import SamplingConfig, entropy, probabilities
 from specdata.terminal import progress
 
@@ -38,11 +38,12 @@ def acceptance_traces(
     entropies, logits = list[list[float]](), list[list[float]]()
     if draft is not None:
         assert sampling is not None
+        # Found out once, not for each row: it is done by trying.
+        lm_head, to_logits = find_lm_head(draft), logits_of_states(draft)
         for row in _counted(rows):
-            states = _StatesOfRow.of(draft, row)
-            entropies.append(states.entropy(draft, sampling))
+            entropies.append(_entropies(lm_head, row, sampling))
             if head is not None:
-                logits.append(states.head_logits(draft, head))
+                logits.append(_head_logits(draft, head, to_logits, row))
     tokens = RecordedTokens(
         lengths=np.array([len(row) for row in rows["draft_ids"]], dtype=np.int64),
         q=np.exp(pad(rows["log_q"])),
@@ -54,61 +55,50 @@ def acceptance_traces(
     return Traces(tokens, pad(rows["accept_prob"]))
 
 
-class _StatesOfRow:
-    """The draft's last hidden states before and after each drafted token Y_i of a rollout.
+@torch.inference_mode()
+def _entropies(lm_head: LMHead, row: dict[str, Any], sampling: SamplingConfig) -> list[float]:
+    """Entropies in nats of the n distributions that a rollout's drafted tokens were drawn from."""
+    known = row["prompt_ids"] + row["completion_ids"]
+    ids = torch.tensor([known[:-1]], device=lm_head.model.device)
+    states = lm_head.states(ids)[0, len(row["prompt_ids"]) - 1 :]
+    values: list[float] = entropy(probabilities(lm_head.logits(states), sampling)).tolist()
+    return values
+
+
+@torch.inference_mode()
+def _head_logits(
+    draft: PreTrainedModel,
+    head: AcceptanceHead,
+    to_logits: Callable[[Tensor], Tensor],
+    row: dict[str, Any],
+) -> list[float]:
+    """The n raw logits that a head gives the drafted tokens Y_i of a labelled rollout.
 
     Y_i follows the rollout's own tokens X_<i, as in the labels.
-
-    Attributes:
-        known: (n,) the token before each drafted one.
-        drafted: (n,) the drafted tokens.
-        before: (n, H) the state that Y_i was drawn from.
-        after: (n, H) the state once the draft consumed Y_i.
     """
-
-    def __init__(self, known: Tensor, drafted: Tensor, before: Tensor, after: Tensor) -> None:
-        self.known, self.drafted = known, drafted
-        self.before, self.after = before, after
-
-    @classmethod
-    @torch.inference_mode()
-    def of(cls, draft: PreTrainedModel, row: dict[str, Any]) -> _StatesOfRow:
-        """Run the draft over a labelled rollout."""
-        known = row["prompt_ids"] + row["completion_ids"]
-        first = len(row["prompt_ids"])
-        ids = torch.tensor([known[:-1]], device=draft.device)
-        cache = DynamicCache(config=draft.config)
-        before = hidden_states(draft, ids, past_key_values=cache)[0, first - 1 :]
-        drafted = torch.tensor([row["draft_ids"]], device=draft.device)
-        after = []
-        # From the end, so that cropping the cache is all there is between two positions.
-        for position in reversed(range(drafted.shape[1])):
-            if (surplus := cache.get_seq_length() - first - position) > 0:
-                cache.crop(-surplus)
-            token = drafted[:, position : position + 1]
-            after.append(hidden_states(draft, token, past_key_values=cache)[0])
-        return cls(ids[0, first - 1 :], drafted[0], before, torch.cat(after[::-1]))
-
-    @torch.inference_mode()
-    def entropy(self, draft: PreTrainedModel, sampling: SamplingConfig) -> list[float]:
-        """Of the distribution that each token was drawn from, in nats."""
-        q = probabilities(logits_of_states(draft)(self.before), sampling)
-        values: list[float] = entropy(q).tolist()
-        return values
-
-    @torch.inference_mode()
-    def head_logits(self, draft: PreTrainedModel, head: AcceptanceHead) -> list[float]:
-        """The raw logit that a head gives each drafted token."""
-        # One row a drafted token: the token before it, and the drafted one.
-        inputs = HeadInputs.from_batch(
-            head.reads,
-            input_ids=torch.stack([self.known, self.drafted], dim=1),
-            states=torch.stack([self.before, self.after], dim=1),
-            logits=logits_of_states(draft),
-            sampling=head.sampling_config,
-        )
-        values: list[float] = head.logits(inputs)[:, 1].tolist()
-        return values
+    known = row["prompt_ids"] + row["completion_ids"]
+    first = len(row["prompt_ids"])
+    ids = torch.tensor([known[:-1]], device=draft.device)
+    cache = DynamicCache(config=draft.config)
+    before = hidden_states(draft, ids, past_key_values=cache)[0, first - 1 :]
+    drafted = torch.tensor([row["draft_ids"]], device=draft.device)
+    after = []
+    # From the end, so that cropping the cache is all there is between two positions.
+    for position in reversed(range(drafted.shape[1])):
+        if (surplus := cache.get_seq_length() - first - position) > 0:
+            cache.crop(-surplus)
+        token = drafted[:, position : position + 1]
+        after.append(hidden_states(draft, token, past_key_values=cache)[0])
+    # One row a drafted token: the token before it, and the drafted one.
+    inputs = HeadInputs.from_batch(
+        head.reads,
+        input_ids=torch.stack([ids[0, first - 1 :], drafted[0]], dim=1),
+        states=torch.stack([before, torch.cat(after[::-1])], dim=1),
+        logits=to_logits,
+        sampling=head.sampling_config,
+    )
+    values: list[float] = head.logits(inputs)[:, 1].tolist()
+    return values
 
 
 def _counted(rows: datasets.Dataset) -> Iterator[dict[str, Any]]:
