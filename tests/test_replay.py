@@ -28,6 +28,7 @@ from specdata.storage.files import fingerprint
 from specdata.storage.resume import Settings
 from specdata.storage.schema import LABELS
 from tests.test_acceptance import labeller
+from tests.test_lm_head import Capped
 from tests.tiny import tiny_llama
 
 SAMPLING = SamplingConfig(temperature=0.8)
@@ -153,6 +154,25 @@ def test_traces_hold_what_labels_say_and_the_outputs_of_the_head(folder: Path) -
             assert traces.tokens.entropy[number, position] == pytest.approx(
                 float(-(q * q.log()).sum()), abs=1e-5
             )
+
+
+def test_a_draft_whose_logits_cannot_be_made_of_its_states_is_recorded_with_its_own(
+    folder: Path,
+) -> None:
+    plain, rows = tiny_llama(1, vocab=12).float(), load_stored(folder / "labels").select([0, 1])
+    capped = Capped(plain.config).eval()
+    capped.load_state_dict(plain.state_dict())
+    traces = acceptance_traces(rows, draft=capped, sampling=SAMPLING, head=made_head())
+    assert traces.tokens.head_logits is not None
+    assert traces.tokens.entropy is not None
+    for number, row in enumerate(rows):
+        with torch.no_grad():
+            ids = torch.tensor([row["prompt_ids"] + row["completion_ids"][:-1]])
+            q = probabilities(
+                capped(input_ids=ids).logits[0, len(row["prompt_ids"]) - 1 :], SAMPLING
+            )
+        expected = -(q * q.log()).sum(dim=-1)
+        assert traces.tokens.entropy[number].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def simulated_traces(generator: torch.Generator) -> Traces:
