@@ -58,13 +58,14 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     if not is_main():
         return {}
     (stage,) = stages(config)
-    if not made_as_asked(stage):
+    is_made = made_as_asked(stage)
+    if not is_made:
         check_evaluation(config)
     if config.draft:
         need(folder(config, "draft"), "train_draft.py")
     if config.head:
         need(folder(config, "head"), "train_head.py")
-    if made_as_asked(stage):
+    if is_made:
         _restore(config, stage)
     result = run_stage(stage, config, lambda: _measure(config, stage))
     console.print(terminal(measured_results(config)))
