@@ -110,7 +110,7 @@ def test_what_is_no_released_head_is_refused_with_what_is_wrong(tmp_path: Path) 
     with pytest.raises(ValueError, match="hidden_size >= 1 and num_layers >= 0"):
         from_released(tmp_path)
     config.write_text(json.dumps({"hidden_size": HIDDEN, "num_layers": 2}))
-    with pytest.raises(ValueError, match="neither model.safetensors nor pytorch_model.bin"):
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor pytorch_model\.bin"):
         from_released(tmp_path)
     released(tmp_path, 1)
     config.write_text(json.dumps({"hidden_size": HIDDEN, "num_layers": 2}))
