@@ -18,7 +18,7 @@ from eval.analysis.traces import acceptance_traces
 from eval.drafting.stopping import StoppingRule
 from eval.measuring.metrics import fit_latency
 from eval.measuring.results import Results, Run
-from heads import AcceptanceHead
+from heads import BaseHead
 
 ROLLOUTS = 256
 """Most held-out rollouts that are replayed."""
@@ -45,7 +45,7 @@ class DevChoice:
 
 
 def choose_on_dev(
-    results: Results, rows: datasets.Dataset, draft: PreTrainedModel, head: AcceptanceHead
+    results: Results, rows: datasets.Dataset, draft: PreTrainedModel, head: BaseHead
 ) -> DevChoice | None:
     """Replay each chain of an evaluation on held-out labels, at the times that it measured.
 

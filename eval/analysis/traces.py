@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from eval.analysis.expectation import Traces
 from eval.drafting.stopping.recorded import RecordedTokens, pad
-from heads import AcceptanceHead
+from heads import BaseHead
 from heads.inputs import HeadInputs, logits_of_states
 from specdata.lm_head import LMHead, find_lm_head, hidden_states
 from specdata.probability import SamplingConfig, entropy, probabilities
@@ -25,7 +25,7 @@ def acceptance_traces(
     *,
     draft: PreTrainedModel | None = None,
     sampling: SamplingConfig | None = None,
-    head: AcceptanceHead | None = None,
+    head: BaseHead | None = None,
 ) -> Traces:
     """The traces of labelled rollouts.
 
@@ -68,7 +68,7 @@ def _entropies(lm_head: LMHead, row: dict[str, Any], sampling: SamplingConfig) -
 @torch.inference_mode()
 def _head_logits(
     draft: PreTrainedModel,
-    head: AcceptanceHead,
+    head: BaseHead,
     to_logits: Callable[[Tensor], Tensor],
     row: dict[str, Any],
 ) -> list[float]:

@@ -10,7 +10,7 @@ from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, 
 
 if TYPE_CHECKING:
     from eval.drafting.stopping.recorded import Lengths, RecordedTokens
-    from heads import AcceptanceHead
+    from heads import BaseHead
 
 
 class Head(AdaptiveRule):
@@ -46,7 +46,7 @@ class Head(AdaptiveRule):
         raw, least = expit(tokens.head_logits), 1.0 - self.threshold
         return until_product_below(tokens, raw, least, limit=self.limit, lag=1)
 
-    def start(self, head: AcceptanceHead | None) -> ActiveRule:
+    def start(self, head: BaseHead | None) -> ActiveRule:
         """Multiply the head's acceptance probabilities of a round's tokens."""
         import torch
 
