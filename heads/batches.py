@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar, cast
 
 import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
-
 from torch import Tensor
 
 from heads.mixing import COLUMNS, LabelRow
@@ -31,7 +30,6 @@ class Row(Protocol):
 
 
 R = TypeVar("R", bound=Row)
-B = TypeVar("B")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,22 +127,15 @@ class LabelRows:
 
 
 def micro_batches(
-    rows: Sequence[R],
-    collate: Callable[[Sequence[R]], B],
-    *,
-    size: int,
-    count: int,
-    process: int,
-    processes: int,
-) -> Iterator[B]:
-    """Yield one process's part of a global batch, in `count` padded micro-batches.
+    rows: Sequence[R], *, size: int, count: int, process: int, processes: int
+) -> Iterator[list[R]]:
+    """Yield one process's part of a global batch, in `count` micro-batches.
 
     Where rows run out, rows without labels fill up: every process computes equally many
     micro-batches of equal size, as collective operations require, and the sum does not change.
 
     Args:
         rows: the whole batch, the same on every process.
-        collate: makes one micro-batch of its rows.
         size: rows a micro-batch.
         count: micro-batches a process; size * count * processes must hold all rows.
         process: index of this process.
@@ -154,7 +145,7 @@ def micro_batches(
     ordered += [ordered[0].blank()] * (size * count * processes - len(ordered))
     for index in range(count):
         start = (index * processes + process) * size
-        yield collate(ordered[start : start + size])
+        yield ordered[start : start + size]
 
 
 def micro_batch_count(rows: int, *, size: int, processes: int) -> int:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from specdata.config import Config
 
 Kind = Literal["specdec++", "immediate"]
+Tracker = Literal["none", "tensorboard", "wandb"]
 MomentName = Literal["before", "drawn", "consumed"]
 FeatureName = Literal[
     "hidden_before",
@@ -104,9 +105,7 @@ class HeadConfig(Config):
         f"steps, at least {PASSES['specdec++']} [immediate: {STEPS['immediate']} steps, at least "
         f"{PASSES['immediate']}]",
     )
-    batch_size: int = Field(
-        32, ge=1, description="rows a step, over all processes [immediate: 16]"
-    )
+    batch_size: int = Field(32, ge=1, description="rows a step, over all processes [immediate: 16]")
     micro_batch_size: int = Field(
         8, ge=1, description="rows a forward pass, per process; does not change the result"
     )
@@ -138,9 +137,7 @@ class HeadConfig(Config):
         "and keeps them, in bfloat16, until the head is done [immediate alone]",
     )
     save_steps: int = Field(200, ge=1, description="steps between checkpoints")
-    report_to: Literal["none", "tensorboard", "wandb"] = Field(
-        "none", description="where loss, rate and metrics are also logged"
-    )
+    report_to: Tracker = Field("none", description="where loss, rate and metrics are also logged")
 
     @model_validator(mode="before")
     @classmethod

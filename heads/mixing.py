@@ -36,7 +36,14 @@ class LabelRow(TypedDict):
     more_accept_prob: NotRequired[Sequence[float]]
 
 
-COLUMNS = ("example_id", "sample", "prompt_ids", "completion_ids", "draft_ids", "accept_prob")
+COLUMNS: tuple[str, ...] = (
+    "example_id",
+    "sample",
+    "prompt_ids",
+    "completion_ids",
+    "draft_ids",
+    "accept_prob",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ class TargetRow:
     """One text X with the tokens drafted along it, n positions of S each, cut at a maximum length.
 
     Attributes:
-        input_ids: (T,) int64, the prompt and X without its last token, before which all are drafted.
+        input_ids: (T,) int64, the prompt and X without its last token.
         first: position of the first drafted tokens, the length of the prompt.
         tokens: (n, S) int64, drafted at positions first to first + n - 1.
         accept: (n, S) float32, min(1, p/q) of each.
@@ -35,7 +35,7 @@ class TargetRow:
         since_rejection: (n,) int64, tokens since the last rejection or the start, in the same.
         counts: whether its labels count; those of a filler do not.
         index: of the row in its dataset, to find what is cached of it.
-        draw: which of the row's draws the first of these is.
+        draws: which S of the row's draws these are.
     """
 
     input_ids: Tensor
@@ -126,6 +126,11 @@ def target_row(
         ValueError: if the row's columns do not fit each other.
     """
     check_labels(row)
+    if not row["prompt_ids"]:
+        raise ValueError(
+            f"example {row['example_id']!r}, sample {row['sample']}: prompt_ids must hold a token, "
+            "as the first one is drafted after it"
+        )
     prompt = row["prompt_ids"]
     kept = min(len(row["completion_ids"]), max_length - len(prompt))
     tokens, accept = _all_draws(row)

@@ -27,6 +27,8 @@ RELEASE_FORMAT = 2
 ROLLOUT_TOKEN, LABEL_TOKEN = 4, 28
 # results.json and what it is made of, a generation; the report with its plots.
 GENERATION, REPORT = 2500, 1_600_000
+# Features of heads that are as wide as the draft; the others are numbers.
+VECTORS = ("hidden_before", "embedding", "hidden")
 
 
 def folder(config: PipelineConfig, stage: str) -> Path:
