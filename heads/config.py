@@ -167,13 +167,21 @@ class HeadConfig(Config):
             values = getattr(self, name)
             if len({*values}) < len(values):
                 raise ValueError(f"{name} must name each once, got {list(values)}")
-        if self.mixing is not None and (self.draws > 1 or self.cache != "none"):
-            raise ValueError(
-                "draws and cache need one context for all passes, which mixing changes: leave "
-                f"draws at 1 and cache at none (got {self.draws} and {self.cache}), or set mixing "
-                "to null"
-            )
+        if self.kind == "immediate" and self.mixing is not None:
+            self._check_mixing()
         return self
+
+    def _check_mixing(self) -> None:
+        """Raise ValueError for what needs the target's own text, without mixing."""
+        needs = [name for name in ("position", "since_rejection") if name in self.features]
+        needs += ["before"] if "before" in self.moments else []
+        needs += [f"draws {self.draws}"] if self.draws > 1 else []
+        needs += [f"cache {self.cache}"] if self.cache != "none" else []
+        if needs:
+            raise ValueError(
+                f"mixing {self.mixing} cannot be with {', '.join(needs)}, which need the target's "
+                "own text: leave them out, or set mixing to null"
+            )
 
     def passes(self, rows: int) -> int:
         """Passes over so many training rows."""

@@ -60,7 +60,7 @@ RUN_ALONE = ("micro_batch_size", "save_steps")
 MORE_DRAWS = ("more_draft_ids", "more_accept_prob")
 Scales = Mapping[str, tuple[float, float]]
 # Rows by which numbers are standardised.
-SCALED_ROWS = 256
+SCALED_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def train_head(
     longest = _longest(draft, config)
     required: tuple[str, ...] = COLUMNS
     optional: tuple[str, ...] = ()
-    if config.mixing is None:
+    if config.kind == "immediate":
         required, optional = (*COLUMNS, "overlap"), MORE_DRAWS
 
     def read(name: str, rows: datasets.Dataset) -> LabelRows:
