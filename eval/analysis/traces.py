@@ -15,6 +15,7 @@ from eval.analysis.expectation import Traces
 from eval.drafting.stopping.recorded import RecordedTokens, pad
 from heads import BaseHead
 from heads.inputs import HeadInputs, logits_of_states
+from heads.probe import check_head, warn_of_other_sampling
 from specdata.lm_head import LMHead, find_lm_head, hidden_states
 from specdata.probability import SamplingConfig, entropy, probabilities
 from specdata.terminal import progress
@@ -34,10 +35,16 @@ def acceptance_traces(
         draft: the draft that made them; without it entropies and a head are not recorded.
         sampling: how its tokens were drawn; needed with a draft.
         head: an acceptance head of this draft, whose outputs are recorded.
+
+    Raises:
+        ConfigError: if the head is of another draft.
     """
     entropies, logits = list[list[float]](), list[list[float]]()
     if draft is not None:
         assert sampling is not None
+        if head is not None:
+            check_head(draft, head)
+            warn_of_other_sampling(head, sampling)
         # Found out once, not for each row: it is done by trying.
         lm_head, to_logits = find_lm_head(draft), logits_of_states(draft)
         for row in _counted(rows):
