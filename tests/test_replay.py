@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from eval.analysis.expectation import Traces
 from eval.analysis.replay import best_settings, main, replay_rules, result_rows
@@ -23,6 +24,7 @@ from eval.drafting.stopping.calibration import Calibration
 from eval.drafting.stopping.recorded import BOUND, RecordedHead, RecordedTokens
 from heads import AcceptanceHead
 from heads.inputs import HeadInputs
+from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import fill_dataset, load_stored
 from specdata.storage.files import fingerprint
@@ -185,6 +187,42 @@ def test_a_draft_whose_logits_cannot_be_made_of_its_states_is_recorded_with_its_
             )
         expected = -(q * q.log()).sum(dim=-1)
         assert traces.tokens.entropy[number].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_head_is_recorded_with_one_forward_or_where_a_window_slides_with_one_a_token(
+    window: int | None,
+) -> None:
+    """Rows of unequal lengths, so that some are padded."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    config = MistralConfig(
+        vocab_size=12, num_hidden_layers=2, sliding_window=window, initializer_range=0.4, **sizes
+    )
+    draft, head = MistralForCausalLM(config).eval(), made_head()
+    rows = [
+        {"prompt_ids": [2] * prompt, "completion_ids": [5, 3, 8, 4, 9, 7, 2][:rest]}
+        for prompt, rest in ((3, 7), (1, 4), (6, 6))
+    ]
+    unread = {name: [0.0] * 7 for name in ("accept_prob", "log_q", "log_q_max")}
+    for row in rows:
+        row |= {"draft_ids": [4, 6, 6, 3, 2, 9, 5], **unread}  # type: ignore[dict-item]
+        row |= {name: row[name][: len(row["completion_ids"])] for name in ["draft_ids", *unread]}
+    labels = datasets.Dataset.from_list(rows)
+    recorded = acceptance_traces(labels, draft=draft, sampling=SAMPLING, head=head).tokens.head
+    assert recorded is not None
+    assert recorded.consumed is not None
+    for number, row in enumerate(rows):
+        for position, token in enumerate(row["draft_ids"]):
+            ids = torch.tensor([[*row["prompt_ids"], *row["completion_ids"][:position], token]])
+            state = hidden_states(draft, ids)[0, -1]
+            expected = float(head.logits(HeadInputs({"hidden": state})))
+            assert recorded.consumed[number, position] == pytest.approx(expected, abs=1e-4)
 
 
 def simulated_traces(generator: torch.Generator) -> Traces:
