@@ -23,7 +23,8 @@ from eval.drafting.stopping import STOPPING_RULES, DraftedToken
 from eval.drafting.stopping.calibration import Calibration
 from eval.drafting.stopping.recorded import BOUND, RecordedHead, RecordedTokens
 from heads import AcceptanceHead
-from heads.inputs import HeadInputs
+from heads.immediate import ImmediateHead
+from heads.inputs import HeadInputs, Moment
 from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import fill_dataset, load_stored
@@ -220,9 +221,37 @@ def test_a_head_is_recorded_with_one_forward_or_where_a_window_slides_with_one_a
     for number, row in enumerate(rows):
         for position, token in enumerate(row["draft_ids"]):
             ids = torch.tensor([[*row["prompt_ids"], *row["completion_ids"][:position], token]])
-            state = hidden_states(draft, ids)[0, -1]
-            expected = float(head.logits(HeadInputs({"hidden": state})))
+            inputs = HeadInputs({"hidden": hidden_states(draft, ids)[0, -1]})
+            expected = float(head.logits(inputs).detach())
             assert recorded.consumed[number, position] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_head_of_several_moments_is_recorded_at_each_as_in_a_draft_under_way(
+    folder: Path,
+) -> None:
+    draft, rows = tiny_llama(1, vocab=12).float(), load_stored(folder / "labels").select([0, 3])
+    torch.manual_seed(3)
+    head = ImmediateHead(hidden_size=16, width=8).eval()
+    torch.nn.init.normal_(head.output.weight, std=2.0)
+    recorded = acceptance_traces(rows, draft=draft, sampling=SAMPLING, head=head).tokens.head
+    assert recorded is not None
+    with torch.no_grad():
+        for number, row in enumerate(rows):
+            for position, drafted in enumerate(drafted_tokens(draft, row)):
+                embedded = draft.get_input_embeddings()(torch.tensor(drafted.token))
+                known = [*row["prompt_ids"], *row["completion_ids"][:position], drafted.token]
+                before, after = hidden_states(draft, torch.tensor([known]))[0, -2:]
+                drawn = replace(drafted, embedding=embedded, state=before)
+                consumed = [drawn, replace(drawn, state=after)]
+                for values, inputs in (
+                    (recorded.before, HeadInputs.from_next(head.reads, drawn)),
+                    (recorded.drawn, HeadInputs.from_drafted(head.reads, [drawn], Moment.DRAWN)),
+                    (recorded.consumed, HeadInputs.from_drafted(head.reads, consumed)),
+                ):
+                    assert values is not None
+                    assert inputs is not None
+                    expected = float(head.logits(inputs))
+                    assert values[number, position] == pytest.approx(expected, abs=1e-3)
 
 
 def simulated_traces(generator: torch.Generator) -> Traces:

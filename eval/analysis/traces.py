@@ -15,12 +15,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 from eval.analysis.expectation import Traces
 from eval.drafting.stopping.recorded import BOUND, Reals, RecordedHead, RecordedTokens, pad
-from heads import AcceptanceHead
-from heads.inputs import DraftedTokens, HeadInputs, logits_of_states
+from heads import BaseHead
+from heads.inputs import DraftedTokens, HeadInputs, Moment, logits_of_states
 from heads.tree import check_tree_states, tree_states
 from specdata.errors import ConfigError
 from specdata.labels.labeller import tokens_at_once
 from specdata.lm_head import LMHead, find_lm_head, hidden_states
+from specdata.models import known_ids
 from specdata.probability import SamplingConfig, entropy, probabilities
 from specdata.terminal import progress
 
@@ -37,7 +38,7 @@ def acceptance_traces(
     *,
     draft: PreTrainedModel | None = None,
     sampling: SamplingConfig | None = None,
-    head: AcceptanceHead | None = None,
+    head: BaseHead | None = None,
 ) -> Traces:
     """The traces of labelled rollouts.
 
@@ -49,11 +50,13 @@ def acceptance_traces(
         head: an acceptance head of this draft, whose outputs are recorded.
     """
     numbers = {name: rows[name] for name in NUMBERS if name in rows.column_names}
+    recorded = None
     if draft is not None:
         assert sampling is not None
         if len(numbers) < len(NUMBERS):
             numbers = _numbers(find_lm_head(draft), rows, sampling)
-    recorded = None if head is None or draft is None else _recorded_head(draft, head, rows)
+        if head is not None:
+            recorded = _recorded_head(draft, head, rows, sampling)
     log_q_max = pad(rows["log_q_max"])
     tokens = RecordedTokens(
         lengths=np.array([len(row) for row in rows["draft_ids"]], dtype=np.int64),
@@ -121,56 +124,57 @@ def numbers_of(q: Tensor, tokens: Tensor) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def _recorded_head(
-    draft: PreTrainedModel, head: AcceptanceHead, rows: datasets.Dataset
+    draft: PreTrainedModel, head: BaseHead, rows: datasets.Dataset, sampling: SamplingConfig
 ) -> RecordedHead:
     """The raw logits that a head gives the drafted tokens Y_i of labelled rollouts.
 
     Y_i follows the rollout's own tokens X_<i, as in the labels.
     """
-    logits: list[list[float]] = [[]] * len(rows)
+    logits: dict[Moment, list[list[float]]] = {m: [[]] * len(rows) for m in head.moments}
     # Found out once, not for each row: it is done by trying.
     to_logits, lm_head = logits_of_states(draft), find_lm_head(draft)
-    states_of = _states_along(draft, rows)
+    states_of = _states_along(draft, head, rows)
+    embedding = draft.get_input_embeddings()
+
+    def logits_at(tokens: Tensor, before: Tensor, after: Tensor) -> dict[Moment, list[float]]:
+        drafted = DraftedTokens(
+            tokens=tokens,
+            before=lambda: before,
+            after=lambda: after,
+            distributions=lambda: probabilities(to_logits(before), sampling),
+            embeddings=lambda: embedding(known_ids(tokens, draft)),
+        )
+        return {
+            moment: head.logits(HeadInputs.of(head.reads, drafted, moment)).tolist()
+            for moment in head.moments
+        }
+
     for indices, batch in _counted(rows, tokens_at_once(lm_head)):
-        tokens = [torch.tensor(row["draft_ids"], device=draft.device) for row in batch]
         states = zip(*states_of(batch), strict=True)
-        for index, drafted, (before, after) in zip(indices, tokens, states, strict=True):
-            logits[index] = [
-                value
+        for index, row, (before, after) in zip(indices, batch, states, strict=True):
+            drafted = torch.tensor(row["draft_ids"], device=draft.device)
+            pieces = [
+                logits_at(drafted[here], before[here], after[here])
                 for start in range(0, len(drafted), POSITIONS)
-                for value in _logits_of(
-                    head,
-                    to_logits,
-                    *(x[start : start + POSITIONS] for x in (drafted, before, after)),
-                )
+                for here in (slice(start, start + POSITIONS),)
             ]
-    return RecordedHead(consumed=pad(logits), rejection_weight=head.rejection_weight)
-
-
-def _logits_of(
-    head: AcceptanceHead,
-    to_logits: Callable[[Tensor], Tensor],
-    tokens: Tensor,
-    before: Tensor,
-    after: Tensor,
-) -> list[float]:
-    """Raw logits of n drafted tokens, from the states (n, H) before and after each."""
-    drafted = DraftedTokens(
-        tokens=tokens,
-        before=lambda: before,
-        after=lambda: after,
-        distributions=lambda: probabilities(to_logits(before), head.sampling_config),
-    )
-    values: list[float] = head.logits(HeadInputs.of(head.reads, drafted)).tolist()
-    return values
+            for moment in head.moments:
+                logits[moment][index] = [value for piece in pieces for value in piece[moment]]
+    padded = {moment.name.lower(): pad(values) for moment, values in logits.items()}
+    return RecordedHead(**padded, rejection_weight=head.rejection_weight)
 
 
 StatesOf = Callable[[Sequence[Row]], tuple[list[Tensor], list[Tensor]]]
 """Rows -> of each, the states (n, H) that its drafted tokens were drawn from, and those after."""
 
 
-def _states_along(draft: PreTrainedModel, rows: datasets.Dataset) -> StatesOf:
-    """One forward of text and drafted tokens, if the draft can be run so; else one for each."""
+def _states_along(draft: PreTrainedModel, head: BaseHead, rows: datasets.Dataset) -> StatesOf:
+    """One forward of text and drafted tokens, if the draft can be run so; else one for each.
+
+    A head that judges no consumed token needs the text alone.
+    """
+    if Moment.CONSUMED not in head.moments:
+        return partial(_states_before, draft)
     lengths = (
         len(prompt) + len(rest)
         for prompt, rest in zip(rows["prompt_ids"], rows["completion_ids"], strict=True)
@@ -180,6 +184,18 @@ def _states_along(draft: PreTrainedModel, rows: datasets.Dataset) -> StatesOf:
     except ConfigError:
         return partial(_states_one_by_one, draft)
     return partial(_states_together, draft)
+
+
+def _states_before(
+    draft: PreTrainedModel, rows: Sequence[Row]
+) -> tuple[list[Tensor], list[Tensor]]:
+    texts = [torch.tensor((row["prompt_ids"] + row["completion_ids"])[:-1]) for row in rows]
+    states = hidden_states(draft, pad_sequence(texts, batch_first=True).to(draft.device))
+    before = [
+        own[len(row["prompt_ids"]) - 1 :][: len(row["draft_ids"])]
+        for own, row in zip(states, rows, strict=True)
+    ]
+    return before, before  # the second is never read
 
 
 def _states_together(
