@@ -11,7 +11,7 @@ it. How to add one: see `eval.drafting.stopping`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -22,7 +22,7 @@ from specdata.config import Config
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from eval.drafting.stopping.recorded import Lengths, RecordedTokens
+    from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
     from eval.rounds import Round
     from heads import AcceptanceHead
 
@@ -77,6 +77,8 @@ class StoppingRule(Config):
         adaptive: whether the length depends on the tokens drafted. If so, it ends chains only, and
             no verifier that carries a residual over rounds takes it.
         needs_head: whether it cannot work without an acceptance head.
+        fitted: parameters that an evaluation fits on labels where they are None, by `fit`. Two
+            rules may name the same one if they fit it alike.
         family: which methods plots draw alike: "fixed" lengths, training-free "rule"s, rules that
             threshold a "head", or "cost" rules without a threshold.
     """
@@ -84,6 +86,7 @@ class StoppingRule(Config):
     name: ClassVar[str]
     adaptive: ClassVar[bool] = True
     needs_head: ClassVar[bool] = False
+    fitted: ClassVar[tuple[str, ...]] = ()
     family: ClassVar[Family] = "rule"
 
     @property
@@ -97,18 +100,33 @@ class StoppingRule(Config):
         return self.needs_head
 
     @property
-    def needs_calibration(self) -> bool:
-        """Whether it reads a logistic model of acceptance that it was not given."""
-        return False
+    def needs_fit(self) -> bool:
+        """Whether a parameter is fitted on labels, because it was not given."""
+        return any(getattr(self, name) is None for name in self.fitted)
 
     @property
     def measured(self) -> tuple[str, ...]:
         """Parameters that it measures from the times of rounds, because they were not given."""
         return ()
 
-    def calibrated(self, coefficients: tuple[float, float]) -> Self:
-        """The same rule with that logistic model, if it needs one."""
-        return self
+    @classmethod
+    def fit(cls, tokens: RecordedTokens, accept: Reals) -> dict[str, Any]:
+        """Values of the parameters in `fitted`, as JSON can hold them.
+
+        Args:
+            tokens: held-out rollouts, which the draft was not distilled on.
+            accept: (R, N) min(1, p/q) of their drafted tokens.
+
+        Raises:
+            ValueError: if what it reads was not recorded.
+        """
+        return {}
+
+    def with_fit(self, values: Mapping[str, Any]) -> Self:
+        """The same rule with these values where it was given none; it ignores other names."""
+        mine = {name: values[name] for name in self.fitted if name in values}
+        missing = {name: value for name, value in mine.items() if getattr(self, name) is None}
+        return type(self).model_validate({**self.model_dump(), **missing})
 
     def reported(self) -> dict[str, Any]:
         """Name -> value of the parameters that results keep beside the rule's name."""
