@@ -19,7 +19,7 @@ from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, 
 if TYPE_CHECKING:
     from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
     from eval.rounds import Round
-    from heads import AcceptanceHead
+    from heads import BaseHead
 
 POSITIONS = 20
 """Positions in a draft that have a model of their own; further ones share that of the last."""
@@ -102,9 +102,9 @@ class Margin(AdaptiveRule):
         estimates = expit(intercepts + slopes * tokens.margin)
         return until_product_below(tokens, estimates, 1.0 - self.threshold, limit=self.limit)
 
-    def start(self, head: AcceptanceHead | None) -> ActiveRule:
+    def start(self, head: BaseHead | None) -> ActiveRule:
         """Multiply the modelled acceptance probabilities of a round's tokens."""
-        from specdata.probability import top_margin
+        from heads.inputs import HeadInputs, Moment
 
         models = [OnlineLogistic(pair) for pair in self.pairs]
         margins: list[float] = []  # of the round that is going on
@@ -115,7 +115,9 @@ class Margin(AdaptiveRule):
 
             def should_stop(drafted: DraftedToken) -> bool:
                 nonlocal survival
-                margins.append(top_margin(drafted.distribution))
+                inputs = HeadInputs.from_drafted(("margin",), [drafted], Moment.DRAWN)
+                assert inputs is not None
+                margins.append(float(inputs["margin"]))
                 survival *= models[min(len(margins), len(models)) - 1].accept(margins[-1])
                 return 1.0 - survival > self.threshold
 

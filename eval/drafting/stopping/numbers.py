@@ -200,10 +200,11 @@ def fit_network(numbers: Reals, accept: Reals) -> Network:
 
 def _recorded_numbers(tokens: RecordedTokens) -> Reals | None:
     """(R, N, 5), in the order of `READS`; None if some were not recorded."""
-    from heads.inputs import LEAST_CHANCE
+    from heads.inputs import LEAST_CHANCE, LEAST_MASS
 
     if tokens.margin is None or tokens.entropy is None or tokens.log_mass_above is None:
         return None
     log_q, log_q_max = (np.log(q.clip(LEAST_CHANCE)) for q in (tokens.q, tokens.q_max))
-    columns = (log_q, log_q_max, tokens.margin, tokens.entropy, tokens.log_mass_above)
+    above = np.log(np.exp(tokens.log_mass_above) + LEAST_MASS)  # as heads read it
+    columns = (log_q, log_q_max, tokens.margin, tokens.entropy, above)
     return np.stack(columns, axis=-1)
