@@ -24,7 +24,13 @@ from eval.drafting.stopping.head import Head
 from eval.drafting.stopping.logit import Logit
 from eval.drafting.stopping.margin import Margin
 from eval.drafting.stopping.numbers import Numbers
-from eval.drafting.stopping.rule import ActiveRule, DraftedToken, ShouldStop, StoppingRule
+from eval.drafting.stopping.rule import (
+    ActiveRule,
+    DraftedToken,
+    ShouldStop,
+    StoppingRule,
+    UpcomingToken,
+)
 from specdata.config import nearest
 
 __all__ = [
@@ -33,6 +39,7 @@ __all__ = [
     "DraftedToken",
     "ShouldStop",
     "StoppingRule",
+    "UpcomingToken",
     "read_rule",
 ]
 

@@ -1,8 +1,9 @@
 """What a stopping rule is: parameters as a frozen value, and what it does at work on a sequence.
 
 A rule decides after each drafted token whether the draft ends there. The token is kept whatever
-the answer: looking at a token and then dropping it would bias the output. So every rule is
-lossless, with every verifier whose proof lets the draft's length depend on drafted tokens.
+the answer: looking at a token and then dropping it would bias the output. It may also decide before
+a token is drawn, by its distribution and the tokens before it. So every rule is lossless, with
+every verifier whose proof lets the draft's length depend on drafted tokens.
 
 A rule's class declares what it needs (a head, a calibration, times), so that no other code names
 it. How to add one: see `eval.drafting.stopping`.
@@ -24,9 +25,29 @@ if TYPE_CHECKING:
 
     from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
     from eval.rounds import Round
-    from heads import AcceptanceHead
+    from heads import BaseHead
 
 Family = Literal["fixed", "rule", "head", "cost"]
+
+
+@dataclass(frozen=True, slots=True)
+class UpcomingToken:
+    """What is known of the next token of a draft before it is drawn.
+
+    Args:
+        distribution: (V,) the distribution q that it will be drawn from.
+        state: (H,) the draft's last hidden state that gave this distribution. It has consumed the
+            token before this one, which for the first drafted token is the last committed token.
+            None if hidden states are not captured, because the rule reads no head.
+        position: its place in the draft, from 0.
+        since_rejection: tokens since the last one that the target replaced, or since the
+            completion began.
+    """
+
+    distribution: Tensor
+    state: Tensor | None
+    position: int = 0
+    since_rejection: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +57,18 @@ class DraftedToken:
     Args:
         token: its id.
         distribution: (V,) the distribution q that it was drawn from.
-        state: (H,) the draft's last hidden state that gave this distribution. It has consumed the
-            token before this one, which for the first drafted token is the last committed token.
-            None if hidden states are not captured, because the rule reads no head.
+        state: (H,) as in `UpcomingToken`.
+        embedding: (E,) the draft's input embedding of the token; None as for `state`.
+        position: as in `UpcomingToken`.
+        since_rejection: as in `UpcomingToken`.
     """
 
     token: int
     distribution: Tensor
     state: Tensor | None
+    embedding: Tensor | None = None
+    position: int = 0
+    since_rejection: int = 0
 
 
 ShouldStop = Callable[[DraftedToken], bool]
@@ -62,11 +87,14 @@ class ActiveRule:
         longest: most tokens drafted in a round.
         begin: starts a round; what it returns is asked after each token of that round.
         observe: shown each finished round.
+        before: asked in the round that goes on before each token but the first is drawn; True ends
+            the draft without that token. The draft's forward for it has run already.
     """
 
     longest: int
     begin: Callable[[], ShouldStop]
     observe: Callable[[Round], None] = _ignore
+    before: Callable[[UpcomingToken], bool] | None = None
 
 
 class StoppingRule(Config):
@@ -98,6 +126,9 @@ class StoppingRule(Config):
     def reads_head(self) -> bool:
         """Whether it reads an acceptance head, if there is one."""
         return self.needs_head
+
+    def check_head(self, head: BaseHead) -> None:
+        """Raise ConfigError if it cannot work with a head; most can with any."""
 
     @property
     def needs_fit(self) -> bool:
@@ -144,7 +175,7 @@ class StoppingRule(Config):
         return None
 
     @abstractmethod
-    def start(self, head: AcceptanceHead | None) -> ActiveRule:
+    def start(self, head: BaseHead | None) -> ActiveRule:
         """Put the rule to work in one slot.
 
         Args:
