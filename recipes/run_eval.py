@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from eval.measuring.environment import Environment
-    from heads import AcceptanceHead
+    from heads import BaseHead
     from specdata.prompts.loading import LoadedPrompts
 
 
@@ -249,11 +249,11 @@ def _as_today(stored: dict[str, Any]) -> dict[str, Any]:
     return {"calibration": [stored["intercept"], stored["slope"]], "rows": stored["rows"]}
 
 
-def _load_head(name: str) -> AcceptanceHead:
-    from heads import AcceptanceHead
+def _load_head(name: str) -> BaseHead:
+    from heads import BaseHead
 
     try:
-        return AcceptanceHead.from_pretrained(name)
+        return BaseHead.from_pretrained(name)
     except (ValueError, OSError) as error:
         raise ConfigError(
             f"{error}; remove {Path(name).parent} and train it again with recipes/train_head.py"

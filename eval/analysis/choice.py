@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # what was chosen is read without torch
     import datasets
     from transformers import PreTrainedModel
 
-    from heads import AcceptanceHead
+    from heads import BaseHead
 
 ROLLOUTS = 256
 """Most held-out rollouts that are replayed."""
@@ -47,7 +47,7 @@ class DevChoice:
 
 
 def choose_on_dev(
-    results: Results, rows: datasets.Dataset, draft: PreTrainedModel, head: AcceptanceHead
+    results: Results, rows: datasets.Dataset, draft: PreTrainedModel, head: BaseHead
 ) -> DevChoice | None:
     """Replay each chain of an evaluation on held-out labels, at the times that it measured.
 
