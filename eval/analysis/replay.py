@@ -48,8 +48,8 @@ if TYPE_CHECKING:  # help is shown without torch, so what works imports where it
 
 THRESHOLDS = (*(step / 20 for step in range(1, 20)), 0.98)
 """Of rules that compare the probability of a rejection."""
-CHANCES = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)
-"""Of rules that compare the draft's probabilities of its tokens."""
+CHANCES = (1e-5, 1e-4, 3e-4, 0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8)
+"""Of rules that compare the draft's probabilities of its tokens; those of a product are small."""
 NATS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
 """Of the rule that compares an entropy."""
 GRIDS: dict[type[StoppingRule], tuple[str, tuple[float, ...]]] = {
