@@ -1,0 +1,122 @@
+"""Whether a head pays, in words: what the top of a report and of a head's card say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eval.analysis.prediction import Estimate
+from eval.analysis.quality import Quality
+from eval.analysis.savings import ALL, Replayed, Saving
+from eval.reporting.verdict import HeadVerdict, Ratio
+
+HEADLINES = {
+    "pays": "The head pays",
+    "does not pay": "The head does not pay",
+    "not shown to pay": "The head is not shown to pay",
+    "not measured": "Whether the head pays was not measured",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One judgement of a head.
+
+    Args:
+        headline: whether it pays, and by what it was judged.
+        sets: prompt set -> what the head saves there over each rival, in words.
+        basis: what the judgement rests on.
+    """
+
+    headline: str
+    sets: dict[str, str]
+    basis: str
+
+
+def findings(verdict: HeadVerdict, quality: Quality | None) -> list[Finding]:
+    """By exact expectation along held-out rollouts, where that was replayed, and by the clock."""
+    found = []
+    if quality is not None and quality.replay is not None:
+        found.append(_of_replay(quality, quality.replay))
+    return [*found, _of_clock(verdict)]
+
+
+def _of_replay(quality: Quality, replay: Replayed) -> Finding:
+    shares = [(name_of(rival), rival.shares) for rival in replay.rivals]
+    sets = {name: _sentence([(rival, by[name]) for rival, by in shares]) for name in shares[0][1]}
+    rollouts, chosen = quality.rollouts[quality.judged_on], quality.rollouts["dev"]
+    where = f"{rollouts} {quality.judged_on} rollouts, which neither draft nor head was trained on"
+    basis = (
+        f"Expected time over every outcome of acceptance on {where}, with"
+        f" {1000 * replay.draft_seconds:.2f} ms a drafted token and"
+        f" {1000 * replay.target_seconds:.2f} ms a target forward as measured here. The head's"
+        f" threshold ({replay.setting}) and each rival's setting were chosen on"
+        + (
+            f" {chosen} dev rollouts."
+            if quality.judged_on == "test"
+            else " the same rollouts, because the labels hold no test rollouts: all figures look"
+            " better than they are."
+        )
+    )
+    if replay.cost_rule is not None:
+        saved = _sentence([(name_of(replay.cost_rule), replay.cost_rule.shares[ALL])])
+        basis += f" Without a threshold, by its cost rule, the head {saved}."
+    headline = f"{HEADLINES[replay.status]} by exact expectation"
+    return Finding(headline + _why(replay), sets, basis)
+
+
+def _why(replay: Replayed) -> str:
+    """Which rivals keep a head from paying."""
+    if replay.status == "pays":
+        return ": it takes less time than every rule that needs no head."
+    if replay.status == "does not pay":
+        better = [name_of(r) for r in replay.rivals if r.shares[ALL].high < 0.0]
+        return f": {_list(better)} {'takes' if len(better) == 1 else 'take'} less time without it."
+    tied = [name_of(r) for r in replay.rivals if r.shares[ALL].low <= 0.0]
+    return f": it is not told apart from {_list(tied)}."
+
+
+def _of_clock(verdict: HeadVerdict) -> Finding:
+    if verdict.status == "not measured":
+        return Finding(f"{HEADLINES['not measured']} by the clock: {verdict.reason}.", {}, "")
+    sets = {
+        name: _sentence([(rival.method, _share(rival.ratios[name])) for rival in verdict.rivals])
+        for name in verdict.rivals[0].ratios
+    }
+    basis = (
+        f"Wall time of decoding the evaluation's prompts with {verdict.method}, chosen like each"
+        " rival's setting on held-out rollouts from the settings that were measured."
+    )
+    return Finding(f"{HEADLINES[verdict.status]} by the clock.", sets, basis)
+
+
+def _share(ratio: Ratio) -> Estimate:
+    """The share of the time that is saved, from a ratio of speeds."""
+    low, value, high = (1.0 - 1.0 / x for x in (ratio.low, ratio.value, ratio.high))
+    return Estimate(value=value, low=low, high=high)
+
+
+def name_of(saving: Saving) -> str:
+    """A rival with its setting; a fixed length is named by it alone."""
+    return saving.setting if saving.rule == "fixed" else f"{saving.rule} {saving.setting}"
+
+
+def _sentence(shares: list[tuple[str, Estimate]]) -> str:
+    """Such as: saves 6.1 % [4.9, 7.2] over K=6, 2.0 % [1.1, 2.9] over margin h=0.7."""
+    saved = [f"{percent(share)} over {rival}" for rival, share in shares if share.value >= 0.0]
+    lost = [
+        f"{percent(Estimate(value=-share.value, low=-share.high, high=-share.low))} against {rival}"
+        for rival, share in shares
+        if share.value < 0.0
+    ]
+    parts = ["saves " + ", ".join(saved)] if saved else []
+    return "; ".join([*parts, "loses " + ", ".join(lost)] if lost else parts)
+
+
+def percent(share: Estimate) -> str:
+    """A share with its interval, in percent."""
+    value, low, high = (100.0 * x for x in (share.value, share.low, share.high))
+    return f"{value:.1f} % [{low:.1f}, {high:.1f}]"
+
+
+def _list(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
