@@ -1,145 +1,130 @@
-"""What stopping by a head saves over rules that need none: chosen on dev, judged on test."""
+"""How much time one stopping rule saves against another, with intervals over prompts.
+
+Both rules are replayed on the same rollouts, so their times are paired: a resample draws prompts,
+and both are judged on those. All comparisons of as many prompts use the same resamples (common
+random numbers), so that differences between intervals are differences between rules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 from eval.analysis.expectation import Counts
-from eval.analysis.prediction import Estimate, Ids, Reals
-from eval.analysis.replay import COST_RULE, RuleResult
-from eval.measuring.metrics import bootstrap_weights, interval
-from eval.measuring.records import Strict
+from eval.drafting.stopping.recorded import Reals
 
-ALL = "all prompt sets"
-HEAD = "head"
-NO_RIVALS = ("oracle", "plain", "perfect head", "perfect, no lag", HEAD)
-"""What is replayed beside rules that need no head."""
-Verdict = Literal["pays", "does not pay", "not shown to pay"]
+RESAMPLES = 2000
+SEED = 11
 
 
-class Saving(Strict):
-    """The share of a rule's time that stopping by the head saves.
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A figure and its 95 % interval, by the percentile bootstrap over prompts."""
 
-    Attributes:
-        rule: the rule.
-        setting: the one that took the least time on dev rollouts.
-        candidates: how many it was chosen from.
-        shares: prompt set, `ALL` first -> 1 - (the head's time) / (the rule's time); negative where
-            the head takes longer.
-    """
+    value: float
+    low: float
+    high: float
 
-    rule: str
-    setting: str
-    candidates: int
-    shares: dict[str, Estimate]
+    def __str__(self) -> str:
+        """In percent, such as "6.1 % [4.9, 7.2]"."""
+        return f"{100 * self.value:.1f} % [{100 * self.low:.1f}, {100 * self.high:.1f}]"
 
 
-class Replayed(Strict):
-    """A head's stopping rule against those that need no head, in replay.
-
-    Attributes:
-        draft_seconds: t_d, seconds of a drafted token.
-        target_seconds: t_t, seconds of a round.
-        setting: the head's threshold, chosen on dev like those of its rivals.
-        candidates: how many it was chosen from.
-        rivals: the fixed length first, then from the hardest to beat.
-        cost_rule: what the head's cost rule, which needs no threshold, saves over the fixed length;
-            None if it cannot be replayed.
-    """
-
-    draft_seconds: float
-    target_seconds: float
-    setting: str
-    candidates: int
-    rivals: list[Saving]
-    cost_rule: Saving | None
-
-    @property
-    def status(self) -> Verdict:
-        """It pays if it surely saves time over every rival, not if it surely loses to one."""
-        shares = [rival.shares[ALL] for rival in self.rivals]
-        if any(share.high < 0.0 for share in shares):
-            return "does not pay"
-        return "pays" if all(share.low > 0.0 for share in shares) else "not shown to pay"
-
-
-def compare(
-    dev: Sequence[RuleResult],
-    judged: Sequence[RuleResult],
-    prompts: Ids,
-    names: Sequence[str],
+def saving(
+    rule: Counts,
+    rival: Counts,
     *,
     draft_seconds: float,
     target_seconds: float,
-) -> Replayed | None:
-    """Choose each rule's setting on dev and compare the head with every other on other rollouts.
+    prompts: Sequence[str] | None = None,
+) -> Interval:
+    """The share of the rival's time a token that a rule saves: 1 - t(rule) / t(rival).
 
     Args:
-        dev: rules at all their settings, replayed on dev rollouts.
-        judged: the same on the R rollouts that are judged on.
-        prompts: (R,) equal for rollouts of one prompt, which are resampled together.
-        names: (R,) prompt sets.
+        rule: expected counts of R rollouts.
+        rival: of the same rollouts under another rule.
         draft_seconds: t_d.
         target_seconds: t_t.
+        prompts: (R,) which prompt each rollout is of; those of one are resampled together. Each of
+            its own by default.
 
-    Returns:
-        None if no threshold of a head, or no fixed length, was replayed.
+    Raises:
+        ValueError: if the counts are not of the same rollouts.
     """
+    ours, theirs = _sums((rule, rival), draft_seconds, target_seconds, prompts)
+    return _interval(1.0 - ours / theirs)
 
-    def time(result: RuleResult) -> float:
-        return result.counts.seconds_per_token(draft_seconds, target_seconds)
 
-    known = {(result.family, result.setting): result.counts for result in judged}
-    settings: dict[str, list[RuleResult]] = {}
-    cost = None
-    for result in dev:
-        if (result.family, result.setting) == (HEAD, COST_RULE):
-            cost = result
-        elif (result.family, result.setting) in known:
-            settings.setdefault(result.family, []).append(result)
-    best = {family: min(results, key=time) for family, results in settings.items()}
-    if HEAD not in best or "fixed" not in best:
-        return None
+def closes(
+    rule: Counts,
+    rival: Counts,
+    best: Counts,
+    *,
+    draft_seconds: float,
+    target_seconds: float,
+    prompts: Sequence[str] | None = None,
+) -> Interval:
+    """The share of the way from a rival to the best, in time a token, that a rule goes.
 
-    def seconds(result: RuleResult) -> Reals:
-        counts: Counts = known[result.family, result.setting]
-        return counts.seconds(draft_seconds, target_seconds)
+    (t(rival) - t(rule)) / (t(rival) - t(best)): 0 is the rival, 1 is the best, which is the oracle
+    as a rule.
 
-    def saved(mine: RuleResult, other: RuleResult, candidates: int) -> Saving:
-        shares = _shares(seconds(mine), seconds(other), prompts, names)
-        return Saving(
-            rule=other.family, setting=other.setting, candidates=candidates, shares=shares
-        )
+    Args:
+        rule: expected counts of R rollouts.
+        rival: of the same rollouts, where the way begins.
+        best: of the same rollouts, where it ends.
+        draft_seconds: t_d.
+        target_seconds: t_t.
+        prompts: as in `saving`.
 
-    rivals = [
-        saved(best[HEAD], best[family], len(results))
-        for family, results in settings.items()
-        if family not in NO_RIVALS
-    ]
-    rivals.sort(key=lambda rival: (rival.rule != "fixed", rival.shares[ALL].value))
-    return Replayed(
-        draft_seconds=draft_seconds,
-        target_seconds=target_seconds,
-        setting=best[HEAD].setting,
-        candidates=len(settings[HEAD]),
-        rivals=rivals,
-        cost_rule=None if cost is None else saved(cost, best["fixed"], len(settings["fixed"])),
+    Raises:
+        ValueError: if the counts are not of the same rollouts, or the rival is as fast as the best.
+    """
+    ours, theirs, least = _sums((rule, rival, best), draft_seconds, target_seconds, prompts)
+    if theirs[0] <= least[0]:
+        raise ValueError("there is no way to go: the rival takes no more time than the best")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = (theirs - ours) / (theirs - least)
+    return _interval(shares)
+
+
+def _sums(
+    counts: Sequence[Counts],
+    draft_seconds: float,
+    target_seconds: float,
+    prompts: Sequence[str] | None,
+) -> list[Reals]:
+    """Seconds of each rule, of all prompts first and then of every resample: (1 + RESAMPLES,)."""
+    tokens = counts[0].tokens
+    if any(not np.array_equal(tokens, other.tokens) for other in counts):
+        raise ValueError("rules are compared on the same rollouts, and these emit other tokens")
+    if prompts is not None and len(prompts) != len(tokens):
+        raise ValueError(f"{len(prompts)} prompts were named for {len(tokens)} rollouts")
+    _, group = np.unique(
+        np.arange(len(tokens)) if prompts is None else prompts, return_inverse=True
     )
+    groups = int(group.max()) + 1
+    drawn = resamples(groups)
+    return [
+        drawn @ np.bincount(group, each.seconds(draft_seconds, target_seconds), groups)
+        for each in counts
+    ]
 
 
-def _shares(mine: Reals, other: Reals, prompts: Ids, names: Sequence[str]) -> Mapping[str, Estimate]:
-    """The share of time saved on each prompt set, resamples of prompts in common."""
-    sets = np.asarray(names)
-    shares = {}
-    for name in (ALL, *dict.fromkeys(names)):
-        chosen = (sets == name) | (name == ALL)
-        _, number = np.unique(prompts[chosen], return_inverse=True)
-        sums = np.stack([np.bincount(number, weights=x[chosen]) for x in (mine, other)], axis=1)
-        ours, theirs = (bootstrap_weights(len(sums)) @ sums).T
-        low, high = interval(1.0 - ours / theirs)
-        value = 1.0 - float(mine[chosen].sum() / other[chosen].sum())
-        shares[name] = Estimate(value=value, low=low, high=high)
-    return shares
+@cache
+def resamples(count: int) -> Reals:
+    """How often each of `count` prompts is drawn, once all of them first: (1 + RESAMPLES, count).
+
+    The same for every caller.
+    """
+    generator = np.random.default_rng(SEED)
+    drawn = generator.multinomial(count, np.full(count, 1.0 / count), size=RESAMPLES)
+    return np.concatenate([np.ones((1, count)), drawn])
+
+
+def _interval(values: Reals) -> Interval:
+    low, high = np.nanquantile(values[1:], (0.025, 0.975))
+    return Interval(float(values[0]), float(low), float(high))

@@ -6,7 +6,6 @@ independent acceptances, with every quantity measured while decoding.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -79,18 +78,17 @@ class Cost(CalibratedRule):
 
     def recorded_lengths(self, tokens: RecordedTokens) -> Lengths | None:
         """While another token pays, if both costs are given: measured ones change as it decodes."""
-        from scipy.special import expit
-
-        from eval.drafting.stopping.recorded import until_product_below
+        from eval.drafting.stopping.recorded import until_head_survival_below, until_product_below
 
         if self.measured:
             return None
         least = self.draft_seconds / (self.token_seconds * self.mean_acceptance)
         newest = self.model.accept_all(tokens.q_max)
-        if not self.head or tokens.head_logits is None:
+        if not self.head or tokens.head is None:
             return until_product_below(tokens, newest, least, limit=self.limit)
-        known = expit(tokens.head_logits + math.log(tokens.rejection_weight))
-        return until_product_below(tokens, known, least, limit=self.limit, lag=1, newest=newest)
+        return until_head_survival_below(
+            tokens, least, limit=self.limit, calibrated=True, newest=newest
+        )
 
     def start(self, head: AcceptanceHead | None) -> ActiveRule:
         """Begin with the given costs and first guesses."""

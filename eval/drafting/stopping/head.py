@@ -36,15 +36,12 @@ class Head(AdaptiveRule):
     )
 
     def recorded_lengths(self, tokens: RecordedTokens) -> Lengths | None:
-        """Until a rejection is too probable by the head's raw output, one token late."""
-        from scipy.special import expit
+        """Until a rejection is too probable by the head's raw output."""
+        from eval.drafting.stopping.recorded import until_head_survival_below
 
-        from eval.drafting.stopping.recorded import until_product_below
-
-        if tokens.head_logits is None:
-            return None
-        raw, least = expit(tokens.head_logits), 1.0 - self.threshold
-        return until_product_below(tokens, raw, least, limit=self.limit, lag=1)
+        return until_head_survival_below(
+            tokens, 1.0 - self.threshold, limit=self.limit, calibrated=False
+        )
 
     def start(self, head: AcceptanceHead | None) -> ActiveRule:
         """Multiply the head's acceptance probabilities of a round's tokens."""
