@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from eval.analysis.choice import DevChoice
+from eval.analysis.rivals import ALL
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.results import Results, check_metrics, read_results
 from eval.reporting.card import best_head_run, public_name
@@ -31,7 +32,7 @@ from eval.reporting.metadata import About, hub_id, metadata
 from eval.reporting.release import release_draft, release_head
 from eval.reporting.rendering import escape_markdown
 from eval.reporting.serving import acceptance_positions
-from eval.reporting.verdict import ALL, judge
+from eval.reporting.verdict import judge
 from heads import AcceptanceHead
 from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError
 from specdata.toy.tokenizer import train_tokenizer

@@ -10,13 +10,14 @@ import torch
 
 from eval.analysis.choice import DevChoice, choose_on_dev, rule_of
 from eval.analysis.expectation import expected_counts
+from eval.analysis.rivals import ALL
 from eval.analysis.traces import acceptance_traces
 from eval.drafting.stopping import STOPPING_RULES
 from eval.drafting.stopping.recorded import constant_length
 from eval.measuring.metrics import compute_metrics, speed_ratio_interval
 from eval.measuring.results import Results, Run
 from eval.reporting.lengths import longest_measured, measured_lengths
-from eval.reporting.verdict import ALL, Ratio, judge
+from eval.reporting.verdict import Ratio, judge
 from heads import AcceptanceHead
 from specdata.errors import ManifestError
 from specdata.probability import SamplingConfig

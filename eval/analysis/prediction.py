@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from eval.analysis.savings import Interval
 from eval.measuring.metrics import bootstrap_weights, interval
 from eval.measuring.records import Strict
 
@@ -26,14 +27,6 @@ BINS = 15
 """Of equal width: those of the expected calibration error (`heads.loss.CALIBRATION_BINS`)."""
 EDGE = 1e-6
 """Predictions are kept this far from 0 and 1, whose KL from another label is infinite."""
-
-
-class Estimate(Strict):
-    """A figure with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 class Scores(Strict):
@@ -51,10 +44,10 @@ class Scores(Strict):
     """
 
     tokens: int
-    kl: Estimate
-    auroc: Estimate | None
-    brier: Estimate
-    ece: Estimate
+    kl: Interval
+    auroc: Interval | None
+    brier: Interval
+    ece: Interval
     mean_accept: float
     mean_predicted: float
 
@@ -70,7 +63,7 @@ class Bin(Strict):
 
     tokens: int = Field(ge=1)
     predicted: float
-    accepted: Estimate
+    accepted: Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +99,12 @@ class Tokens:
         prompts = self.weights.shape[1]
         cell = self.prompt * groups + (0 if group is None else group)
         flat = np.bincount(cell, weights=values, minlength=prompts * groups)
-        return flat.reshape(prompts, groups)
+        return np.asarray(flat.reshape(prompts, groups), dtype=np.float64)
 
-    def mean(self, values: Reals) -> Estimate:
+    def mean(self, values: Reals) -> Interval:
         """The mean of (n,) values."""
         resampled = self.weights @ self.sums(values) / (self.weights @ self.sums(_ones(values)))
-        return _estimate(float(values.mean()), resampled[:, 0])
+        return _interval(float(values.mean()), resampled[:, 0])
 
 
 def scores(tokens: Tokens, predicted: Reals) -> Scores:
@@ -157,7 +150,7 @@ def reliability(tokens: Tokens, predicted: Reals) -> list[Bin]:
         Bin(
             tokens=int(counts[i]),
             predicted=float(means[i]),
-            accepted=_estimate(float(shares[i]), resampled[:, i]),
+            accepted=_interval(float(shares[i]), resampled[:, i]),
         )
         for i in range(BINS)
         if counts[i]
@@ -168,7 +161,7 @@ def _bin_of(predicted: Reals) -> Ids:
     return np.asarray((predicted * BINS).astype(np.int64).clip(0, BINS - 1))
 
 
-def _calibration_error(tokens: Tokens, predicted: Reals) -> Estimate:
+def _calibration_error(tokens: Tokens, predicted: Reals) -> Interval:
     import torch
 
     from heads.loss import calibration_error
@@ -177,10 +170,10 @@ def _calibration_error(tokens: Tokens, predicted: Reals) -> Estimate:
     counts = tokens.weights @ tokens.sums(_ones(predicted))
     resampled = np.abs(tokens.weights @ gaps).sum(axis=1) / counts[:, 0]
     value = calibration_error(torch.from_numpy(predicted), torch.from_numpy(tokens.accept), BINS)
-    return _estimate(value, resampled)
+    return _interval(value, resampled)
 
 
-def _auroc(tokens: Tokens, predicted: Reals) -> Estimate | None:
+def _auroc(tokens: Tokens, predicted: Reals) -> Interval | None:
     import torch
 
     from heads.loss import soft_auroc
@@ -195,7 +188,7 @@ def _auroc(tokens: Tokens, predicted: Reals) -> Estimate | None:
     )
     # What ties within a group cost the whole, they cost the resamples, too.
     lost = value - _ranked(accepted.sum(axis=0), rejected.sum(axis=0))
-    return _estimate(value, lost + _ranked(tokens.weights @ accepted, tokens.weights @ rejected))
+    return _interval(value, lost + _ranked(tokens.weights @ accepted, tokens.weights @ rejected))
 
 
 def _ranked(accepted: Reals, rejected: Reals) -> Reals:
@@ -203,7 +196,8 @@ def _ranked(accepted: Reals, rejected: Reals) -> Reals:
     below = rejected.cumsum(axis=-1) - rejected
     pairs = accepted.sum(axis=-1) * rejected.sum(axis=-1)
     won = (accepted * (below + 0.5 * rejected)).sum(axis=-1)
-    return np.divide(won, pairs, out=np.full_like(won, np.nan), where=pairs > 0.0)
+    undefined = np.full_like(won, np.nan)
+    return np.asarray(np.divide(won, pairs, out=undefined, where=pairs > 0.0))
 
 
 def _grouped(scores: Reals) -> Ids:
@@ -215,9 +209,9 @@ def _grouped(scores: Reals) -> Ids:
     return np.asarray((last * GROUPS // len(scores))[rank], dtype=np.int64)
 
 
-def _estimate(value: float, resampled: Reals) -> Estimate:
+def _interval(value: float, resampled: Reals) -> Interval:
     low, high = interval(resampled)
-    return Estimate(value=value, low=low, high=high)
+    return Interval(value, low, high)
 
 
 def _ones(values: Reals) -> Reals:

@@ -15,10 +15,11 @@ from pydantic import ValidationError
 
 from eval.analysis.choice import DevChoice, choose
 from eval.analysis.expectation import Traces
-from eval.analysis.prediction import Bin, Estimate, Ids, Reals, Scores, Tokens, reliability, scores
+from eval.analysis.prediction import Bin, Ids, Scores, Tokens, reliability, scores
 from eval.analysis.replay import replay_rules
-from eval.analysis.savings import ALL, HEAD, Replayed, compare
+from eval.analysis.rivals import HEAD, Replayed, compare, prompt_sets
 from eval.drafting.stopping.calibration import fit_calibration
+from eval.drafting.stopping.recorded import Reals
 from eval.measuring.records import Strict
 from eval.measuring.results import Results
 from specdata.storage.files import write_json
@@ -27,7 +28,7 @@ if TYPE_CHECKING:  # a rerun with nothing to do reads this without torch
     import datasets
     from transformers import PreTrainedModel
 
-    from heads.model import BaseHead
+    from heads import AcceptanceHead
     from specdata.sampling import SamplingConfig
 
 SCHEMA_VERSION: Literal[1] = 1
@@ -38,7 +39,7 @@ Moment = Literal["before", "drawn", "consumed"]
 
 
 class PositionScores(Strict):
-    """Tokens from `first` to `last` of their rollouts, counted from 1, and how they are predicted."""
+    """How tokens at the positions `first` to `last` of rollouts, from 1, are predicted."""
 
     first: int
     last: int
@@ -114,7 +115,7 @@ class Quality(Strict):
 def head_quality(
     labels: datasets.Dataset,
     draft: PreTrainedModel,
-    head: BaseHead,
+    head: AcceptanceHead,
     *,
     sampling: SamplingConfig,
     results: Results,
@@ -144,14 +145,14 @@ def head_quality(
         for name in dict.fromkeys(("dev", split))
     }
     judged = rows[split]
-    prompts, names = _prompt_numbers(judged), judged["dataset"][:]
+    prompts, names = judged["example_id"][:], judged["dataset"][:]
     choice = choose(results, traces["dev"], rows["dev"]["dataset"][:])
     return Quality(
         schema_version=SCHEMA_VERSION,
         made_of=dict(made_of),
         judged_on=split,
         rollouts={name: len(rows[name]) for name in traces},
-        predictions=list(_predictions(traces["dev"], traces[split], prompts, np.array(names))),
+        predictions=list(_predictions(traces["dev"], traces[split], prompts, names)),
         replay=_replayed(traces["dev"], traces[split], prompts, names, choice),
         choice=choice,
     )
@@ -168,21 +169,17 @@ def _rows(labels: datasets.Dataset, split: str) -> datasets.Dataset:
     return labels.select(kept)
 
 
-def _prompt_numbers(rows: datasets.Dataset) -> Ids:
-    """(R,): equal for rollouts of one prompt, which are resampled together."""
-    return np.unique(rows["example_id"], return_inverse=True)[1].astype(np.int64)
-
-
 def _predictions(
-    dev: Traces, judged: Traces, prompts: Ids, names: np.ndarray[tuple[int], np.dtype[np.str_]]
+    dev: Traces, judged: Traces, prompts: Sequence[str], names: Sequence[str]
 ) -> Iterator[Prediction]:
     """Every predictor on every prompt set."""
     inside, made = judged.inside, list(_predictors(dev, judged))
     position = np.broadcast_to(np.arange(inside.shape[1]), inside.shape)
-    sets = list(dict.fromkeys(names.tolist()))
-    for domain in [ALL, *sets] if len(sets) > 1 else sets:
-        chosen = inside & ((names == domain) | (domain == ALL))[:, None]
-        prompt = np.broadcast_to(prompts[:, None], inside.shape)[chosen]
+    # Rollouts of one prompt are resampled together.
+    numbers = np.unique(prompts, return_inverse=True)[1].astype(np.int64)
+    for domain, rows in prompt_sets(names).items():
+        chosen = inside & rows[:, None]
+        prompt = np.broadcast_to(numbers[:, None], inside.shape)[chosen]
         for predictor, moment, predicted, label in made:
             values, tokens = predicted[chosen], Tokens.of(label[chosen], prompt)
             yield Prediction(
@@ -210,7 +207,7 @@ def _by_position(
 
 def _predictors(dev: Traces, judged: Traces) -> Iterator[tuple[str, Moment, Reals, Reals]]:
     """Name, moment, predictions and labels, both (R, N)."""
-    head, tokens = judged.tokens.head, judged.tokens
+    head = judged.tokens.head
     assert head is not None
     moments: tuple[tuple[Moment, Reals | None], ...] = (
         ("drawn", head.drawn),
@@ -234,25 +231,30 @@ def _rivals(dev: Traces, judged: Traces) -> dict[str, tuple[bool, Reals]]:
     """Name -> whether it knows its inputs before the token is drawn, and its predictions (R, N)."""
     inside, tokens = dev.inside, judged.tokens
     logit = fit_calibration(dev.accept[inside], dev.tokens.q_max[inside])
-    rivals = {
+    return {
         "logit": (True, logit.accept_all(tokens.q_max)),
         "cumulative": (False, tokens.q),
         "constant": (True, np.full_like(judged.accept, dev.mean_accept())),
     }
-    return rivals
 
 
 def _replayed(
-    dev: Traces, judged: Traces, prompts: Ids, names: Sequence[str], choice: DevChoice | None
+    dev: Traces,
+    judged: Traces,
+    prompts: Sequence[str],
+    names: Sequence[str],
+    choice: DevChoice | None,
 ) -> Replayed | None:
     """The head's rule against its rivals, at the times that the evaluation measured."""
     if choice is None:
         return None
     inside = dev.inside
     fitted = fit_calibration(dev.accept[inside], dev.tokens.q_max[inside])
-    seconds = {"draft_seconds": choice.draft_seconds, "target_seconds": choice.target_seconds}
+    t_d, t_t = choice.draft_seconds, choice.target_seconds
     on_dev, on_judged = (
-        replay_rules(traces, (fitted.intercept, fitted.slope), **seconds)
+        replay_rules(
+            traces, (fitted.intercept, fitted.slope), draft_seconds=t_d, target_seconds=t_t
+        )
         for traces in (dev, judged)
     )
-    return compare(on_dev, on_judged, prompts, names, **seconds)
+    return compare(on_dev, on_judged, prompts, names, draft_seconds=t_d, target_seconds=t_t)

@@ -1,16 +1,16 @@
-"""What stopping by a head saves over rules that need none: chosen on dev, judged on test."""
+"""A head's stopping rule against rules that need no head: chosen on dev, judged on test."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eval.analysis.expectation import Counts
-from eval.analysis.prediction import Estimate, Ids, Reals
 from eval.analysis.replay import COST_RULE, RuleResult
-from eval.measuring.metrics import bootstrap_weights, interval
+from eval.analysis.savings import Interval, saving
 from eval.measuring.records import Strict
 
 ALL = "all prompt sets"
@@ -20,21 +20,26 @@ NO_RIVALS = ("oracle", "plain", "perfect head", "perfect, no lag", HEAD)
 Verdict = Literal["pays", "does not pay", "not shown to pay"]
 
 
-class Saving(Strict):
-    """The share of a rule's time that stopping by the head saves.
+class Rival(Strict):
+    """A rule that needs no head, at its best setting.
 
     Attributes:
         rule: the rule.
         setting: the one that took the least time on dev rollouts.
         candidates: how many it was chosen from.
-        shares: prompt set, `ALL` first -> 1 - (the head's time) / (the rule's time); negative where
-            the head takes longer.
+        saved: prompt set, `ALL` first -> the share of this rule's time that stopping by the head
+            saves; negative where the head takes longer.
     """
 
     rule: str
     setting: str
     candidates: int
-    shares: dict[str, Estimate]
+    saved: dict[str, Interval]
+
+    @property
+    def overall(self) -> Interval:
+        """Over all prompt sets together."""
+        return next(iter(self.saved.values()))
 
 
 class Replayed(Strict):
@@ -54,13 +59,13 @@ class Replayed(Strict):
     target_seconds: float
     setting: str
     candidates: int
-    rivals: list[Saving]
-    cost_rule: Saving | None
+    rivals: list[Rival]
+    cost_rule: Rival | None
 
     @property
     def status(self) -> Verdict:
         """It pays if it surely saves time over every rival, not if it surely loses to one."""
-        shares = [rival.shares[ALL] for rival in self.rivals]
+        shares = [rival.overall for rival in self.rivals]
         if any(share.high < 0.0 for share in shares):
             return "does not pay"
         return "pays" if all(share.low > 0.0 for share in shares) else "not shown to pay"
@@ -69,7 +74,7 @@ class Replayed(Strict):
 def compare(
     dev: Sequence[RuleResult],
     judged: Sequence[RuleResult],
-    prompts: Ids,
+    prompts: Sequence[str],
     names: Sequence[str],
     *,
     draft_seconds: float,
@@ -104,42 +109,45 @@ def compare(
     if HEAD not in best or "fixed" not in best:
         return None
 
-    def seconds(result: RuleResult) -> Reals:
-        counts: Counts = known[result.family, result.setting]
-        return counts.seconds(draft_seconds, target_seconds)
+    sets = prompt_sets(names)
 
-    def saved(mine: RuleResult, other: RuleResult, candidates: int) -> Saving:
-        shares = _shares(seconds(mine), seconds(other), prompts, names)
-        return Saving(
-            rule=other.family, setting=other.setting, candidates=candidates, shares=shares
-        )
+    def against(mine: RuleResult, other: RuleResult, candidates: int) -> Rival:
+        pair = [known[each.family, each.setting] for each in (mine, other)]
+        saved = {
+            name: saving(
+                *(_chosen(counts, rows) for counts in pair),
+                draft_seconds=draft_seconds,
+                target_seconds=target_seconds,
+                prompts=np.asarray(prompts)[rows].tolist(),
+            )
+            for name, rows in sets.items()
+        }
+        return Rival(rule=other.family, setting=other.setting, candidates=candidates, saved=saved)
 
     rivals = [
-        saved(best[HEAD], best[family], len(results))
+        against(best[HEAD], best[family], len(results))
         for family, results in settings.items()
         if family not in NO_RIVALS
     ]
-    rivals.sort(key=lambda rival: (rival.rule != "fixed", rival.shares[ALL].value))
+    rivals.sort(key=lambda rival: (rival.rule != "fixed", rival.overall.value))
     return Replayed(
         draft_seconds=draft_seconds,
         target_seconds=target_seconds,
         setting=best[HEAD].setting,
         candidates=len(settings[HEAD]),
         rivals=rivals,
-        cost_rule=None if cost is None else saved(cost, best["fixed"], len(settings["fixed"])),
+        cost_rule=None if cost is None else against(cost, best["fixed"], len(settings["fixed"])),
     )
 
 
-def _shares(mine: Reals, other: Reals, prompts: Ids, names: Sequence[str]) -> Mapping[str, Estimate]:
-    """The share of time saved on each prompt set, resamples of prompts in common."""
-    sets = np.asarray(names)
-    shares = {}
-    for name in (ALL, *dict.fromkeys(names)):
-        chosen = (sets == name) | (name == ALL)
-        _, number = np.unique(prompts[chosen], return_inverse=True)
-        sums = np.stack([np.bincount(number, weights=x[chosen]) for x in (mine, other)], axis=1)
-        ours, theirs = (bootstrap_weights(len(sums)) @ sums).T
-        low, high = interval(1.0 - ours / theirs)
-        value = 1.0 - float(mine[chosen].sum() / other[chosen].sum())
-        shares[name] = Estimate(value=value, low=low, high=high)
-    return shares
+def prompt_sets(names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
+    """Prompt set -> (R,) which rollouts are of it; `ALL` first, if there are several."""
+    of = np.asarray(names)
+    sets = {name: of == name for name in dict.fromkeys(names)}
+    return {ALL: np.ones(len(of), dtype=bool), **sets} if len(sets) > 1 else sets
+
+
+def _chosen(counts: Counts, rows: NDArray[np.bool_]) -> Counts:
+    """The counts of some rollouts."""
+    fields = (counts.tokens, counts.n_target, counts.n_draft, counts.n_discarded)
+    return Counts(*(field[rows] for field in fields))

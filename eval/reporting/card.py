@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eval.analysis.rivals import ALL
 from eval.measuring.results import Results, Run, fastest
 from eval.reporting.lengths import MeasuredLength
 from eval.reporting.metadata import hub_id
 from eval.reporting.rendering import render
 from eval.reporting.report import COLUMNS, environment_rows, sections_of
 from eval.reporting.serving import acceptance_positions, serving_lines
-from eval.reporting.verdict import ALL, HeadVerdict
+from eval.reporting.verdict import HeadVerdict
 from specdata.errors import ManifestError
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eval.analysis.prediction import Estimate
 from eval.analysis.quality import Quality
-from eval.analysis.savings import ALL, Replayed, Saving
+from eval.analysis.rivals import Replayed, Rival
+from eval.analysis.savings import Interval
 from eval.reporting.verdict import HeadVerdict, Ratio
 
 HEADLINES = {
@@ -41,8 +41,10 @@ def findings(verdict: HeadVerdict, quality: Quality | None) -> list[Finding]:
 
 
 def _of_replay(quality: Quality, replay: Replayed) -> Finding:
-    shares = [(name_of(rival), rival.shares) for rival in replay.rivals]
-    sets = {name: _sentence([(rival, by[name]) for rival, by in shares]) for name in shares[0][1]}
+    sets = {
+        name: _sentence([(name_of(rival), rival.saved[name]) for rival in replay.rivals])
+        for name in replay.rivals[0].saved
+    }
     rollouts, chosen = quality.rollouts[quality.judged_on], quality.rollouts["dev"]
     where = f"{rollouts} {quality.judged_on} rollouts, which neither draft nor head was trained on"
     basis = (
@@ -58,7 +60,7 @@ def _of_replay(quality: Quality, replay: Replayed) -> Finding:
         )
     )
     if replay.cost_rule is not None:
-        saved = _sentence([(name_of(replay.cost_rule), replay.cost_rule.shares[ALL])])
+        saved = _sentence([(name_of(replay.cost_rule), replay.cost_rule.overall)])
         basis += f" Without a threshold, by its cost rule, the head {saved}."
     headline = f"{HEADLINES[replay.status]} by exact expectation"
     return Finding(headline + _why(replay), sets, basis)
@@ -69,9 +71,9 @@ def _why(replay: Replayed) -> str:
     if replay.status == "pays":
         return ": it takes less time than every rule that needs no head."
     if replay.status == "does not pay":
-        better = [name_of(r) for r in replay.rivals if r.shares[ALL].high < 0.0]
+        better = [name_of(r) for r in replay.rivals if r.overall.high < 0.0]
         return f": {_list(better)} {'takes' if len(better) == 1 else 'take'} less time without it."
-    tied = [name_of(r) for r in replay.rivals if r.shares[ALL].low <= 0.0]
+    tied = [name_of(r) for r in replay.rivals if r.overall.low <= 0.0]
     return f": it is not told apart from {_list(tied)}."
 
 
@@ -89,33 +91,27 @@ def _of_clock(verdict: HeadVerdict) -> Finding:
     return Finding(f"{HEADLINES[verdict.status]} by the clock.", sets, basis)
 
 
-def _share(ratio: Ratio) -> Estimate:
+def _share(ratio: Ratio) -> Interval:
     """The share of the time that is saved, from a ratio of speeds."""
     low, value, high = (1.0 - 1.0 / x for x in (ratio.low, ratio.value, ratio.high))
-    return Estimate(value=value, low=low, high=high)
+    return Interval(value, low, high)
 
 
-def name_of(saving: Saving) -> str:
+def name_of(rival: Rival) -> str:
     """A rival with its setting; a fixed length is named by it alone."""
-    return saving.setting if saving.rule == "fixed" else f"{saving.rule} {saving.setting}"
+    return rival.setting if rival.rule == "fixed" else f"{rival.rule} {rival.setting}"
 
 
-def _sentence(shares: list[tuple[str, Estimate]]) -> str:
+def _sentence(shares: list[tuple[str, Interval]]) -> str:
     """Such as: saves 6.1 % [4.9, 7.2] over K=6, 2.0 % [1.1, 2.9] over margin h=0.7."""
-    saved = [f"{percent(share)} over {rival}" for rival, share in shares if share.value >= 0.0]
+    saved = [f"{share} over {rival}" for rival, share in shares if share.value >= 0.0]
     lost = [
-        f"{percent(Estimate(value=-share.value, low=-share.high, high=-share.low))} against {rival}"
+        f"{Interval(-share.value, -share.high, -share.low)} against {rival}"
         for rival, share in shares
         if share.value < 0.0
     ]
     parts = ["saves " + ", ".join(saved)] if saved else []
     return "; ".join([*parts, "loses " + ", ".join(lost)] if lost else parts)
-
-
-def percent(share: Estimate) -> str:
-    """A share with its interval, in percent."""
-    value, low, high = (100.0 * x for x in (share.value, share.low, share.high))
-    return f"{value:.1f} % [{low:.1f}, {high:.1f}]"
 
 
 def _list(names: list[str]) -> str:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 
-from eval.analysis.prediction import Estimate
 from eval.analysis.quality import Prediction, Quality
-from eval.analysis.savings import HEAD
+from eval.analysis.rivals import HEAD
+from eval.analysis.savings import Interval
 from eval.reporting.charts import INK
 from eval.reporting.rendering import NOT_MEASURED
 
 # Heading of a column, and how to read it.
-COLUMNS = (
+QUALITY_COLUMNS = (
     (
         "AUROC",
         "Chance that an accepted token was given a higher probability than a rejected one; 0.5 is"
@@ -46,7 +46,7 @@ PREDICTORS = {
 
 @dataclass(frozen=True, slots=True)
 class QualityRow:
-    """A predictor in the table of a prompt set: its name, and its figures in the order of COLUMNS."""
+    """A predictor in the table of a prompt set; its figures are in the order of QUALITY_COLUMNS."""
 
     predictor: str
     cells: tuple[str, ...]
@@ -54,11 +54,23 @@ class QualityRow:
 
 
 def quality_rows(quality: Quality, domain: str) -> list[QualityRow]:
-    """Every predictor on a prompt set: what predicts min(1, p/q) first, then what predicts its mean
-    before a token is drawn."""
+    """Every predictor on a prompt set; those of the ex-ante sum min(p, q) come last."""
     made = quality.of(domain)
     ordered = [p for p in made if p.moment != "before"] + [p for p in made if p.moment == "before"]
     return [QualityRow(predictor_name(p), _cells(p), p.predictor == HEAD) for p in ordered]
+
+
+def basis(quality: Quality) -> str:
+    """What the figures rest on."""
+    rollouts, dev = quality.rollouts[quality.judged_on], quality.rollouts["dev"]
+    text = (
+        f"On {rollouts} labelled {quality.judged_on} rollouts; probabilities are calibrated ones,"
+        " the bias of a weighted loss undone. The label is min(1, p/q) of the drafted token, and"
+        " before a token is drawn its mean, the sum of min(p, q)."
+    )
+    if quality.judged_on == "dev":
+        return text + " Rivals were fitted on the same rollouts: the labels hold no test rollouts."
+    return text + f" Rivals were fitted on {dev} dev rollouts."
 
 
 def predictor_name(prediction: Prediction) -> str:
@@ -81,7 +93,7 @@ def _cells(prediction: Prediction) -> tuple[str, ...]:
     )
 
 
-def with_interval(estimate: Estimate) -> str:
+def with_interval(estimate: Interval) -> str:
     """Three decimals, the interval in brackets."""
     return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
@@ -124,7 +136,7 @@ MIN_TOKENS = 30
 
 
 def draw_reliability(axes: Axes, quality: Quality, domain: str) -> None:
-    """Mean label against mean prediction of each bin; on the diagonal a prediction is calibrated."""
+    """Mean label against mean prediction of each bin; calibrated ones lie on the diagonal."""
     axes.plot([0, 1], [0, 1], color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
     for prediction, line in _drawn(quality, domain):
         bins = [each for each in prediction.reliability if each.tokens >= MIN_TOKENS]
@@ -146,7 +158,8 @@ def draw_positions(axes: Axes, quality: Quality, domain: str) -> None:
         x, y, ends = [], [], []
         for place, part in enumerate(prediction.positions):
             auroc = part.scores.auroc
-            ticks[place] = f"{part.first}" if part.first == part.last else f"{part.first}-{part.last}"
+            several = "" if part.first == part.last else f"-{part.last}"
+            ticks[place] = f"{part.first}{several}"
             if auroc is not None and part.scores.tokens >= MIN_TOKENS:
                 x.append(place)
                 y.append(auroc.value)

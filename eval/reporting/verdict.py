@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from eval.analysis.choice import DevChoice
-from eval.analysis.savings import ALL
+from eval.analysis.rivals import ALL
 from eval.measuring.metrics import speed_ratio_interval
 from eval.measuring.records import PromptRecord
 from eval.measuring.results import Results, Run
