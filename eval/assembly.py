@@ -12,13 +12,13 @@ from specdata.sampling import SamplingConfig
 if TYPE_CHECKING:
     from eval.decode_config import DecodeConfig
     from eval.runtime.model import CachedModel
-    from heads import AcceptanceHead
+    from heads import BaseHead
 
 
 def make_drafters(
     config: DecodeConfig,
     models: Sequence[CachedModel],
-    head: AcceptanceHead | None,
+    head: BaseHead | None,
     ends: frozenset[int],
 ) -> Callable[[int], Drafter]:
     """What builds the drafter, with its stopping rule, of a slot.

@@ -44,7 +44,7 @@ from specdata.terminal import progress
 
 if TYPE_CHECKING:
     from eval.measuring.environment import Environment
-    from heads import AcceptanceHead
+    from heads import BaseHead
     from specdata.prompts.loading import LoadedPrompts
 
 
@@ -240,11 +240,11 @@ def _calibration(config: PipelineConfig, path: Path) -> dict[str, Any]:
     return fitted
 
 
-def _load_head(name: str) -> AcceptanceHead:
-    from heads import AcceptanceHead
+def _load_head(name: str) -> BaseHead:
+    from heads import BaseHead
 
     try:
-        return AcceptanceHead.from_pretrained(name)
+        return BaseHead.from_pretrained(name)
     except (ValueError, OSError) as error:
         raise ConfigError(
             f"{error}; remove {Path(name).parent} and train it again with recipes/train_head.py"

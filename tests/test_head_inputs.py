@@ -16,7 +16,14 @@ from eval.analysis.traces import acceptance_traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from heads import AcceptanceHead
 from heads.config import HeadConfig
-from heads.inputs import FEATURES, DraftedTokens, Feature, HeadInputs, logits_of_states
+from heads.inputs import (
+    FEATURES,
+    DraftedTokens,
+    Feature,
+    HeadInputs,
+    Moment,
+    logits_of_states,
+)
 from specdata.lm_head import hidden_states
 from specdata.sampling import SamplingConfig
 from tests.drive_head import VOCABULARY, synthetic_rows, tiny_draft
@@ -32,6 +39,9 @@ class Drawn:
     token: int
     distribution: Tensor
     state: Tensor | None
+    embedding: Tensor | None = None
+    position: int = 0
+    since_rejection: int = 0
 
 
 def chance(drafted: DraftedTokens) -> Tensor:
@@ -97,8 +107,8 @@ def test_a_feature_is_the_same_of_a_batch_and_of_a_draft_under_way() -> None:
     draft = tiny_draft().eval()
     drawn = drawn_tokens(draft, 5)
     ids = PROMPT + [each.token for each in drawn]
-    for name in FEATURES:
-        lag = int(FEATURES[name].after)
+    for name in ("chance", "before", "token", "hidden", "hidden_before", "log_q", "margin"):
+        lag = int(FEATURES[name].moment is Moment.CONSUMED)
         whole = batch_inputs([name], draft, ids)[name][0]
         assert len(whole) == len(ids)
         for count in range(1, len(drawn) + 1):

@@ -15,12 +15,16 @@ from eval.analysis.expectation import Traces, expected_counts
 from eval.drafting.stopping import StoppingRule
 from eval.measuring.metrics import LatencyFit, fit_latency
 from eval.measuring.results import Results, Run
+<<<<<<< HEAD
 
 if TYPE_CHECKING:  # what was chosen is read without torch
     import datasets
     from transformers import PreTrainedModel
 
-    from heads import AcceptanceHead
+    from heads import BaseHead
+=======
+from heads import BaseHead
+>>>>>>> main
 
 ROLLOUTS = 256
 """Most held-out rollouts that are replayed."""
@@ -47,7 +51,7 @@ class DevChoice:
 
 
 def choose_on_dev(
-    results: Results, rows: datasets.Dataset, draft: PreTrainedModel, head: AcceptanceHead
+    results: Results, rows: datasets.Dataset, draft: PreTrainedModel, head: BaseHead
 ) -> DevChoice | None:
     """Replay each chain of an evaluation on held-out labels, at the times that it measured.
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # a rerun with nothing to do reads this without torch
     import datasets
     from transformers import PreTrainedModel
 
-    from heads import AcceptanceHead
+    from heads import BaseHead
     from specdata.sampling import SamplingConfig
 
 SCHEMA_VERSION: Literal[1] = 1
@@ -115,7 +115,7 @@ class Quality(Strict):
 def head_quality(
     labels: datasets.Dataset,
     draft: PreTrainedModel,
-    head: AcceptanceHead,
+    head: BaseHead,
     *,
     sampling: SamplingConfig,
     results: Results,

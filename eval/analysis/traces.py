@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from eval.analysis.expectation import Traces
 from eval.drafting.stopping.recorded import BOUND, Reals, RecordedHead, RecordedTokens, pad
-from heads import AcceptanceHead
+from heads import BaseHead
 from heads.inputs import HeadInputs, logits_of_states
 from specdata.labels.labeller import tokens_at_once
 from specdata.lm_head import LMHead, find_lm_head, hidden_states
@@ -34,7 +34,7 @@ def acceptance_traces(
     *,
     draft: PreTrainedModel | None = None,
     sampling: SamplingConfig | None = None,
-    head: AcceptanceHead | None = None,
+    head: BaseHead | None = None,
 ) -> Traces:
     """The traces of labelled rollouts.
 
@@ -126,7 +126,7 @@ def numbers_of(q: Tensor, tokens: Tensor) -> dict[str, Tensor]:
 @torch.inference_mode()
 def _head_logits(
     draft: PreTrainedModel,
-    head: AcceptanceHead,
+    head: BaseHead,
     to_logits: Callable[[Tensor], Tensor],
     row: Row,
 ) -> list[float]:

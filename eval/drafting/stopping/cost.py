@@ -19,7 +19,7 @@ from eval.drafting.stopping.rule import ActiveRule, DraftedToken, Family, Should
 if TYPE_CHECKING:
     from eval.drafting.stopping.recorded import Lengths, RecordedTokens
     from eval.rounds import Round
-    from heads import AcceptanceHead
+    from heads import BaseHead
 
 MEAN_ACCEPTANCE = 0.8
 """Of a drafted token, before anything is known."""
@@ -90,7 +90,7 @@ class Cost(CalibratedRule):
             tokens, least, limit=self.limit, calibrated=True, newest=newest
         )
 
-    def start(self, head: AcceptanceHead | None) -> ActiveRule:
+    def start(self, head: BaseHead | None) -> ActiveRule:
         """Begin with the given costs and first guesses."""
         if self.measured:
             # Imported here for the light start, and now so that no round is timed with it.
@@ -147,7 +147,7 @@ class CostEstimates:
     def __init__(
         self,
         calibration: Calibration,
-        head: AcceptanceHead | None = None,
+        head: BaseHead | None = None,
         *,
         draft_seconds: float = 0.0,
         token_seconds: float = 0.0,

@@ -10,7 +10,7 @@ from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, 
 
 if TYPE_CHECKING:
     from eval.drafting.stopping.recorded import Lengths, RecordedTokens
-    from heads import AcceptanceHead
+    from heads import BaseHead
 
 
 class Head(AdaptiveRule):
@@ -43,7 +43,7 @@ class Head(AdaptiveRule):
             tokens, 1.0 - self.threshold, limit=self.limit, calibrated=False
         )
 
-    def start(self, head: AcceptanceHead | None) -> ActiveRule:
+    def start(self, head: BaseHead | None) -> ActiveRule:
         """Multiply the head's acceptance probabilities of a round's tokens."""
         import torch
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from eval.drafting.stopping.recorded import Lengths, RecordedTokens
     from eval.rounds import Round
-    from heads import AcceptanceHead
+    from heads import BaseHead
 
 Family = Literal["fixed", "rule", "head", "cost"]
 
@@ -39,11 +39,18 @@ class DraftedToken:
         state: (H,) the draft's last hidden state that gave this distribution. It has consumed the
             token before this one, which for the first drafted token is the last committed token.
             None if hidden states are not captured, because the rule reads no head.
+        embedding: (E,) the draft's input embedding of the token; None as for `state`.
+        position: its place in the draft, from 0.
+        since_rejection: tokens since the last one that the target replaced, or since the
+            completion began.
     """
 
     token: int
     distribution: Tensor
     state: Tensor | None
+    embedding: Tensor | None = None
+    position: int = 0
+    since_rejection: int = 0
 
 
 ShouldStop = Callable[[DraftedToken], bool]
@@ -126,7 +133,7 @@ class StoppingRule(Config):
         return None
 
     @abstractmethod
-    def start(self, head: AcceptanceHead | None) -> ActiveRule:
+    def start(self, head: BaseHead | None) -> ActiveRule:
         """Put the rule to work in one slot.
 
         Args:
