@@ -15,16 +15,12 @@ from eval.analysis.expectation import Traces, expected_counts
 from eval.drafting.stopping import StoppingRule
 from eval.measuring.metrics import LatencyFit, fit_latency
 from eval.measuring.results import Results, Run
-<<<<<<< HEAD
 
 if TYPE_CHECKING:  # what was chosen is read without torch
     import datasets
     from transformers import PreTrainedModel
 
     from heads import BaseHead
-=======
-from heads import BaseHead
->>>>>>> main
 
 ROLLOUTS = 256
 """Most held-out rollouts that are replayed."""

@@ -213,9 +213,9 @@ def _cells(run: Run) -> tuple[str, ...]:
     )
 
 
-def terminal(results: Results) -> Group:
-    """Tables for `rich.print`, at most 100 columns wide, one a dataset."""
-    tables = []
+def terminal(results: Results, context: Context | None = None) -> Group:
+    """Tables for `rich.print`, at most 100 columns wide, one a dataset; then whether a head pays."""
+    tables: list[Table | Text] = []
     for section in sections_of(results):
         table = Table(
             title=Text(section.dataset, style="bold"),
@@ -234,6 +234,9 @@ def terminal(results: Results) -> Group:
             method = Text(" ".join(filter(None, (row.method, row.mark, row.note))), style=style)
             table.add_row(method, *(Text(cell, style=style) for cell in row.cells))
         tables.append(table)
+    for finding in context.findings if context else ():
+        tables.append(Text(finding.headline, style="bold"))
+        tables += [Text(f"  {name}: {words}") for name, words in finding.sets.items()]
     return Group(*tables)
 
 
