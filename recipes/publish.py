@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eval.measuring.results import Results, check_metrics
 from recipes.config import PipelineConfig
@@ -21,7 +21,6 @@ from recipes.next_steps import after_release
 from recipes.recipe import Recipe
 from recipes.run import (
     Stage,
-    finished,
     made_otherwise,
     make_again,
     need,
@@ -35,6 +34,9 @@ from specdata.processes import is_main
 from specdata.prompts.config import PromptSet
 from specdata.prompts.reading import source_of
 from specdata.storage.files import fingerprint
+
+if TYPE_CHECKING:
+    from eval.reporting.card import TrainedOn
 
 _TOO = " (--method leaves only the methods that it names: give it once more, for this one)"
 
@@ -131,7 +133,15 @@ def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]
         out = here / "head"
         if not out.exists():
             quality = quality_of(config, measured_results(config))
-            release_head(Path(head), out, results, about, quality=quality, push_to=publish.head_id)
+            release_head(
+                Path(head),
+                out,
+                results,
+                about,
+                trained=_trained_on(config),
+                quality=quality,
+                push_to=publish.head_id,
+            )
         made["head"] = publish.head_id or str(stage.folder / "head")
     return made
 
@@ -164,6 +174,16 @@ def _results(config: PipelineConfig) -> Results:
 
 def _training_sets(config: PipelineConfig) -> list[PromptSet]:
     return [prompts for prompts in config.rollouts.sets if prompts.split == "train"]
+
+
+def _trained_on(config: PipelineConfig) -> TrainedOn:
+    """What this run's head was trained on."""
+    from eval.reporting.card import TrainedOn, public_name
+
+    rollouts = stage_record(folder(config, "head"))["results"]["train_rows"]
+    sets = [source_of(prompts) or prompts.name for prompts in _training_sets(config)]
+    draws = config.labels.model_dump().get("draws", 1)
+    return TrainedOn([public_name(name) for name in sets], rollouts, draws)
 
 
 RECIPE = Recipe(

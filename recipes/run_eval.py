@@ -265,7 +265,7 @@ def _load_head(name: str) -> BaseHead:
 
 
 def _context(config: PipelineConfig, results: Results, quality: Quality | None) -> Context:
-    """The results of earlier stages, as far as they were run here, and what is known of the head."""
+    """The results of earlier stages, as far as they were run here, and how good the head is."""
     made = {
         "pair": config.toy,
         "rollouts": config.rollouts,
@@ -293,7 +293,9 @@ def _context(config: PipelineConfig, results: Results, quality: Quality | None) 
         head={name: value for name, value in head["results"]["after"].items() if value is not None}
         if head
         else {},
-        verdict=judge(results, quality and quality.choice) if config.head else None,
+        verdict=judge(results, None if quality is None else quality.choice)
+        if config.head
+        else None,
         quality=quality,
     )
 

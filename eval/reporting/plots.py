@@ -23,7 +23,7 @@ from eval.analysis.quality import Quality
 from eval.measuring.results import Results
 from eval.reporting import charts
 from eval.reporting.charts import GRID, INK, LOOKS, MIN_ROUNDS, family, label, place_labels
-from eval.reporting.quality import draw_positions, draw_reliability
+from eval.reporting.quality_charts import draw_positions, draw_reliability
 from specdata.storage.files import atomic_write
 
 Draw = Callable[[Axes, Results, str], None]

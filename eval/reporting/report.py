@@ -16,6 +16,7 @@ from rich.text import Text
 from eval.analysis.quality import Quality
 from eval.measuring.results import Results, Run, fastest
 from eval.reporting.findings import Finding, findings
+from eval.reporting.quality import QUALITY_COLUMNS, basis, quality_rows
 from eval.reporting.rendering import NOT_MEASURED, render
 from eval.reporting.verdict import HeadVerdict
 from specdata.storage.files import write_text
@@ -214,7 +215,7 @@ def _cells(run: Run) -> tuple[str, ...]:
 
 
 def terminal(results: Results, context: Context | None = None) -> Group:
-    """Tables for `rich.print`, at most 100 columns wide, one a dataset; then whether a head pays."""
+    """Tables for `rich.print`, at most 100 columns wide, one a dataset; and if a head pays."""
     tables: list[Table | Text] = []
     for section in sections_of(results):
         table = Table(
@@ -298,7 +299,7 @@ def render_page(results: Results, context: Context) -> str:
 def _quality_section(quality: Quality) -> dict[str, Any]:
     """Tables and drawings of how well acceptance is predicted."""
     from eval.reporting.plots import QUALITY_PLOTS, plot_quality, to_svg
-    from eval.reporting.quality import QUALITY_COLUMNS, basis, described, quality_rows
+    from eval.reporting.quality_charts import described
 
     plots = []
     for kind, what in QUALITY_PLOTS.items():
