@@ -205,8 +205,8 @@ def _grouped(scores: Reals) -> Ids:
     _, rank, counts = np.unique(scores, return_inverse=True, return_counts=True)
     if len(counts) <= GROUPS:
         return np.asarray(rank, dtype=np.int64)
-    last = counts.cumsum() - 1  # of each score, in the order of all tokens
-    return np.asarray((last * GROUPS // len(scores))[rank], dtype=np.int64)
+    first = counts.cumsum() - counts  # of each score, in the order of all tokens
+    return np.asarray((first * GROUPS // len(scores))[rank], dtype=np.int64)
 
 
 def _interval(value: float, resampled: Reals) -> Interval:

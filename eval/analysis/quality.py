@@ -139,21 +139,49 @@ def head_quality(
     rows = {split: _rows(labels, split) for split in ("dev", "test")}
     if not len(rows["dev"]):
         return None
-    split: Literal["test", "dev"] = "test" if len(rows["test"]) else "dev"
+    split = "test" if len(rows["test"]) else "dev"
     traces = {
         name: acceptance_traces(rows[name], draft=draft, sampling=sampling, head=head)
         for name in dict.fromkeys(("dev", split))
     }
-    judged = rows[split]
-    prompts, names = judged["example_id"][:], judged["dataset"][:]
-    choice = choose(results, traces["dev"], rows["dev"]["dataset"][:])
+    return judged_quality(
+        traces["dev"],
+        traces.get("test"),
+        prompts=rows[split]["example_id"][:],
+        names=rows[split]["dataset"][:],
+        choice=choose(results, traces["dev"], rows["dev"]["dataset"][:]),
+        made_of=made_of,
+    )
+
+
+def judged_quality(
+    dev: Traces,
+    test: Traces | None,
+    *,
+    prompts: Sequence[str],
+    names: Sequence[str],
+    choice: DevChoice | None,
+    made_of: Mapping[str, str | None],
+) -> Quality:
+    """Judge a head by traces that it was recorded in.
+
+    Args:
+        dev: what rivals are fitted and settings chosen on.
+        test: what is judged on; None judges on dev.
+        prompts: which prompt each rollout is of that is judged on.
+        names: its prompt set.
+        choice: what the methods of an evaluation cost on dev, and the times that it measured.
+        made_of: as in `head_quality`.
+    """
+    judged = dev if test is None else test
+    splits = {"dev": dev} if test is None else {"dev": dev, "test": test}
     return Quality(
         schema_version=SCHEMA_VERSION,
         made_of=dict(made_of),
-        judged_on=split,
-        rollouts={name: len(rows[name]) for name in traces},
-        predictions=list(_predictions(traces["dev"], traces[split], prompts, names)),
-        replay=_replayed(traces["dev"], traces[split], prompts, names, choice),
+        judged_on="dev" if test is None else "test",
+        rollouts={name: len(traces.accept) for name, traces in splits.items()},
+        predictions=list(_predictions(dev, judged, prompts, names)),
+        replay=_replayed(dev, judged, prompts, names, choice),
         choice=choice,
     )
 
