@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ ORDER = ("pair", "rollouts", "draft", "labels", "head", "eval", "release")
 # Version of what release folders hold: raise it when cards or files change, so that finished runs
 # make theirs again. Runs that stored none are older than it.
 RELEASE_FORMAT = 3
-# Bytes a stored token takes at most, as it was measured on the demo: an id; an id, a drafted id and
-# five numbers. A prompt's own ids come on top.
-ROLLOUT_TOKEN, LABEL_TOKEN = 4, 28
+# Bytes a stored token takes at most, measured on the demo: an id; an id, a drafted id and eight
+# numbers; an id and a number for each further draw or kept logit. A prompt's own ids come on top.
+ROLLOUT_TOKEN, LABEL_TOKEN, PAIR = 4, 40, 8
 # results.json and what it is made of, a generation; the report with its plots.
 GENERATION, REPORT = 2500, 1_600_000
 
@@ -70,7 +70,7 @@ def rollouts_stage(config: PipelineConfig) -> Stage:
     """Complete the prompts with the target."""
     values = {"rollouts": config.rollouts.decisive(), **_sampled(config)}
     inputs = {"target": config.models.target, **prompt_inputs(config.rollouts.sets)}
-    size = _rows_size(config, ROLLOUT_TOKEN)
+    size = _rows_size(config, lambda _split: ROLLOUT_TOKEN)
     return _stage(config, "rollouts", values, inputs, size)
 
 
@@ -96,8 +96,15 @@ def labels_stage(config: PipelineConfig) -> Stage:
     }
     if config.labels.cache:
         inputs["cache"] = config.labels.cache
-    size = _rows_size(config, LABEL_TOKEN + 8 * config.labels.top_logits)
+    size = _rows_size(config, lambda split: label_bytes(config, split))
     return _stage(config, "labels", values, inputs, size)
+
+
+def label_bytes(config: PipelineConfig, split: str) -> int:
+    """Bytes that the labels of one completion token take at most, in rows of a split."""
+    several = split == "train" and config.sampling.temperature > 0
+    draws = config.labels.draws - 1 if several else 0
+    return LABEL_TOKEN + PAIR * (draws + config.labels.top_logits)
 
 
 def head_stage(config: PipelineConfig) -> Stage:
@@ -227,17 +234,24 @@ def _sampled(config: PipelineConfig) -> dict[str, Any]:
     }
 
 
-def _rows_size(config: PipelineConfig, token_bytes: int) -> str:
-    """How much is stored of rollouts, or of labels, which have as many rows."""
+def _rows_size(config: PipelineConfig, token_bytes: Callable[[str], int]) -> str:
+    """How much is stored of rollouts, or of labels, which have as many rows.
+
+    `token_bytes` gives the bytes of a completion token in rows of a split.
+    """
     rollouts = config.rollouts
+    most = rollouts.samples * rollouts.max_new_tokens  # tokens of a prompt's completions
     if not all(wanted.count for wanted in rollouts.sets):
-        most = rollouts.samples * rollouts.max_new_tokens
-        return f"at most {most:,} tokens a prompt, {_bytes(most * token_bytes)}"
-    rows = rollouts.samples * sum(wanted.count for wanted in rollouts.sets)
-    tokens = rows * rollouts.max_new_tokens
+        largest = max(token_bytes(wanted.split) for wanted in rollouts.sets)
+        return f"at most {most:,} tokens a prompt, {_bytes(most * largest)}"
+    prompts = sum(wanted.count for wanted in rollouts.sets)
+    stored = most * sum(wanted.count * token_bytes(wanted.split) for wanted in rollouts.sets)
     # Only conversations have later turns, and embedded sets hold none.
     more = " (more with later turns)" if any(map(source_of, rollouts.sets)) else ""
-    return f"{rows:,} completions{more}, at most {tokens:,} tokens, {_bytes(tokens * token_bytes)}"
+    return (
+        f"{rollouts.samples * prompts:,} completions{more}, at most {most * prompts:,} tokens, "
+        f"{_bytes(stored)}"
+    )
 
 
 def _eval_size(config: PipelineConfig) -> str:
