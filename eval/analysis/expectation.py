@@ -36,7 +36,7 @@ class Traces:
     @property
     def inside(self) -> NDArray[np.bool_]:
         """(R, N): False in the padding."""
-        return np.arange(self.accept.shape[1]) < self.tokens.lengths[:, None]
+        return self.tokens.inside
 
     def mean_accept(self) -> float:
         """Of all tokens."""

@@ -79,6 +79,11 @@ class RecordedTokens:
     log_mass_above: Reals | None = None
     head: RecordedHead | None = None
 
+    @property
+    def inside(self) -> NDArray[np.bool_]:
+        """(R, N): False in the padding."""
+        return np.asarray(np.arange(self.q.shape[1]) < self.lengths[:, None])
+
     def most(self) -> Lengths:
         """Tokens that may be drafted from a position; a round ends with a token of the target."""
         ahead = self.lengths[:, None] - np.arange(self.q.shape[1]) - 1
@@ -114,7 +119,9 @@ def until_product_below(
 
     Args:
         tokens: the rollouts.
-        estimates: (R, N) for the token at each position, such as its acceptance probability.
+        estimates: (R, N) for the token at each position, such as its acceptance probability; or
+            (K, R, N), for that token as the first, second, ... of a draft, the last for all
+            further places.
         least: stop once the product is below it; 1 - h for a threshold h on the probability of a
             rejection, t_d / (lambda abar) for the cost rule.
         limit: most tokens drafted.
@@ -122,14 +129,16 @@ def until_product_below(
         newest: (R, N) estimates that stand in for the missing one; none by default.
     """
     width, most = tokens.q.shape[1], np.minimum(limit, tokens.most())
-    lengths, product, going = most.copy(), np.ones_like(estimates), most > 0
+    lengths, product, going = most.copy(), np.ones_like(tokens.q), most > 0
     longest = int(most.max(initial=0))
     padding = ((0, 0), (0, longest))
-    ahead = np.pad(estimates, padding, constant_values=1.0)
+    by_place = estimates if estimates.ndim == 3 else estimates[None]
+    ahead = np.pad(by_place, ((0, 0), *padding), constant_values=1.0)
     latest = None if newest is None else np.pad(newest, padding, constant_values=1.0)
     for k in range(longest):  # once the token at position + k is drafted
         if k >= lag:
-            product = product * ahead[:, k - lag : k - lag + width]
+            place = min(k - lag, len(ahead) - 1)
+            product = product * ahead[place, :, k - lag : k - lag + width]
         judged = product if latest is None else product * latest[:, k : k + width]
         ends = going & (judged < least)
         lengths[ends] = k + 1
