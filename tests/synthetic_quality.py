@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 from scipy.special import expit, logit
 
@@ -11,7 +13,8 @@ from eval.analysis.quality import Quality, judged_quality
 from eval.drafting.stopping.recorded import RecordedHead, RecordedTokens
 
 MADE_OF = {"results": "0" * 16, "labels": "1" * 16}
-CHOICE = DevChoice(24, ("alpaca", "gsm8k"), 0.002, 0.011, {})
+CHOICE = (24, ("alpaca", "gsm8k"), 0.002, 0.011)
+"""A `DevChoice` but for what methods cost: rollouts, prompt sets, t_d and t_t."""
 
 
 def traces(seed: int, rollouts: int = 24, width: int = 40, *, skill: float = 2.0) -> Traces:
@@ -38,10 +41,11 @@ def traces(seed: int, rollouts: int = 24, width: int = 40, *, skill: float = 2.0
     return Traces(tokens, accept, overlap=accept)
 
 
+@cache
 def synthetic_quality(
     names: tuple[str, ...] = ("alpaca", "gsm8k"),
     *,
-    choice: DevChoice | None = CHOICE,
+    timed: bool = True,
     skill: float = 2.0,
 ) -> Quality:
     """Judged on 24 rollouts of these prompt sets, each of a prompt of its own."""
@@ -51,6 +55,6 @@ def synthetic_quality(
         test,
         prompts=[f"prompt {i}" for i in range(len(test.accept))],
         names=[names[i % len(names)] for i in range(len(test.accept))],
-        choice=choice,
+        choice=DevChoice(*CHOICE, {}) if timed else None,
         made_of=MADE_OF,
     )

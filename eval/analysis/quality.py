@@ -18,7 +18,10 @@ from eval.analysis.expectation import Traces
 from eval.analysis.prediction import Bin, Ids, Scores, Tokens, reliability, scores
 from eval.analysis.replay import replay_rules
 from eval.analysis.rivals import HEAD, Replayed, compare, prompt_sets
-from eval.drafting.stopping.calibration import fit_calibration
+from eval.drafting.stopping.calibration import fit_calibration, fit_logistic
+from eval.drafting.stopping.margin import UNFITTED
+from eval.drafting.stopping.numbers import _recorded_numbers as recorded_numbers
+from eval.drafting.stopping.numbers import fit_network
 from eval.drafting.stopping.recorded import Reals
 from eval.measuring.records import Strict
 from eval.measuring.results import Results
@@ -256,14 +259,26 @@ def _predictors(dev: Traces, judged: Traces) -> Iterator[tuple[str, Moment, Real
 
 
 def _rivals(dev: Traces, judged: Traces) -> dict[str, tuple[bool, Reals]]:
-    """Name -> whether it knows its inputs before the token is drawn, and its predictions (R, N)."""
-    inside, tokens = dev.inside, judged.tokens
-    logit = fit_calibration(dev.accept[inside], dev.tokens.q_max[inside])
-    return {
-        "logit": (True, logit.accept_all(tokens.q_max)),
-        "cumulative": (False, tokens.q),
-        "constant": (True, np.full_like(judged.accept, dev.mean_accept())),
-    }
+    """Name -> whether it knows its inputs before the token is drawn, and its predictions (R, N).
+
+    The margin has one pair of coefficients here: along a rollout there is no place in a draft.
+    """
+    from scipy.special import expit
+
+    tokens, inside = judged.tokens, dev.inside
+    accept = dev.accept[inside]
+    logit = fit_calibration(accept, dev.tokens.q_max[inside])
+    rivals = {}
+    if dev.tokens.margin is not None and tokens.margin is not None:
+        intercept, slope = fit_logistic(accept, dev.tokens.margin[inside], prior=UNFITTED)
+        rivals["margin"] = True, np.asarray(expit(intercept + slope * tokens.margin))
+    rivals["logit"] = True, logit.accept_all(tokens.q_max)
+    rivals["cumulative"] = False, tokens.q
+    known, seen = recorded_numbers(dev.tokens), recorded_numbers(tokens)
+    if known is not None and seen is not None:
+        rivals["numbers"] = False, fit_network(known[inside], accept).accept(seen)
+    rivals["constant"] = True, np.full_like(judged.accept, dev.mean_accept())
+    return rivals
 
 
 def _replayed(

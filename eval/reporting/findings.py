@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from eval.analysis.quality import Quality
@@ -24,11 +25,13 @@ class Finding:
     Args:
         headline: whether it pays, and by what it was judged.
         sets: prompt set -> what the head saves there over each rival, in words.
+        brief: the same over the first two alone: the fixed length, and the hardest to beat.
         basis: what the judgement rests on.
     """
 
     headline: str
     sets: dict[str, str]
+    brief: dict[str, str]
     basis: str
 
 
@@ -41,10 +44,7 @@ def findings(verdict: HeadVerdict, quality: Quality | None) -> list[Finding]:
 
 
 def _of_replay(quality: Quality, replay: Replayed) -> Finding:
-    sets = {
-        name: _sentence([(name_of(rival), rival.saved[name]) for rival in replay.rivals])
-        for name in replay.rivals[0].saved
-    }
+    rivals = [(name_of(rival), rival.saved) for rival in replay.rivals]
     rollouts, chosen = quality.rollouts[quality.judged_on], quality.rollouts["dev"]
     where = f"{rollouts} {quality.judged_on} rollouts, which neither draft nor head was trained on"
     basis = (
@@ -63,7 +63,7 @@ def _of_replay(quality: Quality, replay: Replayed) -> Finding:
         saved = _sentence([(name_of(replay.cost_rule), replay.cost_rule.overall)])
         basis += f" Without a threshold, by its cost rule, the head {saved}."
     headline = f"{HEADLINES[replay.status]} by exact expectation"
-    return Finding(headline + _why(replay), sets, basis)
+    return Finding(headline + _why(replay), *_by_set(rivals), basis)
 
 
 def _why(replay: Replayed) -> str:
@@ -79,16 +79,18 @@ def _why(replay: Replayed) -> str:
 
 def _of_clock(verdict: HeadVerdict) -> Finding:
     if verdict.status == "not measured":
-        return Finding(f"{HEADLINES['not measured']} by the clock: {verdict.reason}.", {}, "")
-    sets = {
-        name: _sentence([(rival.method, _share(rival.ratios[name])) for rival in verdict.rivals])
-        for name in verdict.rivals[0].ratios
-    }
+        return Finding(f"{HEADLINES['not measured']} by the clock: {verdict.reason}.", {}, {}, "")
+    rivals = [
+        (rival.method, {name: _share(ratio) for name, ratio in rival.ratios.items()})
+        for rival in verdict.rivals
+    ]
+    first, *others = rivals
+    rivals = [first, *sorted(others, key=lambda rival: next(iter(rival[1].values())).value)]
     basis = (
         f"Wall time of decoding the evaluation's prompts with {verdict.method}, chosen like each"
         " rival's setting on held-out rollouts from the settings that were measured."
     )
-    return Finding(f"{HEADLINES[verdict.status]} by the clock.", sets, basis)
+    return Finding(f"{HEADLINES[verdict.status]} by the clock.", *_by_set(rivals), basis)
 
 
 def _share(ratio: Ratio) -> Interval:
@@ -100,6 +102,17 @@ def _share(ratio: Ratio) -> Interval:
 def name_of(rival: Rival) -> str:
     """A rival with its setting; a fixed length is named by it alone."""
     return rival.setting if rival.rule == "fixed" else f"{rival.rule} {rival.setting}"
+
+
+def _by_set(
+    rivals: Sequence[tuple[str, Mapping[str, Interval]]],
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Prompt set -> the sentence over all rivals, and over the first two."""
+    whole, brief = (
+        {name: _sentence([(rival, saved[name]) for rival, saved in some]) for name in rivals[0][1]}
+        for some in (rivals, rivals[:2])
+    )
+    return whole, brief
 
 
 def _sentence(shares: list[tuple[str, Interval]]) -> str:

@@ -237,7 +237,7 @@ def terminal(results: Results, context: Context | None = None) -> Group:
         tables.append(table)
     for finding in context.findings if context else ():
         tables.append(Text(finding.headline, style="bold"))
-        tables += [Text(f"  {name}: {words}") for name, words in finding.sets.items()]
+        tables += [Text(f"  {name}: {words}") for name, words in finding.brief.items()]
     return Group(*tables)
 
 
