@@ -133,7 +133,9 @@ def test_a_head_that_cannot_judge_a_token_before_it_is_drawn_is_refused() -> Non
     late = ImmediateHead(hidden_size=16, moments=("drawn", "consumed"))
     for config in BEFORE_DRAWING.values():
         for unable in (head(), late):
-            with pytest.raises(ConfigError, match=r"before_drawing needs a head .* consumed: leave"):
+            with pytest.raises(
+                ConfigError, match=r"before_drawing needs a head .* consumed: leave"
+            ):
                 SpeculativeDecoder.from_config(target, draft, config, unable)
     with pytest.raises(ConfigError, match="give verify_seconds beside draft_seconds"):
         DecodeConfig(stop="cost", before_drawing=True, **COSTS)  # type: ignore[arg-type]
