@@ -182,8 +182,7 @@ def _trained_on(config: PipelineConfig) -> TrainedOn:
 
     rollouts = stage_record(folder(config, "head"))["results"]["train_rows"]
     sets = [source_of(prompts) or prompts.name for prompts in _training_sets(config)]
-    draws = config.labels.model_dump().get("draws", 1)
-    return TrainedOn([public_name(name) for name in sets], rollouts, draws)
+    return TrainedOn([public_name(name) for name in sets], rollouts, config.labels.draws)
 
 
 RECIPE = Recipe(
