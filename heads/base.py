@@ -149,7 +149,7 @@ class BaseHead(
             hub = {name: options[name] for name in HUB_OPTIONS if name in options}
             path = Path(hf_hub_download(str(source), CONFIG_NAME, **hub))
         kind = json.loads(path.read_text(encoding="utf-8")).get("kind", SPECDEC)
-        if kind not in HEADS:
+        if not isinstance(kind, str) or kind not in HEADS:
             raise ValueError(
                 f"{source} is a head of a kind that is not known here, {kind!r}; known are "
                 f"{', '.join(HEADS)}: use a newer version"

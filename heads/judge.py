@@ -97,6 +97,7 @@ class NumpyJudge:
         head: the head; its weights are copied.
     """
 
+    @torch.no_grad()
     def __init__(self, head: ImmediateHead) -> None:
         self._head = head
         self._before = _normed(head, "hidden_before")
@@ -156,10 +157,10 @@ class NumpyJudge:
 
     def _standardised(self, state: Tensor | None) -> Reals:
         """(H,) a state less its mean, over its deviation: what a LayerNorm makes before weights."""
-        if state is self._normal[0]:
-            return self._normal[1]
         if state is None:
             raise ValueError("the draft's states are needed and were not captured")
+        if state is self._normal[0]:
+            return self._normal[1]
         values: Reals = state.float().numpy()
         centred: Reals = values - values.sum() / np.float32(values.size)
         centred *= 1.0 / math.sqrt(float(centred.dot(centred)) / values.size + LAYER_EPSILON)

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from eval.measuring.methods import calibrates, method_defaults, path_drafts, rewritten
+from eval.measuring.methods import method_defaults, needs_fit, path_drafts, rewritten
 from heads.config import as_stored_today
 from recipes.config import PipelineConfig
 from recipes.run import Stage, absolute, is_within
@@ -21,7 +21,7 @@ from specdata.storage.resume import Settings, defaults_of
 ORDER = ("pair", "rollouts", "draft", "labels", "head", "eval", "release")
 # Version of what release folders hold: raise it when cards or files change, so that finished runs
 # make theirs again. Runs that stored none are older than it.
-RELEASE_FORMAT = 2
+RELEASE_FORMAT = 3
 # Bytes a stored token takes at most, measured on the demo: an id; an id, a drafted id and eight
 # numbers; an id and a number for each further draw or kept logit. A prompt's own ids come on top.
 ROLLOUT_TOKEN, LABEL_TOKEN, PAIR = 4, 40, 8
@@ -140,7 +140,7 @@ def eval_stage(config: PipelineConfig) -> Stage:
     inputs |= prompt_inputs(config.eval.sets)
     if head := head_in_use(config):
         inputs["head"] = head
-        if calibrates(config.eval):
+        if needs_fit(config.eval):
             inputs["labels"] = str(folder(config, "labels"))
     here = eval_folder(config)
     return Stage(

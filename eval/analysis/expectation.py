@@ -26,15 +26,22 @@ class Traces:
     Attributes:
         tokens: the drafted tokens.
         accept: (R, N) probability min(1, p/q) that a token is accepted.
+        overlap: (R, N) sum_x min(p(x), q(x)), the same before the token is drawn; None if unknown.
     """
 
     tokens: RecordedTokens
     accept: Reals
+    overlap: Reals | None = None
 
     @property
     def inside(self) -> NDArray[np.bool_]:
         """(R, N): False in the padding."""
-        return np.arange(self.accept.shape[1]) < self.tokens.lengths[:, None]
+        return self.tokens.inside
+
+    def select(self, chosen: NDArray[np.bool_]) -> Traces:
+        """Those of some rollouts; `chosen` is (R,)."""
+        overlap = None if self.overlap is None else self.overlap[chosen]
+        return Traces(self.tokens.select(chosen), self.accept[chosen], overlap)
 
     def mean_accept(self) -> float:
         """Of all tokens."""
