@@ -17,8 +17,8 @@ import torch
 
 from heads import BaseHead
 from heads.config import HeadConfig
-from heads.train import HeadResult, train_head
 from heads.together import train_heads
+from heads.train import HeadResult, train_head
 from specdata.errors import ConfigError, ManifestError
 from specdata.sampling import SamplingConfig
 from tests.drive_head import synthetic_rows, tiny_draft
