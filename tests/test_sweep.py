@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import heads.together
-from eval.analysis.sweep import data_heads, feature_heads, main, paper_heads
+from eval.analysis.sweep import (
+    Material,
+    data_heads,
+    feature_heads,
+    main,
+    paper_heads,
+    train_all,
+)
 from heads.config import HeadConfig
-from heads.train import HeadResult
 from specdata.probability import SamplingConfig
-from specdata.storage.dataset import fill_dataset
+from specdata.storage.dataset import fill_dataset, load_stored, of_split
 from specdata.storage.files import fingerprint
 from specdata.storage.resume import Settings
 from specdata.storage.schema import LABELS
@@ -47,19 +54,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def sweep(folder: Path, out: Path, *flags: str) -> dict[str, Any]:
-    """Two depths and weights, and few passes."""
-    command = [str(folder / "labels"), "--draft", str(folder / "draft"), "--out", str(out)]
-    command += ["--rows", "16", "--epochs", "2", "--depths", "0", "1", "--weights", "1", "6"]
-    assert main([*command, *flags]) == 0
-    stored: dict[str, Any] = json.loads((out / "sweep.json").read_text())
-    return stored
-
-
+@pytest.mark.slow
 def test_the_sweep_compares_every_head_and_rival_on_every_prompt_set(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stored = sweep(folder, tmp_path)
+    command = [str(folder / "labels"), "--draft", str(folder / "draft"), "--out", str(tmp_path)]
+    command += ["--rows", "16", "--epochs", "2", "--depths", "0", "1", "--weights", "1", "6"]
+    assert main(command) == 0
+    stored = json.loads((tmp_path / "sweep.json").read_text())
     printed = capsys.readouterr().out
     expected = {f"paper: w={w} D={d}" for w in (1, 6) for d in (0, 1)}
     expected |= {"features: ours", "features: without hidden", "features: numbers alone"}
@@ -80,6 +82,9 @@ def test_the_sweep_compares_every_head_and_rival_on_every_prompt_set(
         speeds = {rule: row["sets"][name]["speed"] for rule, row in rows.items()}
         assert max(speeds, key=speeds.__getitem__) == "oracle"
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    ours = stored["heads"]["features: ours"]
+    assert ours["dev"].keys() == {"before", "drawn", "consumed"}
+    assert ours["train_rows"] == 32
     # A head of two sweeps is one head.
     assert (tmp_path / "immediate-16" / "ours" / "metrics.json").is_file()
     assert not (tmp_path / "immediate-16" / "16-rollouts-a-set").exists()
@@ -88,7 +93,10 @@ def test_the_sweep_compares_every_head_and_rival_on_every_prompt_set(
 def test_a_sweep_that_is_asked_for_again_trains_only_what_is_missing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = sweep(folder, tmp_path, "--sweep", "paper")
+    labels = load_stored(folder / "labels")
+    splits = (of_split(labels, split, folder) for split in ("train", "dev", "test"))
+    draft = LlamaForCausalLM.from_pretrained(folder / "draft")
+    material = Material(draft, SAMPLING, *splits, seed=0)
     trained = []
     step = heads.together._Group._step
 
@@ -97,11 +105,14 @@ def test_a_sweep_that_is_asked_for_again_trains_only_what_is_missing(
         step(self, pupils, rows)
 
     monkeypatch.setattr(heads.together._Group, "_step", counted)
-    assert sweep(folder, tmp_path, "--sweep", "paper")["table"] == first["table"]
+    first = train_all(paper_heads([0, 1], [6.0], 16, 2), material, tmp_path)
+    assert {frozenset(names) for names in trained} == {frozenset({"w=6-D=0", "w=6-D=1"})}
+    trained.clear()
+    assert train_all(paper_heads([0, 1], [6.0], 16, 2), material, tmp_path) == first
     assert not trained
-    more = sweep(folder, tmp_path, "--sweep", "paper", "--weights", "1", "6", "12")
+    more = train_all(paper_heads([0, 1], [6.0, 12.0], 16, 2), material, tmp_path)
     assert {frozenset(names) for names in trained} == {frozenset({"w=12-D=0", "w=12-D=1"})}
-    assert len(more["table"]) == len(first["table"]) + 2
+    assert {name: more[name] for name in first} == first
 
 
 def test_sweeps_name_what_they_vary() -> None:
@@ -140,11 +151,3 @@ def test_unusable_arguments_end_with_status_2(
     assert main([*command, *flags]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_results_have_the_metrics_of_every_moment(folder: Path, tmp_path: Path) -> None:
-    stored = sweep(folder, tmp_path, "--sweep", "data", "--sizes", "16")
-    (ours,) = (head for name, head in stored["heads"].items() if "16" in name)
-    assert ours["dev"].keys() == {"before", "drawn", "consumed"}
-    assert ours["train_rows"] == 32
-    assert set(HeadResult.__dataclass_fields__) >= {"by_moment"}
