@@ -130,7 +130,8 @@ def test_a_cost_rule_that_measured_its_costs_is_replayed_with_those_of_the_evalu
     labels, draft = labelled(tmp_path)
     torch.manual_seed(0)
     head = kind(hidden_size=16, depth=1, sampling={"temperature": 0.5}).eval()
-    rule = STOPPING_RULES["cost"].model_validate({"calibration": (0.3, 1.2)})
+    torch.nn.init.normal_(head.output.weight, std=2.0)
+    rule = STOPPING_RULES["cost"].model_validate({"calibration": (4.0, 1.2)})
     assert isinstance(rule, Cost)
     assert rule.measured
     parameters = {k: v for k, v in rule.reported().items() if k not in ("limit", "threshold")}
@@ -141,9 +142,10 @@ def test_a_cost_rule_that_measured_its_costs_is_replayed_with_those_of_the_evalu
     both = results.model_copy(update={"runs": [*results.runs, *runs]})
     with pytest.warns(OtherSamplingWarning):
         choice = choose_on_dev(both, labels, draft, head)
-        sampling = SamplingConfig(1.0, 50, 1.0)
-        traces = acceptance_traces(labels, draft=draft, sampling=sampling, head=head)
     assert choice is not None
+    sampling = SamplingConfig(1.0, 50, 1.0)
+    with pytest.warns(OtherSamplingWarning):
+        traces = acceptance_traces(labels, draft=draft, sampling=sampling, head=head)
     for method, asked in (("with the head", True), ("without", False)):
         counts = cost_rule_counts(
             rule.model_copy(update={"head": asked}),
