@@ -45,9 +45,7 @@ def tiny_draft(seed: int = 0) -> LlamaForCausalLM:
         return LlamaForCausalLM(config)
 
 
-def synthetic_rows(
-    count: int, seed: int, split: str = "train", draws: int = 1
-) -> datasets.Dataset:
+def synthetic_rows(count: int, seed: int, split: str = "train", draws: int = 1) -> datasets.Dataset:
     """Labelled rows: token t is accepted with probability LEVELS[t % 4], after t that is overlap."""
     generator, more = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     rows = []
