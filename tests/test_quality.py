@@ -86,6 +86,8 @@ def test_a_published_head_is_judged_after_the_token_and_against_rivals_fitted_on
     fitted = fit_calibration(dev.accept[dev.inside], dev.tokens.q_max[dev.inside])
     logit = fitted.accept_all(test.tokens.q_max[test.inside])
     assert one(made, ALL, "logit").scores.mean_predicted == pytest.approx(logit.mean())
+    numbers = one(made, ALL, "numbers").scores
+    assert numbers.kl.value < one(made, ALL, "constant").scores.kl.value
     cumulative = one(made, ALL, "cumulative").scores
     assert cumulative.mean_predicted == pytest.approx(test.tokens.q[test.inside].mean())
 
@@ -149,7 +151,7 @@ def test_before_a_token_is_drawn_its_mean_acceptance_is_predicted() -> None:
 
 
 def test_a_head_that_knows_more_is_found_better_and_saves_more() -> None:
-    good, poor = (synthetic_quality(skill=skill) for skill in (4.0, 0.3))
+    good, poor = synthetic_quality(), synthetic_quality(skill=0.3)
     aurocs = []
     for made in (good, poor):
         auroc = one(made, ALL, "head").scores.auroc

@@ -9,6 +9,7 @@ predictors that are compared share the resamples.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,7 +97,7 @@ class Tokens:
                 f"labels and prompts must both be (n,), n >= 1, got {accept.shape}, {prompt.shape}"
             )
         names, number = np.unique(prompt, return_inverse=True)
-        return cls(accept, number, counts, bootstrap_weights(len(names)))
+        return cls(accept, number, counts, _weights(len(names)))
 
     def sums(self, values: Reals, group: Ids | None = None, groups: int = 1) -> Reals:
         """(P, groups) sums of (n,) values over the tokens of each prompt in each group."""
@@ -111,6 +112,11 @@ class Tokens:
         whole, resampled = sums.sum(axis=0), self.weights @ sums
         with np.errstate(invalid="ignore"):  # resamples may leave all of them out
             return _interval(float(whole[0] / whole[1]), resampled[:, 0] / resampled[:, 1])
+
+
+@cache
+def _weights(prompts: int) -> Reals:
+    return bootstrap_weights(prompts)
 
 
 def scores(tokens: Tokens, predicted: Reals) -> Scores:
