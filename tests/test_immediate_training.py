@@ -234,7 +234,7 @@ def test_states_of_a_killed_run_are_used_again_and_those_of_other_settings_are_n
         return compute(context, batch)  # type: ignore[arg-type]
 
     monkeypatch.setattr(TargetContext, "of_draft", counted)
-    monkeypatch.setattr("heads.train._scales", lambda *_: None)
+    monkeypatch.setattr("heads.train.scales_of", lambda *_: None)
     with pytest.raises(KeyboardInterrupt):
         drive(tmp_path, config, draws=2)
     kept = sorted(path.name for path in (tmp_path / "states").glob("*.safetensors"))
