@@ -208,9 +208,9 @@ class _Group:
         scales: Scales | None = None
         context: Context | None = None
         if isinstance(head, ImmediateHead) and union.mixing is None:
-            if Moment.CONSUMED in head.moments:
+            if "hidden" in head.reads:
                 check_tree_states(draft, max(rows.longest for rows in data))
-            scales = scales_of(target_context(draft, head, union, seed), data[0], union)
+            scales = scales_of(draft, head, data[0], union, seed)
             context = target_context(draft, head, union, seed)
         elif union.mixing is not None:
             to_logits, longest = logits_of_states(draft), longest_text(draft, union)

@@ -1,6 +1,7 @@
 """Train an acceptance head on a frozen draft: as a script, under accelerate or under DeepSpeed.
 
-The draft runs at every step, outside DDP and DeepSpeed, and gets no gradient.
+The draft runs at every step, or once if what it says is kept (`heads.cache`), outside DDP and
+DeepSpeed, and gets no gradient.
 """
 
 from __future__ import annotations
@@ -118,12 +119,13 @@ def train_head(
 
     Args:
         draft: the frozen draft; its weights and its precision are left alone.
-        train: labelled rows, the columns of `heads.mixing.LabelRow`. Without mixing, they may hold
-            several draws a position.
+        train: labelled rows, the columns of `heads.mixing.LabelRow`: of kind immediate with
+            `overlap`, and with more draws a position if they hold any.
         dev: held-out labelled rows.
         out: folder for the head and `metrics.json` (written last), of checkpoints until then.
         config: settings.
-        seed: of initial weights, order and mixing. The mixing of dev rows never changes.
+        seed: of initial weights, order and mixing, or simulated rounds. How dev rows are read never
+            changes.
         sampling: the distribution under which the labels were made; recorded with the head.
 
     Returns:
@@ -267,9 +269,9 @@ def _start(
     head = new_head(draft, config, seed, sampling)
     scales = None
     if isinstance(head, ImmediateHead):
-        if config.mixing is None and Moment.CONSUMED in head.moments:
+        if config.mixing is None and "hidden" in head.reads:
             check_tree_states(draft, max(rows.longest for rows in data))
-        scales = scales_of(target_context(draft, head, config, seed), data[0], config)
+        scales = scales_of(draft, head, data[0], config, seed)
         head = new_head(draft, config, seed, sampling, scales)
     context: Context
     if config.mixing is None:
@@ -311,13 +313,24 @@ def longest_text(draft: PreTrainedModel, config: HeadConfig) -> int:
 def target_context(
     draft: PreTrainedModel, head: BaseHead, config: HeadConfig, seed: int
 ) -> TargetContext:
-    """The target's own text as a head reads it in training."""
+    """The target's own text as the context in which tokens are judged."""
     longest = longest_text(draft, config)
     return TargetContext(head, draft, logits_of_states(draft), config.draws, longest, seed)
 
 
-def scales_of(context: TargetContext, rows: LabelRows, config: HeadConfig) -> Scales:
+def scales_of(
+    draft: PreTrainedModel, head: ImmediateHead, rows: LabelRows, config: HeadConfig, seed: int
+) -> Scales:
     """How numbers are standardised: by some of the rows, the same ones in every process."""
+    if not head.numbers:
+        return {}
+    reader = ImmediateHead(
+        hidden_size=head.hidden_size,
+        reads=head.numbers,
+        moments=["drawn"],
+        sampling=head.sampling,
+    )
+    context = target_context(draft, reader, config, seed)
     step = max(1, len(rows) // SCALED_ROWS)
     some = [context.row(rows[index], -1, 0) for index in range(0, len(rows), step)]
     size = config.micro_batch_size
@@ -361,7 +374,7 @@ def new_head(
     sampling: SamplingConfig | None,
     scales: Scales | None = None,
 ) -> BaseHead:
-    """An untrained head of this draft; the seed alone decides its weights."""
+    """An untrained head of the kind that is asked for, the same one for the same seed."""
     hidden_size = int(draft.get_output_embeddings().weight.shape[-1])
     known = {moment.name.lower(): moment for moment in Moment}
     last = max(known[name] for name in config.moments)
@@ -429,10 +442,10 @@ def weights_fingerprint(model: torch.nn.Module) -> str:
 
 
 def finished_head(out: Path, settings: Settings) -> HeadResult | None:
-    """What the finished head in a folder measured; None if there is none.
+    """What was measured of the head in a folder; None if it is not done there.
 
     Raises:
-        ManifestError: if it was made with other settings, or its record is damaged.
+        ManifestError: if it is a head of other settings.
     """
     path = out / METRICS_NAME
     if not path.is_file():
