@@ -31,7 +31,7 @@ from eval.runtime.sequence import CachedSequence, Forward, ForwardCoroutine, dri
 from eval.runtime.stopwatch import Stopwatch
 from eval.verifiers import Verifier
 from eval.verifiers.rule import Drawn
-from heads import AcceptanceHead
+from heads import BaseHead
 from specdata.models import end_ids
 from specdata.probability import SamplingConfig, draw_one
 
@@ -95,7 +95,7 @@ class SpeculativeDecoder:
         target: PreTrainedModel,
         draft: PreTrainedModel | Sequence[PreTrainedModel] | None,
         config: DecodeConfig,
-        head: AcceptanceHead | None = None,
+        head: BaseHead | None = None,
         *,
         engine: Engine = "eager",
     ) -> SpeculativeDecoder:

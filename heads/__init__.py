@@ -7,15 +7,25 @@ from typing import TYPE_CHECKING, Any
 from specdata import __version__
 
 if TYPE_CHECKING:
+    from heads.base import BaseHead
+    from heads.immediate import ImmediateHead
     from heads.model import AcceptanceHead
 
-__all__ = ["AcceptanceHead", "__version__"]
+__all__ = ["AcceptanceHead", "BaseHead", "ImmediateHead", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the head when it is first asked for: `heads.config` must not import torch."""
-    if name != "AcceptanceHead":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from heads.model import AcceptanceHead
+    """Import a head when it is first asked for: `heads.config` must not import torch."""
+    if name == "AcceptanceHead":
+        from heads.model import AcceptanceHead
 
-    return AcceptanceHead
+        return AcceptanceHead
+    if name == "BaseHead":
+        from heads.base import BaseHead
+
+        return BaseHead
+    if name == "ImmediateHead":
+        from heads.immediate import ImmediateHead
+
+        return ImmediateHead
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

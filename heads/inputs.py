@@ -1,47 +1,90 @@
 """What an acceptance head reads about drafted tokens: one value, from labels to decoder.
 
 Training, replay and decoding all build a `HeadInputs` here, and only the features that the head
-names in `AcceptanceHead.reads` are computed.
+names in its `reads` are computed.
+
+What is known of a token grows while decoding (`Moment`): first the distribution that it will be
+drawn from, then the token, and, once the next forward of the draft has run, the draft's state after
+it. Each feature says from which moment on it is known.
 
 To add a feature, write a function of `DraftedTokens` and give it a line in `FEATURES`; a head that
-names it in `reads` gets it as an argument of its `forward`, everywhere.
+names it in `reads` gets it everywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from enum import IntEnum
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head
-from specdata.probability import SamplingConfig, probabilities
+from specdata.probability import SamplingConfig, entropy, probabilities
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+LARGEST_MARGIN = 30.0
+"""Nats. The margin of a distribution with one token only would be infinite."""
+LEAST_MASS = 1e-6
+"""What is added to the mass above a token, which is 0 for the most probable one."""
+LEAST_CHANCE = 1e-30
+"""A drafted token has a probability; this keeps the logarithm of padding finite."""
 
-class DrawnToken(Protocol):
-    """A token that a draft has just drawn, as stopping rules see it while decoding."""
+
+class Moment(IntEnum):
+    """What is known of a drafted token; each moment knows what the ones before it know."""
+
+    BEFORE = 0
+    """The distribution that it will be drawn from, and the state that gave it."""
+    DRAWN = 1
+    """The token itself. Costs no forward of the draft."""
+    CONSUMED = 2
+    """The draft's state after it: while decoding, once the next token can be drawn."""
+
+
+class NextToken(Protocol):
+    """A token that a draft is about to draw, as stopping rules see it while decoding."""
+
+    @property
+    def distribution(self) -> Tensor:
+        """(V,) the distribution q that it is drawn from."""
+
+    @property
+    def state(self) -> Tensor | None:
+        """(H,) the draft's last hidden state that gave `distribution`; None if not captured."""
+
+    @property
+    def position(self) -> int:
+        """Its place in the draft, from 0."""
+
+    @property
+    def since_rejection(self) -> int:
+        """Tokens since the last one that the target replaced, or since the completion began."""
+
+
+class DrawnToken(NextToken, Protocol):
+    """A token that a draft has just drawn."""
 
     @property
     def token(self) -> int:
         """Its id."""
 
     @property
-    def distribution(self) -> Tensor:
-        """(V,) the distribution q that it was drawn from."""
-
-    @property
-    def state(self) -> Tensor | None:
-        """(H,) the draft's last hidden state that gave `distribution`; None if not captured."""
+    def embedding(self) -> Tensor | None:
+        """(E,) the draft's input embedding of it; None if not captured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _not_known() -> Tensor:
+    raise ValueError("a head reads something that is not known here")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DraftedTokens:
     """What is known of drafted tokens when they are judged; a feature calls what it reads.
 
@@ -51,12 +94,34 @@ class DraftedTokens:
             consumed all tokens before this one.
         after: gives (..., H), the draft's last hidden state after it consumed the token.
         distributions: gives (..., V), the distributions q that the tokens were drawn from.
+        embeddings: gives (..., E), the draft's input embeddings of the tokens.
+        position: gives (...), the place of the token in its draft, from 0.
+        since_rejection: gives (...), tokens of the sequence since the last one that the target
+            rejected and replaced, or since the completion began.
     """
 
     tokens: Tensor
     before: Callable[[], Tensor]
     after: Callable[[], Tensor]
     distributions: Callable[[], Tensor]
+    embeddings: Callable[[], Tensor] = _not_known
+    position: Callable[[], Tensor] = _not_known
+    since_rejection: Callable[[], Tensor] = _not_known
+
+    @cached_property
+    def q(self) -> Tensor:
+        """(..., V), the distributions; made once for all features."""
+        return self.distributions()
+
+    @cached_property
+    def q_of_token(self) -> Tensor:
+        """(..., 1) probability of the token itself."""
+        return self.q.gather(-1, self.tokens.unsqueeze(-1))
+
+    @cached_property
+    def largest(self) -> Tensor:
+        """(..., 2), logarithms of the two largest probabilities."""
+        return self.q.topk(min(2, self.q.shape[-1]), dim=-1).values.log()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,33 +130,93 @@ class Feature:
 
     Attributes:
         compute: its value for each token, (...) or (..., size).
-        after: whether it reads `DraftedTokens.after`. While decoding that state exists only once
-            the next token has been drawn, so a head that reads it judges all tokens but the newest.
+        moment: from when on it is known.
+        shape: "number" (...), or a vector as long as the draft's "hidden" states or "embedding".
     """
 
     compute: Callable[[DraftedTokens], Tensor]
-    after: bool = False
+    moment: Moment = Moment.DRAWN
+    shape: Literal["number", "hidden", "embedding"] = "number"
+
+
+def _log_q(drafted: DraftedTokens) -> Tensor:
+    return drafted.q_of_token.squeeze(-1).clamp(min=LEAST_CHANCE).log()
+
+
+def _log_q_max(drafted: DraftedTokens) -> Tensor:
+    return drafted.largest[..., 0]
+
+
+def _margin(drafted: DraftedTokens) -> Tensor:
+    largest = drafted.largest
+    return (largest[..., 0] - largest[..., -1]).clamp(max=LARGEST_MARGIN)
+
+
+def _entropy(drafted: DraftedTokens) -> Tensor:
+    return entropy(drafted.q)
+
+
+def _log_mass_above(drafted: DraftedTokens) -> Tensor:
+    above = drafted.q.masked_fill(drafted.q <= drafted.q_of_token, 0.0).sum(dim=-1)
+    return (above + LEAST_MASS).log()
 
 
 FEATURES: dict[str, Feature] = {
     # (..., H), the last hidden state after the draft consumed the token: SpecDec++ (2405.19715).
-    "hidden": Feature(lambda drafted: drafted.after(), after=True),
+    "hidden": Feature(lambda drafted: drafted.after(), Moment.CONSUMED, "hidden"),
+    # (..., H), the last hidden state that gave the distribution.
+    "hidden_before": Feature(lambda drafted: drafted.before(), Moment.BEFORE, "hidden"),
+    # (..., E), the draft's input embedding of the token.
+    "embedding": Feature(lambda drafted: drafted.embeddings(), Moment.DRAWN, "embedding"),
+    # (...), natural logarithms throughout. log q of the token, and of the most probable one.
+    "log_q": Feature(_log_q, Moment.DRAWN),
+    "log_q_max": Feature(_log_q_max, Moment.BEFORE),
+    # How much more probable the first token is than the second: their difference in logits.
+    "margin": Feature(_margin, Moment.BEFORE),
+    "entropy": Feature(_entropy, Moment.BEFORE),
+    # Of the tokens that are more probable than this one.
+    "log_mass_above": Feature(_log_mass_above, Moment.DRAWN),
+    "position": Feature(lambda drafted: drafted.position(), Moment.BEFORE),
+    "since_rejection": Feature(lambda drafted: drafted.since_rejection(), Moment.BEFORE),
 }
+
+NUMBERS = tuple(name for name, feature in FEATURES.items() if feature.shape == "number")
+
+
+def first_moment(reads: Sequence[str]) -> Moment:
+    """When all of these features are known."""
+    return max((FEATURES[name].moment for name in reads), default=Moment.BEFORE)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadInputs:
-    """The features of drafted tokens, by name; all have the same leading shape (...)."""
+    """The features of drafted tokens, by name; all have the same leading shape (...).
+
+    Attributes:
+        features: of those that the head reads, the ones that are known.
+        moment: what is known.
+    """
 
     features: Mapping[str, Tensor]
+    moment: Moment = Moment.CONSUMED
 
     def __getitem__(self, name: str) -> Tensor:
         return self.features[name]
 
     @classmethod
-    def of(cls, reads: Sequence[str], drafted: DraftedTokens) -> HeadInputs:
-        """Compute the features named in `reads`, and no other."""
-        return cls({name: FEATURES[name].compute(drafted) for name in reads})
+    def of(
+        cls, reads: Sequence[str], drafted: DraftedTokens, moment: Moment | None = None
+    ) -> HeadInputs:
+        """Compute the features named in `reads` that are known at a moment, and no other.
+
+        Args:
+            reads: names of the features.
+            drafted: the tokens.
+            moment: what is known; by default what it takes to know all of them.
+        """
+        moment = first_moment(reads) if moment is None else moment
+        known = [name for name in reads if FEATURES[name].moment <= moment]
+        return cls({name: FEATURES[name].compute(drafted) for name in known}, moment)
 
     @classmethod
     def from_batch(
@@ -133,30 +258,70 @@ class HeadInputs:
         )
 
     @classmethod
-    def from_drafted(cls, reads: Sequence[str], drafted: Sequence[DrawnToken]) -> HeadInputs | None:
-        """The inputs of the newest token that can be judged in a draft under way.
+    def from_drafted(
+        cls, reads: Sequence[str], drafted: Sequence[DrawnToken], moment: Moment | None = None
+    ) -> HeadInputs | None:
+        """The inputs of the newest token of which so much is known, in a draft under way.
 
         Args:
             reads: names of the features.
             drafted: the tokens drawn so far in this round, in order. States must be captured.
+            moment: what must be known, DRAWN or CONSUMED; by default all features.
 
         Returns:
-            Features with the leading shape (): those of the last token, or of the one before it
-            where a feature reads the state after the token. None if there is no such token yet.
+            Features with the leading shape (): those of the last token, or at CONSUMED of the one
+            before it. None if there is no such token yet.
         """
-        lag = int(any(FEATURES[name].after for name in reads))
+        moment = max(first_moment(reads), Moment.DRAWN) if moment is None else moment
+        lag = int(moment is Moment.CONSUMED)
         if len(drafted) <= lag:
             return None
-        judged = drafted[-1 - lag]
-        return cls.of(
-            reads,
-            DraftedTokens(
-                tokens=torch.tensor(judged.token, device=judged.distribution.device),
-                before=lambda: _captured(judged),
-                after=lambda: _captured(drafted[-1]),
-                distributions=lambda: judged.distribution,
-            ),
+        judged, newest = drafted[-1 - lag], drafted[-1]
+        token = torch.tensor(judged.token, device=judged.distribution.device)
+        known = _under_way(
+            judged, token, after=lambda: _captured(newest), embedding=judged.embedding
         )
+        return cls.of(reads, known, moment)
+
+    @classmethod
+    def from_next(cls, reads: Sequence[str], upcoming: NextToken) -> HeadInputs:
+        """The inputs of the token that a draft under way is about to draw, at `Moment.BEFORE`.
+
+        Args:
+            reads: names of the features; those that need the token are left out.
+            upcoming: what is known of it.
+
+        Returns:
+            Features with the leading shape ().
+        """
+        nothing = torch.zeros((), dtype=torch.long, device=upcoming.distribution.device)
+        return cls.of(reads, _under_way(upcoming, nothing), Moment.BEFORE)
+
+
+def _under_way(
+    judged: NextToken,
+    token: Tensor,
+    *,
+    after: Callable[[], Tensor] = _not_known,
+    embedding: Tensor | None = None,
+) -> DraftedTokens:
+    """One token of a draft under way; leading shape ()."""
+    device = judged.distribution.device
+
+    def embeddings() -> Tensor:
+        if embedding is None:
+            raise ValueError("the draft's input embeddings are needed and were not captured")
+        return embedding
+
+    return DraftedTokens(
+        tokens=token,
+        before=lambda: _captured(judged),
+        after=after,
+        distributions=lambda: judged.distribution,
+        embeddings=embeddings,
+        position=lambda: torch.tensor(judged.position, device=device),
+        since_rejection=lambda: torch.tensor(judged.since_rejection, device=device),
+    )
 
 
 def logits_of_states(draft: PreTrainedModel) -> Callable[[Tensor], Tensor]:
@@ -182,7 +347,7 @@ def logits_of_states(draft: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     return logits
 
 
-def _captured(drawn: DrawnToken) -> Tensor:
+def _captured(drawn: NextToken) -> Tensor:
     if drawn.state is None:
         raise ValueError("the draft's hidden states are needed and were not captured")
     return drawn.state

@@ -1,24 +1,15 @@
-"""The acceptance head: from what is known of a drafted token to the odds that it is accepted."""
+"""SpecDec++'s acceptance head: from the draft's state after a token to the odds of acceptance."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from huggingface_hub import PyTorchModelHubMixin, hf_hub_download
-from huggingface_hub.constants import CONFIG_NAME, SAFETENSORS_SINGLE_FILE
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from heads.inputs import HeadInputs
-from heads.remote import AUTO_CONFIG, write_custom_generate, write_modeling
-from specdata.sampling import SamplingConfig
-from specdata.storage.files import atomic_write, write_json
-from specdata.storage.resume import read_record
+from heads.base import SPECDEC, BaseHead
+from heads.inputs import HeadInputs, Moment
 
 
 class ResidualBlock(nn.Module):
@@ -33,21 +24,12 @@ class ResidualBlock(nn.Module):
         return hidden + nn.functional.silu(self.linear(hidden))
 
 
-class AcceptanceHead(
-    nn.Module,
-    PyTorchModelHubMixin,
-    library_name="draftsmith",
-    tags=["speculative-decoding", "acceptance-head"],
-    paper_url="https://arxiv.org/abs/2405.19715",
-):
+class AcceptanceHead(BaseHead, paper_url="https://arxiv.org/abs/2405.19715"):
     """Predict whether the target accepts a drafted token (SpecDec++, Huang et al., 2405.19715).
 
     A residual network on the draft's last hidden state, the one that its output embedding reads,
     at the position of the drafted token after the draft consumed it. The blocks do not share
-    weights. Parameters and arithmetic are float32 whatever the draft's precision.
-
-    Constructor arguments are the saved `config.json`; weights are safetensors only. A saved folder
-    also carries what transformers needs to use the head without this project (`heads.remote`).
+    weights.
 
     Attributes:
         reads: names of the features in `heads.inputs.FEATURES` that `forward` takes, in its order.
@@ -59,12 +41,15 @@ class AcceptanceHead(
             a/(a + w(1 - a)); `probability` undoes that. 1 means no bias.
         draft: name or path of the draft whose hidden states the head reads.
         sampling: temperature, top_k and top_p under which its labels were made.
+        probe: what that draft answers; see `heads.probe`.
 
     Raises:
         ValueError: if a size is out of range.
     """
 
-    reads: ClassVar[tuple[str, ...]] = ("hidden",)
+    kind: ClassVar[str] = SPECDEC
+    reads = ("hidden",)
+    moments = (Moment.CONSUMED,)
 
     def __init__(
         self,
@@ -74,6 +59,7 @@ class AcceptanceHead(
         rejection_weight: float = 1.0,
         draft: str | None = None,
         sampling: dict[str, Any] | None = None,
+        probe: dict[str, Any] | None = None,
     ) -> None:
         if hidden_size < 1 or depth < 0:
             raise ValueError(
@@ -87,13 +73,9 @@ class AcceptanceHead(
         self.rejection_weight = rejection_weight
         self.draft = draft
         self.sampling = sampling
+        self.probe = probe
         self.blocks = nn.ModuleList(ResidualBlock(hidden_size) for _ in range(depth))
         self.output = nn.Linear(hidden_size, 1)
-
-    @property
-    def sampling_config(self) -> SamplingConfig:
-        """The distribution under which its labels were made; the default one if not recorded."""
-        return SamplingConfig(**(self.sampling or {}))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the raw acceptance logit of the token just consumed.
@@ -121,118 +103,6 @@ class AcceptanceHead(
         return logits.squeeze(-1)
 
     def logits(self, inputs: HeadInputs) -> Tensor:
-        """Return the raw acceptance logits of drafted tokens.
-
-        Their sigmoid, which SpecDec++ compares with its threshold, is biased by the weighted loss.
-
-        Args:
-            inputs: the features in `reads`, with the leading shape (...).
-
-        Returns:
-            (...) logits.
-        """
+        """Return the raw acceptance logits of drafted tokens; see `BaseHead.logits`."""
         logits: Tensor = self(*(inputs[name] for name in self.reads))
         return logits
-
-    def probability(self, inputs: HeadInputs) -> Tensor:
-        """Return the calibrated acceptance probability, the bias of the weighted loss undone.
-
-        With phat = sigmoid(logit), this is w phat / (1 - phat + w phat) = sigmoid(logit + log w).
-
-        Args:
-            inputs: the features in `reads`, with the leading shape (...).
-
-        Returns:
-            (...) probabilities.
-        """
-        return torch.sigmoid(self.logits(inputs) + math.log(self.rejection_weight))
-
-    def _save_pretrained(self, save_directory: Path) -> None:
-        weights = {name: value.contiguous() for name, value in self.state_dict().items()}
-        with atomic_write(save_directory / SAFETENSORS_SINGLE_FILE) as temporary:
-            save_file(weights, temporary, metadata={"format": "pt"})
-        settings = self._hub_mixin_config
-        assert isinstance(settings, dict)
-        write_modeling(save_directory)
-        write_custom_generate(save_directory)
-        # Last, because loading starts with it: the folder is a head or it is none.
-        write_json(save_directory / CONFIG_NAME, {**settings, **AUTO_CONFIG})
-
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str | Path, **options: Any
-    ) -> AcceptanceHead:
-        """Load a head from a local folder or from the Hub, in evaluation mode.
-
-        Args:
-            pretrained_model_name_or_path: a folder written by `save_pretrained`, or a Hub id.
-            **options: `revision`, `token`, `cache_dir`, `local_files_only`, `force_download`
-                as everywhere in the Hub library, and `map_location` for the device.
-
-        Raises:
-            ValueError: if there is no head there, or what is there is something else.
-        """
-        source = pretrained_model_name_or_path
-        folder = Path(source)
-        if folder.is_dir() and not (folder / CONFIG_NAME).is_file():
-            raise ValueError(
-                f"{folder} holds no acceptance head: it has no {CONFIG_NAME}; "
-                "pass a folder written by AcceptanceHead.save_pretrained"
-            )
-        if folder.is_dir():  # the library's own refusal would not name the file
-            read_record(folder / CONFIG_NAME, (), "restore it")
-        try:
-            return super().from_pretrained(source, **options)
-        except (HFValidationError, HfHubHTTPError, EntryNotFoundError, OSError) as error:
-            raise ValueError(
-                f"no acceptance head at {str(source)!r}: it is neither a folder here nor a Hub "
-                f"repository that can be reached ({type(error).__name__}: {error})"
-            ) from error
-
-    @classmethod
-    def _from_pretrained(
-        cls,
-        *,
-        model_id: str,
-        revision: str | None,
-        cache_dir: str | Path | None,
-        force_download: bool,
-        local_files_only: bool,
-        token: str | bool | None,
-        map_location: str = "cpu",
-        **settings: Any,
-    ) -> AcceptanceHead:
-        if not {"hidden_size", "depth"} <= settings.keys():
-            raise ValueError(
-                f"{model_id} is not an acceptance head: its {CONFIG_NAME} must give hidden_size "
-                f"and depth, it gives {sorted(settings)} of a head's settings"
-            )
-        try:
-            head = cls(**settings)
-        except TypeError as error:
-            raise ValueError(
-                f"{model_id} is not an acceptance head: a setting in its {CONFIG_NAME} is of "
-                f"another type ({error})"
-            ) from error
-        local = Path(model_id) / SAFETENSORS_SINGLE_FILE
-        if Path(model_id).is_dir():
-            path = local
-        else:
-            path = Path(
-                hf_hub_download(
-                    repo_id=model_id,
-                    filename=SAFETENSORS_SINGLE_FILE,
-                    revision=revision,
-                    cache_dir=cache_dir,
-                    force_download=force_download,
-                    local_files_only=local_files_only,
-                    token=token,
-                )
-            )
-        try:
-            head.load_state_dict(load_file(path))
-        except (RuntimeError, SafetensorError) as error:
-            raise ValueError(
-                f"the weights in {path} do not fit the head that {CONFIG_NAME} describes: {error}"
-            ) from error
-        return head.to(map_location).eval()

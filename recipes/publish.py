@@ -171,7 +171,7 @@ def _training_sets(config: PipelineConfig) -> list[PromptSet]:
 def _choice(config: PipelineConfig, results: Results, head: str) -> DevChoice | None:
     """What the measured settings cost on the run's held-out labels; None if it has none."""
     from eval.analysis.choice import choose_on_dev
-    from heads import AcceptanceHead
+    from heads import BaseHead
     from specdata.labels.make import load_labels
     from specdata.models import load_model
     from specdata.storage.dataset import of_split
@@ -184,7 +184,7 @@ def _choice(config: PipelineConfig, results: Results, head: str) -> DevChoice | 
         return None
     rows = of_split(labels, "dev", where)
     draft = load_model(draft_in_use(config), dtype=config.models.dtype)
-    acceptance_head = AcceptanceHead.from_pretrained(head).to(draft.device)
+    acceptance_head = BaseHead.from_pretrained(head).to(draft.device)
     return choose_on_dev(results, rows, draft, acceptance_head)
 
 

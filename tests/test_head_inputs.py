@@ -16,7 +16,14 @@ from eval.analysis.traces import acceptance_traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from heads import AcceptanceHead
 from heads.config import HeadConfig
-from heads.inputs import FEATURES, DraftedTokens, Feature, HeadInputs, logits_of_states
+from heads.inputs import (
+    FEATURES,
+    DraftedTokens,
+    Feature,
+    HeadInputs,
+    Moment,
+    logits_of_states,
+)
 from specdata.lm_head import hidden_states
 from specdata.sampling import SamplingConfig
 from tests.drive_head import VOCABULARY, synthetic_rows, tiny_draft
@@ -32,6 +39,9 @@ class Drawn:
     token: int
     distribution: Tensor
     state: Tensor | None
+    embedding: Tensor | None = None
+    position: int = 0
+    since_rejection: int = 0
 
 
 def chance(drafted: DraftedTokens) -> Tensor:
@@ -97,8 +107,8 @@ def test_a_feature_is_the_same_of_a_batch_and_of_a_draft_under_way() -> None:
     draft = tiny_draft().eval()
     drawn = drawn_tokens(draft, 5)
     ids = PROMPT + [each.token for each in drawn]
-    for name in FEATURES:
-        lag = int(FEATURES[name].after)
+    for name in ("chance", "before", "token", "hidden", "hidden_before", "log_q", "margin"):
+        lag = int(FEATURES[name].moment is Moment.CONSUMED)
         whole = batch_inputs([name], draft, ids)[name][0]
         assert len(whole) == len(ids)
         for count in range(1, len(drawn) + 1):
@@ -167,12 +177,13 @@ def test_a_head_with_another_feature_goes_from_labels_to_decoding(
     unread = [[0.0] * len(row["draft_ids"])]
     labels = rows.select([0]).add_column("log_q", unread).add_column("log_q_max", unread)
     traces = acceptance_traces(labels, draft=draft, sampling=SAMPLING, head=head)
-    assert traces.tokens.head_logits is not None
+    assert traces.tokens.head is not None
+    assert traces.tokens.head.consumed is not None
     for position, token in enumerate(row["draft_ids"]):
         known = row["prompt_ids"] + row["completion_ids"][:position]
         inputs = batch_inputs(["chance"], draft, [*known, token])
         expected = float(head.logits(inputs)[0, -1].detach())
-        assert traces.tokens.head_logits[0, position] == pytest.approx(expected, abs=1e-4)
+        assert traces.tokens.head.consumed[0, position] == pytest.approx(expected, abs=1e-4)
 
     # Decoding: asked once for each drafted token, from the distribution that it was drawn from.
     ToyHead.seen.clear()

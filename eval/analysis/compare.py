@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # help and mistakes are shown without torch: what works impor
     from transformers import PreTrainedTokenizerBase
 
     from eval.analysis.ties import Choice, Comparison, Difference
-    from heads import AcceptanceHead
+    from heads import BaseHead
 
 SCHEMA_VERSION = 1
 METHODS = (
@@ -96,7 +96,7 @@ def _run(
     import torch
 
     from eval.analysis.ties import compare_sequences
-    from heads import AcceptanceHead
+    from heads import BaseHead
     from specdata.models import check_dtype, check_length, load_model, load_tokenizer
     from specdata.prompts.loading import dropped, load_prompts
     from specdata.vocabulary import check_shared_vocabulary
@@ -124,7 +124,7 @@ def _run(
     head = None
     if given.head:
         try:
-            head = AcceptanceHead.from_pretrained(given.head)
+            head = BaseHead.from_pretrained(given.head)
         except (ValueError, OSError) as error:
             raise ConfigError(f"cannot load the head {given.head!r}: {error}") from error
     methods = {
@@ -148,7 +148,7 @@ def _decode(
     target: Any,
     draft: Any,
     config: DecodeConfig,
-    head: AcceptanceHead | None,
+    head: BaseHead | None,
     given: argparse.Namespace,
 ) -> Callable[[Tensor], Tensor]:
     import torch

@@ -102,7 +102,7 @@ def replay_rules(
         )[0]
 
     for family, in_use in (("logit", False), ("head", True)):
-        if in_use and tokens.head_logits is None:
+        if in_use and tokens.head is None:
             continue
 
         def cost_lengths(seconds: float, in_use: bool = in_use) -> Lengths:
@@ -225,7 +225,7 @@ def main(
 
 def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
     from eval.analysis.traces import acceptance_traces
-    from heads import AcceptanceHead
+    from heads import BaseHead
     from specdata.labels.make import sampling_of
     from specdata.models import load_model
     from specdata.storage.dataset import stream_stored
@@ -240,7 +240,7 @@ def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
     draft = load_model(given.draft, dtype="float32") if given.draft else None
     if given.draft:
         _check_draft(given.labels, given.draft)
-    head = AcceptanceHead.from_pretrained(given.head) if given.head else None
+    head = BaseHead.from_pretrained(given.head) if given.head else None
     sampling = sampling_of(given.labels)
     traces = acceptance_traces(replayed, draft=draft, sampling=sampling, head=head)
     fit_traces = acceptance_traces(fitted)

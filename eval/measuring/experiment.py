@@ -24,7 +24,7 @@ from eval.measuring.records import PromptRecord, RecordStore, record_prompt
 from eval.measuring.results import Method, Results, build_results
 from eval.rounds import Generation
 from eval.verifiers import VERIFIERS
-from heads import AcceptanceHead
+from heads import BaseHead
 from specdata.prompts.loading import Prompt
 from specdata.sampling import SamplingConfig
 from specdata.seeds import generator_for, seed_for
@@ -51,7 +51,7 @@ class Artefacts:
 
     target: PreTrainedModel
     draft: PreTrainedModel
-    head: AcceptanceHead | None
+    head: BaseHead | None
     names: Mapping[str, str | None]
     path_drafts: Mapping[str, PreTrainedModel] = field(default_factory=dict)
 
@@ -289,6 +289,7 @@ class _Experiment:
                 self.models.draft,
                 torch.tensor(prompt.ids),
                 length=method.stop.longest,
+                threshold=method.stop.reported().get("threshold", 0.0),
                 sampling=self.sampling,
                 max_new_tokens=budget,
                 seed=seed_for(self.seed, "eval", prompt.example_id),

@@ -30,8 +30,8 @@ from eval.reporting.lengths import MeasuredLength, longest_measured, measured_le
 from eval.reporting.metadata import About, check_repository, left_out, metadata
 from eval.reporting.serving import acceptance_positions, synthetic_acceptance
 from eval.reporting.verdict import judge
-from heads import AcceptanceHead
-from heads.inputs import FEATURES
+from heads import BaseHead
+from heads.inputs import Moment
 from heads.remote import write_custom_generate
 from specdata.errors import ConfigError, ManifestError
 from specdata.hub import hub_source
@@ -148,7 +148,7 @@ def release_head(
     about = about or About()
     check_repository(push_to)
     measured = _measured(results, source, "head")
-    head = AcceptanceHead.from_pretrained(source)
+    head = BaseHead.from_pretrained(source)
     facts = _head_facts(head, push_to or out.name, measured, about.base_model)
     verdict = judge(measured, choice)
     target = measured.runs[0].target
@@ -171,7 +171,7 @@ def release_head(
         # The folder that the draft had here means nothing elsewhere.
         config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
         write_json(folder / CONFIG_NAME, {**config, "draft": facts.draft})
-        AcceptanceHead.from_pretrained(folder)
+        BaseHead.from_pretrained(folder)
 
     return _publish(out, fill, data, text, measured, push_to=push_to, private=private)
 
@@ -253,7 +253,7 @@ def _shortened(results: Results) -> Results:
     return results.model_copy(update={"runs": runs})
 
 
-def _head_facts(head: AcceptanceHead, name: str, measured: Results, draft: str | None) -> HeadFacts:
+def _head_facts(head: BaseHead, name: str, measured: Results, draft: str | None) -> HeadFacts:
     used = next(run for run in measured.runs if run.head is not None)
     return HeadFacts(
         name=name,
@@ -263,7 +263,7 @@ def _head_facts(head: AcceptanceHead, name: str, measured: Results, draft: str |
         depth=head.depth,
         rejection_weight=head.rejection_weight,
         reads=head.reads,
-        lag=any(FEATURES[name].after for name in head.reads),
+        lag=head.moments[0] is Moment.CONSUMED,
     )
 
 

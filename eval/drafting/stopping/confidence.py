@@ -10,7 +10,7 @@ from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, 
 
 if TYPE_CHECKING:
     from eval.drafting.stopping.recorded import Lengths, RecordedTokens
-    from heads import AcceptanceHead
+    from heads import BaseHead
 
 
 class Confidence(AdaptiveRule):
@@ -37,7 +37,7 @@ class Confidence(AdaptiveRule):
 
         return until_marked(tokens, tokens.q < self.threshold, limit=self.limit)
 
-    def start(self, head: AcceptanceHead | None) -> ActiveRule:
+    def start(self, head: BaseHead | None) -> ActiveRule:
         """Compare each token's own probability; nothing is remembered."""
 
         def should_stop(drafted: DraftedToken) -> bool:

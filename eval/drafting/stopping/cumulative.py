@@ -10,7 +10,7 @@ from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, 
 
 if TYPE_CHECKING:
     from eval.drafting.stopping.recorded import Lengths, RecordedTokens
-    from heads import AcceptanceHead
+    from heads import BaseHead
 
 
 class Cumulative(AdaptiveRule):
@@ -37,7 +37,7 @@ class Cumulative(AdaptiveRule):
 
         return until_product_below(tokens, tokens.q, self.threshold, limit=self.limit)
 
-    def start(self, head: AcceptanceHead | None) -> ActiveRule:
+    def start(self, head: BaseHead | None) -> ActiveRule:
         """Multiply the probabilities of a round's tokens."""
 
         def begin() -> ShouldStop:

@@ -10,7 +10,7 @@ from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, 
 
 if TYPE_CHECKING:
     from eval.drafting.stopping.recorded import Lengths, RecordedTokens
-    from heads import AcceptanceHead
+    from heads import BaseHead
 
 
 class Entropy(AdaptiveRule):
@@ -38,7 +38,7 @@ class Entropy(AdaptiveRule):
             return None
         return until_marked(tokens, tokens.entropy > self.threshold, limit=self.limit)
 
-    def start(self, head: AcceptanceHead | None) -> ActiveRule:
+    def start(self, head: BaseHead | None) -> ActiveRule:
         """Compare each token's distribution; nothing is remembered."""
         from specdata.probability import entropy
 

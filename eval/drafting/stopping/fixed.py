@@ -10,7 +10,7 @@ from eval.drafting.stopping.rule import ActiveRule, DraftedToken, Family, Should
 
 if TYPE_CHECKING:
     from eval.drafting.stopping.recorded import Lengths, RecordedTokens
-    from heads import AcceptanceHead
+    from heads import BaseHead
 
 
 class Fixed(StoppingRule):
@@ -37,7 +37,7 @@ class Fixed(StoppingRule):
 
         return constant_length(tokens, self.length)
 
-    def start(self, head: AcceptanceHead | None) -> ActiveRule:
+    def start(self, head: BaseHead | None) -> ActiveRule:
         """Nothing is asked of the tokens."""
         return ActiveRule(self.length, _never)
 

@@ -11,7 +11,7 @@ from eval.drafting.stopping.rule import ActiveRule, DraftedToken, ShouldStop
 
 if TYPE_CHECKING:
     from eval.drafting.stopping.recorded import Lengths, RecordedTokens
-    from heads import AcceptanceHead
+    from heads import BaseHead
 
 
 class Logit(CalibratedRule):
@@ -40,7 +40,7 @@ class Logit(CalibratedRule):
         estimates = self.model.accept_all(tokens.q_max)
         return until_product_below(tokens, estimates, 1.0 - self.threshold, limit=self.limit)
 
-    def start(self, head: AcceptanceHead | None) -> ActiveRule:
+    def start(self, head: BaseHead | None) -> ActiveRule:
         """Multiply the modelled acceptance probabilities of a round's tokens."""
         model = self.model
 

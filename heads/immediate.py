@@ -1,0 +1,185 @@
+"""Our own acceptance head: it judges a token as soon as it is drawn, or even before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from heads.base import BaseHead
+from heads.inputs import FEATURES, HeadInputs, Moment
+
+DEFAULT_READS = (
+    "hidden_before",
+    "embedding",
+    "hidden",
+    "log_q",
+    "log_q_max",
+    "margin",
+    "entropy",
+    "log_mass_above",
+)
+"""What pays, by the ablation (`benchmarks/heads.py`): position and since_rejection do not."""
+EXPANSION = 2
+
+
+class FeedForwardBlock(nn.Module):
+    """x + W2 SiLU(W1 RMSNorm(x)): (..., W) -> (..., W), the inner width twice as large."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.inner = nn.Linear(width, EXPANSION * width)
+        self.outer = nn.Linear(EXPANSION * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the block to (..., W)."""
+        added: Tensor = self.outer(nn.functional.silu(self.inner(self.norm(x))))
+        return x + added
+
+
+class ImmediateHead(BaseHead):
+    """Predict whether the target accepts a drafted token, from all that is known at a moment.
+
+    One network for every moment that it was trained for (`heads.inputs.Moment`). Before the token
+    is drawn it predicts the ex-ante acceptance sum_x min(p(x), q(x)); once it is drawn, and again
+    once the draft has consumed it, the ex-post acceptance min(1, p/q). The first costs no forward
+    of the draft more than drawing does, so unlike SpecDec++'s head it has no lag.
+
+    Each vector feature goes through its own LayerNorm and linear map, the standardised numbers
+    through one; their sum with a learned vector of the moment passes residual blocks. Features that
+    are not known yet add nothing.
+
+    Args:
+        hidden_size: H, the width of the draft's hidden state.
+        embedding_size: E, the width of the draft's input embedding; 0 means H.
+        reads: names of features; those not known at a moment are not used there.
+        moments: names of what may be known: "before", "drawn", "consumed".
+        width: W of the network.
+        depth: number of residual blocks.
+        scales: number feature -> (mean, standard deviation) by which it is standardised; (0, 1) for
+            those that are missing.
+        draft: name or path of the draft whose hidden states the head reads.
+        sampling: temperature, top_k and top_p under which its labels were made.
+        probe: what that draft answers; see `heads.probe`.
+
+    Raises:
+        ValueError: if a size is out of range, or a name is unknown.
+    """
+
+    kind: ClassVar[str] = "immediate"
+    rejection_weight = 1.0
+
+    def __init__(  # noqa: PLR0913 - all that config.json holds
+        self,
+        *,
+        hidden_size: int,
+        embedding_size: int = 0,
+        reads: Sequence[str] = DEFAULT_READS,
+        moments: Sequence[str] = ("before", "drawn", "consumed"),
+        width: int = 128,
+        depth: int = 2,
+        scales: Mapping[str, Sequence[float]] | None = None,
+        draft: str | None = None,
+        sampling: dict[str, Any] | None = None,
+        probe: dict[str, Any] | None = None,
+    ) -> None:
+        if hidden_size < 1 or embedding_size < 0 or width < 1 or depth < 0:
+            raise ValueError(
+                "a head needs hidden_size >= 1, embedding_size >= 0, width >= 1 and depth >= 0, "
+                f"got {hidden_size}, {embedding_size}, {width} and {depth}"
+            )
+        if unknown := [name for name in reads if name not in FEATURES]:
+            raise ValueError(f"unknown features {', '.join(unknown)}: known are {[*FEATURES]}")
+        known = {moment.name.lower(): moment for moment in Moment}
+        if not moments or not set(moments) <= known.keys():
+            raise ValueError(f"moments must name some of {[*known]}, got {list(moments)}")
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.embedding_size = embedding_size or hidden_size
+        self.reads = tuple(reads)
+        self.moments = tuple(sorted(known[name] for name in moments))
+        self.width = width
+        self.depth = depth
+        self.draft = draft
+        self.sampling = sampling
+        self.probe = probe
+        sizes = {"hidden": self.hidden_size, "embedding": self.embedding_size}
+        self.sizes = {
+            name: sizes[f.shape] for name in reads if (f := FEATURES[name]).shape in sizes
+        }
+        self.numbers = tuple(name for name in reads if name not in self.sizes)
+        self.scales = {name: tuple((scales or {}).get(name, (0.0, 1.0))) for name in self.numbers}
+        self.norms = nn.ModuleDict({name: nn.LayerNorm(size) for name, size in self.sizes.items()})
+        self.vectors = nn.ModuleDict(
+            {name: nn.Linear(size, width, bias=False) for name, size in self.sizes.items()}
+        )
+        self.number_weights = nn.Linear(max(1, len(self.numbers)), width, bias=False)
+        self.moment = nn.Embedding(len(Moment), width)
+        self.blocks = nn.ModuleList(FeedForwardBlock(width) for _ in range(depth))
+        self.norm = nn.RMSNorm(width)
+        self.output = nn.Linear(width, 1)
+
+    def forward(self, moment: Tensor, *features: Tensor | None) -> Tensor:
+        """Return raw acceptance logits.
+
+        Args:
+            moment: int64, what is known of each token: (...), or () for all.
+            *features: in the order of `reads`, each (...) or (..., size); None if it is known of no
+                token. Values of tokens of which they are not known yet are not used.
+
+        Returns:
+            (...) logits.
+        """
+        given = list(zip(self.reads, features, strict=True))
+        # Autocast would quietly run the layers in half precision.
+        with torch.autocast(moment.device.type, enabled=False):
+            x = self.moment(moment)
+            shapes = [self._leading(name, value) for name, value in given if value is not None]
+            shape = max([moment.shape, *shapes], key=len)
+            numbers = []
+            for name, value in given:
+                known = (moment >= FEATURES[name].moment).to(x.dtype)
+                if name in self.scales:
+                    mean, deviation = self.scales[name]
+                    number = known * mean if value is None else value.to(x.dtype)
+                    numbers.append(((number - mean) / deviation * known).expand(shape))
+                elif value is not None:
+                    normal = self.norms[name](value.to(x.dtype))
+                    x = x + self.vectors[name](normal) * known.unsqueeze(-1)
+            if numbers:
+                x = x + self.number_weights(torch.stack(numbers, dim=-1))
+            for block in self.blocks:
+                x = block(x)
+            logits: Tensor = self.output(self.norm(x))
+        return logits.squeeze(-1)
+
+    def _leading(self, name: str, value: Tensor) -> torch.Size:
+        """The shape (...) of a feature. Raises ValueError for another width than the draft's."""
+        if name in self.scales:
+            return value.shape
+        size = self.sizes[name]
+        if value.shape[-1] != size:
+            raise ValueError(
+                f"this head reads {name} of width {size}, got {value.shape[-1]}; it was trained "
+                f"for the draft {self.draft or '(not recorded)'}"
+            )
+        return value.shape[:-1]
+
+    def logits(self, inputs: HeadInputs) -> Tensor:
+        """Return the raw acceptance logits of drafted tokens; see `BaseHead.logits`.
+
+        Raises:
+            ValueError: at a moment that the head was not trained for.
+        """
+        if inputs.moment not in self.moments:
+            raise ValueError(
+                f"this head judges tokens {', '.join(m.name.lower() for m in self.moments)}, not "
+                f"{inputs.moment.name.lower()}"
+            )
+        device = self.output.weight.device
+        moment = torch.tensor(int(inputs.moment), device=device)
+        logits: Tensor = self(moment, *(inputs.features.get(name) for name in self.reads))
+        return logits
