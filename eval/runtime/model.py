@@ -61,7 +61,7 @@ class CachedModel:
         self.refresh_graphs()
         # Flash attention takes no mask; its causal attention is aligned as ours is.
         self._takes_masks = takes_masks(model)
-        self._can_pack = can_pack(model)
+        self.packs = can_pack(model)
         # Only SDPA needs no mask for a single token. Of a mask that the model makes for itself, a
         # graph would keep the length.
         self._sdpa = model.config._attn_implementation == "sdpa"
@@ -298,7 +298,7 @@ class CachedModel:
 
     def _run_batch(self, forwards: Sequence[Forward]) -> list[Tensor]:
         """Run forwards of several sequences as one, over all slots up to the last of theirs."""
-        if self._can_pack:
+        if self.packs:
             return self._run_packed(forwards)
         layouts = [forward.layout() for forward in forwards]
         slots = [forward.sequence.slot for forward in forwards]

@@ -153,6 +153,14 @@ class Cost(CalibratedRule):
             tokens, least, limit=self.limit, calibrated=True, newest=newest
         )
 
+    def estimate(self, head: BaseHead | None) -> SurvivalEstimate:
+        """By the head, if it is asked, else by the logistic model."""
+        if head is None or not self.head:
+            return super().estimate(head)
+        from eval.drafting.stopping.estimates import HeadEstimate
+
+        return HeadEstimate(head, self.accept)
+
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Begin with the given costs and first guesses."""
         if self.measured:
