@@ -211,11 +211,11 @@ class SpeculativeDecoder:
     ) -> list[Generation]:
         """Continue many prompts, several at a time; a finished one makes room for the next.
 
-        Forwards of one model that wait at the same time run as one, which changes logits by
-        rounding only. Each sequence is decoded as `generate` would with its generator, whatever
-        runs beside it; with a shared budget, drafts are as long as pays beside the others, and only
-        the joint distribution of all sequences is what it would be. Times of single rounds are not known and recorded as 0, and
-        `Generation.seconds` is that of the whole call.
+        Each sequence is decoded as `generate` would with its generator, whatever runs beside it:
+        forwards of one model that wait at the same time run as one. Batching changes logits by
+        rounding only. With a shared budget, drafts are as long as pays beside those of the other
+        sequences; tokens then differ, and their joint distribution does not. Times of single rounds
+        are not known and recorded as 0, and `Generation.seconds` is that of the whole call.
 
         Args:
             prompts: each (T,) int64, T >= 1.
@@ -284,11 +284,13 @@ class SpeculativeDecoder:
         Raises:
             ConfigError: if the decoder shares no budget.
         """
-        endless = self._endless
-        if endless is None:
+        endless, budget = self._endless, self._budget
+        if endless is None or budget is None:
             raise ConfigError('there are costs to measure only with budget="shared" and a draft')
         sizes = sorted({size, *(2**power for power in range(size.bit_length()))})
-        planned = PlannedDrafts(SCORED)
+        # On a CPU, what other processes take from this one is left out.
+        clock = time.thread_time if self._target.device.type == "cpu" else time.perf_counter
+        planned = PlannedDrafts(SCORED, clock)
         generator = torch.Generator().manual_seed(0)
         vocabulary = self._target.model.get_input_embeddings().num_embeddings
         for sequences in sizes:
@@ -311,14 +313,20 @@ class SpeculativeDecoder:
                 self._free_caches()
         # These slots' sequences have taken the places of ours.
         self._slots.clear()
-        return planned.table()
+        budget.measured = planned.table()
+        return budget.measured
+
+    @property
+    def costs(self) -> CostTable | None:
+        """What forwards cost a shared budget; None without one, or before it is known."""
+        return self._budget.costs if self._budget else None
 
     def _scheduler(self, size: int) -> SharedBudget | None:
         """The shared budget, if there is one, with costs and without a memory."""
         if self._budget is None:
             return None
         if self._budget.needs_costs(size):
-            self._budget.measured = self.measure_costs(size)
+            self.measure_costs(size)
         self._budget.restart()
         return self._budget
 

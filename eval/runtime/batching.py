@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -63,34 +62,34 @@ def run_together(
             number, job = queued
             advance(number, slot, job(slot), None)
 
-    def answer_all(answers: dict[int, Any]) -> None:
-        served = [(number, waiting.pop(number), answer) for number, answer in answers.items()]
-        for number, entry, answer in served:
+    def answer_all(asked: Iterable[int], answers: Iterable[Any]) -> None:
+        served = [(number, waiting.pop(number)) for number in asked]
+        for (number, entry), answer in zip(served, answers, strict=True):
             advance(number, entry.slot, entry.coroutine, answer)
 
     for slot in slots:
         start_next(slot)
     while waiting:
-        requests = {number: entry.request for number, entry in waiting.items()}
-        forwards = {n: request for n, request in requests.items() if isinstance(request, Forward)}
-        bids = {n: request for n, request in requests.items() if isinstance(request, Bid)}
+        forwards, bids = _requests(waiting)
         models = {id(forward.model): forward.model for forward in forwards.values()}
-        model = next((model for model in models.values() if model is not last), None)
-        if model is None and bids:
+        model = next((model for model in models.values() if model is not last), last)
+        if model is last and bids:
             assert scheduler is not None, "bids need a scheduler"
             scored = [forward.logits_to_keep for forward in forwards.values()]
-            admitted = scheduler.admit(list(bids.values()), scored)
-            answer_all(dict(zip(bids, admitted, strict=True)))
+            answer_all(bids, scheduler.admit(list(bids.values()), scored))
             continue
-        begun = time.perf_counter()
-        model = model or last
         ready = {n: forward for n, forward in forwards.items() if forward.model is model}
-        answers = model.run_all(list(ready.values()))
-        answer_all(dict(zip(ready, answers, strict=True)))
+        answer_all(ready, model.run_all(list(ready.values())))
         if scheduler is not None:
-            scheduler.ran(
-                target=model is last,
-                tokens=[forward.logits_to_keep for forward in ready.values()],
-                seconds=time.perf_counter() - begun,
-            )
+            tokens = [forward.logits_to_keep for forward in ready.values()]
+            scheduler.ran(target=model is last, tokens=tokens)
     return [results[number] for number in range(len(jobs))]
+
+
+def _requests(waiting: Mapping[int, _Waiting[S, T]]) -> tuple[dict[int, Forward], dict[int, Bid]]:
+    """The forwards and the bids that jobs wait for, by job."""
+    requests = {number: entry.request for number, entry in waiting.items()}
+    return (
+        {number: asked for number, asked in requests.items() if isinstance(asked, Forward)},
+        {number: asked for number, asked in requests.items() if isinstance(asked, Bid)},
+    )

@@ -14,7 +14,7 @@ that takes adaptive chains stays lossless, for all sequences jointly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -155,13 +155,12 @@ class Scheduler(Protocol):
             scored: tokens that the target will score of each other sequence.
         """
 
-    def ran(self, *, target: bool, tokens: Sequence[int], seconds: float) -> None:
-        """Take note of a forward.
+    def ran(self, *, target: bool, tokens: Sequence[int]) -> None:
+        """Take note of a forward, once its sequences have gone on with it.
 
         Args:
             target: of the target, or of a draft.
             tokens: logits that were made of each of its sequences.
-            seconds: of the forward and of what its sequences did with it.
         """
 
 
@@ -193,14 +192,19 @@ class SharedBudget:
         return self._given is None and (measured is None or measured.sequences[-1] < size)
 
     @property
+    def costs(self) -> CostTable | None:
+        """What forwards take, if it is known."""
+        return self._given or self.measured
+
+    @property
     def _costs(self) -> CostTable:
-        costs = self._given or self.measured
+        costs = self.costs
         assert costs is not None, "costs are measured before anything is decoded"
         return costs
 
     def restart(self) -> None:
         """Forget what was decoded."""
-        # Seconds by the table: spent, and what plain decoding would have needed for the same tokens.
+        # Seconds by the table: what was spent, and what plain decoding would have taken.
         self._spent = self._plain = 0.0
         self._emitted = 0  # since the last forward of the target was charged
         self._known, self._accepted = float(PRIOR_TOKENS), PRIOR_TOKENS * MEAN_ACCEPTANCE
@@ -237,8 +241,8 @@ class SharedBudget:
         admitted = set(ranked[:best])
         return [number in admitted for number in range(len(bids))]
 
-    def ran(self, *, target: bool, tokens: Sequence[int], seconds: float) -> None:
-        """Charge a forward by the table, whatever it really took; see `Scheduler.ran`."""
+    def ran(self, *, target: bool, tokens: Sequence[int]) -> None:
+        """Charge a forward by the table; see `Scheduler.ran`."""
         sequences = len(tokens)
         if not target:
             self._spent += self._costs.draft_seconds(sequences)
@@ -265,23 +269,24 @@ class SharedBudget:
         self._known += accepted + (accepted < drafted)
 
     def _target_seconds(self, sequences: int, total: int, longest: int) -> float:
-        return self._costs.target_seconds(
-            sequences, total if self._packed else sequences * longest
-        )
+        return self._costs.target_seconds(sequences, total if self._packed else sequences * longest)
 
 
 class PlannedDrafts:
     """Admits drafts of lengths that are laid down, the same for all sequences, and takes the times.
 
     Every round has the next of the lengths. Rounds of fewer sequences than began, and the first
-    one, which reads prompts, are not counted.
+    one, which reads prompts, are not counted. The time of a forward is all that passed since the
+    one before, drawing, estimates and verification included.
 
     Args:
         scored: tokens that the target is to score of each sequence, ascending from 1.
+        clock: gives seconds.
     """
 
-    def __init__(self, scored: Sequence[int]) -> None:
+    def __init__(self, scored: Sequence[int], clock: Callable[[], float]) -> None:
         self._scored = tuple(scored)
+        self._clock = clock
         self._target: dict[int, dict[int, list[float]]] = {}
         self._draft: dict[int, list[float]] = {}
 
@@ -292,7 +297,7 @@ class PlannedDrafts:
 
     def begin(self, sequences: int) -> None:
         """Measure batches of this size next."""
-        self._sequences, self._round = sequences, 0
+        self._sequences, self._round, self._before = sequences, 0, self._clock()
         self._target[sequences] = {tokens: [] for tokens in self._scored}
         self._draft[sequences] = []
 
@@ -301,8 +306,10 @@ class PlannedDrafts:
         length = self._scored[self._round % len(self._scored)] - 1
         return [bid.drafted < length for bid in bids]
 
-    def ran(self, *, target: bool, tokens: Sequence[int], seconds: float) -> None:
+    def ran(self, *, target: bool, tokens: Sequence[int]) -> None:
         """Keep the time; see `Scheduler.ran`."""
+        now = self._clock()
+        seconds, self._before = now - self._before, now
         whole = len(tokens) == self._sequences and self._round > 0
         if whole and not target:
             self._draft[self._sequences].append(seconds)

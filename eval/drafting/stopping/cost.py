@@ -26,6 +26,7 @@ from eval.drafting.stopping.rule import (
 from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
+    from eval.drafting.stopping.estimates import SurvivalEstimate
     from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
     from eval.drafting.stopping.survival import Survival
     from eval.rounds import Round
