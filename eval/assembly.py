@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from eval.drafting.bidding import BiddingDrafter
 from eval.drafting.drafters import BranchingDrafter, ChainDrafter, Drafter, DraftPath
+from eval.drafting.stopping.estimates import HeadRunner
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
 
@@ -50,9 +51,10 @@ def make_drafters(
     if config.stop.reads_head and head is not None:
         config.stop.check_head(head)
     if budget is not None:
+        runner = None if head is None else HeadRunner(head)
         return lambda row: BiddingDrafter(
             models[0].sequence(row, config.sampling),
-            config.stop.estimate(head),
+            config.stop.estimate(runner),
             config.stop.longest,
             ends,
             lambda done: budget.emitted(done.emitted, done.drafted, done.accepted),

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from eval.runtime.budget import Bid, Scheduler
 from eval.runtime.model import CachedModel
-from eval.runtime.sequence import Forward, ForwardCoroutine
+from eval.runtime.sequence import Forward, ForwardCoroutine, Request, RequestRunner
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -20,7 +20,7 @@ class _Waiting(Generic[S, T]):
 
     slot: S
     coroutine: ForwardCoroutine[T]
-    request: Forward | Bid
+    request: Request | Bid
 
 
 def run_together(
@@ -70,26 +70,36 @@ def run_together(
     for slot in slots:
         start_next(slot)
     while waiting:
-        forwards, bids = _requests(waiting)
-        models = {id(forward.model): forward.model for forward in forwards.values()}
-        model = next((model for model in models.values() if model is not last), last)
-        if model is last and bids:
+        model, asked = _next(waiting, last)
+        if model is None:
             assert scheduler is not None, "bids need a scheduler"
-            scored = [forward.logits_to_keep for forward in forwards.values()]
-            answer_all(bids, scheduler.admit(list(bids.values()), scored))
+            others = _tokens(entry.request for entry in waiting.values())
+            answer_all(asked, scheduler.admit(list(asked.values()), others))
             continue
-        ready = {n: forward for n, forward in forwards.items() if forward.model is model}
-        answer_all(ready, model.run_all(list(ready.values())))
-        if scheduler is not None:
-            tokens = [forward.logits_to_keep for forward in ready.values()]
+        answer_all(asked, model.run_all(list(asked.values())))
+        if scheduler is not None and (tokens := _tokens(asked.values())):
             scheduler.ran(target=model is last, tokens=tokens)
     return [results[number] for number in range(len(jobs))]
 
 
-def _requests(waiting: Mapping[int, _Waiting[S, T]]) -> tuple[dict[int, Forward], dict[int, Bid]]:
-    """The forwards and the bids that jobs wait for, by job."""
-    requests = {number: entry.request for number, entry in waiting.items()}
-    return (
-        {number: asked for number, asked in requests.items() if isinstance(asked, Forward)},
-        {number: asked for number, asked in requests.items() if isinstance(asked, Bid)},
-    )
+def _next(
+    waiting: Mapping[int, _Waiting[S, T]], last: CachedModel
+) -> tuple[RequestRunner | None, dict[int, Any]]:
+    """What is answered next, by job: requests of one model; or bids, and then None for the model."""
+    bids, requests = dict[int, Bid](), dict[int, Request]()
+    for number, entry in waiting.items():
+        if isinstance(entry.request, Bid):
+            bids[number] = entry.request
+        else:
+            requests[number] = entry.request
+    models = {id(request.model): request.model for request in requests.values()}
+    model = next((model for model in models.values() if model is not last), None)
+    if model is None and bids:
+        return None, bids
+    model = model or last
+    return model, {n: request for n, request in requests.items() if request.model is model}
+
+
+def _tokens(requests: Iterable[Request | Bid]) -> list[int]:
+    """Logits that are made of each sequence by those requests that are forwards."""
+    return [request.logits_to_keep for request in requests if isinstance(request, Forward)]

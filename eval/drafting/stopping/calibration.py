@@ -20,9 +20,8 @@ from eval.drafting.stopping.rule import AdaptiveRule
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from eval.drafting.stopping.estimates import SurvivalEstimate
+    from eval.drafting.stopping.estimates import HeadRunner, SurvivalEstimate
     from eval.drafting.stopping.recorded import Reals, RecordedTokens
-    from heads import BaseHead
 
 EDGE = 1e-6
 """max q is kept this far from 0 and 1: a one-hot distribution (greedy, top-k 1) has no logit."""
@@ -76,7 +75,7 @@ class CalibratedRule(AdaptiveRule):
         model = fit_calibration(accept[inside], tokens.q_max[inside])
         return {"calibration": [model.intercept, model.slope]}
 
-    def estimate(self, head: BaseHead | None) -> SurvivalEstimate:
+    def estimate(self, head: HeadRunner | None) -> SurvivalEstimate:
         """By the logistic model."""
         from eval.drafting.stopping.estimates import ProductOfEstimates
 

@@ -26,7 +26,7 @@ from eval.drafting.stopping.rule import (
 from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
-    from eval.drafting.stopping.estimates import SurvivalEstimate
+    from eval.drafting.stopping.estimates import HeadRunner, SurvivalEstimate
     from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
     from eval.drafting.stopping.survival import Survival
     from eval.rounds import Round
@@ -154,7 +154,7 @@ class Cost(CalibratedRule):
             tokens, least, limit=self.limit, calibrated=True, newest=newest
         )
 
-    def estimate(self, head: BaseHead | None) -> SurvivalEstimate:
+    def estimate(self, head: HeadRunner | None) -> SurvivalEstimate:
         """By the head, if it is asked, else by the logistic model."""
         if head is None or not self.head:
             return super().estimate(head)

@@ -2,18 +2,67 @@
 
 A stopping rule answers yes or no for its own sequence. A verification budget that is shared among
 sequences (`eval.runtime.budget`) ranks their drafts instead, by the estimates of the same rules.
+What these ask a head is asked for all sequences at once: one call of a head takes as long for one
+token as for a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from eval.drafting.stopping.rule import DraftedToken, UpcomingToken
+    from eval.drafting.stopping.survival import Asking
     from heads import BaseHead
+    from heads.inputs import HeadInputs
+
+
+class HeadRunner:
+    """A head that is asked of several tokens at a time.
+
+    Args:
+        head: the head.
+    """
+
+    def __init__(self, head: BaseHead) -> None:
+        self.head = head
+
+    def run_all(self, questions: Sequence[Question]) -> list[float]:
+        """The raw logit of the token of each question."""
+        import torch
+
+        from heads.inputs import HeadInputs
+
+        logits = [0.0] * len(questions)
+        for moment in {question.inputs.moment for question in questions}:
+            places = [n for n, question in enumerate(questions) if question.inputs.moment is moment]
+            asked = [questions[place].inputs.features for place in places]
+            stacked = {name: torch.stack([each[name] for each in asked]) for name in asked[0]}
+            answers = self.head.logits(HeadInputs(stacked, moment)).tolist()
+            for place, logit in zip(places, answers, strict=True):
+                logits[place] = logit
+        return logits
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a head is asked of one token.
+
+    Args:
+        model: what answers it.
+        inputs: the token's features, with the leading shape ().
+    """
+
+    model: HeadRunner
+    inputs: HeadInputs
+
+
+Estimation = Generator[Question, Any, float]
+"""Yields what a head is asked, is sent its raw logits, and returns a probability."""
 
 
 class SurvivalEstimate(Protocol):
@@ -25,14 +74,14 @@ class SurvivalEstimate(Protocol):
     def begin(self) -> None:
         """Start a round."""
 
-    def before(self, upcoming: UpcomingToken) -> float:
+    def before(self, upcoming: UpcomingToken) -> Estimation:
         """That all tokens so far and the one that is about to be drawn are accepted.
 
         Args:
             upcoming: what is known of that one; not the token.
         """
 
-    def after(self, drafted: DraftedToken) -> float:
+    def after(self, drafted: DraftedToken) -> Estimation:
         """That all tokens so far are accepted, the one just drawn included."""
 
 
@@ -51,13 +100,15 @@ class ProductOfEstimates:
         """Start a round."""
         self._survival = self._next = 1.0
 
-    def before(self, upcoming: UpcomingToken) -> float:
+    def before(self, upcoming: UpcomingToken) -> Estimation:
         """See `SurvivalEstimate.before`."""
+        yield from ()  # no head is asked
         self._next = self._survival * self._accept(upcoming.position, upcoming.distribution)
         return self._next
 
-    def after(self, drafted: DraftedToken) -> float:
+    def after(self, drafted: DraftedToken) -> Estimation:
         """See `SurvivalEstimate.after`: the token adds nothing."""
+        yield from ()
         self._survival = self._next
         return self._survival
 
@@ -66,16 +117,17 @@ class HeadEstimate:
     """A head's estimates; what the head cannot judge yet is judged by the distribution alone.
 
     Args:
-        head: the acceptance head; its probabilities are calibrated and stay as they are.
+        runner: the acceptance head; its probabilities are calibrated and stay as they are.
         accept: as in `ProductOfEstimates`.
     """
 
-    def __init__(self, head: BaseHead, accept: Callable[[int, Tensor], float]) -> None:
+    def __init__(self, runner: HeadRunner, accept: Callable[[int, Tensor], float]) -> None:
         from eval.drafting.stopping.survival import Survival
         from heads.inputs import Moment
 
-        self._head = Survival(head)
-        self._asks_before = Moment.BEFORE in head.moments
+        self._runner = runner
+        self._head = Survival(runner.head)
+        self._asks_before = Moment.BEFORE in runner.head.moments
         self._accept = accept
         self.begin()
 
@@ -84,14 +136,25 @@ class HeadEstimate:
         self._head.begin()
         self._survival = self._newest = 1.0
 
-    def before(self, upcoming: UpcomingToken) -> float:
+    def before(self, upcoming: UpcomingToken) -> Estimation:
         """See `SurvivalEstimate.before`."""
-        self._newest = self._accept(upcoming.position, upcoming.distribution)
         if self._asks_before:
-            return self._head.before(upcoming)
+            return (yield from self._put(self._head.asking_before(upcoming)))
+        self._newest = self._accept(upcoming.position, upcoming.distribution)
         return self._survival * self._newest
 
-    def after(self, drafted: DraftedToken) -> float:
+    def after(self, drafted: DraftedToken) -> Estimation:
         """See `SurvivalEstimate.after`."""
-        self._survival = self._head.after(drafted, self._newest)
+        asking = self._head.asking_after(drafted, self._newest)
+        self._survival = yield from self._put(asking)
         return self._survival
+
+    def _put(self, asking: Asking) -> Estimation:
+        """Put what is asked to the runner."""
+        try:
+            inputs = next(asking)
+            while True:
+                inputs = asking.send((yield Question(self._runner, inputs)))
+        except StopIteration as known:
+            survival: float = known.value
+            return survival

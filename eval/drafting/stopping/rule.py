@@ -23,7 +23,7 @@ from specdata.config import Config
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from eval.drafting.stopping.estimates import SurvivalEstimate
+    from eval.drafting.stopping.estimates import HeadRunner, SurvivalEstimate
     from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
     from eval.rounds import Round
     from heads import BaseHead
@@ -178,11 +178,11 @@ class StoppingRule(Config):
         """
         return None
 
-    def estimate(self, head: BaseHead | None) -> SurvivalEstimate:
+    def estimate(self, head: HeadRunner | None) -> SurvivalEstimate:
         """What it estimates of a draft in one slot; only if it `estimates`.
 
         Args:
-            head: as in `start`.
+            head: the acceptance head, the same for all slots; never None if `needs_head`.
         """
         raise NotImplementedError(f"stop={self.name!r} makes no estimates")
 

@@ -7,6 +7,7 @@ rollouts it is `eval.drafting.stopping.recorded.until_head_survival_below`.
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from eval.rounds import Round
     from heads import BaseHead
     from heads.inputs import DrawnToken, NextToken
+
+
+Asking = Generator[HeadInputs, float, float]
+"""Yields what a head is to be asked, is sent its raw logits, and returns a probability."""
 
 
 class Survival:
@@ -51,7 +56,6 @@ class Survival:
         # What was estimated: the moment, the token's place in the draft, and the head's logit.
         self._estimates: list[tuple[Moment, int, float]] = []
 
-    @torch.inference_mode()
     def after(self, drafted: DraftedToken, newest: float = 1.0) -> float:
         """That all tokens drafted so far are accepted, once another one is drawn.
 
@@ -59,32 +63,51 @@ class Survival:
             drafted: the token, in order.
             newest: the probability that it is accepted, if the head cannot judge it yet.
         """
-        moments = self._head.moments
-        self._tokens.append(drafted)
-        place = len(self._tokens) - 1
-        if Moment.CONSUMED in moments and place > self._final:
-            self._consume(drafted)
-        if Moment.DRAWN not in moments:
-            return self._known * newest
-        inputs = HeadInputs.from_drafted(self._head.reads, self._tokens, Moment.DRAWN)
-        assert inputs is not None
-        newest = self._estimate(inputs, place)
-        if Moment.CONSUMED not in moments:
-            self._known, self._final = self._known * newest, place + 1
-            return self._known
-        return self._known * newest
+        return self._ask(self.asking_after(drafted, newest))
 
-    @torch.inference_mode()
     def before(self, upcoming: UpcomingToken) -> float:
         """That they and the token that is about to be drawn are: the ex-ante survival.
 
         Args:
             upcoming: what is known of the next token.
         """
+        return self._ask(self.asking_before(upcoming))
+
+    @torch.inference_mode()
+    def _ask(self, asking: Asking) -> float:
+        """Answer what is asked with the head, one token at a time."""
+        try:
+            inputs = next(asking)
+            while True:
+                inputs = asking.send(float(self._head.logits(inputs)))
+        except StopIteration as known:
+            survival: float = known.value
+            return survival
+
+    def asking_after(self, drafted: DraftedToken, newest: float = 1.0) -> Asking:
+        """As `after`, for whoever asks the head for several drafts at a time."""
+        moments = self._head.moments
+        self._tokens.append(drafted)
+        place = len(self._tokens) - 1
+        if Moment.CONSUMED in moments and place > self._final:
+            yield from self._consume(drafted)
+        if Moment.DRAWN not in moments:
+            return self._known * newest
+        inputs = HeadInputs.from_drafted(self._head.reads, self._tokens, Moment.DRAWN)
+        assert inputs is not None
+        newest = yield from self._estimate(inputs, place)
+        if Moment.CONSUMED not in moments:
+            self._known, self._final = self._known * newest, place + 1
+            return self._known
+        return self._known * newest
+
+    def asking_before(self, upcoming: UpcomingToken) -> Asking:
+        """As `before`, for whoever asks the head for several drafts at a time."""
         if Moment.CONSUMED in self._head.moments and self._tokens:
-            self._consume(upcoming)
+            yield from self._consume(upcoming)
         inputs = HeadInputs.from_next(self._head.reads, upcoming)
-        return self._known * self._estimate(inputs, len(self._tokens))
+        chance = yield from self._estimate(inputs, len(self._tokens))
+        return self._known * chance
 
     def observe(self, record: Round) -> None:
         """Learn from the finished round: its accepted tokens, and the first that was not."""
@@ -94,7 +117,7 @@ class Survival:
             if place < record.drafted and place <= record.accepted:
                 self.models[moment].observe(logit, place < record.accepted)
 
-    def _consume(self, newest: NextToken) -> None:
+    def _consume(self, newest: NextToken) -> Generator[HeadInputs, float, None]:
         """Take the final estimate of the last token that the draft has consumed.
 
         Args:
@@ -105,12 +128,12 @@ class Survival:
         pair = [judged, cast("DrawnToken", newest)]
         inputs = HeadInputs.from_drafted(self._head.reads, pair, Moment.CONSUMED)
         assert inputs is not None
-        self._known *= self._estimate(inputs, self._final)
+        self._known *= yield from self._estimate(inputs, self._final)
         self._final += 1
 
-    def _estimate(self, inputs: HeadInputs, place: int) -> float:
+    def _estimate(self, inputs: HeadInputs, place: int) -> Asking:
         """The probability that a token is accepted, and note of it."""
-        logit = float(self._head.logits(inputs)) + self._bias
+        logit = (yield inputs) + self._bias
         if not self._refit:
             return sigmoid(logit)
         self._estimates.append((inputs.moment, place, logit))
