@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from eval.drafting.bidding import BiddingDrafter
 from eval.drafting.drafters import BranchingDrafter, ChainDrafter, Drafter, DraftPath
-from eval.drafting.stopping.estimates import HeadRunner
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
 
@@ -32,7 +31,7 @@ def make_drafters(
         models: the drafts; more than one only for `config.path_drafts`.
         head: the acceptance head, if there is one.
         ends: token ids after which nothing is drafted.
-        budget: learns from rounds; drafters then bid for it, instead of asking the stopping rule.
+        budget: what drafters bid for, instead of asking the stopping rule.
 
     Returns:
         Slot number -> drafter; the number is the slot's row in a batch.
@@ -51,10 +50,11 @@ def make_drafters(
     if config.stop.reads_head and head is not None:
         config.stop.check_head(head)
     if budget is not None:
-        runner = None if head is None else HeadRunner(head)
+        estimates = config.stop.shared_estimates(head)
+        budget.learners.append(estimates.restart)
         return lambda row: BiddingDrafter(
             models[0].sequence(row, config.sampling),
-            config.stop.estimate(runner),
+            estimates.start(),
             config.stop.longest,
             ends,
             lambda done: budget.emitted(done.emitted, done.drafted, done.accepted),

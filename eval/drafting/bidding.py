@@ -76,6 +76,11 @@ class BiddingDrafter(ChainDrafter):
             uncached = [token]
         return drawn_chain(tokens, distributions, planned)
 
+    def observe(self, record: Round) -> None:
+        """Show the round to the estimate, too."""
+        super().observe(record)
+        self._estimate.observe(record)
+
 
 def _no_rule() -> Callable[[DraftedToken], bool]:
     raise AssertionError("a drafter that bids asks no rule")

@@ -23,6 +23,49 @@ class _Waiting(Generic[S, T]):
     request: Request | Bid
 
 
+class _Running(Generic[S, T]):
+    """Jobs of which as many run as there are slots.
+
+    Args:
+        jobs: see `run_together`.
+        report: called with 1 when a job ends.
+
+    Attributes:
+        waiting: the jobs that run, by number, and what they wait for.
+        results: what each finished job returned.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[Callable[[S], ForwardCoroutine[T]]],
+        report: Callable[[int], object],
+    ) -> None:
+        self.waiting: dict[int, _Waiting[S, T]] = {}
+        self.results: dict[int, T] = {}
+        self._queue = iter(enumerate(jobs))
+        self._report = report
+
+    def start_next(self, slot: S) -> None:
+        """Run the next job in a slot, if there is one."""
+        if queued := next(self._queue, None):
+            number, job = queued
+            self._advance(number, slot, job(slot), None)
+
+    def answer(self, asked: Iterable[int], answers: Iterable[Any]) -> None:
+        """Let jobs go on with what they waited for."""
+        served = [(number, self.waiting.pop(number)) for number in asked]
+        for (number, entry), answer in zip(served, answers, strict=True):
+            self._advance(number, entry.slot, entry.coroutine, answer)
+
+    def _advance(self, number: int, slot: S, coroutine: ForwardCoroutine[T], answer: Any) -> None:
+        try:
+            self.waiting[number] = _Waiting(slot, coroutine, coroutine.send(answer))
+        except StopIteration as stopped:
+            self.results[number] = stopped.value
+            self._report(1)
+            self.start_next(slot)
+
+
 def run_together(
     jobs: Sequence[Callable[[S], ForwardCoroutine[T]]],
     slots: Sequence[S],
@@ -45,47 +88,26 @@ def run_together(
     Returns:
         What each coroutine returned, in the order of the jobs.
     """
-    results: dict[int, T] = {}
-    waiting: dict[int, _Waiting[S, T]] = {}
-    queue = iter(enumerate(jobs))
-
-    def advance(number: int, slot: S, coroutine: ForwardCoroutine[T], answer: Any) -> None:
-        try:
-            waiting[number] = _Waiting(slot, coroutine, coroutine.send(answer))
-        except StopIteration as stopped:
-            results[number] = stopped.value
-            report(1)
-            start_next(slot)
-
-    def start_next(slot: S) -> None:
-        if queued := next(queue, None):
-            number, job = queued
-            advance(number, slot, job(slot), None)
-
-    def answer_all(asked: Iterable[int], answers: Iterable[Any]) -> None:
-        served = [(number, waiting.pop(number)) for number in asked]
-        for (number, entry), answer in zip(served, answers, strict=True):
-            advance(number, entry.slot, entry.coroutine, answer)
-
+    running = _Running(jobs, report)
     for slot in slots:
-        start_next(slot)
-    while waiting:
-        model, asked = _next(waiting, last)
+        running.start_next(slot)
+    while running.waiting:
+        model, asked = _next(running.waiting, last)
         if model is None:
             assert scheduler is not None, "bids need a scheduler"
-            others = _tokens(entry.request for entry in waiting.values())
-            answer_all(asked, scheduler.admit(list(asked.values()), others))
+            others = _tokens(entry.request for entry in running.waiting.values())
+            running.answer(asked, scheduler.admit(list(asked.values()), others))
             continue
-        answer_all(asked, model.run_all(list(asked.values())))
+        running.answer(asked, model.run_all(list(asked.values())))
         if scheduler is not None and (tokens := _tokens(asked.values())):
             scheduler.ran(target=model is last, tokens=tokens)
-    return [results[number] for number in range(len(jobs))]
+    return [running.results[number] for number in range(len(jobs))]
 
 
 def _next(
     waiting: Mapping[int, _Waiting[S, T]], last: CachedModel
 ) -> tuple[RequestRunner | None, dict[int, Any]]:
-    """What is answered next, by job: requests of one model; or bids, and then None for the model."""
+    """What is answered next, by job: requests of one model, or bids if the model is None."""
     bids, requests = dict[int, Bid](), dict[int, Request]()
     for number, entry in waiting.items():
         if isinstance(entry.request, Bid):

@@ -178,12 +178,16 @@ class SharedBudget:
         costs: what forwards take; None if that is to be measured.
         packed: whether a forward of the target pays only for its own tokens; if not, for as many
             tokens of each sequence as of the longest.
+
+    Attributes:
+        learners: called to forget what was learned from sequences, when decoding begins.
     """
 
     def __init__(self, costs: CostTable | None, *, packed: bool = True) -> None:
         self._given = costs
         self.measured: CostTable | None = None
         self._packed = packed
+        self.learners: list[Callable[[], None]] = []
         self.restart()
 
     def needs_costs(self, size: int) -> bool:
@@ -204,6 +208,8 @@ class SharedBudget:
 
     def restart(self) -> None:
         """Forget what was decoded."""
+        for forget in self.learners:
+            forget()
         # Seconds by the table: what was spent, and what plain decoding would have taken.
         self._spent = self._plain = 0.0
         self._emitted = 0  # since the last forward of the target was charged

@@ -18,10 +18,9 @@ from eval.drafting.stopping.online import Pair, sigmoid
 from eval.drafting.stopping.rule import AdaptiveRule
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from eval.drafting.stopping.estimates import HeadRunner, SurvivalEstimate
+    from eval.drafting.stopping.estimates import Estimates
     from eval.drafting.stopping.recorded import Reals, RecordedTokens
+    from heads import BaseHead
 
 EDGE = 1e-6
 """max q is kept this far from 0 and 1: a one-hot distribution (greedy, top-k 1) has no logit."""
@@ -75,15 +74,11 @@ class CalibratedRule(AdaptiveRule):
         model = fit_calibration(accept[inside], tokens.q_max[inside])
         return {"calibration": [model.intercept, model.slope]}
 
-    def estimate(self, head: HeadRunner | None) -> SurvivalEstimate:
+    def shared_estimates(self, head: BaseHead | None) -> Estimates:
         """By the logistic model."""
-        from eval.drafting.stopping.estimates import ProductOfEstimates
+        from eval.drafting.stopping.estimates import Estimates
 
-        return ProductOfEstimates(self.accept)
-
-    def accept(self, position: int, distribution: Tensor) -> float:
-        """The acceptance probability of a token that is drawn from a distribution (V,)."""
-        return self.model.accept(float(distribution.max()))
+        return Estimates((self.model.intercept, self.model.slope))
 
     def reported(self) -> dict[str, Any]:
         """The parameters, with the coefficients in use."""

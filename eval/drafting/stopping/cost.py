@@ -26,7 +26,7 @@ from eval.drafting.stopping.rule import (
 from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
-    from eval.drafting.stopping.estimates import HeadRunner, SurvivalEstimate
+    from eval.drafting.stopping.estimates import Estimates
     from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
     from eval.drafting.stopping.survival import Survival
     from eval.rounds import Round
@@ -154,13 +154,13 @@ class Cost(CalibratedRule):
             tokens, least, limit=self.limit, calibrated=True, newest=newest
         )
 
-    def estimate(self, head: HeadRunner | None) -> SurvivalEstimate:
-        """By the head, if it is asked, else by the logistic model."""
-        if head is None or not self.head:
-            return super().estimate(head)
-        from eval.drafting.stopping.estimates import HeadEstimate
+    def shared_estimates(self, head: BaseHead | None) -> Estimates:
+        """By the head, if it is asked, and the logistic model."""
+        from eval.drafting.stopping.estimates import Estimates
 
-        return HeadEstimate(head, self.accept)
+        first = (self.model.intercept, self.model.slope)
+        asked = head if self.head else None
+        return Estimates(first, asked, before_drawing=self.before_drawing)
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Begin with the given costs and first guesses."""
