@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from recipes.config import PipelineConfig, parse
-from recipes.layout import GENERATION, LABEL_TOKEN, REPORT, ROLLOUT_TOKEN
+from recipes.layout import GENERATION, REPORT, ROLLOUT_TOKEN, label_bytes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 HALF, CHECKPOINT = 2, 12  # bytes a parameter: bfloat16; float32 weights and Adam's two moments
@@ -101,9 +101,12 @@ def costs(
         # Two checkpoints, and a third while it is written; the model comes when they go.
         stages["draft"] = Stage(hours((2 * target + 6 * draft) * tokens), 3 * CHECKPOINT * draft)
     if config.head:
-        label = LABEL_TOKEN + 8 * config.labels.top_logits
+        stored = new * config.rollouts.samples
+        stored *= sum(
+            wanted.count * label_bytes(config, wanted.split) for wanted in config.rollouts.sets
+        )
         forward = 2 * (target + draft) * rows * (prompt + new)
-        stages["labels"] = Stage(hours(forward), label * rows * new)
+        stages["labels"] = Stage(hours(forward), stored)
         stages["head"] = Stage(hours(2 * draft * config.head.epochs * trained * (prompt + new)), 0)
     prompts = sum(wanted.count for wanted in config.eval.sets)
     generations = prompts * len(config.eval.methods)

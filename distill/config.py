@@ -18,6 +18,12 @@ class DistilConfig(Config):
     """What the draft is trained to minimise, how long and how fast."""
 
     objective: Objective = Field("lk_hybrid", description="the loss")
+    sets: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="names of the prompt sets whose rollouts it is trained and measured on, of "
+        "those in rollouts.sets (default: all)",
+    )
     epochs: float = Field(3.0, gt=0.0, description="passes over the training rollouts")
     batch_size: int = Field(8, ge=1, description="rollouts in a batch, over all processes")
     accumulation: int = Field(1, ge=1, description="batches added up before an optimizer step")

@@ -14,6 +14,7 @@ from distill.config import TOY_POSITIONS
 from eval.measuring.methods import check_machine, check_methods, path_drafts
 from recipes.config import PipelineConfig
 from recipes.layout import described, is_made_here
+from specdata.config import nearest
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
 from specdata.rollouts.config import check_samples
@@ -39,6 +40,26 @@ def check_training_splits(config: PipelineConfig) -> None:
         raise ConfigError(
             "rollouts.sets must hold splits train and dev to train on, got "
             f"{', '.join(sorted(splits))}"
+        )
+    check_draft_sets(config)
+
+
+def check_draft_sets(config: PipelineConfig) -> None:
+    """Refuse prompt sets for the draft that no rollouts are made of. Raises ConfigError."""
+    if config.draft is None or config.draft.sets is None:
+        return
+    chosen, known = config.draft.sets, [wanted.name for wanted in config.rollouts.sets]
+    for name in chosen:
+        if name not in known:
+            raise ConfigError(
+                f"draft.sets must name sets of rollouts.sets, got {name!r}: "
+                f"{nearest(name, dict.fromkeys(known))}"
+            )
+    splits = {wanted.split for wanted in config.rollouts.sets if wanted.name in chosen}
+    if missing := [split for split in ("train", "dev") if split not in splits]:
+        raise ConfigError(
+            f"draft.sets names no set of split {' or '.join(missing)} ({', '.join(chosen)}): the "
+            "draft is trained on train and measured on dev; name a set of each"
         )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from eval.measuring.methods import method_defaults, needs_fit, path_drafts, rewritten
+from heads.config import as_stored_today
 from recipes.config import PipelineConfig
 from recipes.run import Stage, absolute, is_within
 from specdata.errors import ConfigError
@@ -20,12 +21,14 @@ from specdata.storage.resume import Settings, defaults_of
 ORDER = ("pair", "rollouts", "draft", "labels", "head", "eval", "release")
 # Version of what release folders hold: raise it when cards or files change, so that finished runs
 # make theirs again. Runs that stored none are older than it.
-RELEASE_FORMAT = 2
-# Bytes a stored token takes at most, as it was measured on the demo: an id; an id, a drafted id and
-# five numbers. A prompt's own ids come on top.
-ROLLOUT_TOKEN, LABEL_TOKEN = 4, 28
+RELEASE_FORMAT = 3
+# Bytes a stored token takes at most, measured on the demo: an id; an id, a drafted id and eight
+# numbers; an id and a number for each further draw or kept logit. A prompt's own ids come on top.
+ROLLOUT_TOKEN, LABEL_TOKEN, PAIR = 4, 40, 8
 # results.json and what it is made of, a generation; the report with its plots.
-GENERATION, REPORT = 2500, 1_600_000
+GENERATION, REPORT = 2500, 2_800_000
+# Features of heads that are as wide as the draft; the others are numbers.
+VECTORS = ("hidden_before", "embedding", "hidden")
 
 
 def folder(config: PipelineConfig, stage: str) -> Path:
@@ -70,7 +73,7 @@ def rollouts_stage(config: PipelineConfig) -> Stage:
     """Complete the prompts with the target."""
     values = {"rollouts": config.rollouts.decisive(), **_sampled(config)}
     inputs = {"target": config.models.target, **prompt_inputs(config.rollouts.sets)}
-    size = _rows_size(config, ROLLOUT_TOKEN)
+    size = _rows_size(config, lambda _split: ROLLOUT_TOKEN)
     return _stage(config, "rollouts", values, inputs, size)
 
 
@@ -96,20 +99,32 @@ def labels_stage(config: PipelineConfig) -> Stage:
     }
     if config.labels.cache:
         inputs["cache"] = config.labels.cache
-    size = _rows_size(config, LABEL_TOKEN + 8 * config.labels.top_logits)
+    size = _rows_size(config, lambda split: label_bytes(config, split))
     return _stage(config, "labels", values, inputs, size)
+
+
+def label_bytes(config: PipelineConfig, split: str) -> int:
+    """Bytes that the labels of one completion token take at most, in rows of a split."""
+    several = split == "train" and config.sampling.temperature > 0
+    draws = config.labels.draws - 1 if several else 0
+    return LABEL_TOKEN + PAIR * (draws + config.labels.top_logits)
 
 
 def head_stage(config: PipelineConfig) -> Stage:
     """Train the acceptance head on the labels."""
     assert config.head is not None
-    values = {
-        "head": config.head.model_dump(mode="json"),
-        "seed": config.seed,
-        "dtype": config.models.dtype,
-    }
+    head = config.head
+    values = {"head": head.decisive(), "seed": config.seed, "dtype": config.models.dtype}
     inputs = {"draft": draft_in_use(config), "labels": str(folder(config, "labels"))}
-    return _stage(config, "head", values, inputs, f"the head, {_head_size(config)}")
+    size = f"the head, {_head_size(config)}"
+    if head.cache == "disk":
+        size += f"; until it is done, the draft's states: {_states_size(config)}"
+    stage = _stage(config, "head", values, inputs, size)
+
+    def as_today(values: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**values, "head": as_stored_today(values.get("head", {}), head)}
+
+    return replace(stage, settings=replace(stage.settings, rewrite=as_today))
 
 
 def eval_stage(config: PipelineConfig) -> Stage:
@@ -227,17 +242,24 @@ def _sampled(config: PipelineConfig) -> dict[str, Any]:
     }
 
 
-def _rows_size(config: PipelineConfig, token_bytes: int) -> str:
-    """How much is stored of rollouts, or of labels, which have as many rows."""
+def _rows_size(config: PipelineConfig, token_bytes: Callable[[str], int]) -> str:
+    """How much is stored of rollouts, or of labels, which have as many rows.
+
+    `token_bytes` gives the bytes of a completion token in rows of a split.
+    """
     rollouts = config.rollouts
+    most = rollouts.samples * rollouts.max_new_tokens  # tokens of a prompt's completions
     if not all(wanted.count for wanted in rollouts.sets):
-        most = rollouts.samples * rollouts.max_new_tokens
-        return f"at most {most:,} tokens a prompt, {_bytes(most * token_bytes)}"
-    rows = rollouts.samples * sum(wanted.count for wanted in rollouts.sets)
-    tokens = rows * rollouts.max_new_tokens
+        largest = max(token_bytes(wanted.split) for wanted in rollouts.sets)
+        return f"at most {most:,} tokens a prompt, {_bytes(most * largest)}"
+    prompts = sum(wanted.count for wanted in rollouts.sets)
+    stored = most * sum(wanted.count * token_bytes(wanted.split) for wanted in rollouts.sets)
     # Only conversations have later turns, and embedded sets hold none.
     more = " (more with later turns)" if any(map(source_of, rollouts.sets)) else ""
-    return f"{rows:,} completions{more}, at most {tokens:,} tokens, {_bytes(tokens * token_bytes)}"
+    return (
+        f"{rollouts.samples * prompts:,} completions{more}, at most {most * prompts:,} tokens, "
+        f"{_bytes(stored)}"
+    )
 
 
 def _eval_size(config: PipelineConfig) -> str:
@@ -266,9 +288,28 @@ def _head_size(config: PipelineConfig) -> str:
     """The size of the head's weights, if the draft's hidden size is known on this machine."""
     assert config.head is not None
     width = config.toy.draft_width if config.toy else _hidden_size(config.models.draft)
+    head = config.head
     if width is None:
-        return f"depth {config.head.depth}; its width is that of {config.models.draft}"
-    return _bytes(4 * (config.head.depth * (width * width + width) + width + 1))
+        return f"depth {head.depth}; its width is that of {config.models.draft}"
+    if head.kind == "specdec++":
+        return _bytes(4 * (head.depth * (width * width + width) + width + 1))
+    # Each vector is normalised and projected; a block is two matrices of twice the width.
+    vectors = sum(name in VECTORS for name in head.features)
+    block = head.width * (4 * head.width + 4)
+    return _bytes(4 * (vectors * width * (head.width + 3) + head.depth * block + 20 * head.width))
+
+
+def _states_size(config: PipelineConfig) -> str:
+    """The size at most of the draft's states that training keeps, in bfloat16."""
+    assert config.head is not None
+    width = config.toy.draft_width if config.toy else _hidden_size(config.models.draft)
+    rollouts = [wanted for wanted in config.rollouts.sets if wanted.split == "train"]
+    if width is None or not all(wanted.count for wanted in rollouts):
+        return "two bytes for each label, moment and unit of the draft's hidden size"
+    labels = sum(wanted.count or 0 for wanted in rollouts) * config.rollouts.samples
+    labels *= config.rollouts.max_new_tokens
+    states = 1 + config.labels.draws * ("consumed" in config.head.moments)
+    return _bytes(2 * labels * states * width)
 
 
 def _hidden_size(model: str) -> int | None:

@@ -8,19 +8,20 @@ python recipes/publish.py --config recipes/configs/toy.yaml
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.measuring.results import Results, check_metrics
 from recipes.config import PipelineConfig
+from recipes.head_quality import quality_of
 from recipes.layout import draft_in_use, eval_folder, folder, head_in_use, release_stage
 from recipes.measured import RESULTS, measured_results
 from recipes.next_steps import after_release
 from recipes.recipe import Recipe
 from recipes.run import (
     Stage,
-    finished,
     made_otherwise,
     make_again,
     need,
@@ -31,12 +32,11 @@ from recipes.run import (
 )
 from specdata.errors import ConfigError, ManifestError
 from specdata.processes import is_main
-from specdata.prompts.config import PromptSet
 from specdata.prompts.reading import source_of
 from specdata.storage.files import fingerprint
 
 if TYPE_CHECKING:
-    from eval.analysis.choice import DevChoice
+    from eval.reporting.card import TrainedOn
 
 _TOO = " (--method leaves only the methods that it names: give it once more, for this one)"
 
@@ -109,13 +109,13 @@ def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]
 
     results = _results(config)
     publish, made = config.publish, {}
-    trained_on = [source_of(prompts) or prompts.name for prompts in _training_sets(config)]
-    shared = About(license=publish.license, language=publish.language, datasets=trained_on)
+    shared = About(license=publish.license, language=publish.language)
     if config.draft:
         trained = stage_record(folder(config, "draft"))["results"]
         about = replace(
             shared,
             base_model=config.models.draft,
+            datasets=_training_sets(config, config.draft.sets),
             measures={
                 "acceptance before distillation": trained["acceptance_before"],
                 "acceptance after distillation": trained["acceptance_after"],
@@ -129,11 +129,20 @@ def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]
     if head := head_in_use(config):
         measures = stage_record(folder(config, "head"))["results"]["after"]
         base = publish.draft_id or draft_in_use(config)
-        about = replace(shared, base_model=base, measures=measures)
+        sets = _training_sets(config)
+        about = replace(shared, base_model=base, datasets=sets, measures=measures)
         out = here / "head"
         if not out.exists():
-            choice = _choice(config, results, head)
-            release_head(Path(head), out, results, about, choice=choice, push_to=publish.head_id)
+            quality = quality_of(config, measured_results(config))
+            release_head(
+                Path(head),
+                out,
+                results,
+                about,
+                trained=_trained_on(config),
+                quality=quality,
+                push_to=publish.head_id,
+            )
         made["head"] = publish.head_id or str(stage.folder / "head")
     return made
 
@@ -164,28 +173,22 @@ def _results(config: PipelineConfig) -> Results:
     return results.model_copy(update={"runs": runs})
 
 
-def _training_sets(config: PipelineConfig) -> list[PromptSet]:
-    return [prompts for prompts in config.rollouts.sets if prompts.split == "train"]
+def _training_sets(config: PipelineConfig, names: Sequence[str] | None = None) -> list[str]:
+    """The sources of the prompt sets that were trained on: of those named, by default all."""
+    return [
+        source_of(prompts) or prompts.name
+        for prompts in config.rollouts.sets
+        if prompts.split == "train" and (names is None or prompts.name in names)
+    ]
 
 
-def _choice(config: PipelineConfig, results: Results, head: str) -> DevChoice | None:
-    """What the measured settings cost on the run's held-out labels; None if it has none."""
-    from eval.analysis.choice import choose_on_dev
-    from heads import BaseHead
-    from specdata.labels.make import load_labels
-    from specdata.models import load_model
-    from specdata.storage.dataset import of_split
+def _trained_on(config: PipelineConfig) -> TrainedOn:
+    """What this run's head was trained on."""
+    from eval.reporting.card import TrainedOn, public_name
 
-    where = folder(config, "labels")
-    if not (results.timed and finished(where)):
-        return None
-    labels = load_labels(where, config.sampling)
-    if "dev" not in labels["split"]:
-        return None
-    rows = of_split(labels, "dev", where)
-    draft = load_model(draft_in_use(config), dtype=config.models.dtype)
-    acceptance_head = BaseHead.from_pretrained(head).to(draft.device)
-    return choose_on_dev(results, rows, draft, acceptance_head)
+    rollouts = stage_record(folder(config, "head"))["results"]["train_rows"]
+    sets = [public_name(name) for name in _training_sets(config)]
+    return TrainedOn(sets, rollouts, config.labels.draws)
 
 
 RECIPE = Recipe(

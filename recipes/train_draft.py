@@ -10,11 +10,12 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from recipes.checks import check_draft_sets
 from recipes.config import PipelineConfig
 from recipes.layout import draft_stage, folder
 from recipes.next_steps import after_draft
 from recipes.recipe import Recipe
-from recipes.run import Stage, need, run_stage, say
+from recipes.run import Stage, made_as_asked, need, run_stage, say
 from specdata.errors import ConfigError
 
 
@@ -28,6 +29,8 @@ def stages(config: PipelineConfig) -> list[Stage]:
 def main(config: PipelineConfig) -> dict[str, Any]:
     """Distil, and print the acceptance before and after."""
     (stage,) = stages(config)
+    if not made_as_asked(stage):
+        check_draft_sets(config)
     need(folder(config, "rollouts"), "make_rollouts.py")
     result = run_stage(stage, config, lambda: _distil(config, stage))
     say(
@@ -39,15 +42,18 @@ def main(config: PipelineConfig) -> dict[str, Any]:
 
 def _distil(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     from distill.offline import distil
+    from specdata.prompts.reading import short_name
     from specdata.storage.dataset import load_stored, of_split
 
     assert config.draft is not None
-    rollouts = load_stored(folder(config, "rollouts"))
+    source, wanted = folder(config, "rollouts"), config.draft.sets
+    rollouts = load_stored(source)
+    sets = None if wanted is None else [short_name(name) for name in wanted]
     result = distil(
         target=config.models.target,
         draft=config.models.draft,
-        train=of_split(rollouts, "train", folder(config, "rollouts")),
-        dev=of_split(rollouts, "dev", folder(config, "rollouts")),
+        train=of_split(rollouts, "train", source, sets=sets),
+        dev=of_split(rollouts, "dev", source, sets=sets),
         out=stage.folder / "model",
         config=config.draft,
         sampling=config.sampling,
@@ -57,7 +63,14 @@ def _distil(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     return asdict(result)
 
 
-RECIPE = Recipe(main, stages, "Distil the draft on the target's rollouts.", ("draft",), after_draft)
+RECIPE = Recipe(
+    main,
+    stages,
+    "Distil the draft on the target's rollouts.",
+    ("draft",),
+    after_draft,
+    check_draft_sets,
+)
 
 if __name__ == "__main__":
     sys.exit(RECIPE.run())

@@ -1,4 +1,4 @@
-"""Stage 3: label the rollouts with the draft, then train a SpecDec++ acceptance head.
+"""Stage 3: label the rollouts with the draft, then train an acceptance head.
 
 python recipes/train_head.py --config FILE.yaml
 draftsmith train-head --config FILE.yaml        # draftsmith launch PROFILE: in several processes
@@ -7,7 +7,7 @@ draftsmith train-head --config FILE.yaml        # draftsmith launch PROFILE: in 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,10 @@ from specdata.processes import is_main
 from specdata.storage.files import fingerprint
 from specdata.storage.resume import differences
 from specdata.terminal import progress
+
+# Width of the AUROC's 95 % interval above which good settings of one head, some of which differ by
+# .02, cannot be told apart.
+WIDEST = 0.02
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
@@ -56,7 +60,30 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         if after[name] is not None  # AUROC needs accepted and rejected tokens
     )
     say(f"  on {after['tokens']} held-out labels: {shown}")
+    by_moment = result.get("by_moment", {})  # which earlier versions did not store
+    if len(by_moment) > 1:
+        areas = ", ".join(
+            f"{name} {metrics['auroc']:.3f}"
+            for name, metrics in by_moment.items()
+            if metrics["auroc"] is not None
+        )
+        say(f"  AUROC by what is known of the token: {areas}")
+    if note := _precision(after):
+        say(f"  note: {note}")
     return result
+
+
+def _precision(after: Mapping[str, Any]) -> str | None:
+    """What to say of too few held-out labels; None if there are enough to tell heads apart."""
+    width = after.get("auroc_width")  # which earlier versions did not store
+    if width is None or width <= WIDEST:
+        return None
+    enough = after["tokens"] * (width / WIDEST) ** 2
+    return (
+        f"{after['tokens']} held-out labels leave the AUROC uncertain by about +-{width / 2:.3f}; "
+        f"some {enough:,.0f} would bring that to +-{WIDEST / 2:.2f}: raise the count of split dev "
+        "in rollouts.sets before judging heads by it"
+    )
 
 
 def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:

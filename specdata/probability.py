@@ -84,12 +84,16 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         (...) token ids, int64.
     """
+    return inverse_cdfs(probs, uniform.unsqueeze(-1)).squeeze(-1)
+
+
+def inverse_cdfs(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """As `inverse_cdf`, with any number of uniforms a row: (..., V), (..., S) -> (..., S)."""
     cdf = probs.double().cumsum(dim=-1)
     total = cdf[..., -1:]
     # Rounding may lift u * total to total itself; stay below it.
-    point = torch.minimum(uniform.double().unsqueeze(-1) * total, total * BELOW_ONE)
-    token = torch.searchsorted(cdf, point, right=True)
-    return token.squeeze(-1).clamp_(max=probs.shape[-1] - 1)
+    points = torch.minimum(uniforms.double() * total, total * BELOW_ONE)
+    return torch.searchsorted(cdf, points, right=True).clamp_(max=probs.shape[-1] - 1)
 
 
 def draw(probs: Tensor, generator: torch.Generator) -> Tensor:

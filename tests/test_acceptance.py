@@ -65,11 +65,11 @@ def stored(folder: Path, rows: list[Rollout]) -> Path:
 
 
 def labeller(
-    target: PreTrainedModel, draft: PreTrainedModel, sampling: SamplingConfig, seed: int = 0
+    target: PreTrainedModel, draft: PreTrainedModel, sampling: SamplingConfig, *, draws: int = 1
 ) -> Labeller:
     p, q = find_lm_head(target), find_lm_head(draft)
     return Labeller(
-        partial(target_distributions, p, sampling, 0), q, p.vocabulary, sampling, seed, 64
+        partial(target_distributions, p, sampling, 0), q, p.vocabulary, sampling, 0, 64, draws
     )
 
 
@@ -78,7 +78,7 @@ def close(labels: list[Label], others: list[Label]) -> None:
     for a, b in zip(labels, others, strict=True):
         assert a["example_id"] == b["example_id"]
         assert a["draft_ids"] == b["draft_ids"]
-        for name in ("accept_prob", "log_p", "log_q", "log_q_max", "overlap"):
+        for name in LABELS.names[len(ROLLOUTS) + 1 :]:
             assert a[name] == pytest.approx(b[name], abs=1e-5), name  # type: ignore[literal-required]
 
 

@@ -17,6 +17,7 @@ from heads import AcceptanceHead
 from heads.batches import micro_batch_count, micro_batches
 from heads.inputs import HeadInputs
 from heads.loss import (
+    auroc_width,
     binary_kl,
     calibration_error,
     head_metrics,
@@ -254,7 +255,7 @@ def test_every_token_is_computed_exactly_once_whatever_the_split(
     ]
     count = micro_batch_count(len(rows), size=size, processes=processes) + spare
     parts = [
-        part
+        collate(part)
         for process in range(processes)
         for part in micro_batches(
             rows, size=size, count=count, process=process, processes=processes
@@ -364,6 +365,31 @@ def test_soft_auroc_equals_the_double_sum_over_weighted_pairs() -> None:
     ordered = (scores[:, None] > scores[None, :]) + 0.5 * (scores[:, None] == scores[None, :])
     expected = float((pairs * ordered).sum() / pairs.sum())
     assert soft_auroc(scores, accept) == pytest.approx(expected)
+
+
+def test_the_width_of_aurocs_interval_covers_coins_and_is_too_wide_for_soft_labels() -> None:
+    """Scores and labels are drawn 400 times: 1.96 standard deviations of the AUROC either side.
+
+    The standard deviation of 400 draws is known to 3.5 %, so 15 % are four of its errors.
+    """
+    draw = torch.Generator().manual_seed(0)
+    truth = torch.rand(400, 500, generator=draw, dtype=torch.float64).sqrt()
+    scores = truth + 0.3 * torch.randn(400, 500, generator=draw, dtype=torch.float64)
+    coins = torch.bernoulli(truth, generator=draw)
+    for labels, low, high in ((coins, 0.85, 1.15), (truth, 0.2, 0.85)):
+        areas = torch.tensor([soft_auroc(*pair) for pair in zip(scores, labels, strict=True)])
+        measured = 2 * 1.96 * float(areas.std())
+        accepted = float(labels.sum()) / 400
+        claimed = auroc_width(float(areas.mean()), accepted, 500 - accepted)
+        assert low < measured / claimed < high
+
+
+def test_metrics_carry_the_width_of_aurocs_interval_only_where_there_is_one() -> None:
+    logits, accept = torch.linspace(-1, 1, 40), torch.linspace(0.1, 0.9, 40)
+    metrics = head_metrics(logits, accept, 1.0)
+    assert metrics.auroc is not None
+    assert metrics.auroc_width == pytest.approx(auroc_width(metrics.auroc, 20.0, 20.0))
+    assert head_metrics(logits, torch.full((40,), 0.99), 1.0).auroc_width is None
 
 
 def test_calibration_error_by_hand() -> None:

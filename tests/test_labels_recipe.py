@@ -24,7 +24,9 @@ SAMPLING = SamplingConfig(top_k=8)
 
 @pytest.fixture(scope="module")
 def labelled(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with rollouts and labels, made by one process, that keep ten logits a position."""
+    """A run with rollouts and labels, made by one process, that keep ten logits a position
+    and have three draws.
+    """
     folder = tmp_path_factory.mktemp("labelled")
     tree = yaml.safe_load((pair / "pair.yaml").read_text())
     (prompt_set,) = tree["rollouts"]["sets"]
@@ -39,7 +41,8 @@ def labelled(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ],
     }
     tree |= {"output": str(folder / "out"), "sampling": {"top_k": 8}}
-    tree |= {"labels": {"shard_size": 4, "top_logits": 10}, "head": {"depth": 1, "epochs": 1}}
+    tree |= {"labels": {"shard_size": 4, "top_logits": 10, "draws": 3}}
+    tree |= {"head": {"depth": 1, "epochs": 1}}
     (folder / "pair.yaml").write_text(yaml.safe_dump(tree))
     asked = ["--config", str(folder / "pair.yaml")]
     assert make_rollouts.RECIPE.run(asked) == 0
@@ -97,6 +100,9 @@ def test_labels_from_kept_logits_are_those_of_the_target_and_keep_none(
     assert "top_ids" not in again.column_names
     for mine, theirs in zip(again, first, strict=True):
         assert mine["draft_ids"] == theirs["draft_ids"]
+        assert mine["more_draft_ids"] == theirs["more_draft_ids"]
+        several = 2 * len(mine["draft_ids"]) if mine["split"] == "train" else 0
+        assert len(mine["more_accept_prob"]) == several
         assert mine["overlap"] == pytest.approx(theirs["overlap"], abs=1e-5)
         assert mine["accept_prob"] == pytest.approx(theirs["accept_prob"], abs=1e-5)
 

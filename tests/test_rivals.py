@@ -1,164 +1,109 @@
-"""Rivals of a head that need no training: the margin's models, and a small network on numbers."""
+"""A head's rule against its rivals: settings are chosen on dev and judged on test."""
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
-import torch
-from scipy.special import expit
 
-from eval.drafting.stopping import DraftedToken
-from eval.drafting.stopping.margin import POSITIONS, Margin, MarginModels
-from eval.drafting.stopping.numbers import SHAPES, Network, Numbers, fit_network
-from eval.drafting.stopping.recorded import Reals, RecordedTokens
-from eval.rounds import Round
-from heads.inputs import HeadInputs, Moment
-from specdata.config import read_config
-from specdata.errors import ConfigError
+from eval.analysis.expectation import Counts
+from eval.analysis.replay import COST_RULE, RuleResult
+from eval.analysis.rivals import ALL, compare
+from eval.analysis.savings import closes, saving
+
+PROMPTS = ["a", "a", "b", "c", "d", "e"]
+NAMES = ["maths", "maths", "maths", "code", "code", "code"]
+TIMES = {"draft_seconds": 0.1, "target_seconds": 1.0}
 
 
-def recorded(margins: Reals) -> RecordedTokens:
-    lengths = np.full(len(margins), margins.shape[1])
-    return RecordedTokens(
-        lengths=lengths, q=np.ones_like(margins), q_max=np.ones_like(margins), margin=margins
+def result(family: str, setting: str, seconds: float, seed: int = 0) -> RuleResult:
+    """A rule whose rollouts take about `seconds` each."""
+    noise = np.random.default_rng(seed).uniform(-0.05, 0.05, len(PROMPTS))
+    n_target = seconds * (1.0 + noise)
+    nothing = np.zeros(len(PROMPTS))
+    return RuleResult(
+        family, setting, Counts(np.full(len(PROMPTS), 40.0), n_target, *[nothing] * 2)
     )
 
 
-def drawn(margin: float) -> DraftedToken:
-    """A token of a distribution with that margin."""
-    return DraftedToken(0, torch.tensor([margin, 0.0]).double().softmax(0), None)
+# On test another threshold of the head, and another length, would have been best.
+DEV = [
+    result("oracle", "", 5.0),
+    result("fixed", "K=4", 10.0),
+    result("fixed", "K=6", 9.0),
+    result("head", "h=0.5", 8.0),
+    result("head", "h=0.7", 7.0),
+    result("logit", "h=0.7", 9.0),
+    result("perfect head", "h=0.5", 6.0),
+    result("head", COST_RULE, 7.0),
+    result("entropy", "1", 11.0),
+]
+TEST = [
+    result("oracle", "", 5.0),
+    result("fixed", "K=4", 9.0, seed=1),
+    result("fixed", "K=6", 10.0, seed=2),
+    result("head", "h=0.5", 7.0, seed=3),
+    result("head", "h=0.7", 8.0, seed=4),
+    result("logit", "h=0.7", 8.5, seed=5),
+    result("perfect head", "h=0.5", 6.0, seed=6),
+    result("head", COST_RULE, 8.2, seed=7),
+]
 
 
-def finished(drafted: int, accepted: int) -> Round:
-    return Round(drafted, drafted, accepted, accepted + 1, drafted, 0.0, 0.0, 0.0)
-
-
-def test_each_position_is_fitted_on_the_tokens_that_a_draft_reaches_there() -> None:
-    """Rollouts alternate between an easy token and a hard one, after which a draft often ends."""
-    chance = np.random.default_rng(0)
-    margins = chance.exponential(2.0, (40, 50))
-    easy = np.arange(50) % 2 == 0
-    accept = np.where(easy, 1.0, expit(-1.0 + 0.5 * margins))
-    first, second = Margin.fit(recorded(margins), accept)["coefficients"][:2]
-    # At a margin of 2, half of the hard tokens are accepted. A draft starts at any token; its
-    # second one is hard after each easy one, and easy after every second hard one.
-    assert expit(first[0] + first[1] * 2.0) == pytest.approx((1.0 + 0.5) / 2, abs=0.04)
-    assert expit(second[0] + second[1] * 2.0) == pytest.approx((0.5 + 0.5) / 1.5, abs=0.04)
-
-
-def test_there_is_a_pair_for_each_position_and_the_last_serves_all_further_ones() -> None:
-    chance = np.random.default_rng(1)
-    fitted = Margin().with_fit(Margin.fit(recorded(chance.random((3, 70))), np.full((3, 70), 0.9)))
-    assert len(fitted.pairs) == POSITIONS
-    assert fitted.reported() == json.loads(json.dumps(fitted.reported()))
-    pairs = ((9.0, 0.0), (9.0, 0.0), (-9.0, 0.0))
-    rule = Margin(threshold=0.5, coefficients=pairs, limit=30).start(None)
-    should_stop = rule.begin()
-    assert [should_stop(drawn(1.0)) for _ in range(4)] == [False, False, True, True]
-    lengths = Margin(threshold=0.5, coefficients=pairs).recorded_lengths(recorded(np.ones((1, 9))))
-    assert lengths is not None
-    assert lengths[0].tolist() == [3, 3, 3, 3, 3, 3, 2, 1, 0]
-
-
-def test_the_margin_learns_from_known_outcomes_at_their_own_position_only() -> None:
-    rule = MarginModels(((0.0, 0.5),) * 4, threshold=0.9)
-    before = [model.accept(3.0) for model in rule.models]
-    should_stop = rule.begin()
-    for _ in range(4):
-        should_stop(drawn(3.0))
-    rule.observe(finished(drafted=4, accepted=1))
-    after = [model.accept(3.0) for model in rule.models]
-    assert after[0] > before[0]  # accepted
-    assert after[1] < before[1]  # the first that was not
-    assert after[2:] == before[2:]  # censored
-
-
-def test_without_refitting_nothing_is_learned() -> None:
-    for refit in (True, False):
-        rule = Margin(coefficients=((0.0, 0.5),), threshold=0.5, refit=refit).start(None)
-        for _ in range(30):
-            should_stop = rule.begin()
-            should_stop(drawn(3.0))
-            rule.observe(finished(drafted=1, accepted=0))
-        assert rule.begin()(drawn(3.0)) == refit
-
-
-def test_labels_without_margins_are_refused() -> None:
-    tokens = RecordedTokens(
-        lengths=np.array([2]), q=np.ones((1, 2)), q_max=np.ones((1, 2)), margin=None
-    )
-    with pytest.raises(ValueError, match=r"margins .* were not recorded"):
-        Margin.fit(tokens, np.ones((1, 2)))
-    with pytest.raises(ValueError, match=r"numbers .* were not recorded"):
-        Numbers.fit(tokens, np.ones((1, 2)))
-    assert Margin().recorded_lengths(tokens) is None
-
-
-def test_the_network_learns_what_made_the_labels_and_is_the_same_each_time() -> None:
-    chance = np.random.default_rng(0)
-    numbers = chance.normal(size=(6000, 5)) * [1.0, 2.0, 9.0, 1.0, 4.0] + [
-        -1.0,
-        -1.0,
-        9.0,
-        1.0,
-        -5.0,
+def test_settings_are_chosen_on_dev_and_judged_on_test() -> None:
+    found = compare(DEV, TEST, PROMPTS, NAMES, **TIMES)
+    assert found is not None
+    assert (found.setting, found.candidates) == ("h=0.7", 2)
+    # Entropy was not replayed on test; the oracle and a perfect head are no rivals.
+    assert [(r.rule, r.setting, r.candidates) for r in found.rivals] == [
+        ("fixed", "K=6", 2),
+        ("logit", "h=0.7", 1),
     ]
-    truth = expit(0.3 * numbers[:, 2] - 0.5 * (numbers[:, 3] - 1.0) ** 2 - 1.0)
-    state = torch.get_rng_state()
-    network = fit_network(numbers, truth)
-    assert torch.equal(torch.get_rng_state(), state), "the global generator is left alone"
-    assert np.abs(network.accept(numbers) - truth).mean() < 0.02
-    again = fit_network(numbers, truth)
-    assert again.written() == network.written()
-    kept = Network.read(network.written())
-    assert np.abs(kept.accept(numbers) - network.accept(numbers)).max() < 0.02
+    head, fixed = TEST[4].counts, TEST[2].counts
+    assert found.rivals[0].overall == saving(head, fixed, **TIMES, prompts=PROMPTS)
+    assert found.rivals[0].overall.value == pytest.approx(0.2, abs=0.05)
+    assert list(found.rivals[0].saved) == [ALL, "maths", "code"]
+    code = slice(3, 6)
+    by_hand = 1 - head.n_target[code].sum() / fixed.n_target[code].sum()
+    assert found.rivals[0].saved["code"].value == pytest.approx(by_hand)
+    # Two rollouts of one prompt: only two prompts to resample, not three.
+    pair = [Counts(*(x[:3] for x in (c.tokens, c.n_target, c.n_draft, c.n_discarded)))
+            for c in (head, fixed)]  # fmt: skip
+    assert found.rivals[0].saved["maths"] == saving(*pair, **TIMES, prompts=["a", "a", "b"])
+    assert found.to_oracle == closes(head, TEST[5].counts, TEST[0].counts, **TIMES, prompts=PROMPTS)
+    assert found.cost_rule is not None
+    assert found.cost_rule.setting == "K=6"
+    assert found.cost_rule.overall.value == pytest.approx(0.18, abs=0.05)
 
 
-def test_a_network_is_kept_as_text_and_other_text_is_refused() -> None:
-    chance = np.random.default_rng(0)
-    network = Network(tuple(chance.normal(size=shape) for shape in SHAPES))
-    text = network.written()
-    assert len(text) < 1100
-    assert Network.read(text).written() == text
-    for bad in ("", "!!", text[:-8], "AAAA"):
-        with pytest.raises(ConfigError, match="385 finite half-precision numbers"):
-            read_config(Numbers, {"network": bad})
-
-
-def test_the_network_reads_the_same_numbers_in_decoding_and_replay() -> None:
-    chance = np.random.default_rng(2)
-    network = Network(tuple(chance.normal(size=shape) for shape in SHAPES))
-    rule = Numbers(threshold=0.6, network=network.written(), limit=5)
-    distributions = torch.tensor(chance.dirichlet([0.4] * 6, 24))
-    tokens = [DraftedToken(int(q.multinomial(1)), q, None) for q in distributions]
-    features = [
-        HeadInputs.from_drafted(("margin", "entropy", "log_mass_above"), [token], Moment.DRAWN)
-        for token in tokens
+def test_the_fixed_length_comes_first_and_then_the_hardest_to_beat() -> None:
+    more = [("confidence", 9.5), ("cumulative", 8.0), ("margin", 8.2)]
+    rivals = [result(name, "1", seconds) for name, seconds in more]
+    found = compare([*DEV, *rivals], [*TEST, *rivals], PROMPTS, NAMES, **TIMES)
+    assert found is not None
+    assert [r.rule for r in found.rivals] == [
+        "fixed",
+        "cumulative",
+        "margin",
+        "logit",
+        "confidence",
     ]
-    margin, entropy, above = (
-        np.array([[float(each[name]) for each in features if each]])
-        for name in ("margin", "entropy", "log_mass_above")
-    )
-    lengths = rule.recorded_lengths(
-        RecordedTokens(
-            lengths=np.array([24]),
-            q=np.array([[float(t.distribution[t.token]) for t in tokens]]),
-            q_max=np.array([[float(t.distribution.max()) for t in tokens]]),
-            margin=margin,
-            entropy=entropy,
-            # Recorded without what heads add to keep the logarithm finite.
-            log_mass_above=np.log((np.exp(above) - 1e-6).clip(1e-13)),
-        )
-    )
-    assert lengths is not None
-    active = rule.start(None)
-    for position in range(24):
-        should_stop, count = active.begin(), 0
-        for token in tokens[position : min(23, position + 5)]:
-            count += 1
-            if should_stop(token):
-                break
-        assert lengths[0, position] == count
-    assert len(set(lengths[0].tolist())) > 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "status"),
+    [(8.5, "pays"), (8.0, "not shown to pay"), (7.0, "does not pay")],
+)
+def test_a_head_pays_only_if_it_surely_saves_over_every_rival(seconds: float, status: str) -> None:
+    rival = result("margin", "h=0.7", seconds, seed=8)
+    found = compare([*DEV, rival], [*TEST, rival], PROMPTS, NAMES, **TIMES)
+    assert found is not None
+    assert found.status == status
+
+
+def test_without_a_head_or_a_fixed_length_nothing_is_compared() -> None:
+    for left_out in ("head", "fixed"):
+        dev = [r for r in DEV if r.family != left_out]
+        assert compare(dev, TEST, PROMPTS, NAMES, **TIMES) is None
+    one = compare(DEV, TEST, PROMPTS, ["maths"] * 6, **TIMES)
+    assert one is not None
+    assert list(one.rivals[0].saved) == ["maths"]

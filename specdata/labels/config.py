@@ -13,6 +13,12 @@ class LabelsConfig(Config):
     """How rollouts are labelled with the draft's acceptance."""
 
     shard_size: int = Field(default=64, ge=1, description="rollouts of one shard")
+    draws: int = Field(
+        default=1,
+        ge=1,
+        description="draft tokens labelled a position of the training rollouts, from one pass of "
+        "each model; at temperature 0 all are equal, and there is one",
+    )
     top_logits: int = Field(
         default=0,
         ge=0,

@@ -21,13 +21,14 @@ from specdata.models import check_length
 from specdata.probability import (
     SamplingConfig,
     accept_probability,
-    inverse_cdf,
+    entropy,
+    inverse_cdfs,
     overlap,
     probabilities,
     to_vocabulary,
 )
 from specdata.seeds import generator_for
-from specdata.storage.schema import TOP_LOGITS, Label, Rollout
+from specdata.storage.schema import MORE_DRAWS, TOP_LOGITS, Label, Rollout
 
 # Tokens of one forward, padding included. Larger batches leave a CPU's caches (at 4096 the toy pair
 # is labelled a third slower), smaller ones leave a GPU waiting.
@@ -51,7 +52,7 @@ class Batch:
         ids: (B, T) prompts and completions without their last tokens, padded on the right.
         row: (N,) the row of each position.
         column: (N,) where a model's output predicts the token of that position.
-        uniforms: (N,) in [0, 1), what the draft's tokens are drawn with.
+        uniforms: (N, S) in [0, 1), what the draft's tokens are drawn with.
     """
 
     rows: Sequence[Rollout]
@@ -61,8 +62,8 @@ class Batch:
     uniforms: Tensor
 
     @classmethod
-    def of(cls, rows: Sequence[Rollout], seed: int, device: torch.device) -> Batch:
-        """Pad the rows, and draw the uniforms of each from its own seed."""
+    def of(cls, rows: Sequence[Rollout], seed: int, draws: int, device: torch.device) -> Batch:
+        """Pad the rows, and draw the uniforms of each from its own seeds."""
         ids = [torch.tensor((row["prompt_ids"] + row["completion_ids"])[:-1]) for row in rows]
         lengths = torch.tensor([len(row["completion_ids"]) for row in rows])
         last = torch.tensor([len(tokens) for tokens in ids])
@@ -74,7 +75,7 @@ class Batch:
             pad_sequence(ids, batch_first=True).to(device),
             row.to(device),
             column.to(device),
-            torch.cat([_uniforms(rollout, seed) for rollout in rows]).to(device),
+            torch.cat([_uniforms(rollout, seed, draws) for rollout in rows]).to(device),
         )
 
     def states(self, model: LMHead) -> Tensor:
@@ -87,8 +88,10 @@ class Batch:
 class Labeller:
     """Labels rows: Y_i ~ q(. | prompt, X_<i) and min(1, p(Y_i)/q(Y_i)) at each position i.
 
-    SpecDec++ (Huang et al., arXiv:2405.19715), section 4.1. Memory beyond the models' bodies: the
-    states of a batch, and the distributions of a few positions (`VALUES_AT_ONCE`, `POSITIONS`).
+    SpecDec++ (Huang et al., arXiv:2405.19715), section 4.1. The models cost most, so several Y a
+    position, independent of each other, are cheap where they are learned from. Memory beyond the
+    models' bodies: the states of a batch, and the distributions of a few positions
+    (`VALUES_AT_ONCE`, `POSITIONS`).
 
     Attributes:
         distributions: batch -> p at some of its positions.
@@ -97,6 +100,7 @@ class Labeller:
         sampling: the sampler that tokens are served with.
         seed: the run's seed.
         tokens_at_once: tokens of one forward; a longer row goes by itself.
+        draws: S, how many Y a position of the rows of split "train"; others have one.
     """
 
     distributions: Callable[[Batch], DistributionsAt]
@@ -105,6 +109,7 @@ class Labeller:
     sampling: SamplingConfig
     seed: int
     tokens_at_once: int
+    draws: int = 1
 
     @torch.inference_mode()
     def __call__(self, rows: Sequence[Rollout]) -> list[Label]:
@@ -118,13 +123,16 @@ class Labeller:
         """
         labels: dict[int, Label] = {}
         for indices in _batches(rows, self.tokens_at_once):
-            batch = Batch.of([rows[index] for index in indices], self.seed, self.draft.model.device)
+            chosen = [rows[index] for index in indices]
+            batch = Batch.of(chosen, self.seed, self.draws, self.draft.model.device)
             lengths = [len(row["completion_ids"]) for row in batch.rows]
             starts = accumulate(lengths[:-1], initial=0)
             columns = self._columns(batch)
             for index, begin, length in zip(indices, starts, lengths, strict=True):
                 here = slice(begin, begin + length)
                 mine = {name: values[here].flatten().tolist() for name, values in columns.items()}
+                if self.draws > 1 and rows[index]["split"] != "train":
+                    mine |= {name: [] for name in MORE_DRAWS.names}
                 labels[index] = cast(Label, {**rows[index], **mine})
         return [labels[index] for index in range(len(rows))]
 
@@ -148,18 +156,28 @@ class Labeller:
 
 
 def _compare(p: Tensor, q: Tensor, uniforms: Tensor) -> dict[str, Tensor]:
-    """What is stored of p and q, (C, V), for the tokens that the uniforms (C,) draw from q."""
-    drafted = inverse_cdf(q, uniforms)
-    at = drafted.unsqueeze(-1)
-    p_at, q_at = p.gather(-1, at).squeeze(-1), q.gather(-1, at).squeeze(-1)
+    """What is stored of p and q, (C, V), for the tokens that the uniforms (C, S) draw from q."""
+    drafted = inverse_cdfs(q, uniforms)
+    p_at, q_at = p.gather(-1, drafted), q.gather(-1, drafted)
+    accept = accept_probability(p_at, q_at)
+    most, best = q.max(dim=-1, keepdim=True)
+    more = (
+        {"more_draft_ids": drafted[:, 1:], "more_accept_prob": accept[:, 1:]}
+        if uniforms.shape[-1] > 1
+        else {}
+    )
     return {
-        "draft_ids": drafted,
-        "accept_prob": accept_probability(p_at, q_at),
+        "draft_ids": drafted[:, 0],
+        "accept_prob": accept[:, 0],
         # A drafted token that the target gives 0 has log p = -inf; parquet stores it as such.
-        "log_p": p_at.log(),
-        "log_q": q_at.log(),
-        "log_q_max": q.amax(dim=-1).log(),
+        "log_p": p_at[:, 0].log(),
+        "log_q": q_at[:, 0].log(),
+        "log_q_max": most.squeeze(-1).log(),
+        "log_q_second": q.scatter(-1, best, 0.0).amax(dim=-1).log(),
+        "entropy": entropy(q),
+        "log_mass_above": q.where(q > q_at[:, :1], 0.0).sum(dim=-1).log(),
         "overlap": overlap(p, q),
+        **more,
     }
 
 
@@ -211,9 +229,13 @@ def _batches(rows: Sequence[Rollout], tokens_at_once: int) -> Iterator[list[int]
         order = order[count:]
 
 
-def _uniforms(row: Rollout, seed: int) -> Tensor:
+def _uniforms(row: Rollout, seed: int, draws: int) -> Tensor:
+    """(C, S) uniforms of a row. Each draw has its own generator, so S does not change any."""
     key = (row["example_id"], row["sample"])
     if turn := row.get("turn", 0):
         key = (*key, turn)  # type: ignore[assignment]
-    generator = generator_for(seed, "label", *key)
-    return torch.rand(len(row["completion_ids"]), generator=generator, dtype=torch.float64)
+    names = ["label", *(f"label draw {draw}" for draw in range(1, draws))]
+    generators = [generator_for(seed, name, *key) for name in names]
+    length = len(row["completion_ids"])
+    uniforms = [torch.rand(length, generator=one, dtype=torch.float64) for one in generators]
+    return torch.stack(uniforms, dim=-1)

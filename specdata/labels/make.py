@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset, load_stored
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings, defaults_of, differences
-from specdata.storage.schema import LABELS, TOP_LOGITS, Label
+from specdata.storage.schema import LABELS, MORE_DRAWS, TOP_LOGITS, Label
 
 
 def make_labels(
@@ -42,15 +42,17 @@ def make_labels(
 ) -> int:
     """Label every position of every rollout, under the sampler that serving will use.
 
-    One teacher-forced pass of each model, in batches that the shard alone decides. `fill_dataset`
-    describes several processes, resume and errors.
+    One teacher-forced pass of each model, in batches that the shard alone decides. With
+    `config.draws` = S above 1, rows of split "train" get S - 1 more tokens of the draft at each
+    position, in the columns `MORE_DRAWS`. The first token does not depend on S, nor does any other.
+    `fill_dataset` describes several processes, resume and errors.
 
     Args:
         target: the model of p.
         draft: the model of q.
         rollouts: the target's completions, columns of `ROLLOUTS`.
         folder: where the dataset goes.
-        config: rollouts of a shard, logits to keep.
+        config: rollouts of a shard, tokens drawn at each position, logits to keep.
         sampling: the sampler that tokens are served with; stored, and checked by `load_labels`.
         seed: the run's seed; a row's own seed is made of it and of what identifies the row.
         settings: what else decides the rows; stored in the manifest, compared on resume.
@@ -71,11 +73,10 @@ def make_labels(
         sampling,
         seed,
         tokens_at_once(p, q),
+        _draws(config, sampling),
     )
-    schema = pa.schema([*LABELS, *TOP_LOGITS]) if top else LABELS
-    return _fill(
-        rollouts, folder, work, config, schema, settings.extended({"top_logits": top}), report
-    )
+    settings = settings.extended({"top_logits": top})
+    return _fill(rollouts, folder, work, config, settings, report, keeps_logits=top > 0)
 
 
 def labels_from_cache(
@@ -115,9 +116,17 @@ def labels_from_cache(
         stored["top_logits"], stored["vocabulary"], sampling, config.bound
     )
     q, kept = find_lm_head(draft), partial(kept_distributions, distributions)
-    work = Labeller(kept, q, distributions.vocabulary, sampling, seed, tokens_at_once(q))
+    work = Labeller(
+        kept,
+        q,
+        distributions.vocabulary,
+        sampling,
+        seed,
+        tokens_at_once(q),
+        _draws(config, sampling),
+    )
     settings = settings.extended({"bound": config.bound})
-    return _fill(load_stored(source), folder, work, config, LABELS, settings, report)
+    return _fill(load_stored(source), folder, work, config, settings, report)
 
 
 def sampling_of(folder: Path) -> SamplingConfig:
@@ -146,20 +155,32 @@ def load_labels(folder: Path, sampling: SamplingConfig) -> datasets.Dataset:
     return load_stored(folder)
 
 
+def _draws(config: LabelsConfig, sampling: SamplingConfig) -> int:
+    """S; 1 at temperature 0, where every draw is the most probable token."""
+    return 1 if sampling.temperature == 0 else config.draws
+
+
 def _fill(
     rollouts: datasets.Dataset,
     folder: Path,
     work: Labeller,
     config: LabelsConfig,
-    schema: pa.Schema,
     settings: Settings,
     report: Callable[[int], object],
+    *,
+    keeps_logits: bool = False,
 ) -> int:
+    more = [*(MORE_DRAWS if work.draws > 1 else ()), *(TOP_LOGITS if keeps_logits else ())]
+    schema = pa.schema([*LABELS, *more])
+
     def shard(start: int) -> list[Label]:
         stop = min(start + config.shard_size, len(rollouts))
         return work(rollouts.select(range(start, stop)).to_list())
 
     own = {"sampling": asdict(work.sampling), "seed": work.seed, "vocabulary": work.vocabulary}
+    own["draws"] = work.draws
+    # Labels of earlier versions have one draw, and their settings do not say so.
+    settings = replace(settings, defaults={**settings.defaults, "draws": 1})
     shards = [partial(shard, start) for start in range(0, len(rollouts), config.shard_size)]
     return fill_dataset(folder, schema, settings.extended(own), shards, report)
 

@@ -132,6 +132,8 @@ class _DatasetInProgress:
             for record in records:
                 if manifest["finished"] or (self.folder / record["file"]).exists():
                     verify(self.folder, record)
+                    if not manifest["finished"]:
+                        self._check_columns(record["file"])
         return manifest
 
     def done(self, index: int) -> dict[str, Any] | None:
@@ -174,6 +176,16 @@ class _DatasetInProgress:
             return read_record(path, ("file", "rows", "sha256"), "remove it and its shard")
         except FileNotFoundError:
             return None
+
+    def _check_columns(self, name: str) -> None:
+        """Refuse to go on with shards of an earlier version, beside which new ones do not fit."""
+        found = pq.read_schema(self.folder / name).names
+        if changed := sorted({*found} ^ {*self.schema.names}):
+            raise ManifestError(
+                f"{self.folder} was begun by another version of this program, whose shards differ "
+                f"from this one's in the columns {', '.join(changed)}: remove it and make the "
+                "dataset again, or finish it with that version"
+            )
 
     def _check_foreign(self, present: Sequence[str], shards: Sequence[str]) -> None:
         foreign = sorted({*present} - {*shards} - {*BESIDE})
@@ -231,21 +243,32 @@ def _finished_files(folder: Path) -> list[str]:
     return [as_pattern(folder / record["file"]) for record in manifest["shards"]]
 
 
-def of_split(dataset: datasets.Dataset, split: str, source: Path) -> datasets.Dataset:
-    """Rows of one split of a stored dataset.
+def of_split(
+    dataset: datasets.Dataset, split: str, source: Path, *, sets: Sequence[str] | None = None
+) -> datasets.Dataset:
+    """Rows of one split of a stored dataset, in its order.
 
     Args:
         dataset: rollouts or labels.
         split: "train", "dev" or "test".
         source: its folder, for the message.
+        sets: only rows of these prompt sets, by the names in column `dataset`; by default of all.
 
     Raises:
         ConfigError: if there are none.
     """
-    rows = dataset.select([row for row, name in enumerate(dataset["split"]) if name == split])
+    found = zip(dataset["split"], dataset["dataset"], strict=True)
+    rows = dataset.select(
+        [
+            row
+            for row, (name, prompts) in enumerate(found)
+            if name == split and (sets is None or prompts in sets)
+        ]
+    )
     if len(rows) == 0:
+        of = f" of {' or '.join(sets)}" if sets is not None else ""
         raise ConfigError(
-            f"{source} has no rows of split {split!r}: rollouts.sets must hold a prompt set with "
-            "that split, not all of whose prompts are dropped as duplicates"
+            f"{source} has no rows of split {split!r}{of}: rollouts.sets must hold a prompt set "
+            "with that split, not all of whose prompts are dropped as duplicates"
         )
     return rows

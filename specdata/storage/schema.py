@@ -43,6 +43,7 @@ class Label(Rollout):
 
     SpecDec++ (Huang et al., arXiv:2405.19715), section 4.1. Every list has one value a completion
     token; probabilities are those of the sampler that tokens are served with, logarithms natural.
+    Datasets of earlier versions lack `log_q_second`, `entropy` and `log_mass_above`.
 
     Attributes:
         draft_ids: Y_i, drawn from q(. | prompt, X_<i).
@@ -50,6 +51,11 @@ class Label(Rollout):
         log_p: log p(Y_i); -inf where the target never emits it.
         log_q: log q(Y_i).
         log_q_max: max_x log q(x).
+        log_q_second: log q of the second most probable token, the same where two are; -inf where q
+            gives everything to one token.
+        entropy: of q, in nats; 0 where q gives everything to one token.
+        log_mass_above: log of the sum of q over the tokens that are more probable than Y_i; -inf
+            where none is.
         overlap: sum_x min(p(x), q(x)), the acceptance averaged over Y_i.
     """
 
@@ -58,6 +64,9 @@ class Label(Rollout):
     log_p: list[float]
     log_q: list[float]
     log_q_max: list[float]
+    log_q_second: list[float]
+    entropy: list[float]
+    log_mass_above: list[float]
     overlap: list[float]
 
 
@@ -82,8 +91,14 @@ LABELS = pa.schema(
         ("log_q", _REALS),
         ("log_q_max", _REALS),
         ("overlap", _REALS),
+        ("log_q_second", _REALS),
+        ("entropy", _REALS),
+        ("log_mass_above", _REALS),
     ]
 )
+# More columns of labels with S > 1 draws: S - 1 more tokens drawn from q at each position, and
+# their min(1, p/q), one position after the other; empty lists in rows that are not trained on.
+MORE_DRAWS = pa.schema([("more_draft_ids", _IDS), ("more_accept_prob", _REALS)])
 # More columns of labels that can be made again without the target: see specdata.labels.top_logits.
 # The first two hold N values a position, one position after the other.
 TOP_LOGITS = pa.schema(

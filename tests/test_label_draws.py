@@ -1,0 +1,266 @@
+"""Several draws a position, and the draft's own numbers: exact, whatever else is asked for."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import product
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pytest
+import torch
+
+from recipes.checks import check_draft_sets
+from recipes.config import parse
+from recipes.layout import labels_stage
+from specdata.errors import ConfigError, ManifestError, OtherSettingsError
+from specdata.labels.config import LabelsConfig
+from specdata.labels.make import labels_from_cache, make_labels
+from specdata.probability import SamplingConfig, inverse_cdf, inverse_cdfs, probabilities
+from specdata.storage.dataset import fill_dataset, load_stored, of_split
+from specdata.storage.manifest import read_manifest
+from specdata.storage.resume import Settings, differences
+from specdata.storage.schema import LABELS, MORE_DRAWS, ROLLOUTS, Label
+from tests.chi_square import p_value
+from tests.test_acceptance import SAMPLERS, close, labeller, rollout, rollouts, stored
+from tests.tiny import tiny_llama
+
+V = 40
+NEW = ("log_q_second", "entropy", "log_mass_above")
+
+
+def label(
+    folder: Path, name: str, config: LabelsConfig, sampling: SamplingConfig | None = None
+) -> list[Label]:
+    """Labels of a few rows, of which every third is not trained on."""
+    if not (folder / "rollouts").exists():
+        rows = rollouts(9, vocab=V)
+        for row in rows[::3]:
+            row["split"] = "dev"
+        stored(folder / "rollouts", rows)
+    make_labels(
+        tiny_llama(0, vocab=V),
+        tiny_llama(1, vocab=V),
+        load_stored(folder / "rollouts"),
+        folder / name,
+        config,
+        sampling=sampling or SamplingConfig(),
+        seed=5,
+        settings=Settings({}),
+        report=lambda rows: None,
+    )
+    return load_stored(folder / name).to_list()
+
+
+@pytest.mark.parametrize("sampling", SAMPLERS.values(), ids=SAMPLERS.keys())
+def test_the_drafts_own_numbers_are_those_of_its_distribution(sampling: SamplingConfig) -> None:
+    target, draft = tiny_llama(0, vocab=12), tiny_llama(1, vocab=12)
+    completion = [4, 5, 6, 7, 8]
+    rows = labeller(target, draft, sampling)([rollout(n, completion) for n in range(20)])
+    one_hot = 0
+    for row, index in product(rows, range(len(completion))):
+        with torch.inference_mode():
+            logits = draft(input_ids=torch.tensor([[2, 3, *completion[:index]]])).logits[0, -1]
+        q = probabilities(logits, sampling).tolist()
+        second = sorted(q)[-2]
+        above = sum(chance for chance in q if chance > q[row["draft_ids"][index]] + 1e-9)
+        nats = -sum(chance * math.log(chance) for chance in q if chance)
+        for name, mass in (("log_q_second", second), ("log_mass_above", above)):
+            expected = math.log(mass) if mass else -math.inf
+            assert row[name][index] == pytest.approx(expected, abs=1e-5), name  # type: ignore[literal-required]
+        assert row["entropy"][index] == pytest.approx(nats, abs=1e-5)
+        one_hot += second == 0
+    assert (one_hot == 100) == (sampling.temperature == 0)
+
+
+def test_of_two_most_probable_tokens_the_second_is_as_probable_and_none_is_above() -> None:
+    target, draft = tiny_llama(0, vocab=12), tiny_llama(1, vocab=12)
+    with torch.no_grad():
+        draft.lm_head.weight.zero_()  # every token is as probable as every other
+    row = labeller(target, draft, SamplingConfig())([rollout(0, [4, 5, 6])])[0]
+    assert row["log_q_second"] == row["log_q_max"] == pytest.approx([-math.log(12)] * 3)
+    assert row["entropy"] == pytest.approx([math.log(12)] * 3)
+    assert row["log_mass_above"] == [-math.inf] * 3
+
+
+def test_several_uniforms_of_a_row_give_the_tokens_that_each_gives_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.rand(50, 30, generator=generator) * (
+        torch.rand(50, 30, generator=generator) < 0.5
+    )
+    uniforms = torch.rand(50, 7, generator=generator, dtype=torch.float64)
+    together = inverse_cdfs(probs, uniforms)
+    for draw in range(7):
+        assert torch.equal(together[:, draw], inverse_cdf(probs, uniforms[:, draw]))
+
+
+def test_draws_do_not_depend_on_how_many_there_are_nor_on_the_shards(tmp_path: Path) -> None:
+    one = label(tmp_path, "one", LabelsConfig(shard_size=4))
+    assert not {*MORE_DRAWS.names} & one[0].keys()
+    by_count = {
+        count: label(tmp_path, f"{count}", LabelsConfig(shard_size=size, draws=count))
+        for count, size in ((3, 4), (5, 2))
+    }
+    trained = 0
+    for rows in zip(one, by_count[3], by_count[5], strict=True):
+        plain, three, five = rows
+        for several in (three, five):
+            assert {name: several[name] for name in plain} == plain
+        length = len(plain["draft_ids"])
+        for name in MORE_DRAWS.names:
+            few, many = (torch.tensor(row[name]) for row in (three, five))  # type: ignore[literal-required]
+            if plain["split"] != "train":
+                assert len(few) == len(many) == 0
+                continue
+            assert torch.equal(few.view(length, 2), many.view(length, 4)[:, :2])
+            trained += 1
+    assert trained == 12
+
+
+def test_draws_at_a_position_are_independent_and_each_has_the_drafts_distribution() -> None:
+    """The joint distribution of three draws is q x q x q, over 1,500 rows of one sequence."""
+    target, draft = tiny_llama(0), tiny_llama(1)
+    work = labeller(target, draft, SamplingConfig(), draws=3)
+    rows = work([rollout(n, [2]) for n in range(1500)])
+    with torch.inference_mode():
+        p, q = (
+            probabilities(model(input_ids=torch.tensor([[2, 3]])).logits[0, -1], SamplingConfig())
+            for model in (target, draft)
+        )
+    counts = Counter((*row["draft_ids"], *row["more_draft_ids"]) for row in rows)  # type: ignore[typeddict-item]
+    tokens = range(len(q))
+    joint = {(a, b, c): float(q[a] * q[b] * q[c]) for a in tokens for b in tokens for c in tokens}
+    assert p_value(counts, joint) > 1e-6
+    for row in rows:
+        drawn = torch.tensor(row["more_draft_ids"])  # type: ignore[typeddict-item]
+        assert row["more_accept_prob"] == pytest.approx(  # type: ignore[typeddict-item]
+            (p / q)[drawn].clamp(max=1.0).tolist(), abs=1e-6
+        )
+
+
+def test_the_mean_acceptance_of_many_draws_approaches_the_overlap() -> None:
+    """At every position within five standard errors, and over all within five of theirs.
+
+    With 400 draws of 40 positions the mean over all has a standard error below .004: a bias of .04
+    would be found with certainty (ten standard errors), one of .02 with power .5.
+    """
+    target, draft = tiny_llama(0, vocab=12), tiny_llama(1, vocab=12)
+    work = labeller(target, draft, SamplingConfig(), draws=400)
+    (row,) = work([rollout(0, [2 + n % 10 for n in range(40)])])
+    first = torch.tensor(row["accept_prob"]).unsqueeze(-1)
+    more = torch.tensor(row["more_accept_prob"]).view(40, 399)  # type: ignore[typeddict-item]
+    every = torch.cat([first, more], dim=-1)
+    gap = every.mean(dim=-1) - torch.tensor(row["overlap"])
+    error = every.std(dim=-1) / 400**0.5
+    assert bool((gap.abs() <= 5 * error + 1e-6).all())
+    whole = float(error.square().sum().sqrt()) / 40
+    assert whole < 0.004
+    assert abs(float(gap.mean())) <= 5 * whole
+
+
+def test_at_temperature_0_there_is_one_draw_because_all_are_equal(tmp_path: Path) -> None:
+    greedy = SamplingConfig(temperature=0.0)
+    several = label(tmp_path, "labels", LabelsConfig(draws=4), greedy)
+    assert several[0].keys() == {*LABELS.names}
+    assert read_manifest(tmp_path / "labels")["settings"]["draws"] == 1
+
+
+def test_labels_from_kept_logits_have_the_draws_of_those_made_with_the_target(
+    tmp_path: Path,
+) -> None:
+    sampling = SamplingConfig(top_k=8)
+    with_target = label(tmp_path, "kept", LabelsConfig(draws=3, top_logits=8), sampling)
+    labels_from_cache(
+        tmp_path / "kept",
+        tiny_llama(1, vocab=V),
+        tmp_path / "again",
+        LabelsConfig(draws=4),
+        sampling=sampling,
+        seed=5,
+        settings=Settings({}),
+        report=lambda rows: None,
+    )
+    again = load_stored(tmp_path / "again").to_list()
+    close(again, with_target)
+    assert again[0].keys() == {*LABELS.names, *MORE_DRAWS.names}
+    for mine, theirs in zip(again, with_target, strict=True):
+        length = len(mine["draft_ids"])
+        for name in MORE_DRAWS.names:
+            four, three = mine[name], theirs[name]
+            assert len(four) == (3 * length if mine["split"] == "train" else 0)
+            assert [value for n, value in enumerate(four) if n % 3 < 2] == pytest.approx(three)
+
+
+def earlier(folder: Path, *, stop_at: int | None = None) -> None:
+    """Labels as an earlier version made them: without the newer columns and settings.
+
+    Begun, and ended by an interruption at a shard, if `stop_at` says so.
+    """
+    rows = label(folder, "now", LabelsConfig(shard_size=3))
+    settings = dict(read_manifest(folder / "now")["settings"])
+    del settings["draws"]
+    schema = pa.schema([field for field in LABELS if field.name not in NEW])
+
+    def shard(index: int) -> list[Label]:
+        if index == stop_at:
+            raise KeyboardInterrupt
+        return rows[3 * index : 3 * index + 3]
+
+    shards = [lambda index=index: shard(index) for index in range(3)]
+    fill_dataset(folder / "then", schema, Settings(settings), shards, lambda rows: None)
+
+
+def test_finished_labels_of_an_earlier_version_are_those_of_one_draw(tmp_path: Path) -> None:
+    earlier(tmp_path)
+    found = label(tmp_path, "then", LabelsConfig(shard_size=3))
+    assert found[0].keys() == {*LABELS.names} - {*NEW}
+    with pytest.raises(OtherSettingsError, match="draws: 1 -> 2"):
+        label(tmp_path, "then", LabelsConfig(shard_size=3, draws=2))
+
+
+def test_labels_that_an_earlier_version_began_are_refused_and_stay(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        earlier(tmp_path, stop_at=0)
+    before = {path: path.read_bytes() for path in (tmp_path / "then").glob("shard-*")}
+    assert len(before) == 2
+    with pytest.raises(ManifestError, match=r"columns entropy, log_mass_above, log_q_second"):
+        label(tmp_path, "then", LabelsConfig(shard_size=3))
+    assert {path: path.read_bytes() for path in (tmp_path / "then").glob("shard-*")} == before
+
+
+def test_a_run_that_says_nothing_of_draws_has_one() -> None:
+    settings = labels_stage(parse(["--labels.draws", "1"]).config).settings
+    stored_then = {**settings.values, "labels": dict(settings.values["labels"])}
+    del stored_then["labels"]["draws"]
+    assert differences(stored_then, settings.values, settings.defaults) == []
+    asked = labels_stage(parse(["--labels.draws", "4"]).config).settings.values
+    assert differences(stored_then, asked, settings.defaults) == ["labels.draws: 1 -> 4"]
+
+
+def test_rows_of_a_split_can_be_those_of_some_sets() -> None:
+    rows = [{**rollout(n, [2]), "dataset": name} for n, name in enumerate("abcab")]
+    rows[1]["split"] = "dev"
+    table = datasets.Dataset.from_list(rows)
+    chosen = of_split(table, "train", Path("here"), sets=["b", "a"])
+    assert chosen["example_id"][:] == ["id0", "id3", "id4"]
+    assert len(of_split(table, "train", Path("here"))) == 4
+    with pytest.raises(ConfigError, match="here has no rows of split 'dev' of a or c"):
+        of_split(table, "dev", Path("here"), sets=["a", "c"])
+    assert {*table.column_names} == {*ROLLOUTS.names}
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        ("[instrct]", "draft.sets must name sets of rollouts.sets, got 'instrct': did you mean"),
+        ("[code]", r"draft.sets names no set of split train or dev \(code\)"),
+    ],
+)
+def test_sets_that_the_draft_cannot_be_trained_on_are_refused(sets: str, message: str) -> None:
+    wanted = "[{name: instruct, split: train}, {name: instruct, split: dev}, {name: code}]"
+    asked = ["--rollouts.sets", wanted]
+    check_draft_sets(parse([*asked, "--draft.sets", "[instruct]"]).config)
+    with pytest.raises(ConfigError, match=message):
+        check_draft_sets(parse([*asked, "--draft.sets", sets]).config)
