@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,13 @@ import torch
 from torch import Tensor
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.drafting.stopping import DraftedToken, UpcomingToken
+from eval.drafting.stopping.estimates import Estimates, Question, SurvivalEstimate
+from eval.drafting.stopping.survival import Survival
+from eval.rounds import Round
 from eval.runtime.budget import Bid, CostTable, SharedBudget
 from eval.verifiers import VERIFIERS
-from heads import AcceptanceHead
+from heads import BaseHead
 from specdata.errors import ConfigError
 from tests.chi_square import LEVEL, p_value
 from tests.oracles import (
@@ -28,6 +33,7 @@ from tests.oracles import (
     random_model,
     total_variation,
 )
+from tests.test_stopping import head, immediate_head
 from tests.tiny import joint_distribution as joint_of_model
 from tests.tiny import tiny_llama
 
@@ -187,15 +193,15 @@ def test_admitting_tokens_by_what_was_drawn_is_biased(verifier: str) -> None:
 
 SHARED = {
     "logit": DecodeConfig(stop="logit", budget="shared", calibration=(0.5, 0.8)),
-    "cost, by a head": DecodeConfig(verifier="block", stop="cost", budget="shared"),
+    "cost, specdec++": DecodeConfig(verifier="block", stop="cost", budget="shared"),
+    "cost, immediate": DecodeConfig(
+        verifier="block", stop="cost", budget="shared", before_drawing=True
+    ),
 }
 
 
-def head() -> AcceptanceHead:
-    torch.manual_seed(5)
-    made = AcceptanceHead(hidden_size=16, depth=1, rejection_weight=6.0).eval()
-    torch.nn.init.normal_(made.output.weight, std=2.0)
-    return made
+def head_of(name: str) -> BaseHead:
+    return immediate_head() if "immediate" in name else head()
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -203,9 +209,9 @@ def test_neighbours_in_a_batch_are_independent_and_each_is_plain_sampling(name: 
     """Over several rounds of the real decoder; fails by chance once in 1e6."""
     target, prompts, length = tiny_llama(0), ([2, 3], [3]), 2
     decoder = SpeculativeDecoder.from_config(
-        target, tiny_llama(1), SHARED[name], head(), costs=costs(0.6)
+        target, tiny_llama(1), SHARED[name], head_of(name), costs=costs(0.6)
     )
-    pairs = 500
+    pairs = 400
     seeds = [torch.Generator().manual_seed(seed) for seed in range(2 * pairs)]
     asked = [torch.tensor(prompt) for _ in range(pairs) for prompt in prompts]
     outs = decoder.generate_batch(asked, max_new_tokens=length, generators=seeds, size=4)
@@ -227,7 +233,7 @@ def decode(decoder: SpeculativeDecoder, first: int = 0) -> list[tuple[list[int],
 def test_generators_and_costs_decide_everything_whatever_was_decoded_before(name: str) -> None:
     target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(1, vocab=40)
     decoder = SpeculativeDecoder.from_config(
-        target, draft, SHARED[name], head().double(), costs=costs(0.4)
+        target, draft, SHARED[name], head_of(name).double(), costs=costs(0.4)
     )
     first = decode(decoder)
     decode(decoder, first=100)
@@ -273,6 +279,66 @@ def test_costs_are_measured_once_and_again_for_a_larger_batch() -> None:
 def test_a_rule_that_estimates_no_survival_cannot_share_a_budget(stop: str) -> None:
     with pytest.raises(ConfigError, match=r"does not estimate: choose from .*logit"):
         DecodeConfig(stop=stop, budget="shared")
+
+
+# --- estimates ----------------------------------------------------------------------------------
+
+
+def drive_estimates(estimations: list[Generator[Question, Any, float]]) -> list[float]:
+    """Run what several drafts ask a head side by side, one call for all."""
+    asked = [next(each) for each in estimations]
+    results: list[float] = [0.0] * len(estimations)
+    while any(asked):
+        going = [number for number, question in enumerate(asked) if question]
+        answers = asked[going[0]].model.run_all([asked[number] for number in going])
+        for number, answer in zip(going, answers, strict=True):
+            try:
+                asked[number] = estimations[number].send(answer)
+            except StopIteration as known:
+                asked[number], results[number] = None, known.value  # type: ignore[call-overload]
+    return results
+
+
+def test_what_several_drafts_ask_a_head_together_is_what_each_would_ask_alone() -> None:
+    made = immediate_head()
+    shared = Estimates((0.0, 1.0), made, before_drawing=True)
+    draw = torch.Generator().manual_seed(3)
+    alone, together = [Survival(made) for _ in range(3)], [shared.start() for _ in range(3)]
+    for estimate in (*alone, *together):
+        estimate.begin()
+    for place in range(4):
+        rows = torch.rand(3, 7, generator=draw).softmax(-1)
+        states, embeddings = torch.randn(2, 3, 16, generator=draw) / 8
+        upcoming = [UpcomingToken(rows[n], states[n], place) for n in range(3)]
+        drafted = [DraftedToken(n, rows[n], states[n], embeddings[n], place) for n in range(3)]
+        with torch.inference_mode():
+            before = drive_estimates([e.before(u) for e, u in zip(together, upcoming, strict=True)])
+            after = drive_estimates([e.after(d) for e, d in zip(together, drafted, strict=True)])
+        expected = [one.before(u) for one, u in zip(alone, upcoming, strict=True)]
+        assert before == pytest.approx(expected, rel=1e-5)
+        expected = [one.after(d) for one, d in zip(alone, drafted, strict=True)]
+        assert after == pytest.approx(expected, rel=1e-5)
+    assert len(set(after)) == 3
+
+
+def test_all_slots_learn_from_what_one_of_them_saw() -> None:
+    shared = Estimates((0.0, 1.0))
+    one, other = shared.start(), shared.start()
+    row = torch.tensor([0.8, 0.2])
+
+    def judged(estimate: SurvivalEstimate) -> float:
+        estimate.begin()
+        with pytest.raises(StopIteration) as known:
+            next(estimate.before(UpcomingToken(row, None)))
+        return float(known.value.value)
+
+    first = judged(other)
+    for _ in range(50):
+        judged(one)
+        one.observe(Round(1, 1, 0, 1, 1, 0.0, 0.0, 0.0))
+    assert judged(other) < 0.5 < first == pytest.approx(0.8)
+    shared.restart()
+    assert judged(other) == first
 
 
 # --- what is admitted ---------------------------------------------------------------------------
