@@ -122,7 +122,7 @@ class SpeculativeDecoder:
                 itself is moved to the draft's device, as `head.to` does.
             engine: how forwards run: see `eval.runtime.graphs`.
             costs: with budget="shared", what forwards take, so that generators alone decide what
-                is decoded; None measures it when it is first needed (`measured_costs`).
+                is decoded; None measures it when it is first needed (`measure_costs`).
 
         Raises:
             ConfigError: if the configuration needs a head or more drafts than are given, if the
@@ -244,7 +244,7 @@ class SpeculativeDecoder:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
         self._refresh_graphs()
-        scheduler = self._scheduler(size)
+        scheduler = self._scheduler(min(size, len(prompts)) or 1)
         begun = time.perf_counter()
         jobs = [
             partial(
@@ -292,6 +292,7 @@ class SpeculativeDecoder:
         endless, budget = self._endless, self._budget
         if endless is None or budget is None:
             raise ConfigError('there are costs to measure only with budget="shared" and a draft')
+        self._refresh_graphs()
         sizes = sorted({size, *(2**power for power in range(size.bit_length()))})
         # On a CPU, what other processes take from this one is left out.
         clock = time.thread_time if self._target.device.type == "cpu" else time.perf_counter

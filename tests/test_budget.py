@@ -257,12 +257,13 @@ def test_no_drawn_token_is_dropped_and_at_most_one_forward_of_a_round_draws_none
 
 def test_costs_are_measured_once_and_again_for_a_larger_batch() -> None:
     target, draft = tiny_llama(2, vocab=40), tiny_llama(1, vocab=40)
-    decoder = SpeculativeDecoder.from_config(target, draft, SHARED["logit"])
+    short = SHARED["logit"].replace(limit=3)
+    decoder = SpeculativeDecoder.from_config(target, draft, short)
     assert decoder.measure_costs(1).sequences == (1,)
     assert all(tokens for tokens, _ in decode(decoder))  # three at a time
     table = decoder.costs
     assert table is not None
-    assert table.sequences == (1, 2, 3)
+    assert (table.sequences, table.tokens) == ((1, 2, 3), (1, 2, 3))
     decode(decoder)
     assert decoder.costs is table
     assert min(map(min, table.target)) > 0 < min(table.draft)

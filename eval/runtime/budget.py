@@ -3,8 +3,9 @@
 A batch's forward of the target takes longer for every token that it scores, whichever sequence the
 token is of. So positions of all drafts compete: each sequence bids with the probability that its
 next token will be accepted with all before it, bids are ranked, and as many are admitted as are
-expected to save more time than they cost (Zhang et al., "SpecDec++" 2405.19715, for one sequence;
-DSpark 2607.05147 and vLLM for batches, which cut finished drafts instead).
+expected to save more time than they cost. For one sequence that is the rule of
+`eval.drafting.stopping.cost`; DSpark (arXiv:2607.05147) chooses the lengths to verify by survival
+and a throughput profile, too.
 
 A bid is made before its token is drawn, from the distribution that it would be drawn from and from
 tokens that are kept, of this sequence and of others. Given all that, the token has the distribution
@@ -324,11 +325,12 @@ class PlannedDrafts:
         self._round += target
 
     def table(self) -> CostTable:
-        """The medians of what was measured, smoothed."""
+        """The medians of what was measured, smoothed, of the lengths that drafts have had."""
         sizes = sorted(self._target)
+        scored = [w for w in self._scored if all(self._target[n][w] for n in sizes)]
         return CostTable.smoothed(
             sizes,
-            self._scored,
-            np.array([[np.median(self._target[n][w]) for w in self._scored] for n in sizes]),
+            scored,
+            np.array([[np.median(self._target[n][w]) for w in scored] for n in sizes]),
             np.array([np.median(self._draft[n]) for n in sizes]),
         )
