@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import DraftedToken, UpcomingToken
-from eval.drafting.stopping.estimates import Estimates, Question, SurvivalEstimate
+from eval.drafting.stopping.estimates import Estimates, SurvivalEstimate
 from eval.drafting.stopping.survival import Survival
 from eval.rounds import Round
 from eval.runtime.budget import Bid, CostTable, SharedBudget
@@ -194,9 +193,7 @@ def test_admitting_tokens_by_what_was_drawn_is_biased(verifier: str) -> None:
 SHARED = {
     "logit": DecodeConfig(stop="logit", budget="shared", calibration=(0.5, 0.8)),
     "cost, specdec++": DecodeConfig(verifier="block", stop="cost", budget="shared"),
-    "cost, immediate": DecodeConfig(
-        verifier="block", stop="cost", budget="shared", before_drawing=True
-    ),
+    "cost, immediate": DecodeConfig(stop="cost", budget="shared"),
 }
 
 
@@ -285,41 +282,26 @@ def test_a_rule_that_estimates_no_survival_cannot_share_a_budget(stop: str) -> N
 # --- estimates ----------------------------------------------------------------------------------
 
 
-def drive_estimates(estimations: list[Generator[Question, Any, float]]) -> list[float]:
-    """Run what several drafts ask a head side by side, one call for all."""
-    asked = [next(each) for each in estimations]
-    results: list[float] = [0.0] * len(estimations)
-    while any(asked):
-        going = [number for number, question in enumerate(asked) if question]
-        answers = asked[going[0]].model.run_all([asked[number] for number in going])
-        for number, answer in zip(going, answers, strict=True):
-            try:
-                asked[number] = estimations[number].send(answer)
-            except StopIteration as known:
-                asked[number], results[number] = None, known.value  # type: ignore[call-overload]
-    return results
-
-
-def test_what_several_drafts_ask_a_head_together_is_what_each_would_ask_alone() -> None:
-    made = immediate_head()
-    shared = Estimates((0.0, 1.0), made, before_drawing=True)
-    draw = torch.Generator().manual_seed(3)
-    alone, together = [Survival(made) for _ in range(3)], [shared.start() for _ in range(3)]
-    for estimate in (*alone, *together):
-        estimate.begin()
-    for place in range(4):
-        rows = torch.rand(3, 7, generator=draw).softmax(-1)
-        states, embeddings = torch.randn(2, 3, 16, generator=draw) / 8
-        upcoming = [UpcomingToken(rows[n], states[n], place) for n in range(3)]
-        drafted = [DraftedToken(n, rows[n], states[n], embeddings[n], place) for n in range(3)]
-        with torch.inference_mode():
-            before = drive_estimates([e.before(u) for e, u in zip(together, upcoming, strict=True)])
-            after = drive_estimates([e.after(d) for e, d in zip(together, drafted, strict=True)])
-        expected = [one.before(u) for one, u in zip(alone, upcoming, strict=True)]
-        assert before == pytest.approx(expected, rel=1e-5)
-        expected = [one.after(d) for one, d in zip(alone, drafted, strict=True)]
-        assert after == pytest.approx(expected, rel=1e-5)
-    assert len(set(after)) == 3
+def test_a_heads_estimates_are_its_survival_with_the_logistic_model_for_what_it_cannot_judge() -> (
+    None
+):
+    for made, asks_before in ((immediate_head(), True), (head(), False)):
+        estimate, alone = Estimates((0.3, 0.9), made).start(), Survival(made)
+        draw = torch.Generator().manual_seed(3)
+        for _ in range(2):  # rounds
+            estimate.begin()
+            alone.begin()
+            survival = 1.0
+            for place in range(4):
+                row = torch.rand(7, generator=draw).softmax(-1)
+                state, embedding = torch.randn(2, 16, generator=draw) / 8
+                upcoming = UpcomingToken(row, state, place)
+                newest = float(torch.sigmoid(0.3 + 0.9 * torch.logit(row.max())))
+                before = alone.before(upcoming) if asks_before else survival * newest
+                assert estimate.before(upcoming) == pytest.approx(before, rel=1e-5)
+                drafted = DraftedToken(place, row, state, embedding, place)
+                survival = estimate.after(drafted)
+                assert survival == pytest.approx(alone.after(drafted, newest), rel=1e-5)
 
 
 def test_all_slots_learn_from_what_one_of_them_saw() -> None:
@@ -329,9 +311,7 @@ def test_all_slots_learn_from_what_one_of_them_saw() -> None:
 
     def judged(estimate: SurvivalEstimate) -> float:
         estimate.begin()
-        with pytest.raises(StopIteration) as known:
-            next(estimate.before(UpcomingToken(row, None)))
-        return float(known.value.value)
+        return estimate.before(UpcomingToken(row, None))
 
     first = judged(other)
     for _ in range(50):

@@ -62,8 +62,7 @@ class BiddingDrafter(ChainDrafter):
             logits = yield sequence.append(uncached, 1)
             distribution, state = sequence.distribution(logits[0]), sequence.hidden
             upcoming = UpcomingToken(distribution, state, place, since)
-            ex_ante = yield from estimate.before(upcoming)
-            if not (yield Bid(ex_ante, place, known=True)):
+            if not (yield Bid(estimate.before(upcoming), place, known=True)):
                 break
             token = draw_one(distribution, generator)
             tokens.append(token)
@@ -72,7 +71,7 @@ class BiddingDrafter(ChainDrafter):
                 break
             embedding = sequence.embedding(token)
             drafted = DraftedToken(token, distribution, state, embedding, place, since)
-            survival = yield from estimate.after(drafted)
+            survival = estimate.after(drafted)
             uncached = [token]
         return drawn_chain(tokens, distributions, planned)
 

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from eval.runtime.budget import Bid, Scheduler
 from eval.runtime.model import CachedModel
-from eval.runtime.sequence import Forward, ForwardCoroutine, Request, RequestRunner
+from eval.runtime.sequence import Forward, ForwardCoroutine, ForwardRunner
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Waiting(Generic[S, T]):
-    """A job that waits for an answer: for the logits of a forward, or for whether it may go on."""
+    """A job that waits for an answer: for the logits of a forward, or whether it may go on."""
 
     slot: S
     coroutine: ForwardCoroutine[T]
-    request: Request | Bid
+    request: Forward | Bid
 
 
 class _Running(Generic[S, T]):
@@ -99,29 +99,29 @@ def run_together(
             running.answer(asked, scheduler.admit(list(asked.values()), others))
             continue
         running.answer(asked, model.run_all(list(asked.values())))
-        if scheduler is not None and (tokens := _tokens(asked.values())):
-            scheduler.ran(target=model is last, tokens=tokens)
+        if scheduler is not None:
+            scheduler.ran(target=model is last, tokens=_tokens(asked.values()))
     return [running.results[number] for number in range(len(jobs))]
 
 
 def _next(
     waiting: Mapping[int, _Waiting[S, T]], last: CachedModel
-) -> tuple[RequestRunner | None, dict[int, Any]]:
-    """What is answered next, by job: requests of one model, or bids if the model is None."""
-    bids, requests = dict[int, Bid](), dict[int, Request]()
+) -> tuple[ForwardRunner | None, dict[int, Any]]:
+    """What is answered next, by job: forwards of one model, or bids if the model is None."""
+    bids, forwards = dict[int, Bid](), dict[int, Forward]()
     for number, entry in waiting.items():
         if isinstance(entry.request, Bid):
             bids[number] = entry.request
         else:
-            requests[number] = entry.request
-    models = {id(request.model): request.model for request in requests.values()}
+            forwards[number] = entry.request
+    models = {id(forward.model): forward.model for forward in forwards.values()}
     model = next((model for model in models.values() if model is not last), None)
     if model is None and bids:
         return None, bids
     model = model or last
-    return model, {n: request for n, request in requests.items() if request.model is model}
+    return model, {n: forward for n, forward in forwards.items() if forward.model is model}
 
 
-def _tokens(requests: Iterable[Request | Bid]) -> list[int]:
+def _tokens(requests: Iterable[Forward | Bid]) -> list[int]:
     """Logits that are made of each sequence by those requests that are forwards."""
     return [request.logits_to_keep for request in requests if isinstance(request, Forward)]

@@ -68,25 +68,10 @@ class Forward:
         return lay_out(sequence.length, sequence.ancestors, len(self.tokens), self.parents)
 
 
-class Request(Protocol):
-    """What a model, or a head, is wanted for; requests of one model may be answered together."""
-
-    @property
-    def model(self) -> RequestRunner:
-        """What answers it."""
-
-
-class RequestRunner(Protocol):
-    """What answers requests."""
-
-    def run_all(self, requests: Any) -> list[Any]:
-        """The answer of each."""
-
-
-ForwardCoroutine = Generator[Request | Bid, Any, T]
+ForwardCoroutine = Generator[Forward | Bid, Any, T]
 """A generator that yields the forwards it needs, is sent the logits (logits_to_keep, V) of each,
 and returns a T. Whoever drives it decides which forwards run together. Where a verification budget
-is shared, it also yields bids, and is sent whether each is admitted, and what it asks a head."""
+is shared, it also yields bids, and is sent whether each is admitted."""
 
 
 def drive(coroutine: ForwardCoroutine[T]) -> T:

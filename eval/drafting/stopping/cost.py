@@ -159,8 +159,7 @@ class Cost(CalibratedRule):
         from eval.drafting.stopping.estimates import Estimates
 
         first = (self.model.intercept, self.model.slope)
-        asked = head if self.head else None
-        return Estimates(first, asked, before_drawing=self.before_drawing)
+        return Estimates(first, head if self.head else None)
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Begin with the given costs and first guesses."""

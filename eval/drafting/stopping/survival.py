@@ -7,23 +7,17 @@ rollouts it is `eval.drafting.stopping.recorded.until_head_survival_below`.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
 from typing import TYPE_CHECKING, cast
 
-import torch
-
 from eval.drafting.stopping.online import OnlineLogistic, sigmoid
-from heads.inputs import HeadInputs, Moment
+from heads.inputs import Moment
+from heads.judge import judge_of
 
 if TYPE_CHECKING:
     from eval.drafting.stopping.rule import DraftedToken, UpcomingToken
     from eval.rounds import Round
     from heads import BaseHead
     from heads.inputs import DrawnToken, NextToken
-
-
-Asking = Generator[HeadInputs, float, float]
-"""Yields what a head is to be asked, is sent its raw logits, and returns a probability."""
 
 
 class Survival:
@@ -42,7 +36,7 @@ class Survival:
     """
 
     def __init__(self, head: BaseHead, *, calibrated: bool = True, refit: bool = False) -> None:
-        self._head = head
+        self._judge, self._moments = judge_of(head), head.moments
         self._bias = math.log(head.rejection_weight) if calibrated else 0.0
         self._refit = refit
         self.models = {moment: OnlineLogistic((0.0, 1.0)) for moment in head.moments}
@@ -63,7 +57,18 @@ class Survival:
             drafted: the token, in order.
             newest: the probability that it is accepted, if the head cannot judge it yet.
         """
-        return self._ask(self.asking_after(drafted, newest))
+        moments = self._moments
+        self._tokens.append(drafted)
+        place = len(self._tokens) - 1
+        if Moment.CONSUMED in moments and place > self._final:
+            self._consume(drafted)
+        if Moment.DRAWN not in moments:
+            return self._known * newest
+        newest = self._estimate(Moment.DRAWN, place, self._judge.newest([drafted], Moment.DRAWN))
+        if Moment.CONSUMED not in moments:
+            self._known, self._final = self._known * newest, place + 1
+            return self._known
+        return self._known * newest
 
     def before(self, upcoming: UpcomingToken) -> float:
         """That they and the token that is about to be drawn are: the ex-ante survival.
@@ -71,43 +76,10 @@ class Survival:
         Args:
             upcoming: what is known of the next token.
         """
-        return self._ask(self.asking_before(upcoming))
-
-    @torch.inference_mode()
-    def _ask(self, asking: Asking) -> float:
-        """Answer what is asked with the head, one token at a time."""
-        try:
-            inputs = next(asking)
-            while True:
-                inputs = asking.send(float(self._head.logits(inputs)))
-        except StopIteration as known:
-            survival: float = known.value
-            return survival
-
-    def asking_after(self, drafted: DraftedToken, newest: float = 1.0) -> Asking:
-        """As `after`, for whoever asks the head for several drafts at a time."""
-        moments = self._head.moments
-        self._tokens.append(drafted)
-        place = len(self._tokens) - 1
-        if Moment.CONSUMED in moments and place > self._final:
-            yield from self._consume(drafted)
-        if Moment.DRAWN not in moments:
-            return self._known * newest
-        inputs = HeadInputs.from_drafted(self._head.reads, self._tokens, Moment.DRAWN)
-        assert inputs is not None
-        newest = yield from self._estimate(inputs, place)
-        if Moment.CONSUMED not in moments:
-            self._known, self._final = self._known * newest, place + 1
-            return self._known
-        return self._known * newest
-
-    def asking_before(self, upcoming: UpcomingToken) -> Asking:
-        """As `before`, for whoever asks the head for several drafts at a time."""
-        if Moment.CONSUMED in self._head.moments and self._tokens:
-            yield from self._consume(upcoming)
-        inputs = HeadInputs.from_next(self._head.reads, upcoming)
-        chance = yield from self._estimate(inputs, len(self._tokens))
-        return self._known * chance
+        if Moment.CONSUMED in self._moments and self._tokens:
+            self._consume(upcoming)
+        logit = self._judge.upcoming(upcoming)
+        return self._known * self._estimate(Moment.BEFORE, len(self._tokens), logit)
 
     def observe(self, record: Round) -> None:
         """Learn from the finished round: its accepted tokens, and the first that was not."""
@@ -117,7 +89,7 @@ class Survival:
             if place < record.drafted and place <= record.accepted:
                 self.models[moment].observe(logit, place < record.accepted)
 
-    def _consume(self, newest: NextToken) -> Generator[HeadInputs, float, None]:
+    def _consume(self, newest: NextToken) -> None:
         """Take the final estimate of the last token that the draft has consumed.
 
         Args:
@@ -126,15 +98,15 @@ class Survival:
         judged = self._tokens[self._final]
         # Of the second, only the state is read.
         pair = [judged, cast("DrawnToken", newest)]
-        inputs = HeadInputs.from_drafted(self._head.reads, pair, Moment.CONSUMED)
-        assert inputs is not None
-        self._known *= yield from self._estimate(inputs, self._final)
+        logit = self._judge.newest(pair, Moment.CONSUMED)
+        self._known *= self._estimate(Moment.CONSUMED, self._final, logit)
         self._final += 1
 
-    def _estimate(self, inputs: HeadInputs, place: int) -> Asking:
-        """The probability that a token is accepted, and note of it."""
-        logit = (yield inputs) + self._bias
+    def _estimate(self, moment: Moment, place: int, raw: float | None) -> float:
+        """The probability, by a raw logit, that a token is accepted, and note of it."""
+        assert raw is not None
+        logit = raw + self._bias
         if not self._refit:
             return sigmoid(logit)
-        self._estimates.append((inputs.moment, place, logit))
-        return self.models[inputs.moment].accept(logit)
+        self._estimates.append((moment, place, logit))
+        return self.models[moment].accept(logit)
