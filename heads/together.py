@@ -38,13 +38,13 @@ from heads.train import (
     MORE_DRAWS,
     HeadResult,
     Scales,
+    finished_head,
+    head_settings,
+    longest_text,
+    new_head,
+    scales_of,
+    target_context,
 )
-from heads.train import _finished as finished_head
-from heads.train import _longest as longest_text
-from heads.train import _new_head as new_head
-from heads.train import _scales as scales_of
-from heads.train import _settings as head_settings
-from heads.train import _target_context as target_context
 from heads.tree import check_tree_states
 from specdata.errors import ConfigError, TrainingDivergedError
 from specdata.lm_head import check_hidden_states
@@ -223,9 +223,9 @@ class _Group:
         scales: Scales | None = None
         context: Context | None = None
         if isinstance(head, ImmediateHead) and union.mixing is None:
-            if Moment.CONSUMED in head.moments:
+            if "hidden" in head.reads:
                 check_tree_states(draft, max(rows.longest for rows in data))
-            scales = scales_of(target_context(draft, head, union, seed), data[0], union)
+            scales = scales_of(draft, head, data[0], union, seed)
             context = target_context(draft, head, union, seed)
         elif union.mixing is not None:
             to_logits, longest = logits_of_states(draft), longest_text(draft, union)
