@@ -31,17 +31,16 @@ from heads.immediate import ImmediateHead
 from heads.inputs import Moment, logits_of_states
 from heads.loop import learning_rates, main_moment
 from heads.loss import HeadMetrics, head_metrics, loss_mass, weighted_bce
-from heads.mixing import COLUMNS
 from heads.train import (
     CHECKPOINTS_NAME,
     METRICS_NAME,
-    MORE_DRAWS,
     HeadResult,
     Scales,
     finished_head,
     head_settings,
     longest_text,
     new_head,
+    read_rows,
     scales_of,
     target_context,
 )
@@ -165,20 +164,6 @@ def _check_shared(configs: Mapping[str, HeadConfig]) -> HeadConfig:
     if any(config.cache != "none" or config.report_to != "none" for config in configs.values()):
         raise ConfigError("heads that are trained together need cache none and report_to none")
     return first
-
-
-def read_rows(
-    draft: PreTrainedModel, train: datasets.Dataset, dev: datasets.Dataset, config: HeadConfig
-) -> tuple[LabelRows, LabelRows]:
-    """The usable rows of both, with the columns that this kind of head is trained on."""
-    longest = longest_text(draft, config)
-    is_ours = config.kind == "immediate"
-    required, optional = ((*COLUMNS, "overlap"), MORE_DRAWS) if is_ours else (COLUMNS, ())
-
-    def read(name: str, rows: datasets.Dataset) -> LabelRows:
-        return LabelRows.read(name, rows, longest, required=required, optional=optional)
-
-    return read("train", train), read("dev", dev)
 
 
 def _digest(settings: Mapping[str, Settings]) -> str:

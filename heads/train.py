@@ -139,6 +139,31 @@ def train_head(
             trained head predicts worse than the untrained one and than a coin.
         RuntimeError: if the launcher's DeepSpeed or processes were silently lost.
     """
+    data = read_rows(draft, train, dev, config)
+    settings = head_settings(config, seed, draft, data, out)
+    finished = finished_head(out, settings)
+    if finished is not None:
+        if is_main():
+            _remove_leftovers(out)  # of a run killed right before its end
+        return finished
+    if is_main():
+        _tell_of_cut(data, longest_text(draft, config), config)
+    was_training = draft.training
+    try:
+        with deprecations_of_deepspeed_hidden():
+            return _train(draft.eval(), data, out, config, seed, sampling, settings)
+    finally:
+        draft.train(was_training)
+
+
+def read_rows(
+    draft: PreTrainedModel, train: datasets.Dataset, dev: datasets.Dataset, config: HeadConfig
+) -> tuple[LabelRows, LabelRows]:
+    """The usable training and dev rows, with the columns that this kind of head learns from.
+
+    Raises:
+        ConfigError: if a column is missing or no row can be used.
+    """
     longest = longest_text(draft, config)
     required: tuple[str, ...] = COLUMNS
     optional: tuple[str, ...] = ()
@@ -148,21 +173,7 @@ def train_head(
     def read(name: str, rows: datasets.Dataset) -> LabelRows:
         return LabelRows.read(name, rows, longest, required=required, optional=optional)
 
-    data = read("train", train), read("dev", dev)
-    settings = head_settings(config, seed, draft, data, out)
-    finished = finished_head(out, settings)
-    if finished is not None:
-        if is_main():
-            _remove_leftovers(out)  # of a run killed right before its end
-        return finished
-    if is_main():
-        _tell_of_cut(data, longest, config)
-    was_training = draft.training
-    try:
-        with deprecations_of_deepspeed_hidden():
-            return _train(draft.eval(), data, out, config, seed, sampling, settings)
-    finally:
-        draft.train(was_training)
+    return read("train", train), read("dev", dev)
 
 
 def _train(

@@ -21,8 +21,7 @@ from eval.analysis.replay import fit_rules, replay_rules
 from eval.analysis.rivals import HEAD, Replayed, compare, prompt_sets
 from eval.drafting.stopping.calibration import Calibration, fit_logistic
 from eval.drafting.stopping.margin import UNFITTED
-from eval.drafting.stopping.numbers import Network
-from eval.drafting.stopping.numbers import _recorded_numbers as recorded_numbers
+from eval.drafting.stopping.numbers import Network, recorded_numbers
 from eval.drafting.stopping.recorded import Reals
 from eval.measuring.records import Strict
 from eval.measuring.results import Results
