@@ -1,0 +1,390 @@
+"""Options, parts and the report of benchmarks/heads.py."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.head_figures.clock import clocked
+from benchmarks.head_figures.data import (
+    DEMO_PAIR,
+    DOMAINS,
+    MAX_NEW_TOKENS,
+    SEED,
+    Data,
+    of_domains,
+    prepare,
+)
+from benchmarks.head_figures.plots import draw_curve
+from benchmarks.head_figures.replay import (
+    Recorded,
+    Replayed,
+    Times,
+    best_length,
+    cost_rule,
+    figures,
+    of_rules,
+    together,
+    with_head,
+    with_the_target,
+    without_training,
+)
+from benchmarks.head_figures.variants import ABLATION, FULL, SHIPPED, Variant, trained
+from benchmarks.head_figures.variants import instructions_alone as of_instructions
+from eval.analysis.savings import Interval, closes, saving
+from eval.measuring.environment import describe_environment
+from heads import BaseHead
+from heads.inputs import Moment
+from recipes.layout import folder
+from recipes.run import prepare_libraries
+from specdata.storage.files import write_json
+
+SCHEMA_VERSION = 1
+PARTS = ("goals", "ablation", "curve", "clock")
+RIVALS = ("margin", "logit", "cumulative")
+# Time saved by the shipped head against the best fixed length and against each rival, its AUROC,
+# and time saved by a head that was trained on instructions alone.
+GOALS = {
+    "saving_over_best_k": (0.09, 0.075, 0.09),
+    **{f"saving_over_{rival}": (0.04, 0.04, 0.04) for rival in RIVALS},
+    "auroc": (0.86, 0.85, 0.88),
+    "instructions_alone": (0.075, 0.045, 0.045),
+}
+CURVE = (64, 128, 256, 512, 1024, 2048)
+
+Judged = Mapping[str, tuple[Recorded, Recorded]]
+"""Domain -> its dev and test rows."""
+
+
+def main(description: str) -> None:
+    """Train, replay, decode, print, and write one JSON file."""
+    options = _options(description)
+    torch.set_num_threads(options.threads)
+    prepare_libraries()
+    console = Console(highlight=False, stderr=True)
+    begun = time.perf_counter()
+    data = prepare(
+        run=options.run,
+        pair=options.pair,
+        draft=options.draft,
+        counts={
+            "train": dict(zip(DOMAINS, options.train, strict=True)),
+            "dev": dict.fromkeys(DOMAINS, options.dev),
+            "test": dict.fromkeys(DOMAINS, options.test),
+        },
+        draws=options.draws,
+    )
+    console.print(f"data and the shipped head: {time.perf_counter() - begun:.0f} s")
+    times = Times(options.draft_seconds, options.target_seconds)
+    judged = {
+        domain: tuple(
+            Recorded.of(data, of_domains(rows, {domain: len(rows)})) for rows in (data.dev, data.test)
+        )
+        for domain in DOMAINS
+    }
+    report: dict[str, Any] = {"schema_version": SCHEMA_VERSION, **_about(options, data)}
+    shipped = BaseHead.from_pretrained(folder(data.config, "head") / "model").eval()
+    if "goals" in options.parts:
+        report |= _goals_part(data, judged, shipped, times, options)
+        _save(report, options.out)
+    if "clock" in options.parts:
+        report["clock"] = _clock_part(data, judged, shipped, times, options)
+        _save(report, options.out)
+    if "ablation" in options.parts:
+        report["ablation"] = _ablation_part(data, judged, times, options, console)
+        _save(report, options.out)
+    if "curve" in options.parts:
+        report["curve"] = _curve_part(data, judged, times, options, console)
+        draw_curve(report["curve"]["points"], options.out.with_name("heads-curve.png"))
+    report["wall_seconds"] = time.perf_counter() - begun
+    _save(report, options.out)
+    _show(report, Console(highlight=False, width=110))
+    print(f"written: {options.out}")
+
+
+def _options(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--run", type=Path, default=Path("runs/heads"), help="what is made")
+    parser.add_argument("--pair", type=Path, default=DEMO_PAIR, help="holds the target")
+    parser.add_argument(
+        "--draft", type=Path, default=DEMO_PAIR.parent / "draft" / "model", help="the draft"
+    )
+    parser.add_argument(
+        "--train",
+        type=int,
+        nargs=len(DOMAINS),
+        default=(6144, 2048, 2048),
+        metavar="N",
+        help=f"training rollouts of {', '.join(DOMAINS)} (default: %(default)s)",
+    )
+    parser.add_argument("--dev", type=int, default=256, help="dev rollouts of each domain")
+    parser.add_argument("--test", type=int, default=512, help="test rollouts of each domain")
+    parser.add_argument("--draws", type=int, default=6, help="labelled draws of each position")
+    parser.add_argument("--small", type=int, default=512, help="rollouts a domain of the ablation")
+    parser.add_argument("--seeds", type=int, default=2, help="of each head of ablation and curve")
+    parser.add_argument("--prompts", type=int, default=48, help="decoded of each domain")
+    parser.add_argument("--repeats", type=int, default=1, help="seeds of each decoded prompt")
+    parser.add_argument(
+        "--draft-seconds", type=float, default=0.182, help="t_d, as measured on the demo's pair"
+    )
+    parser.add_argument("--target-seconds", type=float, default=1.0, help="t_t")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/heads.json"))
+    return parser.parse_args()
+
+
+def _about(options: argparse.Namespace, data: Data) -> dict[str, Any]:
+    """What was compared with what, and on what machine."""
+    return {
+        "environment": describe_environment(device="cpu", dtype="float32").model_dump(),
+        "settings": {
+            "train": dict(zip(DOMAINS, options.train, strict=True)),
+            "dev": options.dev,
+            "test": options.test,
+            "draws": options.draws,
+            "ablation_rollouts": options.small,
+            "seeds": options.seeds,
+            "head": SHIPPED.model_dump(mode="json"),
+            "sampling": asdict(data.sampling),
+            "max_new_tokens": MAX_NEW_TOKENS,
+        },
+        "draft_seconds": options.draft_seconds,
+        "target_seconds": options.target_seconds,
+        "how": "replay by exact expectation; thresholds chosen on the domain's dev rows, judged on "
+        "its test rows; the best fixed length is the best on the test rows themselves; intervals "
+        "are 95 % bootstraps over prompts with common resamples",
+    }
+
+
+def _goals_part(
+    data: Data, judged: Judged, shipped: BaseHead, times: Times, options: argparse.Namespace
+) -> dict[str, Any]:
+    """The shipped head, the one of instructions alone and every rule, and whether goals are met."""
+    train = dict(zip(DOMAINS, options.train, strict=True))
+    alone = trained(
+        Variant("instructions alone", rows=of_instructions), data, train, SEED, name="instructions"
+    )
+    published = trained(
+        Variant("SpecDec++", {"kind": "specdec++"}), data, train, SEED, name="specdec"
+    )
+    domains = {
+        domain: _domain(dev, test, {"head": shipped, "instructions alone": alone, "SpecDec++": published}, times)
+        for domain, (dev, test) in judged.items()
+    }
+    return {"domains": domains, "goals": _goals(domains)}
+
+
+def _domain(
+    dev: Recorded, test: Recorded, heads: Mapping[str, BaseHead], times: Times
+) -> dict[str, Any]:
+    """All figures of one domain."""
+    fixed = best_length(test.traces, times)
+    rules = {"fixed": fixed, **without_training(dev.traces, test.traces, times)}
+    for name, head in heads.items():
+        rules[name] = with_head(head, dev, test, times)
+    rules["head, cost rule"] = cost_rule(heads["head"], dev, test, times)
+    rules |= with_the_target(dev.traces, test.traces, times)
+    ours, cost = rules["head"].counts, asdict(times)
+    oracle = rules["oracle"].counts
+    return {
+        "prompts": len(set(test.prompts)),
+        "tokens": len(test.accept),
+        "acceptance": test.traces.mean_accept(),
+        "best_k": int(float(fixed.setting)),
+        "saving_over_best_k": figures(saving(ours, fixed.counts, **cost)),
+        **{
+            f"saving_over_{name}": figures(saving(ours, rules[name].counts, **cost))
+            for name in (*RIVALS, "numbers", "SpecDec++")
+        },
+        "closes_logit_to_oracle": figures(closes(ours, rules["logit"].counts, oracle, **cost)),
+        **_aurocs(heads["head"], test),
+        "instructions_alone": figures(
+            saving(rules["instructions alone"].counts, fixed.counts, **cost)
+        ),
+        "auroc_of": {
+            **{name: _aurocs(head, test) for name, head in heads.items()},
+            "log q": figures(test.auroc(test.inputs["log_q"])),
+            "margin": figures(test.auroc(test.inputs["margin"])),
+        },
+        "rules": of_rules(rules, fixed.counts, times),
+    }
+
+
+def _aurocs(head: BaseHead, test: Recorded) -> dict[str, Any]:
+    """`auroc` as soon as the token is drawn if the head can tell, and at each later moment."""
+    areas = {
+        moment: figures(test.auroc(values))
+        for moment, values in test.logits(head).items()
+        if moment != Moment.BEFORE.name.lower()
+    }
+    named = {f"auroc_{moment}": area for moment, area in areas.items()}
+    return {"auroc": next(iter(areas.values())), **named}
+
+
+def _goals(domains: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "what": name,
+            "domain": domain,
+            "goal": goal,
+            **domains[domain][name],
+            "met": domains[domain][name]["value"] >= goal,
+        }
+        for name, goals in GOALS.items()
+        for domain, goal in zip(DOMAINS, goals, strict=True)
+    ]
+
+
+def _small(
+    variant: Variant, rollouts: int, data: Data, judged: Judged, times: Times, seeds: int
+) -> dict[str, tuple[list[Replayed], list[Interval]]]:
+    """Domain -> replayed rule and AUROC of each seed, for a head of so many rollouts a domain."""
+    found: dict[str, tuple[list[Replayed], list[Interval]]] = {d: ([], []) for d in DOMAINS}
+    for seed in range(seeds):
+        name = f"{variant.name.replace(' ', '-').replace(':', '')}-{rollouts}-{seed}"
+        head = trained(variant, data, dict.fromkeys(DOMAINS, rollouts), seed, name=name)
+        for domain, (dev, test) in judged.items():
+            logits = list(test.logits(head).values())
+            found[domain][1].append(test.auroc(logits[0]))
+            if variant.replayed:
+                found[domain][0].append(with_head(head, dev, test, times))
+    return found
+
+
+def _mean(areas: Sequence[Interval]) -> dict[str, float]:
+    """Of seeds: their mean, and the least and the greatest."""
+    values = [area.value for area in areas]
+    return {"value": sum(values) / len(values), "low": min(values), "high": max(values)}
+
+
+def _against(
+    ours: Sequence[Replayed], others: Sequence[Replayed], test: Recorded, times: Times
+) -> dict[str, float]:
+    """What rules of several seeds save against others, resampled by prompt."""
+    counts = together([each.counts for each in ours])
+    rivals = together([each.counts for each in others])
+    prompts = [*test.prompts] * len(ours)
+    return figures(saving(counts, rivals, **asdict(times), prompts=prompts))
+
+
+def _ablation_part(
+    data: Data, judged: Judged, times: Times, options: argparse.Namespace, console: Console
+) -> dict[str, Any]:
+    """Each ingredient dropped, on few rollouts: what it saves, and loses against the whole."""
+    rows, whole = [], _small(FULL, options.small, data, judged, times, options.seeds)
+    fixed = {domain: best_length(test.traces, times) for domain, (_, test) in judged.items()}
+    for variant in ABLATION:
+        begun = time.perf_counter()
+        found = _small(variant, options.small, data, judged, times, options.seeds)
+        domains: dict[str, Any] = {}
+        for domain, (replayed, areas) in found.items():
+            test = judged[domain][1]
+            domains[domain] = {"auroc": _mean(areas)}
+            if replayed:
+                base = [fixed[domain]] * len(replayed)
+                domains[domain] |= {
+                    "saving_over_best_k": _against(replayed, base, test, times),
+                    "saving_over_shipped": _against(replayed, whole[domain][0], test, times),
+                }
+        rows.append({"variant": variant.name, "domains": domains})
+        console.print(f"ablation, {variant.name}: {time.perf_counter() - begun:.0f} s")
+    return {
+        "rollouts": options.small,
+        "seeds": options.seeds,
+        "how": "AUROC: mean of seeds, least and greatest; savings: all seeds, resampled by prompt. "
+        "AUROC is that of the first moment after the token is drawn that the head can judge.",
+        "rows": rows,
+    }
+
+
+def _curve_part(
+    data: Data, judged: Judged, times: Times, options: argparse.Namespace, console: Console
+) -> dict[str, Any]:
+    """AUROC and saving against rollouts."""
+    points = []
+    for rollouts in [count for count in CURVE if count <= max(options.train)]:
+        begun = time.perf_counter()
+        found = _small(FULL, rollouts, data, judged, times, options.seeds)
+        domains = {}
+        for domain, (replayed, areas) in found.items():
+            test = judged[domain][1]
+            base = [best_length(test.traces, times)] * len(replayed)
+            domains[domain] = {
+                "auroc": _mean(areas),
+                "saving_over_best_k": _against(replayed, base, test, times),
+            }
+        points.append({"rollouts": rollouts, "domains": domains})
+        console.print(f"curve, {rollouts}: {time.perf_counter() - begun:.0f} s")
+    return {"seeds": options.seeds, "points": points}
+
+
+def _clock_part(
+    data: Data, judged: Judged, shipped: BaseHead, times: Times, options: argparse.Namespace
+) -> dict[str, Any]:
+    """The head against the best fixed length, and margin, by the clock."""
+    parts = {}
+    for domain, (dev, test) in judged.items():
+        rows = of_domains(data.test, {domain: options.prompts})
+        rules = {
+            "fixed": best_length(test.traces, times),
+            "margin": without_training(dev.traces, test.traces, times)["margin"],
+            "head": with_head(shipped, dev, test, times),
+        }
+        parts[domain] = {
+            "prompts": len(rows),
+            "repeats": options.repeats,
+            "rules": clocked(
+                data,
+                shipped,
+                {name: each.rule for name, each in rules.items() if each.rule is not None},
+                list(zip(rows["example_id"], rows["prompt_ids"], strict=True)),
+                max_new_tokens=MAX_NEW_TOKENS,
+                repeats=options.repeats,
+            ),
+        }
+    return parts
+
+
+def _save(report: Mapping[str, Any], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(out, dict(report))
+
+
+def _show(report: Mapping[str, Any], console: Console) -> None:
+    """Print the tables."""
+    if "domains" in report:
+        rules = Table("rule", *DOMAINS, title="time saved against the best fixed length")
+        names = next(iter(report["domains"].values()))["rules"]
+        for name in names:
+            found = [report["domains"][domain]["rules"][name] for domain in DOMAINS]
+            rules.add_row(name, *(_percent(each["saving_over_best_k"]) for each in found))
+        console.print(rules)
+        for goal in report["goals"]:
+            verdict = "met" if goal["met"] else "MISSED"
+            figure = Interval(goal["value"], goal["low"], goal["high"])
+            what = f"{goal['what']}, {goal['domain']}"
+            console.print(f"{verdict:7} {what:40} {figure}, goal {100 * goal['goal']:.3g} %")
+    for row in report.get("ablation", {}).get("rows", ()):
+        of_each = (row["domains"][domain] for domain in DOMAINS)
+        shown = [
+            f"{each['auroc']['value']:.3f} {_percent(each.get('saving_over_best_k'))}"
+            for each in of_each
+        ]
+        console.print(f"{row['variant']:46}", *shown)
+
+
+def _percent(figure: Mapping[str, float] | None) -> str:
+    if figure is None:
+        return ""
+    return f"{100 * figure['value']:.1f} [{100 * figure['low']:.1f}, {100 * figure['high']:.1f}]"
