@@ -33,7 +33,8 @@ def make_drafters(
         Slot number -> drafter; the number is the slot's row in a batch.
 
     Raises:
-        ConfigError: if the rule needs a head, or paths more drafts, than there are.
+        ConfigError: if the rule needs a head, or paths more drafts, than there are, or the head
+            cannot answer what the rule asks.
     """
     wanted = 1 + max(config.path_drafts, default=0)
     if len(models) != wanted:
@@ -42,6 +43,8 @@ def make_drafters(
         )
     if config.stop.needs_head and head is None:
         raise ConfigError(f"stop={config.stop.name!r} needs an acceptance head: pass head=...")
+    if config.stop.reads_head and head is not None:
+        config.stop.check_head(head)
     if config.drafter == "chain":
         return lambda row: ChainDrafter(
             models[0].sequence(row, config.sampling), config.stop.start(head), ends

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from eval.measuring.methods import calibrates, method_defaults, path_drafts, rewritten
+from eval.measuring.methods import method_defaults, needs_fit, path_drafts, rewritten
 from recipes.config import PipelineConfig
 from recipes.run import Stage, absolute, is_within
 from specdata.errors import ConfigError
@@ -132,7 +132,7 @@ def eval_stage(config: PipelineConfig) -> Stage:
     inputs |= prompt_inputs(config.eval.sets)
     if head := head_in_use(config):
         inputs["head"] = head
-        if calibrates(config.eval):
+        if needs_fit(config.eval):
             inputs["labels"] = str(folder(config, "labels"))
     here = eval_folder(config)
     return Stage(

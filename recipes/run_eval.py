@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.measuring.methods import calibrates, path_drafts, with_calibration
+from eval.measuring.methods import fit_rules, needs_fit, path_drafts, with_fit
 from eval.measuring.results import LostResultsError, write_results
 from eval.reporting.report import PAGE, Context, terminal, write_report
 from recipes.checks import check_evaluation
@@ -43,6 +43,8 @@ from specdata.storage.resume import read_record
 from specdata.terminal import progress
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from eval.measuring.environment import Environment
     from heads import BaseHead
     from specdata.prompts.loading import LoadedPrompts
@@ -94,9 +96,9 @@ def _restore(config: PipelineConfig, stage: Stage) -> None:
     from eval.measuring.experiment import stored_results
 
     record = stage_record(stage.folder)
-    evaluation, fitted = config.eval, record["results"]["calibration"]
-    if calibrates(evaluation):
-        evaluation = with_calibration(evaluation, (fitted["intercept"], fitted["slope"]))
+    evaluation = config.eval
+    if needs_fit(evaluation):
+        evaluation = with_fit(evaluation, _as_today(record["results"]["calibration"]))
     # As they were called when they were measured: the same file again, wherever the run is now.
     models = names_then(stage.folder) or {
         "target": config.models.target,
@@ -172,9 +174,9 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     draft, *others = (load_model(name, dtype=models.dtype) for name in names)
     head = _load_head(head_name) if head_name else None
     evaluation, fitted = config.eval, None
-    if calibrates(evaluation):
-        fitted = _calibration(config, stage.folder / "calibration.json")
-        evaluation = with_calibration(evaluation, (fitted["intercept"], fitted["slope"]))
+    if needs_fit(evaluation):
+        fitted = _fitted(config, draft, stage.folder / "calibration.json")
+        evaluation = with_fit(evaluation, fitted)
     artefacts = Artefacts(
         target,
         draft,
@@ -214,30 +216,37 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     }
 
 
-def _calibration(config: PipelineConfig, path: Path) -> dict[str, Any]:
-    """The logistic model of the methods that give none, kept so that a resume uses the same."""
+def _fitted(config: PipelineConfig, draft: PreTrainedModel, path: Path) -> dict[str, Any]:
+    """Parameters of stopping rules that no method gives, kept so that a resume uses the same.
+
+    Besides their values it holds the number of labelled `rows` that they were fitted on.
+    """
     if path.is_file():
-        stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return stored
-    from eval.drafting.stopping.calibration import Calibration, calibrate
+        return _as_today(json.loads(path.read_text(encoding="utf-8")))
+    from eval.analysis.traces import acceptance_traces
     from specdata.labels.make import load_labels
     from specdata.storage.dataset import of_split
 
-    calibration, rows = Calibration(), 0
+    values, rows = {}, 0
     if config.head:
         # Not on the rollouts that the draft was distilled on: there it is accepted more often.
         where = folder(config, "labels")
         labels = of_split(load_labels(where, config.sampling), "dev", where)
-        calibration, rows = calibrate(labels), len(labels)
-        say(
-            f"  P(accept) = sigmoid({calibration.intercept:.3f} + {calibration.slope:.3f} "
-            f"logit(max q)), fitted on {rows} labelled rollouts"
-        )
+        traces = acceptance_traces(labels, draft=draft, sampling=config.sampling)
+        values, rows = fit_rules(config.eval, traces.tokens, traces.accept), len(labels)
+        say(f"  {', '.join(values)} of stopping rules fitted on {rows} labelled rollouts")
     else:
-        say("  this run has no labels (no head section): max q is taken for P(accept)")
-    fitted = {**asdict(calibration), "rows": rows}
+        say("  this run has no labels (no head section): stopping rules keep their first guesses")
+    fitted = {**values, "rows": rows}
     write_json(path, fitted)
     return fitted
+
+
+def _as_today(stored: dict[str, Any]) -> dict[str, Any]:
+    """Fitted parameters by name; earlier versions fitted the logistic model alone."""
+    if "intercept" not in stored:
+        return stored
+    return {"calibration": [stored["intercept"], stored["slope"]], "rows": stored["rows"]}
 
 
 def _load_head(name: str) -> BaseHead:

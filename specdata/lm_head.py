@@ -38,6 +38,8 @@ def hidden_states(
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     past_key_values: Cache | None = None,
+    *,
+    position_ids: Tensor | None = None,
 ) -> Tensor:
     """Return the last hidden state at each position, after the model consumed the token there.
 
@@ -47,18 +49,22 @@ def hidden_states(
     Args:
         model: a causal language model.
         input_ids: (B, T); ids beyond the model's vocabulary are replaced (`known_ids`).
-        attention_mask: (B, T), 1 at tokens, 0 at padding. Padding on the right needs none: a causal
-            model reads nothing to the right.
+        attention_mask: (B, T), 1 at tokens, 0 at padding; or (B, 1, T, T), added to the attention's
+            scores. Padding on the right needs none: a causal model reads nothing to the right.
         past_key_values: a cache of the tokens before, to which these are added in place.
+        position_ids: (B, T), where tokens stand if not one after the other.
 
     Returns:
         (B, T, H) in the model's precision.
     """
+    # Not every model takes positions, so they are passed only where they are given.
+    placed = {} if position_ids is None else {"position_ids": position_ids}
     states: Tensor = model.base_model(
         input_ids=known_ids(input_ids, model),
         attention_mask=attention_mask,
         past_key_values=past_key_values,
         use_cache=past_key_values is not None,
+        **placed,
     )[0]
     return states
 

@@ -177,12 +177,13 @@ def test_a_head_with_another_feature_goes_from_labels_to_decoding(
     unread = [[0.0] * len(row["draft_ids"])]
     labels = rows.select([0]).add_column("log_q", unread).add_column("log_q_max", unread)
     traces = acceptance_traces(labels, draft=draft, sampling=SAMPLING, head=head)
-    assert traces.tokens.head_logits is not None
+    assert traces.tokens.head is not None
+    assert traces.tokens.head.consumed is not None
     for position, token in enumerate(row["draft_ids"]):
         known = row["prompt_ids"] + row["completion_ids"][:position]
         inputs = batch_inputs(["chance"], draft, [*known, token])
         expected = float(head.logits(inputs)[0, -1].detach())
-        assert traces.tokens.head_logits[0, position] == pytest.approx(expected, abs=1e-4)
+        assert traces.tokens.head.consumed[0, position] == pytest.approx(expected, abs=1e-4)
 
     # Decoding: asked once for each drafted token, from the distribution that it was drawn from.
     ToyHead.seen.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from eval.analysis.replay import best_settings, main, replay_rules, result_rows
 from eval.analysis.traces import acceptance_traces
 from eval.drafting.stopping import STOPPING_RULES, DraftedToken
 from eval.drafting.stopping.calibration import Calibration
-from eval.drafting.stopping.recorded import RecordedTokens
+from eval.drafting.stopping.recorded import BOUND, RecordedHead, RecordedTokens
 from heads import AcceptanceHead
 from heads.inputs import HeadInputs
 from specdata.probability import SamplingConfig, probabilities
@@ -134,9 +135,13 @@ def test_traces_hold_what_labels_say_and_the_outputs_of_the_head(folder: Path) -
     draft, rows = tiny_llama(1, vocab=12).float(), load_stored(folder / "labels")
     head = made_head()
     traces = acceptance_traces(rows, draft=draft, sampling=SAMPLING, head=head)
-    assert traces.tokens.head_logits is not None
+    recorded = traces.tokens.head
+    assert recorded is not None
+    assert recorded.consumed is not None
     assert traces.tokens.entropy is not None
-    assert traces.tokens.rejection_weight == 6.0
+    assert traces.tokens.margin is not None
+    assert traces.tokens.log_mass_above is not None
+    assert recorded.rejection_weight == 6.0
     for number, row in enumerate(rows):
         n = len(row["draft_ids"])
         assert traces.tokens.lengths[number] == n
@@ -150,10 +155,17 @@ def test_traces_hold_what_labels_say_and_the_outputs_of_the_head(folder: Path) -
                 ids = torch.tensor([[*known, token]])
                 state = draft.base_model(input_ids=ids).last_hidden_state[0, -1]
                 expected = float(head.logits(HeadInputs({"hidden": state})))
-            assert traces.tokens.head_logits[number, position] == pytest.approx(expected, abs=1e-4)
+            assert recorded.consumed[number, position] == pytest.approx(expected, abs=1e-4)
             assert traces.tokens.entropy[number, position] == pytest.approx(
                 float(-(q * q.log()).sum()), abs=1e-5
             )
+            first, second = sorted(q.tolist(), reverse=True)[:2]
+            margin = traces.tokens.margin[number, position]
+            assert margin == pytest.approx(math.log(first / second), abs=1e-4)
+            above = sum(chance for chance in q.tolist() if chance > q[token])
+            expected = math.log(above) if above else -BOUND
+            mass = traces.tokens.log_mass_above[number, position]
+            assert mass == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_draft_whose_logits_cannot_be_made_of_its_states_is_recorded_with_its_own(
@@ -163,7 +175,7 @@ def test_a_draft_whose_logits_cannot_be_made_of_its_states_is_recorded_with_its_
     capped = Capped(plain.config).eval()
     capped.load_state_dict(plain.state_dict())
     traces = acceptance_traces(rows, draft=capped, sampling=SAMPLING, head=made_head())
-    assert traces.tokens.head_logits is not None
+    assert traces.tokens.head is not None
     assert traces.tokens.entropy is not None
     for number, row in enumerate(rows):
         with torch.no_grad():
@@ -201,7 +213,8 @@ def test_replay_compares_a_head_as_the_decoder_does_raw_and_one_token_late() -> 
     logits = np.log(traces.accept / (1 - traces.accept))
 
     def drafted(weight: float) -> dict[tuple[str, str], float]:
-        tokens = replace(traces.tokens, head_logits=logits, rejection_weight=weight)
+        recorded = RecordedHead(consumed=logits, rejection_weight=weight)
+        tokens = replace(traces.tokens, head=recorded)
         results = replay_rules(
             replace(traces, tokens=tokens), (0.0, 1.0), draft_seconds=0.1, target_seconds=1.0
         )
@@ -222,8 +235,9 @@ def test_a_cost_rule_reads_the_head_without_the_bias_of_its_loss(
         lengths=np.array([6], dtype=np.int64),
         q=accept,
         q_max=np.ones_like(accept),  # the newest token is trusted
-        head_logits=np.array([[3.48, -0.85, 3.48, 3.48, -9.0, -9.0]]),
-        rejection_weight=weight,
+        head=RecordedHead(
+            consumed=np.array([[3.48, -0.85, 3.48, 3.48, -9.0, -9.0]]), rejection_weight=weight
+        ),
     )
     rule = STOPPING_RULES["cost"].model_validate(
         {"draft_seconds": 0.5, "token_seconds": 1.0, "mean_acceptance": 1.0, "limit": 4}

@@ -7,18 +7,20 @@ head was trained on, by the expected time of a token (`eval.analysis.expectation
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import datasets
-from transformers import PreTrainedModel
-
-from eval.analysis.expectation import expected_counts
-from eval.analysis.traces import acceptance_traces
+from eval.analysis.expectation import Traces, expected_counts
 from eval.drafting.stopping import StoppingRule
-from eval.measuring.metrics import fit_latency
+from eval.measuring.metrics import LatencyFit, fit_latency
 from eval.measuring.results import Results, Run
-from heads import BaseHead
+
+if TYPE_CHECKING:  # what was chosen is read without torch
+    import datasets
+    from transformers import PreTrainedModel
+
+    from heads import BaseHead
 
 ROLLOUTS = 256
 """Most held-out rollouts that are replayed."""
@@ -61,23 +63,48 @@ def choose_on_dev(
     Returns:
         None if the evaluation measured no times that tell drafting from verifying.
     """
-    rules = {
-        run.method: rule_of(run) for run in results.runs if run.drafter == "chain" and run.lossless
-    }
-    chains = [run for run in results.runs if run.drafter in (None, "chain")]
-    fit = fit_latency([record for run in chains for record in run.generations])
-    if fit is None or not fit.t_target > 0.0:
+    from eval.analysis.traces import acceptance_traces
+
+    if measured_times(results) is None:
         return None
     rows = rows.select(range(min(len(rows), ROLLOUTS)))
     traces = acceptance_traces(rows, draft=draft, sampling=head.sampling_config, head=head)
+    return choose(results, traces, rows["dataset"])
+
+
+def choose(results: Results, traces: Traces, names: Sequence[str]) -> DevChoice | None:
+    """The same, of traces that were recorded already.
+
+    Methods of transformers' own loop are ranked as the rule that they follow, with our times.
+
+    Args:
+        results: the evaluation.
+        traces: of held-out rollouts, with the head.
+        names: the prompt set of each rollout.
+    """
+    fit = measured_times(results)
+    if fit is None:
+        return None
+    rules = {
+        run.method: rule_of(run)
+        for run in results.runs
+        if run.drafter in ("chain", "transformers") and run.lossless
+    }
     expected = {}
     for name, rule in rules.items():
         lengths = None if rule is None else rule.recorded_lengths(traces.tokens)
         if lengths is not None:
             counts = expected_counts(traces, lengths)
             expected[name] = counts.seconds_per_token(fit.t_draft, fit.t_target)
-    sets = tuple(dict.fromkeys(rows["dataset"]))
-    return DevChoice(len(rows), sets, fit.t_draft, fit.t_target, expected)
+    sets = tuple(dict.fromkeys(names))
+    return DevChoice(len(names), sets, fit.t_draft, fit.t_target, expected)
+
+
+def measured_times(results: Results) -> LatencyFit | None:
+    """t_d and t_t of all chains of an evaluation; None if they cannot be told apart."""
+    chains = [run for run in results.runs if run.drafter in (None, "chain")]
+    fit = fit_latency([record for run in chains for record in run.generations])
+    return None if fit is None or not fit.t_target > 0.0 else fit
 
 
 def rule_of(run: Run) -> StoppingRule | None:

@@ -26,15 +26,17 @@ class Traces:
     Attributes:
         tokens: the drafted tokens.
         accept: (R, N) probability min(1, p/q) that a token is accepted.
+        overlap: (R, N) sum_x min(p(x), q(x)), the same before the token is drawn; None if unknown.
     """
 
     tokens: RecordedTokens
     accept: Reals
+    overlap: Reals | None = None
 
     @property
     def inside(self) -> NDArray[np.bool_]:
         """(R, N): False in the padding."""
-        return np.arange(self.accept.shape[1]) < self.tokens.lengths[:, None]
+        return self.tokens.inside
 
     def mean_accept(self) -> float:
         """Of all tokens."""

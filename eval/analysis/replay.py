@@ -102,7 +102,7 @@ def replay_rules(
         )[0]
 
     for family, in_use in (("logit", False), ("head", True)):
-        if in_use and tokens.head_logits is None:
+        if in_use and tokens.head is None:
             continue
 
         def cost_lengths(seconds: float, in_use: bool = in_use) -> Lengths:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
 from eval.analysis.expectation import Traces
-from eval.drafting.stopping.recorded import RecordedTokens, pad
+from eval.drafting.stopping.recorded import BOUND, Reals, RecordedHead, RecordedTokens, pad
 from heads import BaseHead
 from heads.inputs import HeadInputs, logits_of_states
+from specdata.labels.labeller import tokens_at_once
 from specdata.lm_head import LMHead, find_lm_head, hidden_states
 from specdata.probability import SamplingConfig, entropy, probabilities
 from specdata.terminal import progress
+
+NUMBERS = ("log_q_second", "entropy", "log_mass_above")
+"""Columns of labels that earlier versions did not write; the draft is run for those."""
+POSITIONS = 512
+"""Distributions that are held at once."""
+
+Row = dict[str, Any]
 
 
 def acceptance_traces(
@@ -31,38 +40,87 @@ def acceptance_traces(
 
     Args:
         rows: labels, at least one.
-        draft: the draft that made them; without it entropies and a head are not recorded.
+        draft: the draft that made them. Without it a head is not recorded, nor are those numbers
+            of `NUMBERS` that the labels lack.
         sampling: how its tokens were drawn; needed with a draft.
         head: an acceptance head of this draft, whose outputs are recorded.
     """
-    entropies, logits = list[list[float]](), list[list[float]]()
+    numbers = {name: rows[name] for name in NUMBERS if name in rows.column_names}
+    logits: list[list[float]] = [[]] * (0 if head is None or draft is None else len(rows))
     if draft is not None:
         assert sampling is not None
-        # Found out once, not for each row: it is done by trying.
-        lm_head, to_logits = find_lm_head(draft), logits_of_states(draft)
-        for row in _counted(rows):
-            entropies.append(_entropies(lm_head, row, sampling))
-            if head is not None:
-                logits.append(_head_logits(draft, head, to_logits, row))
+        if len(numbers) < len(NUMBERS):
+            numbers = _numbers(find_lm_head(draft), rows, sampling)
+        if head is not None:
+            # Found out once, not for each row: it is done by trying.
+            to_logits = logits_of_states(draft)
+            for indices, batch in _counted(rows, 1):
+                logits[indices[0]] = _head_logits(draft, head, to_logits, batch[0])
+    log_q_max = pad(rows["log_q_max"])
     tokens = RecordedTokens(
         lengths=np.array([len(row) for row in rows["draft_ids"]], dtype=np.int64),
         q=np.exp(pad(rows["log_q"])),
-        q_max=np.exp(pad(rows["log_q_max"])).clip(max=1.0),
-        entropy=pad(entropies) if entropies else None,
-        head_logits=pad(logits) if logits else None,
-        rejection_weight=head.rejection_weight if head is not None else 1.0,
+        q_max=np.exp(log_q_max).clip(max=1.0),
+        entropy=_padded(numbers, "entropy"),
+        margin=_difference(log_q_max, _padded(numbers, "log_q_second")),
+        log_mass_above=_bounded(_padded(numbers, "log_mass_above")),
+        head=None
+        if head is None or not logits
+        else RecordedHead(consumed=pad(logits), rejection_weight=head.rejection_weight),
     )
-    return Traces(tokens, pad(rows["accept_prob"]))
+    overlap = pad(rows["overlap"]) if "overlap" in rows.column_names else None
+    return Traces(tokens, pad(rows["accept_prob"]), overlap)
+
+
+def _padded(numbers: dict[str, Any], name: str) -> Reals | None:
+    return pad(numbers[name]) if name in numbers else None
+
+
+def _difference(largest: Reals, second: Reals | None) -> Reals | None:
+    return None if second is None else (largest - second).clip(0.0, BOUND)
+
+
+def _bounded(logarithms: Reals | None) -> Reals | None:
+    return None if logarithms is None else logarithms.clip(-BOUND, 0.0)
+
+
+def _numbers(
+    lm_head: LMHead, rows: datasets.Dataset, sampling: SamplingConfig
+) -> dict[str, list[list[float]]]:
+    """What labels of this version hold in `NUMBERS`, made again: name -> rows of values."""
+    made: dict[str, list[list[float]]] = {name: [[]] * len(rows) for name in NUMBERS}
+    for indices, batch in _counted(rows, tokens_at_once(lm_head)):
+        for index, values in zip(indices, _batch_numbers(lm_head, batch, sampling), strict=True):
+            for name in NUMBERS:
+                made[name][index] = values[name]
+    return made
 
 
 @torch.inference_mode()
-def _entropies(lm_head: LMHead, row: dict[str, Any], sampling: SamplingConfig) -> list[float]:
-    """Entropies in nats of the n distributions that a rollout's drafted tokens were drawn from."""
-    known = row["prompt_ids"] + row["completion_ids"]
-    ids = torch.tensor([known[:-1]], device=lm_head.model.device)
-    states = lm_head.states(ids)[0, len(row["prompt_ids"]) - 1 :]
-    values: list[float] = entropy(probabilities(lm_head.logits(states), sampling)).tolist()
-    return values
+def _batch_numbers(
+    lm_head: LMHead, rows: Sequence[Row], sampling: SamplingConfig
+) -> Iterator[dict[str, list[float]]]:
+    known = [torch.tensor((row["prompt_ids"] + row["completion_ids"])[:-1]) for row in rows]
+    states = lm_head.states(pad_sequence(known, batch_first=True).to(lm_head.model.device))
+    for row, own in zip(rows, states, strict=True):
+        first, n = len(row["prompt_ids"]) - 1, len(row["completion_ids"])
+        drafted = torch.tensor(row["draft_ids"], device=own.device)
+        mine, pieces = own[first : first + n], []
+        for start in range(0, n, POSITIONS):
+            here = slice(start, start + POSITIONS)
+            q = probabilities(lm_head.logits(mine[here]), sampling)
+            pieces.append(numbers_of(q, drafted[here]))
+        yield {name: torch.cat([piece[name] for piece in pieces]).tolist() for name in NUMBERS}
+
+
+def numbers_of(q: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+    """The values of the label columns `NUMBERS`, (...), for tokens (...) drawn from q (..., V)."""
+    at = q.gather(-1, tokens.unsqueeze(-1))
+    return {
+        "log_q_second": q.topk(2, dim=-1).values[..., 1].log(),
+        "entropy": entropy(q),
+        "log_mass_above": q.masked_fill(q <= at, 0.0).sum(dim=-1).log(),
+    }
 
 
 @torch.inference_mode()
@@ -70,7 +128,7 @@ def _head_logits(
     draft: PreTrainedModel,
     head: BaseHead,
     to_logits: Callable[[Tensor], Tensor],
-    row: dict[str, Any],
+    row: Row,
 ) -> list[float]:
     """The n raw logits that a head gives the drafted tokens Y_i of a labelled rollout.
 
@@ -101,8 +159,16 @@ def _head_logits(
     return values
 
 
-def _counted(rows: datasets.Dataset) -> Iterator[dict[str, Any]]:
+def _counted(rows: datasets.Dataset, tokens_at_once: int) -> Iterator[tuple[list[int], list[Row]]]:
+    """Indices and rows of batches of like length, longest first, while a bar counts the rows."""
+    lengths = [
+        len(prompt) + len(rest)
+        for prompt, rest in zip(rows["prompt_ids"], rows["completion_ids"], strict=True)
+    ]
+    order = sorted(range(len(rows)), key=lambda index: -lengths[index])
     with progress(len(rows), "held-out rollouts", "rollout") as bar:
-        for row in rows:
-            yield row
-            bar.update()
+        while order:
+            count = max(1, tokens_at_once // lengths[order[0]])
+            indices, order = order[:count], order[count:]
+            yield indices, [rows[index] for index in indices]
+            bar.update(len(indices))

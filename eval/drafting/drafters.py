@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eval.drafting.stopping import ActiveRule, DraftedToken
+from eval.drafting.stopping import ActiveRule, DraftedToken, UpcomingToken
 from eval.drafting.tree_builder import TreeBuilder, drawn_chain
 from eval.drafts import DraftTree, How, TreeShape
 from eval.rounds import Round
@@ -76,12 +76,13 @@ class ChainDrafter:
         self._sequence = sequence
         self._rule = rule
         self._end_tokens = end_tokens
+        self._since_rejection = 0  # committed tokens
 
     def propose(
         self, committed: list[int], max_depth: int, generator: torch.Generator
     ) -> ForwardCoroutine[DraftTree]:
         """Draft a chain."""
-        should_stop = self._rule.begin()
+        should_stop, before = self._rule.begin(), self._rule.before
         sequence = self._sequence
         uncached = committed[sequence.length :]
         planned = min(max_depth, self._rule.longest)
@@ -89,13 +90,19 @@ class ChainDrafter:
         distributions: list[Tensor] = []
         while len(tokens) < planned:
             logits = yield sequence.append(uncached, 1)
-            distribution = sequence.distribution(logits[0])
+            distribution, state = sequence.distribution(logits[0]), sequence.hidden
+            place, since = len(tokens), self._since_rejection + len(tokens)
+            if before is not None and tokens:
+                # At least one token is drafted, so that a round is never the target's alone.
+                if before(UpcomingToken(distribution, state, place, since)):
+                    break
             token = draw_one(distribution, generator)
             tokens.append(token)
             distributions.append(distribution)
             if token in self._end_tokens:
                 break
-            if should_stop(DraftedToken(token, distribution, sequence.hidden)):
+            embedding = sequence.embedding(token)
+            if should_stop(DraftedToken(token, distribution, state, embedding, place, since)):
                 break
             uncached = [token]
         return drawn_chain(tokens, distributions, planned)
@@ -113,11 +120,14 @@ class ChainDrafter:
 
     def observe(self, record: Round) -> None:
         """Show the round to the stopping rule."""
+        was_rejected = record.accepted < record.drafted
+        self._since_rejection = 0 if was_rejected else self._since_rejection + record.emitted
         self._rule.observe(record)
 
     def reset(self) -> None:
         """Forget the sequence."""
         self._sequence.reset()
+        self._since_rejection = 0
 
     @property
     def forwards(self) -> int:

@@ -70,13 +70,13 @@ def _observed(
 
 
 @contextmanager
-def _fixed_length(draft: PreTrainedModel, length: int) -> Iterator[None]:
-    """The draft's own generation configuration decides; 0 as threshold keeps the length fixed."""
+def _assisting(draft: PreTrainedModel, length: int, threshold: float) -> Iterator[None]:
+    """The draft's own generation configuration decides how it drafts."""
     before = draft.generation_config
     config = GenerationConfig(**before.to_diff_dict())
     config.num_assistant_tokens = length
     config.num_assistant_tokens_schedule = "constant"
-    config.assistant_confidence_threshold = 0.0
+    config.assistant_confidence_threshold = threshold
     draft.generation_config = config
     try:
         yield
@@ -103,17 +103,22 @@ def assisted_generate(
     sampling: SamplingConfig,
     max_new_tokens: int,
     seed: int,
+    threshold: float = 0.0,
 ) -> Generation:
-    """`generate(assistant_model=...)` with a constant number of drafted tokens.
+    """`generate(assistant_model=...)` with a constant limit on drafted tokens.
+
+    Where scikit-learn is installed, transformers itself moves the threshold during a call.
 
     Args:
         target: the target.
         draft: the draft; its generation configuration is restored afterwards.
         prompt_ids: (T,) int64.
-        length: drafted tokens a round.
+        length: drafted tokens a round, at most.
         sampling: the distribution of both models.
         max_new_tokens: budget.
         seed: of torch's global generator, which `generate` draws from; restored afterwards.
+        threshold: `assistant_confidence_threshold`: a draft ends with the first token to which the
+            draft gave less probability; 0 always drafts `length` tokens.
     """
     check_same_size(target, draft)
     observer = _Observer(len(prompt_ids))
@@ -130,7 +135,7 @@ def assisted_generate(
     devices = [target.device] if target.device.type == "cuda" else []
     with (
         torch.random.fork_rng(devices),
-        _fixed_length(draft, length),
+        _assisting(draft, length, threshold),
         _observed(target, draft, observer),
     ):
         torch.manual_seed(seed)

@@ -289,6 +289,7 @@ class _Experiment:
                 self.models.draft,
                 torch.tensor(prompt.ids),
                 length=method.stop.longest,
+                threshold=method.stop.reported().get("threshold", 0.0),
                 sampling=self.sampling,
                 max_new_tokens=budget,
                 seed=seed_for(self.seed, "eval", prompt.example_id),

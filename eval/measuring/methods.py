@@ -6,18 +6,23 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from eval.decode_config import DecodeConfig, DraftingConfig
 from eval.drafting.stopping import STOPPING_RULES
+from eval.drafting.stopping.confidence import Confidence
+from eval.drafting.stopping.fixed import Fixed
 from eval.runtime.engines import Engine
 from specdata.config import MOST_TOKENS, Config, mistakes
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig
 from specdata.storage.resume import ANY
+
+if TYPE_CHECKING:
+    from eval.drafting.stopping.recorded import Reals, RecordedTokens
 
 PLAIN = "plain"
 """Name of the method that all others are compared with: the target alone."""
@@ -46,7 +51,8 @@ class MethodConfig(DraftingConfig):
     name: str = Field(description="unique name shown in the report")
     decoder: DecoderName = Field(
         default="speculative",
-        description="plain (target alone), speculative (ours), or assisted (transformers' own)",
+        description="plain (target alone), speculative (ours), or assisted (transformers' own, "
+        "which drafts `length` tokens, or stops by confidence if it is given a `threshold`)",
     )
     path_drafts: tuple[str, ...] = Field(
         default=(),
@@ -56,8 +62,13 @@ class MethodConfig(DraftingConfig):
     @model_validator(mode="before")
     @classmethod
     def _rename(cls, given: Any) -> Any:
-        """Read keys that were renamed."""
-        return renamed(given)[0] if isinstance(given, Mapping) else given
+        """Read keys that were renamed, and the rule of transformers' own loop by its threshold."""
+        if not isinstance(given, Mapping):
+            return given
+        method = renamed(given)[0]
+        if method.get("decoder") == "assisted" and "threshold" in method:
+            return {"stop": Confidence.name, **method}
+        return method
 
     @model_validator(mode="wrap")
     @classmethod
@@ -124,7 +135,9 @@ class MethodConfig(DraftingConfig):
         default = MethodConfig(name=self.name).model_dump()
         given = [k for k, value in self.model_dump().items() if default.get(k, ...) != value]
         if self.decoder != "speculative":
-            used = {"decoder", *(("length",) if self.decoder == "assisted" else ())}
+            used = {"decoder"}
+            if self.decoder == "assisted" and isinstance(self.stop, Fixed | Confidence):
+                used |= {"stop", *type(self.stop).model_fields}
             unread = [name for name in given if name not in used]
             if "stop" in unread:  # one mistake: the parameters came with the rule
                 unread = [name for name in unread if name not in type(self.stop).model_fields]
@@ -299,8 +312,8 @@ def _instead(method: MethodConfig, unread: Sequence[str]) -> str:
     if "stop" not in unread or method.decoder == "plain":
         return ""
     return (
-        " (transformers' own loop drafts a fixed number of tokens, `length`), or take decoder: "
-        "speculative"
+        " (transformers' own loop drafts a fixed number of tokens, `length`, or stops by "
+        f"confidence, `{Confidence.name}`), or take decoder: speculative"
     )
 
 
@@ -319,15 +332,30 @@ def path_drafts(config: EvalConfig) -> list[str]:
     return list(dict.fromkeys(name for method in config.methods for name in method.drafts[1:]))
 
 
-def calibrates(config: EvalConfig) -> bool:
-    """Whether a method needs the logistic model fitted."""
-    return any(method.stop.needs_calibration for method in config.methods)
+def needs_fit(config: EvalConfig) -> bool:
+    """Whether a method has parameters that are fitted on labels."""
+    return any(method.stop.needs_fit for method in config.methods)
 
 
-def with_calibration(config: EvalConfig, coefficients: tuple[float, float]) -> EvalConfig:
-    """The same evaluation with that logistic model wherever a method gives none of its own."""
+def fit_rules(config: EvalConfig, tokens: RecordedTokens, accept: Reals) -> dict[str, Any]:
+    """Values of every parameter that a method needs fitted, each fitted once.
+
+    Args:
+        config: the evaluation.
+        tokens: held-out rollouts, which the draft was not distilled on.
+        accept: (R, N) min(1, p/q) of their drafted tokens.
+    """
+    values: dict[str, Any] = {}
+    for stop in (method.stop for method in config.methods):
+        if stop.needs_fit and not values.keys() >= set(stop.fitted):
+            values |= type(stop).fit(tokens, accept)
+    return values
+
+
+def with_fit(config: EvalConfig, values: Mapping[str, Any]) -> EvalConfig:
+    """The same evaluation with these values of parameters wherever a method gives none."""
     methods = [
-        method.model_copy(update={"stop": method.stop.calibrated(coefficients)})
+        method.model_copy(update={"stop": method.stop.with_fit(values)})
         for method in config.methods
     ]
     return config.model_copy(update={"methods": methods})

@@ -32,7 +32,8 @@ class CachedModel:
         vocabulary: V of the logits: the target's.
         engine: how forwards run; see `eval.runtime.graphs`.
         capture_hidden: also keep, in `CachedSequence.hidden`, what the lm_head reads (after the
-            final norm) at the last token of each forward, for acceptance heads.
+            final norm) at the last token of each forward, for acceptance heads, and give the
+            input embeddings of tokens.
 
     Raises:
         CacheNotRewindableError: if the model's cache cannot drop tokens (sliding windows, states).
@@ -53,6 +54,7 @@ class CachedModel:
         self._vocabulary = vocabulary
         self._has_fewer_ids = model.config.get_text_config().vocab_size < vocabulary
         self._capture_hidden = capture_hidden
+        self._embeddings = model.get_input_embeddings()
         self._engine = engine
         self._graphs: ForwardGraphs | None = None
         self.refresh_graphs()
@@ -140,6 +142,13 @@ class CachedModel:
         batch = self._run_batch([forwards[index] for index in joined])
         logits |= dict(zip(joined, batch, strict=True))
         return [logits[index] for index in range(len(forwards))]
+
+    def embedding(self, token: int) -> Tensor | None:
+        """(E,) the model's input embedding of a token, for heads; None if they read nothing."""
+        if not self._capture_hidden:
+            return None
+        embedded: Tensor = self._embeddings(torch.tensor(token, device=self.device))
+        return embedded
 
     def _commit(
         self, forward: Forward, layout: Layout, logits: Tensor, hidden: Tensor | None

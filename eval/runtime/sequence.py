@@ -34,6 +34,9 @@ class ForwardRunner(Protocol):
     def run_all(self, forwards: Sequence[Forward]) -> list[Tensor]:
         """Run one forward of each of several sequences: logits (logits_to_keep, V) of each."""
 
+    def embedding(self, token: int) -> Tensor | None:
+        """(E,) the input embedding of a token, where hidden states are captured; else None."""
+
 
 @dataclass(frozen=True, slots=True)
 class Forward:
@@ -143,6 +146,10 @@ class CachedSequence:
         uncached = uncached or []
         logits_to_keep = len(tokens) + bool(uncached)
         return Forward(self, [*uncached, *tokens], logits_to_keep, parents, unrolled)
+
+    def embedding(self, token: int) -> Tensor | None:
+        """(E,) the model's input embedding of a token; None where `hidden` is not captured."""
+        return self.model.embedding(token)
 
     def distribution(self, logits: Tensor, sampling: SamplingConfig | None = None) -> Tensor:
         """Distributions (..., V) of logits (..., V), by default under the sequence's sampling."""

@@ -4,7 +4,7 @@ To add one: write it in a file here, as a frozen class with its own parameters, 
 `start` (see `rule.py` for the contract and `confidence.py` for the shortest example); then add its
 line to `STOPPING_RULES`. Configuration, decoder, results and report find the rest in the class:
 the name under which it is asked for, its parameters as keys beside `stop:`, whether it needs a
-head, a calibration or times. `tests/test_stopping.py` drives every entry.
+head, labels or times. `tests/test_stopping.py` drives every entry.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ from eval.drafting.stopping.entropy import Entropy
 from eval.drafting.stopping.fixed import Fixed
 from eval.drafting.stopping.head import Head
 from eval.drafting.stopping.logit import Logit
-from eval.drafting.stopping.rule import ActiveRule, DraftedToken, ShouldStop, StoppingRule
+from eval.drafting.stopping.margin import Margin
+from eval.drafting.stopping.numbers import Numbers
+from eval.drafting.stopping.rule import (
+    ActiveRule,
+    DraftedToken,
+    ShouldStop,
+    StoppingRule,
+    UpcomingToken,
+)
 from specdata.config import nearest
 
 __all__ = [
@@ -31,6 +39,7 @@ __all__ = [
     "DraftedToken",
     "ShouldStop",
     "StoppingRule",
+    "UpcomingToken",
     "read_rule",
 ]
 
@@ -42,6 +51,8 @@ STOPPING_RULES: dict[str, type[StoppingRule]] = {
         Entropy,  # the draft's distribution is uncertain
         Cumulative,  # the draft's probabilities multiply to little
         Logit,  # a logistic model of the draft's confidence predicts a rejection
+        Margin,  # logistic models of the top-2 margin, refitted while decoding, predict one
+        Numbers,  # a small network on numbers of the draft predicts one
         Head,  # an acceptance head predicts a rejection (SpecDec++)
         Cost,  # another token costs more than it is expected to save
     )

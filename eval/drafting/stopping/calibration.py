@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from pydantic import Field
 
+from eval.drafting.stopping.online import Pair, sigmoid
 from eval.drafting.stopping.rule import AdaptiveRule
 
 if TYPE_CHECKING:
-    import datasets
-    from numpy.typing import NDArray
-
-    Reals = NDArray[np.float64]
+    from eval.drafting.stopping.recorded import Reals, RecordedTokens
 
 EDGE = 1e-6
 """max q is kept this far from 0 and 1: a one-hot distribution (greedy, top-k 1) has no logit."""
+
+
+def odds_of(q_max: float) -> float:
+    """logit(max q): what the logistic model reads of a distribution."""
+    q_max = min(max(q_max, EDGE), 1.0 - EDGE)
+    return math.log(q_max / (1.0 - q_max))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +39,7 @@ class Calibration:
 
     def accept(self, q_max: float) -> float:
         """The acceptance probability of a token drawn from a distribution with that maximum."""
-        q_max = min(max(q_max, EDGE), 1.0 - EDGE)
-        odds = self.intercept + self.slope * math.log(q_max / (1.0 - q_max))
-        return 0.5 + 0.5 * math.tanh(0.5 * odds)  # the sigmoid, without its overflow
+        return sigmoid(self.intercept + self.slope * odds_of(q_max))
 
     def accept_all(self, q_max: Reals) -> Reals:
         """The same for any number of tokens: (...) -> (...)."""
@@ -48,6 +50,8 @@ class Calibration:
 
 class CalibratedRule(AdaptiveRule):
     """A stopping rule that reads the logistic model."""
+
+    fitted: ClassVar[tuple[str, ...]] = ("calibration",)
 
     calibration: tuple[float, float] | None = Field(
         default=None,
@@ -60,14 +64,12 @@ class CalibratedRule(AdaptiveRule):
         """The logistic model in use."""
         return Calibration() if self.calibration is None else Calibration(*self.calibration)
 
-    @property
-    def needs_calibration(self) -> bool:
-        """Whether none was given."""
-        return self.calibration is None
-
-    def calibrated(self, coefficients: tuple[float, float]) -> Self:
-        """The same rule with these coefficients, if none were given."""
-        return self.model_copy(update={"calibration": self.calibration or coefficients})
+    @classmethod
+    def fit(cls, tokens: RecordedTokens, accept: Reals) -> dict[str, Any]:
+        """The two coefficients, by maximum likelihood at every position."""
+        inside = tokens.inside
+        model = fit_calibration(accept[inside], tokens.q_max[inside])
+        return {"calibration": [model.intercept, model.slope]}
 
     def reported(self) -> dict[str, Any]:
         """The parameters, with the coefficients in use."""
@@ -76,11 +78,7 @@ class CalibratedRule(AdaptiveRule):
 
 
 def fit_calibration(accept: Reals, q_max: Reals, prior: Calibration = Calibration()) -> Calibration:
-    """Maximum likelihood of soft labels, with a little weight on a prior.
-
-    Minimises -sum_i [a_i log P_i + (1 - a_i) log(1 - P_i)] + |coefficients - prior|^2 / 2. The
-    second part keeps the answer finite when all labels agree or all distributions are one-hot, and
-    gives the prior when there is nothing to fit.
+    """The logistic model of acceptance on logit(max q), by `fit_logistic`.
 
     Args:
         accept: (n,) min(1, p/q) of drafted tokens, or whether they were accepted.
@@ -90,32 +88,47 @@ def fit_calibration(accept: Reals, q_max: Reals, prior: Calibration = Calibratio
     Raises:
         ValueError: if sizes differ or a value is no probability.
     """
-    from scipy.optimize import minimize
-    from scipy.special import expit, logit
+    from scipy.special import logit
 
     if accept.shape != q_max.shape or accept.ndim != 1:
         raise ValueError(f"accept and q_max must both be (n,), got {accept.shape}, {q_max.shape}")
     for name, values in (("accept", accept), ("q_max", q_max)):
         if not ((values >= 0.0) & (values <= 1.0 + EDGE)).all():
             raise ValueError(f"{name} must hold probabilities")
-    inputs = np.stack([np.ones_like(q_max), logit(q_max.clip(EDGE, 1.0 - EDGE))])
-    start = np.array([prior.intercept, prior.slope])
+    inputs = logit(q_max.clip(EDGE, 1.0 - EDGE))
+    return Calibration(*fit_logistic(accept, inputs, prior=(prior.intercept, prior.slope)))
 
-    def loss(weights: Reals) -> tuple[float, Reals]:
-        odds, apart = weights @ inputs, weights - start
-        value = (np.logaddexp(0.0, odds) - accept * odds).sum() + 0.5 * apart @ apart
-        return float(value), inputs @ (expit(odds) - accept) + apart
 
-    def curvature(weights: Reals) -> Reals:
-        chance = expit(weights @ inputs)
-        return np.asarray((inputs * (chance * (1.0 - chance))) @ inputs.T + np.eye(2))
+def fit_logistic(
+    accept: Reals, inputs: Reals, *, prior: Pair, weights: Reals | None = None
+) -> Pair:
+    """Maximum likelihood of soft labels, with a little weight on a prior.
+
+    Minimises -sum_i v_i [a_i log P_i + (1 - a_i) log(1 - P_i)] + |coefficients - prior|^2 / 2 with
+    P = sigmoid(intercept + slope x). The second part keeps the answer finite when all labels or all
+    inputs agree, and gives the prior when there is nothing to fit.
+
+    Args:
+        accept: (n,) labels a in [0, 1].
+        inputs: (n,) x.
+        prior: intercept and slope without any label.
+        weights: (n,) v, how often each label counts; once by default.
+    """
+    from scipy.optimize import minimize
+    from scipy.special import expit
+
+    start = np.array(prior)
+    counts = np.ones_like(accept) if weights is None else weights
+    design = np.stack([np.ones_like(inputs), inputs])
+
+    def loss(coefficients: Reals) -> tuple[float, Reals]:
+        odds, apart = coefficients @ design, coefficients - start
+        value = (counts * (np.logaddexp(0.0, odds) - accept * odds)).sum() + 0.5 * apart @ apart
+        return float(value), design @ (counts * (expit(odds) - accept)) + apart
+
+    def curvature(coefficients: Reals) -> Reals:
+        chance = expit(coefficients @ design)
+        return np.asarray((design * (counts * chance * (1.0 - chance))) @ design.T + np.eye(2))
 
     best = minimize(loss, start, jac=True, hess=curvature, method="trust-exact")
-    return Calibration(float(best.x[0]), float(best.x[1]))
-
-
-def calibrate(labels: datasets.Dataset) -> Calibration:
-    """Fit on every position of a dataset of labels (columns `accept_prob` and `log_q_max`)."""
-    accept = [chance for row in labels["accept_prob"] for chance in row]
-    q_max = [chance for row in labels["log_q_max"] for chance in np.exp(row)]
-    return fit_calibration(np.array(accept), np.array(q_max).clip(max=1.0))
+    return float(best.x[0]), float(best.x[1])

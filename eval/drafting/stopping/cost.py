@@ -6,19 +6,28 @@ independent acceptances, with every quantity measured while decoding.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from eval.drafting.stopping.calibration import CalibratedRule, Calibration, fit_calibration
-from eval.drafting.stopping.rule import ActiveRule, DraftedToken, Family, ShouldStop
+from eval.drafting.stopping.calibration import CalibratedRule, odds_of
+from eval.drafting.stopping.head import check_asked_before
+from eval.drafting.stopping.online import OnlineLogistic
+from eval.drafting.stopping.rule import (
+    ActiveRule,
+    DraftedToken,
+    Family,
+    ShouldStop,
+    UpcomingToken,
+)
+from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
-    from eval.drafting.stopping.recorded import Lengths, RecordedTokens
+    from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
+    from eval.drafting.stopping.survival import Survival
     from eval.rounds import Round
     from heads import BaseHead
 
@@ -35,12 +44,17 @@ ROUNDS, TOKENS = 128, 512
 class Cost(CalibratedRule):
     """End when one more drafted token is expected to cost more time than it saves.
 
-    The acceptance of a drafted token is the head's probability, the bias of its training loss
-    undone, once the draft has consumed the token; that of the newest one, and of all tokens
-    without a head, comes from the logistic model. At least one token is drafted.
+    The survival of the draft is the head's, calibrated: the bias of its training loss undone. A
+    token that it cannot judge yet, and every token without a head, is judged by the logistic model.
+    At least one token is drafted.
 
-    There is no threshold. Costs that are not given are measured over the last rounds; with both
-    given, decoding depends on its seed alone, otherwise on times and on earlier generations too.
+    There is no threshold. What is not given is measured over the last rounds, and then the head's
+    odds and the logistic model are recalibrated by what was accepted as well, because a rule is as
+    good as its probabilities. There are three ways to give costs:
+    - none, or some: t_d and lambda are measured by the clock;
+    - `draft_seconds` and `target_seconds`: lambda follows from the counts of the last rounds, so a
+      seed and what was decoded before decide everything, and no clock;
+    - `draft_seconds` and `token_seconds`: nothing is learned, and the seed alone decides.
     """
 
     name: ClassVar[str] = "cost"
@@ -52,6 +66,18 @@ class Cost(CalibratedRule):
     token_seconds: float = Field(
         default=0.0, ge=0.0, description="time of an emitted token, in seconds; 0 measures it"
     )
+    target_seconds: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="time of a forward of the target, in seconds; with draft_seconds it gives "
+        "token_seconds from counts alone",
+    )
+    verify_seconds: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="the part of draft_seconds that the target takes longer for one more token, "
+        "read only by before_drawing; 0 measures it",
+    )
     mean_acceptance: float = Field(
         default=MEAN_ACCEPTANCE,
         gt=0.0,
@@ -61,6 +87,33 @@ class Cost(CalibratedRule):
     head: bool = Field(
         default=True, description="whether to ask the acceptance head, if there is one"
     )
+    refit: bool = Field(
+        default=True,
+        description="go on learning from what was accepted while decoding, where a cost is "
+        "measured; false: probabilities stay as the head and the logistic model give them",
+    )
+    before_drawing: bool = Field(
+        default=False,
+        description="also ask before a token is drawn, by its distribution; needs a head of kind "
+        "immediate that was trained for that moment",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.target_seconds and (self.token_seconds or not self.draft_seconds):
+            raise ConfigError(
+                "target_seconds goes with draft_seconds and without token_seconds, which follows "
+                f"from them; got draft_seconds {self.draft_seconds} and token_seconds "
+                f"{self.token_seconds}"
+            )
+        if self.before_drawing and not self.head:
+            raise ConfigError("before_drawing asks the head: leave out head: false, or it")
+        if self.before_drawing and self.draft_seconds and not self.verify_seconds:
+            raise ConfigError(
+                "before_drawing weighs what the target takes longer for one more token: give "
+                "verify_seconds beside draft_seconds"
+            )
+        return self
 
     @property
     def reads_head(self) -> bool:
@@ -69,44 +122,45 @@ class Cost(CalibratedRule):
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """Both costs, unless both are given."""
-        given = self.draft_seconds and self.token_seconds
+        """Both costs, unless lambda is given or follows from what is."""
+        given = self.draft_seconds and (self.token_seconds or self.target_seconds)
         return () if given else ("draft_seconds", "token_seconds")
+
+    def check_head(self, head: BaseHead) -> None:
+        """Raise ConfigError if it is to be asked before drawing and cannot."""
+        if self.before_drawing:
+            check_asked_before(head)
 
     def reported(self) -> dict[str, Any]:
         """The parameters; whether a head was asked is seen from the head that results name."""
         return {name: value for name, value in super().reported().items() if name != "head"}
 
     def recorded_lengths(self, tokens: RecordedTokens) -> Lengths | None:
-        """While another token pays, if both costs are given: measured ones change as it decodes."""
-        from scipy.special import expit
+        """While another token pays, if both costs are given: measured ones change as it decodes.
 
-        from eval.drafting.stopping.recorded import until_product_below
+        None, too, if it asks before drawing: forwards whose tokens are not drawn would be missing
+        from what is counted along recorded rollouts.
+        """
+        from eval.drafting.stopping.recorded import until_head_survival_below, until_product_below
 
-        if self.measured:
+        if not (self.draft_seconds and self.token_seconds) or self.before_drawing:
             return None
         least = self.draft_seconds / (self.token_seconds * self.mean_acceptance)
         newest = self.model.accept_all(tokens.q_max)
-        if not self.head or tokens.head_logits is None:
+        if not self.head or tokens.head is None:
             return until_product_below(tokens, newest, least, limit=self.limit)
-        known = expit(tokens.head_logits + math.log(tokens.rejection_weight))
-        return until_product_below(tokens, known, least, limit=self.limit, lag=1, newest=newest)
+        return until_head_survival_below(
+            tokens, least, limit=self.limit, calibrated=True, newest=newest
+        )
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Begin with the given costs and first guesses."""
         if self.measured:
             # Imported here for the light start, and now so that no round is timed with it.
-            import scipy.optimize
             import scipy.stats  # noqa: F401
-
-        estimates = CostEstimates(
-            self.model,
-            head if self.head else None,
-            draft_seconds=self.draft_seconds,
-            token_seconds=self.token_seconds,
-            mean_acceptance=self.mean_acceptance,
-        )
-        return ActiveRule(self.limit, estimates.begin, estimates.observe)
+        estimates = CostEstimates(self, head if self.head else None)
+        before = estimates.before if self.before_drawing else None
+        return ActiveRule(self.limit, estimates.begin, estimates.observe, before)
 
 
 def worth_drafting(
@@ -131,107 +185,116 @@ def worth_drafting(
 class CostEstimates:
     """The rule at work in one slot: asks `worth_drafting` after each token, and learns from rounds.
 
-    If both costs are given, nothing is measured and generations do not influence each other.
-    Otherwise the missing cost, the mean acceptance and the logistic model are measured over the
-    last rounds, whatever sequence they belong to: t_d as what a round takes longer for one more
-    drafted token (draft, target and stopping rule together), lambda as the time of these rounds per
-    emitted token, prefills apart. Before the first measurement, and in batches, whose rounds have
-    no times of their own, t_d is `DRAFT_SHARE` of lambda.
+    If t_d and lambda are given, nothing is measured and generations do not influence each other.
+    Otherwise what is missing, the mean acceptance and, with `refit`, the models of acceptance are
+    measured over the last rounds, whatever sequence they belong to: t_d as what a round takes
+    longer for one more drafted token (draft, target and stopping rule together), lambda as the time
+    of these rounds per emitted token, prefills apart. Before the first measurement, and in batches,
+    whose rounds have no times of their own, t_d is `DRAFT_SHARE` of lambda.
 
     Args:
-        calibration: acceptance from max q; where something is measured, only the first guess.
+        rule: the parameters.
         head: the acceptance head, if there is one.
-        draft_seconds: t_d; 0 measures it.
-        token_seconds: lambda; 0 measures it.
-        mean_acceptance: abar; where something is measured, only the first guess.
     """
 
-    def __init__(
-        self,
-        calibration: Calibration,
-        head: BaseHead | None = None,
-        *,
-        draft_seconds: float = 0.0,
-        token_seconds: float = 0.0,
-        mean_acceptance: float = MEAN_ACCEPTANCE,
-    ) -> None:
-        self.calibration = self._first_calibration = calibration
-        self.mean_acceptance = self._first_mean = mean_acceptance
-        self._given = draft_seconds, token_seconds
-        self.token_seconds = token_seconds or (draft_seconds or 1.0) / DRAFT_SHARE
-        self.draft_seconds = draft_seconds or self.token_seconds * DRAFT_SHARE
-        self._head = head
-        self._round: list[float] = []
+    def __init__(self, rule: Cost, head: BaseHead | None = None) -> None:
+        self._rule = rule
+        self._learns = not (rule.draft_seconds and rule.token_seconds)
+        self.mean_acceptance = rule.mean_acceptance
+        first = rule.token_seconds or rule.target_seconds
+        self.token_seconds = first or (rule.draft_seconds or 1.0) / DRAFT_SHARE
+        self.draft_seconds = rule.draft_seconds or self.token_seconds * DRAFT_SHARE
+        self.verify_seconds = rule.verify_seconds
+        model = rule.model
+        self.newest = OnlineLogistic((model.intercept, model.slope))
+        self._survival = self._head_survival(head)
+        self._round: list[float] = []  # of each token, what the logistic model reads
+        self._product = 1.0
         self._rounds: deque[Round] = deque(maxlen=ROUNDS)
-        self._tokens: deque[tuple[float, bool]] = deque(maxlen=TOKENS)
+        self._accepted: deque[bool] = deque(maxlen=TOKENS)
         self._observed = 0
+
+    def _head_survival(self, head: BaseHead | None) -> Survival | None:
+        if head is None:
+            return None
+        from eval.drafting.stopping.survival import Survival
+
+        return Survival(head, refit=self._learns and self._rule.refit)
 
     def begin(self) -> ShouldStop:
         """Start a round."""
-        import torch
+        self._round, self._product = [], 1.0
+        if self._survival is not None:
+            self._survival.begin()
+        return self._should_stop
 
-        from heads.inputs import HeadInputs
-
-        seen: list[float] = []
-        tokens: list[DraftedToken] = []
-        self._round, head, known = seen, self._head, 1.0
-
-        @torch.inference_mode()
-        def should_stop(drafted: DraftedToken) -> bool:
-            nonlocal known
-            tokens.append(drafted)
-            inputs = None if head is None else HeadInputs.from_drafted(head.reads, tokens)
-            if head is not None and inputs is not None:
-                known *= float(head.probability(inputs))
-            seen.append(float(drafted.distribution.max()))
-            newest = self.calibration.accept(seen[-1])
-            if head is None:
-                known *= newest
-            return not self._pays(known if head is None else known * newest)
-
-        return should_stop
-
-    def _pays(self, survival: float) -> bool:
-        return worth_drafting(
-            survival,
+    def _should_stop(self, drafted: DraftedToken) -> bool:
+        self._round.append(odds_of(float(drafted.distribution.max())))
+        newest = self.newest.accept(self._round[-1])
+        self._product *= newest
+        survival = self._survival
+        alive = self._product if survival is None else survival.after(drafted, newest)
+        return not worth_drafting(
+            alive,
             mean_acceptance=self.mean_acceptance,
             token_seconds=self.token_seconds,
             draft_seconds=self.draft_seconds,
         )
 
+    def before(self, upcoming: UpcomingToken) -> bool:
+        """Whether to end before a token is drawn: the draft's forward for it is paid already."""
+        assert self._survival is not None
+        return not worth_drafting(
+            self._survival.before(upcoming),
+            mean_acceptance=1.0,  # the token's own acceptance is part of this survival
+            token_seconds=self.token_seconds,
+            draft_seconds=self.verify_seconds,
+        )
+
     def observe(self, record: Round) -> None:
         """Take a finished round into account; one without a draft changes nothing."""
-        if all(self._given) or record.draft_forwards == 0:
+        if not self._learns or record.draft_forwards == 0:
             return
         self._rounds.append(record)
         # Known of the drafted tokens: those accepted, and the first one that was not.
-        outcomes = ((q, position < record.accepted) for position, q in enumerate(self._round))
-        self._tokens.extend(islice(outcomes, record.accepted + 1))
+        for place, odds in enumerate(islice(self._round, record.accepted + 1)):
+            self._accepted.append(place < record.accepted)
+            if self._rule.refit:
+                self.newest.observe(odds, place < record.accepted)
+        if self._survival is not None:
+            self._survival.observe(record)
         self._observed += 1
         if self._observed in (4, 8) or self._observed % 16 == 0:
             self._measure_costs()
-            self._measure_acceptance()
+            known = PRIOR_TOKENS * self._rule.mean_acceptance + sum(self._accepted)
+            self.mean_acceptance = known / (PRIOR_TOKENS + len(self._accepted))
 
     def _measure_costs(self) -> None:
-        from scipy.stats import theilslopes
-
-        rounds = self._rounds
+        rounds, rule = self._rounds, self._rule
+        emitted = sum(r.emitted for r in rounds)
         drafted = np.array([r.drafted for r in rounds], dtype=np.float64)
-        seconds = [r.draft_seconds + r.target_seconds + r.overhead_seconds for r in rounds]
+        if rule.target_seconds:
+            spent = rule.target_seconds * len(rounds) + rule.draft_seconds * drafted.sum()
+            self.token_seconds = float(spent / emitted)
+            return
+        verifying = np.array([r.target_seconds + r.overhead_seconds for r in rounds])
+        seconds = verifying + [r.draft_seconds for r in rounds]
         # Medians, because some rounds hold a prefill and any may be interrupted.
         forward = float(np.median([r.draft_seconds / r.draft_forwards for r in rounds]))
-        slope = forward
+        slope, verify = forward, 0.0
         if len(rounds) >= 16 and np.ptp(drafted) >= 2:
-            slope = max(float(theilslopes(seconds, drafted).slope), 0.5 * forward)
+            slope = max(_slope(seconds, drafted), 0.5 * forward)
+            verify = max(_slope(verifying, drafted), 0.0) if rule.before_drawing else 0.0
         rest = max(float(np.median(seconds - slope * drafted)), 0.0)
-        emitted = sum(r.emitted for r in rounds)
         token = (rest * len(rounds) + slope * drafted.sum()) / emitted
         if slope > 0.0 and token > 0.0:
-            self.draft_seconds = self._given[0] or slope
-            self.token_seconds = self._given[1] or float(token)
+            self.draft_seconds = rule.draft_seconds or slope
+            self.verify_seconds = rule.verify_seconds or verify
+            self.token_seconds = rule.token_seconds or float(token)
 
-    def _measure_acceptance(self) -> None:
-        q_max, accepted = np.array(self._tokens, dtype=np.float64).reshape(-1, 2).T
-        known = PRIOR_TOKENS * self._first_mean + accepted.sum()
-        self.mean_acceptance = float(known / (PRIOR_TOKENS + len(accepted)))
-        self.calibration = fit_calibration(accepted, q_max, self._first_calibration)
+
+def _slope(seconds: Reals, drafted: Reals) -> float:
+    """What one more drafted token adds, robustly (Theil and Sen)."""
+    from scipy.stats import theilslopes
+
+    return float(theilslopes(seconds, drafted).slope)

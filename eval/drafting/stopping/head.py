@@ -1,4 +1,4 @@
-"""Stop when an acceptance head predicts a rejection: SpecDec++."""
+"""Stop when an acceptance head predicts a rejection: SpecDec++, and ours without its lag."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, Family, ShouldStop
+from eval.drafting.stopping.rule import (
+    ActiveRule,
+    AdaptiveRule,
+    DraftedToken,
+    Family,
+    ShouldStop,
+    UpcomingToken,
+)
+from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
     from eval.drafting.stopping.recorded import Lengths, RecordedTokens
@@ -17,11 +25,12 @@ class Head(AdaptiveRule):
     """End once the head gives a rejection in this draft more probability than `threshold`.
 
     Huang et al. (SpecDec++, arXiv:2405.19715), section 4.2: stop when
-    1 - prod_i sigmoid(f(e_i)) > threshold. e_i exists only after the draft has consumed token i,
-    that is when token i + 1 has been drawn, so the newest token is sent unscored. A lower
+    1 - prod_i sigmoid(f(e_i)) > threshold. Their e_i exists only after the draft has consumed token
+    i, that is when token i + 1 has been drawn, so the newest token is sent unscored. A head of kind
+    `immediate` judges the newest token as well, and may be asked before it is drawn. A lower
     threshold stops earlier: 1 never stops. The paper's best thresholds were 0.3 to 0.7; the
     default is 0.7, because the raw output of a head that was trained with a weight on rejections
-    overstates them.
+    overstates them, and it is the raw output that is compared, as in the paper.
     """
 
     name: ClassVar[str] = "head"
@@ -34,39 +43,59 @@ class Head(AdaptiveRule):
         le=1.0,
         description="stop once a rejection has more probability, by the head",
     )
+    before_drawing: bool = Field(
+        default=False,
+        description="also ask before a token is drawn, by its distribution; needs a head of kind "
+        "immediate that was trained for that moment",
+    )
+
+    def check_head(self, head: BaseHead) -> None:
+        """Raise ConfigError if it is to be asked before drawing and cannot."""
+        if self.before_drawing:
+            check_asked_before(head)
 
     def recorded_lengths(self, tokens: RecordedTokens) -> Lengths | None:
-        """Until a rejection is too probable by the head's raw output, one token late."""
-        from scipy.special import expit
+        """Until a rejection is too probable by the head's raw output.
 
-        from eval.drafting.stopping.recorded import until_product_below
+        None if it is asked before drawing: the forwards whose tokens are not drawn would be missing
+        from what is counted along recorded rollouts.
+        """
+        from eval.drafting.stopping.recorded import until_head_survival_below
 
-        if tokens.head_logits is None:
+        if self.before_drawing:
             return None
-        raw, least = expit(tokens.head_logits), 1.0 - self.threshold
-        return until_product_below(tokens, raw, least, limit=self.limit, lag=1)
+        return until_head_survival_below(
+            tokens, 1.0 - self.threshold, limit=self.limit, calibrated=False
+        )
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Multiply the head's acceptance probabilities of a round's tokens."""
-        import torch
-
-        from heads.inputs import HeadInputs
+        from eval.drafting.stopping.survival import Survival
 
         assert head is not None
+        survival = Survival(head, calibrated=False)
+
+        def should_stop(drafted: DraftedToken) -> bool:
+            return 1.0 - survival.after(drafted) > self.threshold
 
         def begin() -> ShouldStop:
-            survival, tokens = 1.0, list[DraftedToken]()
-
-            @torch.inference_mode()
-            def should_stop(drafted: DraftedToken) -> bool:
-                nonlocal survival
-                tokens.append(drafted)
-                inputs = HeadInputs.from_drafted(head.reads, tokens)
-                if inputs is None:
-                    return False
-                survival *= float(torch.sigmoid(head.logits(inputs)))
-                return 1.0 - survival > self.threshold
-
+            survival.begin()
             return should_stop
 
-        return ActiveRule(self.limit, begin)
+        def before(upcoming: UpcomingToken) -> bool:
+            return 1.0 - survival.before(upcoming) > self.threshold
+
+        return ActiveRule(self.limit, begin, before=before if self.before_drawing else None)
+
+
+def check_asked_before(head: BaseHead) -> None:
+    """Raise ConfigError unless a head can judge a token before it is drawn."""
+    from heads.inputs import Moment
+
+    if Moment.BEFORE not in head.moments:
+        knows = ", ".join(moment.name.lower() for moment in head.moments)
+        raise ConfigError(
+            "before_drawing needs a head that was trained to judge tokens before they are drawn "
+            f"(kind immediate, moments with `before`); this one judges them {knows}: leave "
+            "before_drawing out, or train such a head"
+        )

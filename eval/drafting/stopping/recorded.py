@@ -8,6 +8,7 @@ it assumes that the sequence continues as recorded also after an accepted token 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 Reals = NDArray[np.float64]
 Lengths = NDArray[np.int64]
 """(R, N): tokens drafted in a round that starts at a position."""
+BOUND = 30.0
+"""Logarithms of ratios of probabilities are kept within this; a distribution may have zeros."""
 
 
 def pad(rows: Sequence[Sequence[float]], value: float = 0.0) -> Reals:
@@ -28,24 +31,58 @@ def pad(rows: Sequence[Sequence[float]], value: float = 0.0) -> Reals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedHead:
+    """Raw logits of an acceptance head at each moment that it can be asked at, (R, N).
+
+    Attributes:
+        before: of the token that is about to be drawn; None if the head has no such moment.
+        drawn: of the token as soon as it is drawn; likewise.
+        consumed: of the token once the draft has consumed it, one drafted token later; likewise.
+        rejection_weight: w of the loss that the head was trained with.
+    """
+
+    before: Reals | None = None
+    drawn: Reals | None = None
+    consumed: Reals | None = None
+    rejection_weight: float = 1.0
+
+    def probabilities(self, logits: Reals, *, calibrated: bool) -> Reals:
+        """Acceptance probabilities, raw as SpecDec++ uses them or with the loss's bias undone."""
+        from scipy.special import expit
+
+        bias = math.log(self.rejection_weight) if calibrated else 0.0
+        return np.asarray(expit(logits + bias))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedTokens:
     """What rules read of the drafted tokens of R rollouts; every array is (R, N).
+
+    What is None was not recorded: older labels lack it, and the draft was not run.
 
     Attributes:
         lengths: (R,) positions of each rollout, at least 1.
         q: the draft's probability of its token.
         q_max: the largest probability of the distribution that the token was drawn from.
-        entropy: of that distribution, in nats; None if the draft was not run.
-        head_logits: raw logits of an acceptance head; None without a head.
-        rejection_weight: w of the loss that the head was trained with.
+        entropy: of that distribution, in nats.
+        margin: log of its largest minus log of its second largest probability, at most `BOUND`.
+        log_mass_above: log of the mass of all tokens that are more probable than the drafted one,
+            at least -`BOUND`.
+        head: an acceptance head's outputs; None without a head.
     """
 
     lengths: Lengths
     q: Reals
     q_max: Reals
     entropy: Reals | None = None
-    head_logits: Reals | None = None
-    rejection_weight: float = 1.0
+    margin: Reals | None = None
+    log_mass_above: Reals | None = None
+    head: RecordedHead | None = None
+
+    @property
+    def inside(self) -> NDArray[np.bool_]:
+        """(R, N): False in the padding."""
+        return np.asarray(np.arange(self.q.shape[1]) < self.lengths[:, None])
 
     def most(self) -> Lengths:
         """Tokens that may be drafted from a position; a round ends with a token of the target."""
@@ -82,7 +119,9 @@ def until_product_below(
 
     Args:
         tokens: the rollouts.
-        estimates: (R, N) for the token at each position, such as its acceptance probability.
+        estimates: (R, N) for the token at each position, such as its acceptance probability; or
+            (K, R, N), for that token as the first, second, ... of a draft, the last for all
+            further places.
         least: stop once the product is below it; 1 - h for a threshold h on the probability of a
             rejection, t_d / (lambda abar) for the cost rule.
         limit: most tokens drafted.
@@ -90,16 +129,55 @@ def until_product_below(
         newest: (R, N) estimates that stand in for the missing one; none by default.
     """
     width, most = tokens.q.shape[1], np.minimum(limit, tokens.most())
-    lengths, product, going = most.copy(), np.ones_like(estimates), most > 0
+    lengths, product, going = most.copy(), np.ones_like(tokens.q), most > 0
     longest = int(most.max(initial=0))
     padding = ((0, 0), (0, longest))
-    ahead = np.pad(estimates, padding, constant_values=1.0)
+    by_place = estimates if estimates.ndim == 3 else estimates[None]
+    ahead = np.pad(by_place, ((0, 0), *padding), constant_values=1.0)
     latest = None if newest is None else np.pad(newest, padding, constant_values=1.0)
     for k in range(longest):  # once the token at position + k is drafted
         if k >= lag:
-            product = product * ahead[:, k - lag : k - lag + width]
+            place = min(k - lag, len(ahead) - 1)
+            product = product * ahead[place, :, k - lag : k - lag + width]
         judged = product if latest is None else product * latest[:, k : k + width]
         ends = going & (judged < least)
         lengths[ends] = k + 1
         going &= ~ends & (k + 1 < most)
     return lengths
+
+
+def until_head_survival_below(
+    tokens: RecordedTokens,
+    least: float,
+    *,
+    limit: int,
+    calibrated: bool,
+    newest: Reals | None = None,
+) -> Lengths | None:
+    """Draft until the survival of a round's tokens, by the head's newest estimates, is below least.
+
+    The estimate of a token is the one after the draft consumed it where the head has that moment,
+    else the one when it was drawn. The newest token, which was not consumed yet, is judged as
+    drawn; by a head that cannot, it is not judged, as in SpecDec++.
+
+    Args:
+        tokens: the rollouts.
+        least: stop once the product is below it.
+        limit: most tokens drafted.
+        calibrated: whether the bias of the head's loss is undone.
+        newest: (R, N) estimates of the newest token that stand in for those of a head that cannot
+            judge it.
+
+    Returns:
+        None if no head was recorded that judges drawn tokens.
+    """
+    head = tokens.head
+    if head is None or (head.drawn is None and head.consumed is None):
+        return None
+    if head.drawn is not None:
+        newest = head.probabilities(head.drawn, calibrated=calibrated)
+    if head.consumed is None:
+        assert newest is not None
+        return until_product_below(tokens, newest, least, limit=limit)
+    consumed = head.probabilities(head.consumed, calibrated=calibrated)
+    return until_product_below(tokens, consumed, least, limit=limit, lag=1, newest=newest)

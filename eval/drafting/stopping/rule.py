@@ -1,8 +1,9 @@
 """What a stopping rule is: parameters as a frozen value, and what it does at work on a sequence.
 
 A rule decides after each drafted token whether the draft ends there. The token is kept whatever
-the answer: looking at a token and then dropping it would bias the output. So every rule is
-lossless, with every verifier whose proof lets the draft's length depend on drafted tokens.
+the answer: looking at a token and then dropping it would bias the output. It may also decide before
+a token is drawn, by its distribution and the tokens before it. So every rule is lossless, with
+every verifier whose proof lets the draft's length depend on drafted tokens.
 
 A rule's class declares what it needs (a head, a calibration, times), so that no other code names
 it. How to add one: see `eval.drafting.stopping`.
@@ -11,7 +12,7 @@ it. How to add one: see `eval.drafting.stopping`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -22,11 +23,31 @@ from specdata.config import Config
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from eval.drafting.stopping.recorded import Lengths, RecordedTokens
+    from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
     from eval.rounds import Round
     from heads import BaseHead
 
 Family = Literal["fixed", "rule", "head", "cost"]
+
+
+@dataclass(frozen=True, slots=True)
+class UpcomingToken:
+    """What is known of the next token of a draft before it is drawn.
+
+    Args:
+        distribution: (V,) the distribution q that it will be drawn from.
+        state: (H,) the draft's last hidden state that gave this distribution. It has consumed the
+            token before this one, which for the first drafted token is the last committed token.
+            None if hidden states are not captured, because the rule reads no head.
+        position: its place in the draft, from 0.
+        since_rejection: tokens since the last one that the target replaced, or since the
+            completion began.
+    """
+
+    distribution: Tensor
+    state: Tensor | None
+    position: int = 0
+    since_rejection: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +57,10 @@ class DraftedToken:
     Args:
         token: its id.
         distribution: (V,) the distribution q that it was drawn from.
-        state: (H,) the draft's last hidden state that gave this distribution. It has consumed the
-            token before this one, which for the first drafted token is the last committed token.
-            None if hidden states are not captured, because the rule reads no head.
+        state: (H,) as in `UpcomingToken`.
         embedding: (E,) the draft's input embedding of the token; None as for `state`.
-        position: its place in the draft, from 0.
-        since_rejection: tokens since the last one that the target replaced, or since the
-            completion began.
+        position: as in `UpcomingToken`.
+        since_rejection: as in `UpcomingToken`.
     """
 
     token: int
@@ -69,11 +87,14 @@ class ActiveRule:
         longest: most tokens drafted in a round.
         begin: starts a round; what it returns is asked after each token of that round.
         observe: shown each finished round.
+        before: asked in the round that goes on before each token but the first is drawn; True ends
+            the draft without that token. The draft's forward for it has run already.
     """
 
     longest: int
     begin: Callable[[], ShouldStop]
     observe: Callable[[Round], None] = _ignore
+    before: Callable[[UpcomingToken], bool] | None = None
 
 
 class StoppingRule(Config):
@@ -84,6 +105,8 @@ class StoppingRule(Config):
         adaptive: whether the length depends on the tokens drafted. If so, it ends chains only, and
             no verifier that carries a residual over rounds takes it.
         needs_head: whether it cannot work without an acceptance head.
+        fitted: parameters that an evaluation fits on labels where they are None, by `fit`. Two
+            rules may name the same one if they fit it alike.
         family: which methods plots draw alike: "fixed" lengths, training-free "rule"s, rules that
             threshold a "head", or "cost" rules without a threshold.
     """
@@ -91,6 +114,7 @@ class StoppingRule(Config):
     name: ClassVar[str]
     adaptive: ClassVar[bool] = True
     needs_head: ClassVar[bool] = False
+    fitted: ClassVar[tuple[str, ...]] = ()
     family: ClassVar[Family] = "rule"
 
     @property
@@ -103,19 +127,37 @@ class StoppingRule(Config):
         """Whether it reads an acceptance head, if there is one."""
         return self.needs_head
 
+    def check_head(self, head: BaseHead) -> None:
+        """Raise ConfigError if it cannot work with a head; most can with any."""
+
     @property
-    def needs_calibration(self) -> bool:
-        """Whether it reads a logistic model of acceptance that it was not given."""
-        return False
+    def needs_fit(self) -> bool:
+        """Whether a parameter is fitted on labels, because it was not given."""
+        return any(getattr(self, name) is None for name in self.fitted)
 
     @property
     def measured(self) -> tuple[str, ...]:
         """Parameters that it measures from the times of rounds, because they were not given."""
         return ()
 
-    def calibrated(self, coefficients: tuple[float, float]) -> Self:
-        """The same rule with that logistic model, if it needs one."""
-        return self
+    @classmethod
+    def fit(cls, tokens: RecordedTokens, accept: Reals) -> dict[str, Any]:
+        """Values of the parameters in `fitted`, as JSON can hold them.
+
+        Args:
+            tokens: held-out rollouts, which the draft was not distilled on.
+            accept: (R, N) min(1, p/q) of their drafted tokens.
+
+        Raises:
+            ValueError: if what it reads was not recorded.
+        """
+        return {}
+
+    def with_fit(self, values: Mapping[str, Any]) -> Self:
+        """The same rule with these values where it was given none; it ignores other names."""
+        mine = {name: values[name] for name in self.fitted if name in values}
+        missing = {name: value for name, value in mine.items() if getattr(self, name) is None}
+        return type(self).model_validate({**self.model_dump(), **missing})
 
     def reported(self) -> dict[str, Any]:
         """Name -> value of the parameters that results keep beside the rule's name."""

@@ -1,0 +1,116 @@
+"""What an acceptance head says of the draft under way: that all of it will be accepted.
+
+The one place where a head's outputs become the survival of a draft while decoding. Along recorded
+rollouts it is `eval.drafting.stopping.recorded.until_head_survival_below`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from eval.drafting.stopping.online import OnlineLogistic, sigmoid
+from heads.inputs import HeadInputs, Moment
+
+if TYPE_CHECKING:
+    from eval.drafting.stopping.rule import DraftedToken, UpcomingToken
+    from eval.rounds import Round
+    from heads import BaseHead
+
+
+class Survival:
+    """The survival of a draft in one slot: the product of the newest estimate of each token.
+
+    A head that judges tokens as they are drawn and again once the draft has consumed them gives two
+    stages: the newest token counts as drawn, the older ones as consumed. SpecDec++'s head only
+    judges consumed tokens, so the newest one is missing, or stands in from elsewhere.
+
+    Args:
+        head: the acceptance head.
+        calibrated: undo the bias of the loss that the head was trained with. SpecDec++'s own
+            threshold is compared with the biased output.
+        refit: recalibrate while decoding: at each moment two coefficients, first (0, 1), turn the
+            head's logit into odds, and every outcome that becomes known refits them.
+    """
+
+    def __init__(self, head: BaseHead, *, calibrated: bool = True, refit: bool = False) -> None:
+        self._head = head
+        self._bias = math.log(head.rejection_weight) if calibrated else 0.0
+        self._refit = refit
+        self.models = {moment: OnlineLogistic((0.0, 1.0)) for moment in head.moments}
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a round."""
+        self._tokens: list[DraftedToken] = []
+        # The product over tokens whose estimate is final, and how many those are.
+        self._known, self._final = 1.0, 0
+        # What was estimated: the moment, the token's place in the draft, and the head's logit.
+        self._estimates: list[tuple[Moment, int, float]] = []
+
+    @torch.inference_mode()
+    def after(self, drafted: DraftedToken, newest: float = 1.0) -> float:
+        """That all tokens drafted so far are accepted, once another one is drawn.
+
+        Args:
+            drafted: the token, in order.
+            newest: the probability that it is accepted, if the head cannot judge it yet.
+        """
+        moments = self._head.moments
+        self._tokens.append(drafted)
+        place = len(self._tokens) - 1
+        if Moment.CONSUMED in moments and place > self._final:
+            self._consume(drafted)
+        if Moment.DRAWN not in moments:
+            return self._known * newest
+        inputs = HeadInputs.from_drafted(self._head.reads, self._tokens, Moment.DRAWN)
+        assert inputs is not None
+        newest = self._estimate(inputs, place)
+        if Moment.CONSUMED not in moments:
+            self._known, self._final = self._known * newest, place + 1
+            return self._known
+        return self._known * newest
+
+    @torch.inference_mode()
+    def before(self, upcoming: UpcomingToken) -> float:
+        """That they and the token that is about to be drawn are: the ex-ante survival.
+
+        Args:
+            upcoming: what is known of the next token.
+        """
+        if Moment.CONSUMED in self._head.moments and self._tokens:
+            self._consume(upcoming)
+        inputs = HeadInputs.from_next(self._head.reads, upcoming)
+        return self._known * self._estimate(inputs, len(self._tokens))
+
+    def observe(self, record: Round) -> None:
+        """Learn from the finished round: its accepted tokens, and the first that was not."""
+        if not self._refit:
+            return
+        for moment, place, logit in self._estimates:
+            if place < record.drafted and place <= record.accepted:
+                self.models[moment].observe(logit, place < record.accepted)
+
+    def _consume(self, newest: UpcomingToken) -> None:
+        """Take the final estimate of the last token that the draft has consumed.
+
+        Args:
+            newest: the token after it, whose state is the draft's after consuming it.
+        """
+        judged = self._tokens[self._final]
+        # Of the second, only the state is read.
+        pair = [judged, cast("DraftedToken", newest)]
+        inputs = HeadInputs.from_drafted(self._head.reads, pair, Moment.CONSUMED)
+        assert inputs is not None
+        self._known *= self._estimate(inputs, self._final)
+        self._final += 1
+
+    def _estimate(self, inputs: HeadInputs, place: int) -> float:
+        """The probability that a token is accepted, and note of it."""
+        logit = float(self._head.logits(inputs)) + self._bias
+        if not self._refit:
+            return sigmoid(logit)
+        self._estimates.append((inputs.moment, place, logit))
+        return self.models[inputs.moment].accept(logit)

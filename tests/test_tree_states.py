@@ -1,0 +1,79 @@
+"""A draft's states after drafted tokens, all in one forward, are those of separate forwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from heads.tree import check_tree_states, tree_states
+from specdata.errors import ConfigError
+from specdata.lm_head import hidden_states
+from tests.drive_head import VOCABULARY, tiny_draft
+from tests.families import FAMILIES, tiny
+
+TEXTS = [[3, 14, 15, 9, 26, 5], [35, 8, 9]]
+# Two tokens at each position but the first, which has nothing before it.
+POSITIONS = [[1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6], [1, 1, 2, 2, 3, 3, 1, 1, 1, 1, 1, 1]]
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    longest = max(map(len, TEXTS))
+    ids = torch.tensor([text + [0] * (longest - len(text)) for text in TEXTS])
+    positions = torch.tensor(POSITIONS)
+    tokens = torch.randint(1, 20, positions.shape, generator=torch.Generator().manual_seed(0))
+    return ids, tokens, positions
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_states_of_one_forward_are_those_of_separate_forwards_to_a_millionth(
+    attention: str,
+) -> None:
+    draft: LlamaForCausalLM = tiny_draft().eval()
+    draft.set_attn_implementation(attention)
+    ids, tokens, positions = batch()
+    texts, after = tree_states(draft, ids, tokens, positions)
+    for row, text in enumerate(TEXTS):
+        alone = hidden_states(draft, torch.tensor([text]))[0]
+        torch.testing.assert_close(texts[row, : len(text)], alone, rtol=0.0, atol=1e-6)
+        for index, position in enumerate(POSITIONS[row]):
+            known = [*text[:position], int(tokens[row, index])]
+            expected = hidden_states(draft, torch.tensor([known]))[0, -1]
+            torch.testing.assert_close(after[row, index], expected, rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_can_be_read_so(family: str) -> None:
+    draft = tiny(family, 0).eval()
+    check_tree_states(draft, 12)
+    ids, tokens, positions = batch()
+    ids, tokens = ids % 12, tokens % 12
+    _, after = tree_states(draft, ids, tokens, positions)
+    known = torch.cat([ids[0, :4], tokens[0, 6:7]]).unsqueeze(0)
+    expected = hidden_states(draft, known)[0, -1]
+    torch.testing.assert_close(after[0, 6], expected, rtol=1e-4, atol=1e-5)
+
+
+def sliding() -> MistralForCausalLM:
+    config = MistralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        sliding_window=8,
+    )
+    torch.manual_seed(0)
+    return MistralForCausalLM(config).eval()
+
+
+def test_a_draft_whose_window_slides_is_refused_where_texts_are_longer_than_the_window() -> None:
+    check_tree_states(sliding(), 8)
+    with pytest.raises(ConfigError, match=r"as in \[before, drawn\]"):
+        check_tree_states(sliding(), 24)
+
+
+def test_half_precision_passes_as_rounding() -> None:
+    check_tree_states(tiny_draft().bfloat16().eval(), 100)
