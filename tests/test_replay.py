@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from eval.analysis.expectation import Traces
 from eval.analysis.replay import best_settings, main, replay_rules, result_rows
@@ -22,7 +23,9 @@ from eval.drafting.stopping import STOPPING_RULES, DraftedToken
 from eval.drafting.stopping.calibration import Calibration
 from eval.drafting.stopping.recorded import BOUND, RecordedHead, RecordedTokens
 from heads import AcceptanceHead
-from heads.inputs import HeadInputs
+from heads.immediate import ImmediateHead
+from heads.inputs import HeadInputs, Moment
+from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import fill_dataset, load_stored
 from specdata.storage.files import fingerprint
@@ -185,6 +188,70 @@ def test_a_draft_whose_logits_cannot_be_made_of_its_states_is_recorded_with_its_
             )
         expected = -(q * q.log()).sum(dim=-1)
         assert traces.tokens.entropy[number].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_head_is_recorded_with_one_forward_or_where_a_window_slides_with_one_a_token(
+    window: int | None,
+) -> None:
+    """Rows of unequal lengths, so that some are padded."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    config = MistralConfig(
+        vocab_size=12, num_hidden_layers=2, sliding_window=window, initializer_range=0.4, **sizes
+    )
+    draft, head = MistralForCausalLM(config).eval(), made_head()
+    rows = [
+        {"prompt_ids": [2] * prompt, "completion_ids": [5, 3, 8, 4, 9, 7, 2][:rest]}
+        for prompt, rest in ((3, 7), (1, 4), (6, 6))
+    ]
+    unread = {name: [0.0] * 7 for name in ("accept_prob", "log_q", "log_q_max")}
+    for row in rows:
+        row |= {"draft_ids": [4, 6, 6, 3, 2, 9, 5], **unread}  # type: ignore[dict-item]
+        row |= {name: row[name][: len(row["completion_ids"])] for name in ["draft_ids", *unread]}
+    labels = datasets.Dataset.from_list(rows)
+    recorded = acceptance_traces(labels, draft=draft, sampling=SAMPLING, head=head).tokens.head
+    assert recorded is not None
+    assert recorded.consumed is not None
+    for number, row in enumerate(rows):
+        for position, token in enumerate(row["draft_ids"]):
+            ids = torch.tensor([[*row["prompt_ids"], *row["completion_ids"][:position], token]])
+            inputs = HeadInputs({"hidden": hidden_states(draft, ids)[0, -1]})
+            expected = float(head.logits(inputs).detach())
+            assert recorded.consumed[number, position] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_head_of_several_moments_is_recorded_at_each_as_in_a_draft_under_way(
+    folder: Path,
+) -> None:
+    draft, rows = tiny_llama(1, vocab=12).float(), load_stored(folder / "labels").select([0, 3])
+    torch.manual_seed(3)
+    head = ImmediateHead(hidden_size=16, width=8).eval()
+    torch.nn.init.normal_(head.output.weight, std=2.0)
+    recorded = acceptance_traces(rows, draft=draft, sampling=SAMPLING, head=head).tokens.head
+    assert recorded is not None
+    with torch.no_grad():
+        for number, row in enumerate(rows):
+            for position, drafted in enumerate(drafted_tokens(draft, row)):
+                embedded = draft.get_input_embeddings()(torch.tensor(drafted.token))
+                known = [*row["prompt_ids"], *row["completion_ids"][:position], drafted.token]
+                before, after = hidden_states(draft, torch.tensor([known]))[0, -2:]
+                drawn = replace(drafted, embedding=embedded, state=before)
+                consumed = [drawn, replace(drawn, state=after)]
+                for values, inputs in (
+                    (recorded.before, HeadInputs.from_next(head.reads, drawn)),
+                    (recorded.drawn, HeadInputs.from_drafted(head.reads, [drawn], Moment.DRAWN)),
+                    (recorded.consumed, HeadInputs.from_drafted(head.reads, consumed)),
+                ):
+                    assert values is not None
+                    assert inputs is not None
+                    expected = float(head.logits(inputs))
+                    assert values[number, position] == pytest.approx(expected, abs=1e-3)
 
 
 def simulated_traces(generator: torch.Generator) -> Traces:

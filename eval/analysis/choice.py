@@ -8,13 +8,14 @@ head was trained on, by the expected time of a token (`eval.analysis.expectation
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from eval.analysis.expectation import Traces, expected_counts
 from eval.drafting.stopping import StoppingRule
 from eval.measuring.metrics import LatencyFit, fit_latency
 from eval.measuring.results import Results, Run
+from specdata.sampling import SamplingConfig
 
 if TYPE_CHECKING:  # what was chosen is read without torch
     import datasets
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # what was chosen is read without torch
 
 ROLLOUTS = 256
 """Most held-out rollouts that are replayed."""
+SAMPLER = tuple(field.name for field in fields(SamplingConfig))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,10 @@ def choose_on_dev(
     if measured_times(results) is None:
         return None
     rows = rows.select(range(min(len(rows), ROLLOUTS)))
-    traces = acceptance_traces(rows, draft=draft, sampling=head.sampling_config, head=head)
+    # What was decoded with, which need not be what the head was trained for.
+    used: dict[str, Any] = next((run.sampling for run in results.runs), {})
+    sampling = SamplingConfig(**{name: used[name] for name in SAMPLER if name in used})
+    traces = acceptance_traces(rows, draft=draft, sampling=sampling, head=head)
     return choose(results, traces, rows["dataset"])
 
 

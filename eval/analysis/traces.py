@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import datasets
@@ -15,9 +16,12 @@ from transformers import DynamicCache, PreTrainedModel
 from eval.analysis.expectation import Traces
 from eval.drafting.stopping.recorded import BOUND, Reals, RecordedHead, RecordedTokens, pad
 from heads import BaseHead
-from heads.inputs import HeadInputs, logits_of_states
+from heads.inputs import DraftedTokens, HeadInputs, Moment, logits_of_states
+from heads.tree import check_tree_states, tree_states
+from specdata.errors import ConfigError
 from specdata.labels.labeller import tokens_at_once
 from specdata.lm_head import LMHead, find_lm_head, hidden_states
+from specdata.models import known_ids
 from specdata.probability import SamplingConfig, entropy, probabilities
 from specdata.terminal import progress
 
@@ -46,16 +50,13 @@ def acceptance_traces(
         head: an acceptance head of this draft, whose outputs are recorded.
     """
     numbers = {name: rows[name] for name in NUMBERS if name in rows.column_names}
-    logits: list[list[float]] = [[]] * (0 if head is None or draft is None else len(rows))
+    recorded = None
     if draft is not None:
         assert sampling is not None
         if len(numbers) < len(NUMBERS):
             numbers = _numbers(find_lm_head(draft), rows, sampling)
         if head is not None:
-            # Found out once, not for each row: it is done by trying.
-            to_logits = logits_of_states(draft)
-            for indices, batch in _counted(rows, 1):
-                logits[indices[0]] = _head_logits(draft, head, to_logits, batch[0])
+            recorded = _recorded_head(draft, head, rows, sampling)
     log_q_max = pad(rows["log_q_max"])
     tokens = RecordedTokens(
         lengths=np.array([len(row) for row in rows["draft_ids"]], dtype=np.int64),
@@ -64,9 +65,7 @@ def acceptance_traces(
         entropy=_padded(numbers, "entropy"),
         margin=_difference(log_q_max, _padded(numbers, "log_q_second")),
         log_mass_above=_bounded(_padded(numbers, "log_mass_above")),
-        head=None
-        if head is None or not logits
-        else RecordedHead(consumed=pad(logits), rejection_weight=head.rejection_weight),
+        head=recorded,
     )
     overlap = pad(rows["overlap"]) if "overlap" in rows.column_names else None
     return Traces(tokens, pad(rows["accept_prob"]), overlap)
@@ -124,39 +123,116 @@ def numbers_of(q: Tensor, tokens: Tensor) -> dict[str, Tensor]:
 
 
 @torch.inference_mode()
-def _head_logits(
-    draft: PreTrainedModel,
-    head: BaseHead,
-    to_logits: Callable[[Tensor], Tensor],
-    row: Row,
-) -> list[float]:
-    """The n raw logits that a head gives the drafted tokens Y_i of a labelled rollout.
+def _recorded_head(
+    draft: PreTrainedModel, head: BaseHead, rows: datasets.Dataset, sampling: SamplingConfig
+) -> RecordedHead:
+    """The raw logits that a head gives the drafted tokens Y_i of labelled rollouts.
 
     Y_i follows the rollout's own tokens X_<i, as in the labels.
     """
-    known = row["prompt_ids"] + row["completion_ids"]
-    first = len(row["prompt_ids"])
-    ids = torch.tensor([known[:-1]], device=draft.device)
-    cache = DynamicCache(config=draft.config)
-    before = hidden_states(draft, ids, past_key_values=cache)[0, first - 1 :]
-    drafted = torch.tensor([row["draft_ids"]], device=draft.device)
-    after = []
-    # From the end, so that cropping the cache is all there is between two positions.
-    for position in reversed(range(drafted.shape[1])):
-        if (surplus := cache.get_seq_length() - first - position) > 0:
-            cache.crop(-surplus)
-        token = drafted[:, position : position + 1]
-        after.append(hidden_states(draft, token, past_key_values=cache)[0])
-    # One row a drafted token: the token before it, and the drafted one.
-    inputs = HeadInputs.from_batch(
-        head.reads,
-        input_ids=torch.stack([ids[0, first - 1 :], drafted[0]], dim=1),
-        states=torch.stack([before, torch.cat(after[::-1])], dim=1),
-        logits=to_logits,
-        sampling=head.sampling_config,
+    logits: dict[Moment, list[list[float]]] = {m: [[]] * len(rows) for m in head.moments}
+    # Found out once, not for each row: it is done by trying.
+    to_logits, lm_head = logits_of_states(draft), find_lm_head(draft)
+    states_of = _states_along(draft, head, rows)
+    embedding = draft.get_input_embeddings()
+
+    def logits_at(tokens: Tensor, before: Tensor, after: Tensor) -> dict[Moment, list[float]]:
+        drafted = DraftedTokens(
+            tokens=tokens,
+            before=lambda: before,
+            after=lambda: after,
+            distributions=lambda: probabilities(to_logits(before), sampling),
+            embeddings=lambda: embedding(known_ids(tokens, draft)),
+        )
+        return {
+            moment: head.logits(HeadInputs.of(head.reads, drafted, moment)).tolist()
+            for moment in head.moments
+        }
+
+    for indices, batch in _counted(rows, tokens_at_once(lm_head)):
+        states = zip(*states_of(batch), strict=True)
+        for index, row, (before, after) in zip(indices, batch, states, strict=True):
+            drafted = torch.tensor(row["draft_ids"], device=draft.device)
+            pieces = [
+                logits_at(drafted[here], before[here], after[here])
+                for start in range(0, len(drafted), POSITIONS)
+                for here in (slice(start, start + POSITIONS),)
+            ]
+            for moment in head.moments:
+                logits[moment][index] = [value for piece in pieces for value in piece[moment]]
+    padded = {moment.name.lower(): pad(values) for moment, values in logits.items()}
+    return RecordedHead(**padded, rejection_weight=head.rejection_weight)
+
+
+StatesOf = Callable[[Sequence[Row]], tuple[list[Tensor], list[Tensor]]]
+"""Rows -> of each, the states (n, H) that its drafted tokens were drawn from, and those after."""
+
+
+def _states_along(draft: PreTrainedModel, head: BaseHead, rows: datasets.Dataset) -> StatesOf:
+    """One forward of text and drafted tokens, if the draft can be run so; else one for each.
+
+    A head that judges no consumed token needs the text alone.
+    """
+    if Moment.CONSUMED not in head.moments:
+        return partial(_states_before, draft)
+    lengths = (
+        len(prompt) + len(rest)
+        for prompt, rest in zip(rows["prompt_ids"], rows["completion_ids"], strict=True)
     )
-    values: list[float] = head.logits(inputs)[:, 1].tolist()
-    return values
+    try:
+        check_tree_states(draft, max(lengths))
+    except ConfigError:
+        return partial(_states_one_by_one, draft)
+    return partial(_states_together, draft)
+
+
+def _states_before(
+    draft: PreTrainedModel, rows: Sequence[Row]
+) -> tuple[list[Tensor], list[Tensor]]:
+    texts = [torch.tensor((row["prompt_ids"] + row["completion_ids"])[:-1]) for row in rows]
+    states = hidden_states(draft, pad_sequence(texts, batch_first=True).to(draft.device))
+    before = [
+        own[len(row["prompt_ids"]) - 1 :][: len(row["draft_ids"])]
+        for own, row in zip(states, rows, strict=True)
+    ]
+    return before, before  # the second is never read
+
+
+def _states_together(
+    draft: PreTrainedModel, rows: Sequence[Row]
+) -> tuple[list[Tensor], list[Tensor]]:
+    texts = [torch.tensor((row["prompt_ids"] + row["completion_ids"])[:-1]) for row in rows]
+    drafted = [torch.tensor(row["draft_ids"]) for row in rows]
+    places = [torch.arange(len(row["draft_ids"])) + len(row["prompt_ids"]) for row in rows]
+    ids, tokens, positions = (
+        pad_sequence(each, batch_first=True).to(draft.device) for each in (texts, drafted, places)
+    )
+    along, after = tree_states(draft, ids, tokens, positions)
+    return (
+        [along[b, at - 1] for b, at in enumerate(places)],
+        [after[b, : len(at)] for b, at in enumerate(places)],
+    )
+
+
+def _states_one_by_one(
+    draft: PreTrainedModel, rows: Sequence[Row]
+) -> tuple[list[Tensor], list[Tensor]]:
+    before, after = list[Tensor](), list[Tensor]()
+    for row in rows:
+        first, last = len(row["prompt_ids"]), len(row["completion_ids"]) - 1
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"][:last]], device=draft.device)
+        cache = DynamicCache()  # of all tokens, also where a window slides
+        before.append(hidden_states(draft, ids, past_key_values=cache)[0, first - 1 :])
+        drafted = torch.tensor([row["draft_ids"]], device=draft.device)
+        states = []
+        # From the end, so that cropping the cache is all there is between two positions.
+        for position in reversed(range(drafted.shape[1])):
+            if (surplus := cache.get_seq_length() - first - position) > 0:
+                cache.crop(-surplus)
+            token = drafted[:, position : position + 1]
+            states.append(hidden_states(draft, token, past_key_values=cache)[0])
+        after.append(torch.cat(states[::-1]))
+    return before, after
 
 
 def _counted(rows: datasets.Dataset, tokens_at_once: int) -> Iterator[tuple[list[int], list[Row]]]:

@@ -127,4 +127,6 @@ class Margin(AdaptiveRule):
             for place, margin in enumerate(islice(margins, record.accepted + 1)):
                 models[min(place, len(models) - 1)].observe(margin, place < record.accepted)
 
-        return ActiveRule(self.limit, begin, observe) if self.refit else ActiveRule(self.limit, begin)
+        return (
+            ActiveRule(self.limit, begin, observe) if self.refit else ActiveRule(self.limit, begin)
+        )
