@@ -6,22 +6,30 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, Self, TypeVar, cast
 
 import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
+from torch import Tensor
 
-from heads.mixing import (
-    COLUMNS,
-    LabelRow,
-    MixedBatch,
-    MixedRow,
-    blank,
-    collate,
-)
+from heads.mixing import COLUMNS, LabelRow
 from specdata.errors import ConfigError
 from specdata.seeds import numpy_generator_for
+
+
+class Row(Protocol):
+    """One row as it is trained on."""
+
+    @property
+    def input_ids(self) -> Tensor:
+        """(T,) what the draft reads."""
+
+    def blank(self) -> Self:
+        """The same with no label that counts: fills up batches."""
+
+
+R = TypeVar("R", bound=Row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +39,49 @@ class LabelRows:
     Attributes:
         dataset: the label columns.
         usable: positions of the rows with a completion token within the maximum length.
+        sizes: labels that are kept of each usable row.
+        longest: tokens of the longest usable row, prompt and what is kept of the completion.
+        labels: positions with a label, in all rows.
         fingerprint: digest of the content of all rows.
     """
 
     dataset: datasets.Dataset
     usable: list[int]
+    sizes: list[int]
+    longest: int
+    labels: int
     fingerprint: str
 
     @classmethod
-    def read(cls, name: str, dataset: datasets.Dataset, max_length: int) -> LabelRows:
+    def read(
+        cls,
+        name: str,
+        dataset: datasets.Dataset,
+        max_length: int,
+        *,
+        required: Sequence[str] = COLUMNS,
+        optional: Sequence[str] = (),
+    ) -> LabelRows:
         """Check a dataset and find its usable rows.
+
+        Args:
+            name: what errors call it.
+            dataset: label rows.
+            max_length: tokens of prompt + completion that are kept of a row.
+            required: columns that it must have.
+            optional: columns that are read if it has them.
 
         Raises:
             ConfigError: if a column is missing or no row can be used.
         """
-        missing = [column for column in COLUMNS if column not in dataset.column_names]
+        missing = [column for column in required if column not in dataset.column_names]
         if missing:
             raise ConfigError(
-                f"the {name} rows must have the columns {', '.join(COLUMNS)}; "
+                f"the {name} rows must have the columns {', '.join(required)}; "
                 f"{', '.join(missing)} missing; label the rollouts first"
             )
-        columns = dataset.select_columns(list(COLUMNS))
+        held = [column for column in optional if column in dataset.column_names]
+        columns = dataset.select_columns([*required, *held])
         digest = hashlib.sha256()
         prompts: list[int] = []
         completions: list[int] = []
@@ -62,14 +92,16 @@ class LabelRows:
             digest.update(sink.getvalue())
             prompts += pc.list_value_length(rows["prompt_ids"]).to_pylist()
             completions += pc.list_value_length(rows["completion_ids"]).to_pylist()
-        lengths = enumerate(zip(prompts, completions, strict=True))
-        usable = [i for i, (prompt, rest) in lengths if prompt < max_length and rest > 0]
+        lengths = list(zip(prompts, completions, strict=True))
+        usable = [i for i, (prompt, rest) in enumerate(lengths) if prompt < max_length and rest > 0]
         if not usable:
             raise ConfigError(
                 f"none of the {len(prompts)} {name} rows has a completion token within max_length="
                 f"{max_length} tokens; raise max_length or make rollouts with shorter prompts"
             )
-        return cls(columns, usable, digest.hexdigest())
+        sizes = [min(lengths[i][1], max_length - lengths[i][0]) for i in usable]
+        longest = max(lengths[i][0] + size for i, size in zip(usable, sizes, strict=True))
+        return cls(columns, usable, sizes, longest, sum(completions), digest.hexdigest())
 
     def __len__(self) -> int:
         return len(self.usable)
@@ -82,17 +114,22 @@ class LabelRows:
         """Rows left out because nothing in them can be learned."""
         return len(self.dataset) - len(self.usable)
 
-    def epoch(self, seed: int, epoch: int, batch_size: int) -> Iterator[list[LabelRow]]:
-        """Yield the global batches of one epoch, shuffled; the last one may be short."""
-        order = numpy_generator_for("order", seed, epoch).permutation(len(self))
+    @property
+    def cut(self) -> int:
+        """Labels beyond the maximum length."""
+        return self.labels - sum(self.sizes)
+
+    def epoch(self, seed: int, epoch: int, batch_size: int) -> Iterator[list[int]]:
+        """Yield the rows of the global batches of one epoch, shuffled; the last may be short."""
+        order = numpy_generator_for("order", seed, epoch).permutation(len(self)).tolist()
         for start in range(0, len(self), batch_size):
-            yield [self[int(position)] for position in order[start : start + batch_size]]
+            yield order[start : start + batch_size]
 
 
 def micro_batches(
-    rows: Sequence[MixedRow], *, size: int, count: int, process: int, processes: int
-) -> Iterator[MixedBatch]:
-    """Yield one process's part of a global batch, in `count` padded micro-batches.
+    rows: Sequence[R], *, size: int, count: int, process: int, processes: int
+) -> Iterator[list[R]]:
+    """Yield one process's part of a global batch, in `count` micro-batches.
 
     Where rows run out, rows without labels fill up: every process computes equally many
     micro-batches of equal size, as collective operations require, and the sum does not change.
@@ -105,10 +142,10 @@ def micro_batches(
         processes: how many there are.
     """
     ordered = sorted(rows, key=lambda row: row.input_ids.numel())  # like lengths pad less
-    ordered += [blank(ordered[0])] * (size * count * processes - len(ordered))
+    ordered += [ordered[0].blank()] * (size * count * processes - len(ordered))
     for index in range(count):
         start = (index * processes + process) * size
-        yield collate(ordered[start : start + size])
+        yield ordered[start : start + size]
 
 
 def micro_batch_count(rows: int, *, size: int, processes: int) -> int:

@@ -1,33 +1,219 @@
-"""Settings of a head and of its training."""
+"""Settings of a head and of its training: importable without torch."""
 
 from __future__ import annotations
 
-from pydantic import Field
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
 
 from specdata.config import Config
 
+Kind = Literal["specdec++", "immediate"]
+Tracker = Literal["none", "tensorboard", "wandb"]
+MomentName = Literal["before", "drawn", "consumed"]
+FeatureName = Literal[
+    "hidden_before",
+    "embedding",
+    "hidden",
+    "log_q",
+    "log_q_max",
+    "margin",
+    "entropy",
+    "log_mass_above",
+    "position",
+    "since_rejection",
+]
+
+# What differs from the defaults of specdec++, which the fields have.
+IMMEDIATE: dict[str, Any] = {
+    "depth": 2,
+    "mixing": None,
+    "rejection_weight": 1.0,
+    "batch_size": 16,
+    "weight_decay": 0.01,
+    "warmup_ratio": 0.05,
+}
+UNREAD: dict[Kind, tuple[str, ...]] = {
+    "specdec++": ("width", "features", "moments", "draws", "cache"),
+    "immediate": ("rejection_weight",),
+}
+# Without head.epochs: as many passes as make so many steps, but at least so many passes.
+STEPS: dict[Kind, int] = {"specdec++": 400, "immediate": 1000}
+PASSES: dict[Kind, int] = {"specdec++": 3, "immediate": 6}
+# Before there were kinds, all heads were specdec++ and these were the defaults.
+DEFAULTS_BEFORE_KINDS = {"epochs": 3, "learning_rate": 5e-5, "max_length": 512}
+
 
 class HeadConfig(Config):
-    """Settings of the head and of its training; the defaults are the paper's (2405.19715)."""
+    """Settings of the head and of its training.
 
-    depth: int = Field(3, ge=0, description="residual blocks; 0 is a linear head")
-    mixing: float = Field(
-        0.15, ge=0.0, lt=1.0, description="share of positions that keep the target's token"
+    The defaults are those of SpecDec++ (2405.19715), so that files written before there were kinds
+    mean what they meant; `kind: immediate` has its own where the descriptions say so.
+    """
+
+    kind: Kind = Field(
+        "specdec++",
+        description="specdec++: the published head, on the state after the token; immediate: ours, "
+        "on all that is known once the token is drawn, and better",
+    )
+    depth: int = Field(3, ge=0, description="residual blocks; 0 is a linear head [immediate: 2]")
+    width: int = Field(128, ge=1, description="width of the residual blocks [immediate alone]")
+    features: tuple[FeatureName, ...] = Field(
+        (
+            "hidden_before",
+            "embedding",
+            "hidden",
+            "log_q",
+            "log_q_max",
+            "margin",
+            "entropy",
+            "log_mass_above",
+        ),
+        min_length=1,
+        description="what the head reads of a drafted token [immediate alone]",
+    )
+    moments: tuple[MomentName, ...] = Field(
+        ("before", "drawn", "consumed"),
+        min_length=1,
+        description="when it can be asked: before the token is drawn, when it is, and when the "
+        "draft has read it [immediate alone]",
+    )
+    mixing: float | None = Field(
+        0.15,
+        ge=0.0,
+        lt=1.0,
+        description="share of positions that keep the target's token; null: no mixing, each token "
+        "is judged after the target's own text [immediate: null]",
+    )
+    draws: int = Field(
+        1,
+        ge=1,
+        description="drafted tokens a position in one pass, of those that the labels hold; the "
+        "next pass takes the next ones [immediate alone]",
     )
     rejection_weight: float = Field(
-        6.0, gt=0.0, description="weight of rejections in the loss, acceptances weigh 1"
+        6.0,
+        gt=0.0,
+        description="weight of rejections in the loss, acceptances weigh 1 [specdec++ alone]",
     )
-    epochs: int = Field(3, ge=1, description="passes over the training rows")
-    batch_size: int = Field(32, ge=1, description="rows a step, over all processes")
+    epochs: int | None = Field(
+        None,
+        ge=1,
+        description=f"passes over the training rows; null: as many as make {STEPS['specdec++']} "
+        f"steps, at least {PASSES['specdec++']} [immediate: {STEPS['immediate']} steps, at least "
+        f"{PASSES['immediate']}]",
+    )
+    batch_size: int = Field(32, ge=1, description="rows a step, over all processes [immediate: 16]")
     micro_batch_size: int = Field(
         8, ge=1, description="rows a forward pass, per process; does not change the result"
     )
-    learning_rate: float = Field(5e-5, gt=0.0, description="Adam's peak rate, then cosine")
+    learning_rate: float | None = Field(
+        None,
+        gt=0.0,
+        description="Adam's peak rate, then cosine; null: the paper's 5e-5 for states of width "
+        "4096, inversely more for narrower ones, at most 1e-3 [immediate: 2e-3]",
+    )
+    weight_decay: float = Field(
+        0.0, ge=0.0, description="AdamW's decay of the weights [immediate: 0.01]"
+    )
     warmup_ratio: float = Field(
-        0.03, ge=0.0, lt=1.0, description="share of the steps in which the rate rises"
+        0.03,
+        ge=0.0,
+        lt=1.0,
+        description="share of the steps in which the rate rises [immediate: 0.05]",
     )
     max_grad_norm: float = Field(1.0, gt=0.0, description="clip gradients to this norm")
-    max_length: int = Field(
-        512, ge=1, description="prompt + completion tokens; longer rows are cut"
+    max_length: int | None = Field(
+        None,
+        ge=1,
+        description="prompt + completion tokens, what is longer is cut; null: whole rows, as far "
+        "as the draft has positions",
+    )
+    cache: Literal["none", "disk"] = Field(
+        "none",
+        description="the draft's states: none computes them at every step; disk computes them once "
+        "and keeps them, in bfloat16, until the head is done [immediate alone]",
     )
     save_steps: int = Field(200, ge=1, description="steps between checkpoints")
+    report_to: Tracker = Field("none", description="where loss, rate and metrics are also logged")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_its_kind(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("kind") == "immediate":
+            return {**IMMEDIATE, **given}
+        return given
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> Self:
+        unread = [
+            f"{name} (got {getattr(self, name)!r})"
+            for name in UNREAD[self.kind]
+            if getattr(self, name) != _default(self.kind, name)
+        ]
+        if unread:
+            raise ValueError(
+                f"kind {self.kind} does not read {', '.join(unread)}: leave that out, or choose "
+                "another kind"
+            )
+        if self.kind == "specdec++" and self.mixing is None:
+            raise ValueError(
+                "kind specdec++ reads a mixed context: mixing must be a number, got null; 0.15 is "
+                "the paper's"
+            )
+        for name in ("features", "moments"):
+            values = getattr(self, name)
+            if len({*values}) < len(values):
+                raise ValueError(f"{name} must name each once, got {list(values)}")
+        if self.mixing is not None and (self.draws > 1 or self.cache != "none"):
+            raise ValueError(
+                "draws and cache need one context for all passes, which mixing changes: leave "
+                f"draws at 1 and cache at none (got {self.draws} and {self.cache}), or set mixing "
+                "to null"
+            )
+        return self
+
+    def passes(self, rows: int) -> int:
+        """Passes over so many training rows."""
+        if self.epochs is not None:
+            return self.epochs
+        return max(
+            PASSES[self.kind], math.ceil(STEPS[self.kind] / math.ceil(rows / self.batch_size))
+        )
+
+    def peak_rate(self, hidden_size: int) -> float:
+        """The largest learning rate, for a draft whose states have this width."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        if self.kind == "immediate":
+            return 2e-3
+        return min(1e-3, 5e-5 * 4096 / hidden_size)
+
+    def decisive(self) -> dict[str, Any]:
+        """What decides the head, as JSON values."""
+        return self.model_dump(mode="json", exclude={"report_to"})
+
+
+def _default(kind: Kind, name: str) -> Any:
+    default = HeadConfig.model_fields[name].get_default()
+    return IMMEDIATE.get(name, default) if kind == "immediate" else default
+
+
+def as_stored_today(stored: Mapping[str, Any], asked: HeadConfig) -> dict[str, Any]:
+    """Settings that a run stored of its head, as it would store them today.
+
+    Args:
+        stored: JSON values, of `decisive` or of an earlier version.
+        asked: what they are compared with. Where it leaves to us what had another default before
+            there were kinds, the earlier default is as good.
+    """
+    if "kind" in stored:
+        return dict(stored)
+    left = {name for name in DEFAULTS_BEFORE_KINDS if getattr(asked, name) is None}
+    earlier = {
+        name: None if name in left and value == DEFAULTS_BEFORE_KINDS[name] else value
+        for name, value in stored.items()
+    }
+    return {"kind": "specdec++", **earlier}

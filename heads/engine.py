@@ -3,32 +3,54 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import is_initialized
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, is_tensorboard_available, is_wandb_available
 from torch import Tensor, nn
 
+from heads.base import BaseHead
 from heads.checkpoint import MOMENTS, Checkpoint
-from heads.model import AcceptanceHead
+from heads.config import Tracker
+from specdata.errors import ConfigError
 from specdata.processes import join_processes
 
+AVAILABLE: dict[Tracker, Callable[[], bool]] = {
+    "tensorboard": is_tensorboard_available,
+    "wandb": is_wandb_available,
+}
 
-def start_accelerator() -> Accelerator:
+
+def start_accelerator(report_to: Tracker = "none", logs: Path | None = None) -> Accelerator:
     """Join the processes that the launcher started.
 
+    Args:
+        report_to: which tracker `Accelerator.log` reports to.
+        logs: the folder for what it writes.
+
     Raises:
+        ConfigError: if the tracker is not installed.
         RuntimeError: if the launcher's DeepSpeed or processes were silently lost.
     """
+    if report_to != "none" and not AVAILABLE[report_to]():
+        # accelerate would leave it out without a word.
+        raise ConfigError(
+            f"head.report_to is {report_to}, which is not installed here: pip install {report_to}, "
+            "or set it to none"
+        )
     join_processes()
     # The head is float32 and leaves autocast by itself; an accelerator that the process already
     # has, from a trainer that ran before, cannot be changed and need not be.
-    return Accelerator(mixed_precision=None if is_initialized() else "no")
+    precision = None if is_initialized() else "no"
+    if report_to == "none":
+        return Accelerator(mixed_precision=precision)
+    return Accelerator(mixed_precision=precision, log_with=report_to, project_dir=logs)
 
 
 @dataclass(slots=True)
@@ -44,7 +66,7 @@ class TrainingEngine:
     """
 
     accelerator: Accelerator
-    head: AcceptanceHead
+    head: BaseHead
     model: Any
     optimizer: Any
     zero_stage: int | None
@@ -80,6 +102,8 @@ class TrainingEngine:
         """Free the engine, which cannot be used again; `leave` the group of processes, too."""
         self.accelerator.wait_for_everyone()
         self.model, self.optimizer = self.accelerator.free_memory(self.model, self.optimizer)
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
         if leave:
             self.accelerator.end_training()
 
@@ -94,13 +118,14 @@ def deprecations_of_deepspeed_hidden() -> Iterator[None]:
 
 def prepare(
     accelerator: Accelerator,
-    head: AcceptanceHead,
+    head: BaseHead,
     *,
     micro_batch_size: int,
     accumulation: int,
     max_norm: float,
+    weight_decay: float = 0.0,
 ) -> TrainingEngine:
-    """Wrap a head and a new Adam for the accelerator; batch sizes are ours, not the launcher's.
+    """Wrap a head and a new AdamW for the accelerator; batch sizes are ours, not the launcher's.
 
     Args:
         accelerator: from `start_accelerator`.
@@ -108,12 +133,13 @@ def prepare(
         micro_batch_size: rows a micro-batch, per process.
         accumulation: micro-batches a step.
         max_norm: gradients are clipped to this norm.
+        weight_decay: share of the learning rate by which weights shrink in a step; 0 is Adam.
 
     Raises:
         RuntimeError: under DeepSpeed, if accelerate wrapped the head in something else.
     """
     accelerator.gradient_accumulation_steps = accumulation
-    optimizer = torch.optim.Adam(head.parameters())
+    optimizer = torch.optim.AdamW(head.parameters(), weight_decay=weight_decay)
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         model, optimizer = accelerator.prepare(head.to(accelerator.device), optimizer)
         return TrainingEngine(accelerator, head, model, optimizer, None)
@@ -164,20 +190,20 @@ def whole_moments(engine: TrainingEngine) -> dict[str, dict[str, Tensor]]:
 
 
 def restore_moments(
-    engine: TrainingEngine, checkpoint: Checkpoint, features: Sequence[Tensor]
+    engine: TrainingEngine, checkpoint: Checkpoint, arguments: Sequence[Tensor | None]
 ) -> None:
     """Put Adam back where it was; the weights go into the head before `prepare`.
 
     Args:
         engine: with the weights of the checkpoint.
         checkpoint: holds the moments and the number of updates.
-        features: any arguments of the head, each (...) or (..., size). Optimizers create their
-            state in the first step, so one step at rate 0 is taken to have it.
+        arguments: any arguments of the head. Optimizers create their state in the first step, so
+            one step at rate 0 is taken to have it.
     """
     engine.set_learning_rate(0.0)
     for _ in range(engine.accelerator.gradient_accumulation_steps):
         with engine.accelerator.accumulate(engine.model):
-            engine.backward(0.0 * engine.model(*features).sum(), max_norm=1.0)
+            engine.backward(0.0 * engine.model(*arguments).sum(), max_norm=1.0)
     for state in engine.optimizer.state.values():
         state["step"].fill_(checkpoint.step)
     for moment in MOMENTS:

@@ -116,7 +116,8 @@ class ImmediateHead(BaseHead):
         self.vectors = nn.ModuleDict(
             {name: nn.Linear(size, width, bias=False) for name, size in self.sizes.items()}
         )
-        self.number_weights = nn.Linear(max(1, len(self.numbers)), width, bias=False)
+        if self.numbers:  # weights that nothing reads would never get a gradient
+            self.number_weights = nn.Linear(len(self.numbers), width, bias=False)
         self.moment = nn.Embedding(len(Moment), width)
         self.blocks = nn.ModuleList(FeedForwardBlock(width) for _ in range(depth))
         self.norm = nn.RMSNorm(width)

@@ -227,6 +227,7 @@ class HeadInputs:
         states: Tensor,
         logits: Callable[[Tensor], Tensor],
         sampling: SamplingConfig,
+        embeddings: Callable[[], Tensor] = _not_known,
     ) -> HeadInputs:
         """The inputs at every position of sequences that the draft has read.
 
@@ -239,6 +240,7 @@ class HeadInputs:
             states: (B, T, H), the draft's last hidden state after each token.
             logits: gives the draft's logits of states; see `logits_of_states`.
             sampling: how tokens are drawn from logits.
+            embeddings: gives (B, T, E), the draft's input embeddings of the tokens.
 
         Returns:
             Features with the leading shape (B, T).
@@ -254,6 +256,7 @@ class HeadInputs:
                 before=before,
                 after=lambda: states,
                 distributions=lambda: probabilities(logits(before()), sampling),
+                embeddings=embeddings,
             ),
         )
 

@@ -13,11 +13,11 @@ from the weights that it should have, where 1e-5 is allowed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,17 +26,18 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, S
 from heads.batches import LabelRows, micro_batch_count, micro_batches
 from heads.checkpoint import Checkpoint, newest_file, save_checkpoint
 from heads.config import HeadConfig
+from heads.contexts import Context, Questions
 from heads.engine import TrainingEngine, restore_moments, whole_moments, whole_weights
-from heads.inputs import HeadInputs
-from heads.loss import HeadMetrics, head_metrics, loss_mass, weighted_bce
-from heads.mixing import LabelRow, MixedBatch, MixedRow, mix
+from heads.inputs import Moment
+from heads.loss import HeadMetrics, head_metrics, weighted_bce
 from specdata.errors import TrainingDivergedError
-from specdata.lm_head import hidden_states
 from specdata.storage.resume import Settings
 from specdata.terminal import progress
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+
+def main_moment(moments: Sequence[Moment]) -> Moment:
+    """The moment by which a head is judged if one must do: when the token is drawn, if it can."""
+    return Moment.DRAWN if Moment.DRAWN in moments else moments[-1]
 
 
 def learning_rates(steps: int, config: HeadConfig) -> list[float]:
@@ -46,6 +47,7 @@ def learning_rates(steps: int, config: HeadConfig) -> list[float]:
     because a resumed run then needs nothing but its step. transformers' cosine schedule would begin
     at 0 and so waste the first update.
     """
+    assert config.learning_rate is not None
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate)
     warmup = math.ceil(config.warmup_ratio * steps)
     schedules: list[LRScheduler] = [CosineAnnealingLR(optimizer, T_max=max(1, steps - warmup))]
@@ -67,30 +69,34 @@ class Training:
 
     Attributes:
         engine: the head, ready to train.
-        draft: the frozen draft, on the engine's device.
-        config: settings of the head and of its training.
-        seed: of order and mixing.
+        context: turns label rows into questions for the head.
+        config: settings of the head and of its training, with a learning rate.
+        seed: of the order of rows.
         settings: all that the weights depend on, stored with each checkpoint; its remedy is what
             an error advises.
         folder: where checkpoints go.
-        draft_logits: gives the draft's logits of its last hidden states.
     """
 
     engine: TrainingEngine
-    draft: PreTrainedModel
+    context: Context
     config: HeadConfig
     seed: int
     settings: Settings
     folder: Path
-    draft_logits: Callable[[Tensor], Tensor]
+
+    @property
+    def learning_rate(self) -> float:
+        """The largest."""
+        assert self.config.learning_rate is not None
+        return self.config.learning_rate
 
     def start(
         self, checkpoint: Checkpoint | None, dev: LabelRows
     ) -> tuple[HeadMetrics, list[float]]:
         """Measure the untrained head, or take up where the checkpoint left off."""
         if checkpoint is None:
-            return self.evaluate(dev), []
-        restore_moments(self.engine, checkpoint, self._features(next(self._parts_of(dev))))
+            return self.evaluate(dev)[main_moment(self.engine.head.moments)], []
+        restore_moments(self.engine, checkpoint, next(self._parts_of(dev)).arguments)
         return HeadMetrics(**checkpoint.notes["before"]), checkpoint.losses.tolist()
 
     def train(self, rows: LabelRows, before: HeadMetrics, losses: Sequence[float]) -> list[float]:
@@ -101,18 +107,19 @@ class Training:
                 finite.
         """
         config, losses = self.config, list(losses)
-        per_epoch = math.ceil(len(rows) / config.batch_size)
-        total = config.epochs * per_epoch
+        per_epoch, epochs = math.ceil(len(rows) / config.batch_size), config.passes(len(rows))
+        total = epochs * per_epoch
         rates = learning_rates(total, config)
         main = self.engine.accelerator.is_main_process
         with progress(total, "acceptance head", "step", done=len(losses), is_shown=main) as bar:
-            for epoch in range(len(losses) // per_epoch, config.epochs):
+            for epoch in range(len(losses) // per_epoch, epochs):
                 done = len(losses) - epoch * per_epoch
                 for batch in islice(rows.epoch(self.seed, epoch, config.batch_size), done, None):
                     self.engine.set_learning_rate(rates[len(losses)])
-                    loss = self.train_step(batch, epoch)
+                    loss = self.train_step([self.context.row(rows[i], i, epoch) for i in batch])
                     if not math.isfinite(loss):
                         raise self.diverged(f"the loss is {loss} in step {len(losses) + 1}")
+                    self.log({"loss": loss, "learning_rate": rates[len(losses)]}, len(losses) + 1)
                     losses.append(loss)
                     bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
                     bar.update()
@@ -120,81 +127,78 @@ class Training:
                         self.save(before, losses)
         return losses
 
-    def train_step(self, batch: Sequence[LabelRow], epoch: int) -> float:
+    def train_step(self, rows: Sequence[Any]) -> float:
         """Update the head once on a global batch; return the batch's loss."""
-        accelerator, weight = self.engine.accelerator, self.config.rejection_weight
-        mixed = [self._mixed(row, ("train", self.seed, epoch)) for row in batch]
-        mass = sum(float(loss_mass(row.accept, row.mask, weight)) for row in mixed)
+        accelerator, weight = self.engine.accelerator, self.engine.head.rejection_weight
+        mass = sum(float(self.context.mass(row)) for row in rows)
         mass = mass or 1.0  # a batch without drafted tokens has loss 0
         # The engines average over processes and over micro-batches; this makes it a sum again.
         accumulation = accelerator.gradient_accumulation_steps
         scale = accelerator.num_processes * accumulation / mass
         total = torch.zeros((), device=accelerator.device)
-        for part in self._parts(mixed, accumulation):
+        for part in self._parts(rows, accumulation):
             with accelerator.accumulate(self.engine.model):
-                logits = self._logits(part)
-                numerator = weighted_bce(logits, part.accept, part.mask, weight)
+                numerator = weighted_bce(self._logits(part), part.accept, part.mask, weight)
                 self.engine.backward(numerator * scale, max_norm=self.config.max_grad_norm)
             total += numerator.detach()
         return float(accelerator.reduce(total, "sum")) / mass
 
-    def evaluate(self, rows: LabelRows) -> HeadMetrics:
-        """Judge the head on all rows, always mixed in the same way."""
-        accelerator = self.engine.accelerator
-        pairs: list[Tensor] = []  # (n, 2): logit, label
+    def evaluate(self, rows: LabelRows) -> dict[Moment, HeadMetrics]:
+        """Judge the head on all rows at each of its moments, always in the same context."""
+        head, accelerator = self.engine.head, self.engine.accelerator
+        pairs: list[Tensor] = []  # (n, M, 2): logit, label
         for part in self._parts_of(rows):
             with torch.no_grad():
                 logits = self._logits(part)
-            pairs.append(torch.stack([logits[part.mask], part.accept[part.mask]], dim=1))
+            chosen = part.mask[0]
+            here = torch.stack([logits, part.accept], dim=-1)[:, chosen]
+            pairs.append(here.transpose(0, 1))
         local = torch.cat(pairs)
         counts = accelerator.gather(torch.tensor([len(local)], device=local.device)).tolist()
         padded = accelerator.gather(accelerator.pad_across_processes(local))
-        padded = padded.view(len(counts), -1, 2)
+        padded = padded.view(len(counts), -1, *local.shape[1:])
         seen = torch.cat([padded[i, :count] for i, count in enumerate(counts)])
-        return head_metrics(seen[:, 0], seen[:, 1], self.config.rejection_weight)
+        return {
+            moment: head_metrics(seen[:, i, 0], seen[:, i, 1], head.rejection_weight)
+            for i, moment in enumerate(head.moments)
+        }
 
-    def _parts_of(self, rows: LabelRows) -> Iterator[MixedBatch]:
-        """This process's micro-batches of all rows, which are always mixed in the same way."""
-        mixed = [self._mixed(rows[position], ("dev",)) for position in range(len(rows))]
-        return self._parts(
-            mixed,
-            micro_batch_count(
-                len(mixed),
-                size=self.config.micro_batch_size,
-                processes=self.engine.accelerator.num_processes,
-            ),
+    def _parts_of(self, rows: LabelRows) -> Iterator[Questions]:
+        """This process's micro-batches of all rows, which are always read in the same context."""
+        held = [self.context.row(rows[index], index, None) for index in range(len(rows))]
+        count = micro_batch_count(
+            len(held),
+            size=self.config.micro_batch_size,
+            processes=self.engine.accelerator.num_processes,
         )
+        return self._parts(held, count)
 
-    def _mixed(self, row: LabelRow, key: tuple[str | int, ...]) -> MixedRow:
-        return mix(row, rate=self.config.mixing, max_length=self.config.max_length, key=key)
-
-    def _parts(self, mixed: Sequence[MixedRow], count: int) -> Iterator[MixedBatch]:
+    def _parts(self, rows: Sequence[Any], count: int) -> Iterator[Questions]:
         accelerator = self.engine.accelerator
         for part in micro_batches(
-            mixed,
+            rows,
             size=self.config.micro_batch_size,
             count=count,
             process=accelerator.process_index,
             processes=accelerator.num_processes,
         ):
-            yield part.to(accelerator.device)
+            yield self.context.questions(part)
 
-    def _features(self, part: MixedBatch) -> tuple[Tensor, ...]:
-        """What the head reads of a micro-batch, in the order of its `forward`."""
-        head = self.engine.head
-        inputs = HeadInputs.from_batch(
-            head.reads,
-            input_ids=part.input_ids,
-            states=hidden_states(self.draft, part.input_ids, part.attention_mask),
-            logits=self.draft_logits,
-            sampling=head.sampling_config,
-        )
-        return tuple(inputs[name] for name in head.reads)
-
-    def _logits(self, part: MixedBatch) -> Tensor:
+    def _logits(self, part: Questions) -> Tensor:
         # The wrapped model, which gets tensors only: DDP and DeepSpeed look for them in arguments.
-        logits: Tensor = self.engine.model(*self._features(part))
-        return logits
+        logits: Tensor = self.engine.model(*part.arguments)
+        return logits.view_as(part.accept)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Report to what `report_to` names, if it names anything."""
+        if self.config.report_to != "none":
+            self.engine.accelerator.log(dict(values), step=step)
+
+    def log_metrics(self, metrics: Mapping[Moment, HeadMetrics], step: int) -> None:
+        """Report what dev rows say of the head after so many steps."""
+        for moment, judged in metrics.items():
+            values = {name: value for name, value in asdict(judged).items() if value is not None}
+            self.log({f"dev/{moment.name.lower()}/{k}": v for k, v in values.items()}, step)
 
     def whole_weights(self) -> dict[str, Tensor]:
         """The head's parameters by name; every process must call this.
@@ -211,7 +215,7 @@ class Training:
         return TrainingDivergedError(
             f"acceptance head: {what}",
             kept=newest_file(self.folder),
-            learning_rate=self.config.learning_rate,
+            learning_rate=self.learning_rate,
             remedy=self.settings.remedy,
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -19,7 +19,11 @@ from specdata.seeds import numpy_generator_for
 
 
 class LabelRow(TypedDict):
-    """The columns that training reads; the last three are aligned token by token."""
+    """The columns that training reads; those after prompt_ids are aligned token by token.
+
+    The last three are read for pure target context only: the others' sums, and more draws a
+    position, S - 1 values for each, one position after the other.
+    """
 
     example_id: str
     sample: int
@@ -27,9 +31,19 @@ class LabelRow(TypedDict):
     completion_ids: Sequence[int]
     draft_ids: Sequence[int]
     accept_prob: Sequence[float]
+    overlap: NotRequired[Sequence[float]]
+    more_draft_ids: NotRequired[Sequence[int]]
+    more_accept_prob: NotRequired[Sequence[float]]
 
 
-COLUMNS = tuple(LabelRow.__annotations__)
+COLUMNS: tuple[str, ...] = (
+    "example_id",
+    "sample",
+    "prompt_ids",
+    "completion_ids",
+    "draft_ids",
+    "accept_prob",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +59,10 @@ class MixedRow:
     input_ids: Tensor
     accept: Tensor
     mask: Tensor
+
+    def blank(self) -> MixedRow:
+        """The same tokens with no label."""
+        return MixedRow(self.input_ids, self.accept, torch.zeros_like(self.mask))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +84,8 @@ class MixedBatch:
         )
 
 
-def mix(row: LabelRow, *, rate: float, max_length: int, key: tuple[str | int, ...]) -> MixedRow:
-    """Mix one row.
-
-    Args:
-        row: the labels of one completion.
-        rate: r in [0, 1), the probability that a position keeps the target's token.
-        max_length: tokens of prompt + completion kept; the rest is cut at the end.
-        key: what the draw depends on beside example_id and sample, e.g. (seed, epoch). The same
-            key gives the same mixing on any process, in any order and after a resume.
-
-    Raises:
-        ValueError: if the row's columns do not fit each other.
-    """
+def check_labels(row: LabelRow) -> None:
+    """Raise ValueError if the columns of a row do not fit each other."""
     target, draft = np.asarray(row["completion_ids"]), np.asarray(row["draft_ids"])
     accept = np.asarray(row["accept_prob"], dtype=np.float32)
     if not target.shape == draft.shape == accept.shape:
@@ -92,6 +99,24 @@ def mix(row: LabelRow, *, rate: float, max_length: int, key: tuple[str | int, ..
             f"example {row['example_id']!r}, sample {row['sample']}: accept_prob must lie in "
             f"[0, 1], got values from {accept.min()} to {accept.max()}; label the rollouts again"
         )
+
+
+def mix(row: LabelRow, *, rate: float, max_length: int, key: tuple[str | int, ...]) -> MixedRow:
+    """Mix one row.
+
+    Args:
+        row: the labels of one completion.
+        rate: r in [0, 1), the probability that a position keeps the target's token.
+        max_length: tokens of prompt + completion kept; the rest is cut at the end.
+        key: what the draw depends on beside example_id and sample, e.g. (seed, epoch). The same
+            key gives the same mixing on any process, in any order and after a resume.
+
+    Raises:
+        ValueError: if the row's columns do not fit each other.
+    """
+    check_labels(row)
+    target, draft = np.asarray(row["completion_ids"]), np.asarray(row["draft_ids"])
+    accept = np.asarray(row["accept_prob"], dtype=np.float32)
     uniform = numpy_generator_for(*key, row["example_id"], row["sample"]).random(target.size)
     drafted = uniform >= rate
     prompt = np.asarray(row["prompt_ids"], dtype=np.int64)
@@ -115,8 +140,3 @@ def collate(rows: Sequence[MixedRow]) -> MixedBatch:
         accept=pad([row.accept for row in rows], batch_first=True),
         mask=pad([row.mask for row in rows], batch_first=True),
     )
-
-
-def blank(row: MixedRow) -> MixedRow:
-    """The same tokens with no label: fills a batch so that every process does equal work."""
-    return MixedRow(row.input_ids, row.accept, torch.zeros_like(row.mask))

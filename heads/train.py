@@ -6,29 +6,42 @@ The draft runs at every step, outside DDP and DeepSpeed, and gets no gradient.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import shutil
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import torch
+from accelerate import Accelerator
+from torch import Tensor
 
+from heads.base import BaseHead
 from heads.batches import LabelRows, micro_batch_count
+from heads.cache import StateCache
 from heads.checkpoint import Checkpoint, latest_checkpoint
-from heads.config import HeadConfig
+from heads.config import HeadConfig, as_stored_today
+from heads.contexts import Context, MixedContext, TargetContext, draft_states, number_scales
 from heads.engine import (
-    TrainingEngine,
     deprecations_of_deepspeed_hidden,
     prepare,
     start_accelerator,
 )
-from heads.inputs import logits_of_states
-from heads.loop import Training
+from heads.immediate import ImmediateHead
+from heads.inputs import FEATURES, Moment, logits_of_states
+from heads.loop import Training, main_moment
 from heads.loss import HeadMetrics
+from heads.mixing import COLUMNS, LabelRow
 from heads.model import AcceptanceHead
+from heads.probe import probe_of
+from heads.target_context import TargetRow, collate, draws_of, target_row
+from heads.tree import check_tree_states
 from specdata.lm_head import check_hidden_states
+from specdata.models import positions
 from specdata.processes import is_main
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import write_json
@@ -37,8 +50,17 @@ from specdata.storage.resume import Settings, defaults_of, read_record
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+logger = logging.getLogger(__name__)
+
 METRICS_NAME = "metrics.json"
 CHECKPOINTS_NAME = "checkpoints"
+STATES_NAME = "states"
+LOGS_NAME = "logs"
+RUN_ALONE = ("micro_batch_size", "save_steps")
+MORE_DRAWS = ("more_draft_ids", "more_accept_prob")
+Scales = Mapping[str, tuple[float, float]]
+# Rows by which numbers are standardised.
+SCALED_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +68,7 @@ class HeadResult:
     """What a training run measured; written to `metrics.json` beside the head.
 
     Attributes:
-        before: the untrained head on the dev rows.
+        before: the untrained head on the dev rows, when tokens are drawn if it can be asked then.
         after: the trained head on the same tokens.
         losses: training loss of every step.
         steps: updates done.
@@ -54,6 +76,12 @@ class HeadResult:
         skipped_rows: train and dev rows whose prompt alone fills max_length.
         processes: how many trained.
         engine: "single", "ddp" or "deepspeed-zeroN", as observed.
+        by_moment: the trained head at each of its moments, "before" the token is drawn, when it is
+            "drawn" and when the draft has "consumed" it.
+        labels: positions with a label, in train and dev rows.
+        cut_labels: those of them beyond max_length or the draft's context.
+        epochs: passes over the training rows.
+        learning_rate: the largest.
     """
 
     before: HeadMetrics
@@ -64,6 +92,11 @@ class HeadResult:
     skipped_rows: int
     processes: int
     engine: str
+    by_moment: Mapping[str, HeadMetrics] = field(default_factory=dict)
+    labels: int = 0
+    cut_labels: int = 0
+    epochs: int = 0
+    learning_rate: float = 0.0
 
 
 def train_head(
@@ -85,7 +118,8 @@ def train_head(
 
     Args:
         draft: the frozen draft; its weights and its precision are left alone.
-        train: labelled rows, the columns of `heads.mixing.LabelRow`.
+        train: labelled rows, the columns of `heads.mixing.LabelRow`. Without mixing, they may hold
+            several draws a position.
         dev: held-out labelled rows.
         out: folder for the head and `metrics.json` (written last), of checkpoints until then.
         config: settings.
@@ -103,16 +137,24 @@ def train_head(
             trained head predicts worse than the untrained one and than a coin.
         RuntimeError: if the launcher's DeepSpeed or processes were silently lost.
     """
-    data = (
-        LabelRows.read("train", train, config.max_length),
-        LabelRows.read("dev", dev, config.max_length),
-    )
+    longest = _longest(draft, config)
+    required: tuple[str, ...] = COLUMNS
+    optional: tuple[str, ...] = ()
+    if config.mixing is None:
+        required, optional = (*COLUMNS, "overlap"), MORE_DRAWS
+
+    def read(name: str, rows: datasets.Dataset) -> LabelRows:
+        return LabelRows.read(name, rows, longest, required=required, optional=optional)
+
+    data = read("train", train), read("dev", dev)
     settings = _settings(config, seed, draft, data, out)
     finished = _finished(out, settings)
     if finished is not None:
         if is_main():
-            _remove_checkpoints(out)  # of a run killed right before its end
+            _remove_leftovers(out)  # of a run killed right before its end
         return finished
+    if is_main():
+        _tell_of_cut(data, longest, config)
     was_training = draft.training
     try:
         with deprecations_of_deepspeed_hidden():
@@ -132,29 +174,27 @@ def _train(
 ) -> HeadResult:
     """Train on the first rows, measure on the second, save."""
     joined = torch.distributed.is_initialized()  # then leaving is up to whoever joined
-    head = _new_head(draft, config, seed, sampling)
-    engine, checkpoint = _start(draft, head, config, out, settings)
-    training = Training(
-        engine,
-        draft,
-        config,
-        seed,
-        settings,
-        out / CHECKPOINTS_NAME,
-        logits_of_states(draft),
-    )
+    training, checkpoint, scales = _start(draft, data, config, seed, sampling, out, settings)
+    engine, head = training.engine, training.engine.head
     before, losses = training.start(checkpoint, data[1])
     losses = training.train(data[0], before, losses)
+    by_moment = training.evaluate(data[1])
     result = HeadResult(
         before=before,
-        after=training.evaluate(data[1]),
+        after=by_moment[main_moment(head.moments)],
         losses=tuple(losses),
         steps=len(losses),
         train_rows=len(data[0]),
         skipped_rows=data[0].skipped + data[1].skipped,
         processes=engine.accelerator.num_processes,
         engine=engine.name,
+        by_moment={moment.name.lower(): metrics for moment, metrics in by_moment.items()},
+        labels=data[0].labels + data[1].labels,
+        cut_labels=data[0].cut + data[1].cut,
+        epochs=config.passes(len(data[0])),
+        learning_rate=training.learning_rate,
     )
+    training.log_metrics(by_moment, len(losses))
     weights = training.whole_weights()
     if not all(
         math.isfinite(value) for value in asdict(result.after).values() if value is not None
@@ -167,30 +207,76 @@ def _train(
             f"{result.after.kl:.3g} on held-out tokens, {before.kl:.3g} untrained)"
         )
     if engine.accelerator.is_main_process:
-        final = _new_head(draft, config, seed, sampling)
+        final = _new_head(draft, config, seed, sampling, scales)
         final.load_state_dict(weights)
         final.save_pretrained(out)
         write_json(out / METRICS_NAME, {"settings": settings.values, **asdict(result)})
-        _remove_checkpoints(out)
+        _remove_leftovers(out)
     engine.close(leave=not joined)
     return result
 
 
-def _remove_checkpoints(out: Path) -> None:
-    shutil.rmtree(out / CHECKPOINTS_NAME, ignore_errors=True)
+def _remove_leftovers(out: Path) -> None:
+    for name in (CHECKPOINTS_NAME, STATES_NAME):
+        shutil.rmtree(out / name, ignore_errors=True)
+
+
+def _tell_of_cut(data: tuple[LabelRows, LabelRows], longest: int, config: HeadConfig) -> None:
+    """Say how many labels are lost to a maximum length."""
+    labels, cut = sum(rows.labels for rows in data), sum(rows.cut for rows in data)
+    if cut:
+        given = longest == config.max_length
+        logger.warning(
+            "%s of %d tokens cuts off %d of %d labels%s",
+            "head.max_length" if given else "the draft's context",
+            longest,
+            cut,
+            labels,
+            ": leave it out to learn from whole rows" if given else "",
+        )
 
 
 def _start(
-    draft: PreTrainedModel, head: AcceptanceHead, config: HeadConfig, out: Path, settings: Settings
-) -> tuple[TrainingEngine, Checkpoint | None]:
+    draft: PreTrainedModel,
+    data: tuple[LabelRows, LabelRows],
+    config: HeadConfig,
+    seed: int,
+    sampling: SamplingConfig | None,
+    out: Path,
+    settings: Settings,
+) -> tuple[Training, Checkpoint | None, Scales | None]:
     """Join the other processes and wrap the head, with the last checkpoint's weights if any."""
-    accelerator = start_accelerator()
-    checkpoint = latest_checkpoint(out / CHECKPOINTS_NAME, settings)
+    accelerator = start_accelerator(config.report_to, out / LOGS_NAME)
+    # What an unfinished run left to the defaults of its version is not what this one would do.
+    strict = replace(settings, rewrite=dict)
+    checkpoint = latest_checkpoint(out / CHECKPOINTS_NAME, strict)
     accelerator.wait_for_everyone()  # no process writes before all have looked
     draft.to(accelerator.device)
     check_hidden_states(draft)
+    head = _new_head(draft, config, seed, sampling)
+    scales = None
+    if isinstance(head, ImmediateHead):
+        if config.mixing is None and Moment.CONSUMED in head.moments:
+            check_tree_states(draft, max(rows.longest for rows in data))
+        scales = _scales(_target_context(draft, head, config, seed), data[0], config)
+        head = _new_head(draft, config, seed, sampling, scales)
+    context: Context
+    if config.mixing is None:
+        context = _target_context(draft, head, config, seed)
+        if config.cache == "disk":
+            cache = _cached(accelerator, context, data[0], config, out / STATES_NAME, settings)
+            context = replace(context, cache=cache)
+    else:
+        to_logits, longest = logits_of_states(draft), _longest(draft, config)
+        context = MixedContext(head, draft, to_logits, config.mixing, longest, seed)
     if checkpoint is not None:
         head.load_state_dict(checkpoint.weights)
+    if config.report_to != "none":
+        shown = {
+            name: value if isinstance(value, int | float | str) else str(value)
+            for name, value in settings.values["config"].items()
+        }
+        accelerator.init_trackers("acceptance-head", config=shown)
     engine = prepare(
         accelerator,
         head,
@@ -199,21 +285,98 @@ def _start(
             config.batch_size, size=config.micro_batch_size, processes=accelerator.num_processes
         ),
         max_norm=config.max_grad_norm,
+        weight_decay=config.weight_decay,
     )
-    return engine, checkpoint
+    config = config.model_copy(update={"learning_rate": config.peak_rate(head.hidden_size)})
+    folder = out / CHECKPOINTS_NAME
+    return Training(engine, context, config, seed, settings, folder), checkpoint, scales
+
+
+def _longest(draft: PreTrainedModel, config: HeadConfig) -> int:
+    """Tokens of prompt and completion that are kept of a row."""
+    return min(config.max_length or sys.maxsize, positions(draft.config))
+
+
+def _target_context(
+    draft: PreTrainedModel, head: BaseHead, config: HeadConfig, seed: int
+) -> TargetContext:
+    longest = _longest(draft, config)
+    return TargetContext(head, draft, logits_of_states(draft), config.draws, longest, seed)
+
+
+def _scales(context: TargetContext, rows: LabelRows, config: HeadConfig) -> Scales:
+    """How numbers are standardised: by some of the rows, the same ones in every process."""
+    step = max(1, len(rows) // SCALED_ROWS)
+    some = [context.row(rows[index], -1, 0) for index in range(0, len(rows), step)]
+    size = config.micro_batch_size
+    parts = [some[start : start + size] for start in range(0, len(some), size)]
+    return number_scales([context.inputs(collate(part).to(context.draft.device)) for part in parts])
+
+
+def _cached(
+    accelerator: Accelerator,
+    context: TargetContext,
+    rows: LabelRows,
+    config: HeadConfig,
+    folder: Path,
+    settings: Settings,
+) -> StateCache:
+    """The draft's states along the training rows on the disk; made here if they are not there."""
+    draft, consumed = context.draft, Moment.CONSUMED in context.head.moments
+
+    def states(here: range) -> tuple[Tensor, Tensor | None]:
+        before, after = list[Tensor](), list[Tensor]()
+        for start in range(here.start, here.stop, config.micro_batch_size):
+            part = range(start, min(start + config.micro_batch_size, here.stop))
+            batch = collate([_with_all_draws(rows[i], context.max_length) for i in part])
+            first, second = draft_states(draft, batch.to(draft.device), consumed)
+            before.append(first)
+            after += [] if second is None else [second]
+        return torch.cat(before), torch.cat(after) if consumed else None
+
+    cache = StateCache(folder, rows.sizes, draft.dtype)
+    cache.fill(accelerator, settings, states)
+    return cache
+
+
+def _with_all_draws(row: LabelRow, max_length: int) -> TargetRow:
+    draws = range(draws_of(row))
+    return target_row(row, index=-1, draws=draws, max_length=max_length, key=())
 
 
 def _new_head(
-    draft: PreTrainedModel, config: HeadConfig, seed: int, sampling: SamplingConfig | None
-) -> AcceptanceHead:
+    draft: PreTrainedModel,
+    config: HeadConfig,
+    seed: int,
+    sampling: SamplingConfig | None,
+    scales: Scales | None = None,
+) -> BaseHead:
+    hidden_size = int(draft.get_output_embeddings().weight.shape[-1])
+    known = {moment.name.lower(): moment for moment in Moment}
+    last = max(known[name] for name in config.moments)
+    provenance: dict[str, Any] = {
+        "draft": draft.name_or_path or None,
+        "sampling": None if sampling is None else asdict(sampling),
+        "probe": probe_of(draft),
+    }
     with torch.random.fork_rng(devices=[]):  # layers initialise from the global generator
         torch.manual_seed(seed)
-        return AcceptanceHead(
-            hidden_size=draft.get_output_embeddings().weight.shape[-1],
+        if config.kind == "specdec++":
+            return AcceptanceHead(
+                hidden_size=hidden_size,
+                depth=config.depth,
+                rejection_weight=config.rejection_weight,
+                **provenance,
+            )
+        return ImmediateHead(
+            hidden_size=hidden_size,
+            embedding_size=int(draft.get_input_embeddings().weight.shape[-1]),
+            reads=[name for name in config.features if FEATURES[name].moment <= last],
+            moments=config.moments,
+            width=config.width,
             depth=config.depth,
-            rejection_weight=config.rejection_weight,
-            draft=draft.name_or_path or None,
-            sampling=None if sampling is None else asdict(sampling),
+            scales=scales,
+            **provenance,
         )
 
 
@@ -225,16 +388,23 @@ def _settings(
     out: Path,
 ) -> Settings:
     """All that decides the result: a folder belongs to one such value."""
+
+    def as_today(values: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**values, "config": as_stored_today(values.get("config", {}), config)}
+
+    decisive = config.decisive()
     return Settings(
         {
-            "config": config.model_dump(exclude={"micro_batch_size", "save_steps"}),  # these do not
+            # How it is run does not decide what is learned.
+            "config": {k: v for k, v in decisive.items() if k not in RUN_ALONE},
             "seed": seed,
             "draft": weights_fingerprint(draft),
             "train": data[0].fingerprint,
             "dev": data[1].fingerprint,
         },
         defaults_of(HeadConfig, "config"),
-        remedy=f"delete {out} or choose another output folder",
+        f"delete {out} or choose another output folder",
+        as_today,
     )
 
 
@@ -255,4 +425,6 @@ def _finished(out: Path, settings: Settings) -> HeadResult | None:
     settings.check(stored.pop("settings"), out)
     stored["before"], stored["after"] = (HeadMetrics(**stored[k]) for k in ("before", "after"))
     stored["losses"] = tuple(stored["losses"])
+    by_moment = stored.get("by_moment", {}).items()  # earlier versions stored none
+    stored["by_moment"] = {name: HeadMetrics(**metrics) for name, metrics in by_moment}
     return HeadResult(**stored)

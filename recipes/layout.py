@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.measuring.methods import method_defaults, needs_fit, path_drafts, rewritten
+from heads.config import as_stored_today
 from recipes.config import PipelineConfig
 from recipes.run import Stage, absolute, is_within
 from specdata.errors import ConfigError
@@ -26,6 +27,8 @@ RELEASE_FORMAT = 2
 ROLLOUT_TOKEN, LABEL_TOKEN, PAIR = 4, 40, 8
 # results.json and what it is made of, a generation; the report with its plots.
 GENERATION, REPORT = 2500, 1_600_000
+# Features of heads that are as wide as the draft; the others are numbers.
+VECTORS = ("hidden_before", "embedding", "hidden")
 
 
 def folder(config: PipelineConfig, stage: str) -> Path:
@@ -110,13 +113,18 @@ def label_bytes(config: PipelineConfig, split: str) -> int:
 def head_stage(config: PipelineConfig) -> Stage:
     """Train the acceptance head on the labels."""
     assert config.head is not None
-    values = {
-        "head": config.head.model_dump(mode="json"),
-        "seed": config.seed,
-        "dtype": config.models.dtype,
-    }
+    head = config.head
+    values = {"head": head.decisive(), "seed": config.seed, "dtype": config.models.dtype}
     inputs = {"draft": draft_in_use(config), "labels": str(folder(config, "labels"))}
-    return _stage(config, "head", values, inputs, f"the head, {_head_size(config)}")
+    size = f"the head, {_head_size(config)}"
+    if head.cache == "disk":
+        size += f"; until it is done, the draft's states: {_states_size(config)}"
+    stage = _stage(config, "head", values, inputs, size)
+
+    def as_today(values: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**values, "head": as_stored_today(values.get("head", {}), head)}
+
+    return replace(stage, settings=replace(stage.settings, rewrite=as_today))
 
 
 def eval_stage(config: PipelineConfig) -> Stage:
@@ -280,9 +288,28 @@ def _head_size(config: PipelineConfig) -> str:
     """The size of the head's weights, if the draft's hidden size is known on this machine."""
     assert config.head is not None
     width = config.toy.draft_width if config.toy else _hidden_size(config.models.draft)
+    head = config.head
     if width is None:
-        return f"depth {config.head.depth}; its width is that of {config.models.draft}"
-    return _bytes(4 * (config.head.depth * (width * width + width) + width + 1))
+        return f"depth {head.depth}; its width is that of {config.models.draft}"
+    if head.kind == "specdec++":
+        return _bytes(4 * (head.depth * (width * width + width) + width + 1))
+    # Each vector is normalised and projected; a block is two matrices of twice the width.
+    vectors = sum(name in VECTORS for name in head.features)
+    block = head.width * (4 * head.width + 4)
+    return _bytes(4 * (vectors * width * (head.width + 3) + head.depth * block + 20 * head.width))
+
+
+def _states_size(config: PipelineConfig) -> str:
+    """The size at most of the draft's states that training keeps, in bfloat16."""
+    assert config.head is not None
+    width = config.toy.draft_width if config.toy else _hidden_size(config.models.draft)
+    rollouts = [wanted for wanted in config.rollouts.sets if wanted.split == "train"]
+    if width is None or not all(wanted.count for wanted in rollouts):
+        return "two bytes for each label, moment and unit of the draft's hidden size"
+    labels = sum(wanted.count or 0 for wanted in rollouts) * config.rollouts.samples
+    labels *= config.rollouts.max_new_tokens
+    states = 1 + config.labels.draws * ("consumed" in config.head.moments)
+    return _bytes(2 * labels * states * width)
 
 
 def _hidden_size(model: str) -> int | None:

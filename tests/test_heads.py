@@ -255,7 +255,7 @@ def test_every_token_is_computed_exactly_once_whatever_the_split(
     ]
     count = micro_batch_count(len(rows), size=size, processes=processes) + spare
     parts = [
-        part
+        collate(part)
         for process in range(processes)
         for part in micro_batches(
             rows, size=size, count=count, process=process, processes=processes

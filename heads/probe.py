@@ -1,0 +1,111 @@
+"""Whether a head belongs to a draft and to a sampler: what it records, and the checks of both.
+
+A head reads hidden states of one draft. Another draft of equal width would be taken without an
+error, and its predictions would mean nothing. So a head's config.json holds a probe: some values of
+the states that its draft has after a few fixed tokens.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+from specdata.errors import ConfigError
+from specdata.lm_head import hidden_states
+from specdata.sampling import SamplingConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from heads.base import BaseHead
+
+TOKENS = 8
+# A vocabulary that was padded to a multiple, which is no other draft, has the same ids.
+STEP = 127
+# States of the last positions, where attention has something to read, and values of each.
+STATES, VALUES = 4, 16
+# Relative error |other - recorded| / |recorded| up to which states are of the same draft. Measured
+# on the demo drafts, one block of width 128: float16 .0008, bfloat16 .007, weights rounded to 8
+# bits .01 to .014 and to 4 bits .13 to .15; on ten families of tiny random models, bfloat16 .005 to
+# .025. Different drafts: the demo's before and after distillation .49 to .53, other seeds 1.2 to
+# 1.5.
+BOUND = 0.25
+
+
+class OtherSamplingWarning(UserWarning):
+    """A head is used under another temperature, top-k or top-p than its labels were made with."""
+
+
+def probe_of(draft: PreTrainedModel) -> list[float]:
+    """What a head records of its draft: values of its last hidden states after fixed tokens.
+
+    One forward of eight tokens, in evaluation mode. Values are rounded to five digits, less than
+    half precision changes.
+
+    Args:
+        draft: the draft.
+    """
+    size = draft.config.get_text_config().vocab_size
+    ids = (1 + STEP * torch.arange(TOKENS, device=draft.device) % (size - 1)).unsqueeze(0)
+    # A mask, because transformers warns of padding if an id happens to be that of padding.
+    states = hidden_states(draft, ids, torch.ones_like(ids))[0, -STATES:]
+    spread = torch.linspace(0, states.shape[-1] - 1, VALUES, device=states.device).long()
+    return [float(f"{value:.5g}") for value in states[:, spread].flatten().tolist()]
+
+
+def check_head(draft: PreTrainedModel, head: BaseHead) -> None:
+    """Refuse a head that was not trained for a draft.
+
+    A head without a probe, as older ones are, is judged by its width alone.
+
+    Args:
+        draft: the draft, in any precision and on any device.
+        head: the head.
+
+    Raises:
+        ConfigError: if the head reads states of another width, or of another draft.
+    """
+    size = int(draft.get_output_embeddings().weight.shape[-1])
+    if head.hidden_size != size:
+        raise ConfigError(
+            f"the head reads states of width {head.hidden_size}, and this draft has {size}: give "
+            "the head that was trained for this draft"
+        )
+    if head.probe is None:
+        return
+    recorded, found = torch.tensor(head.probe), torch.tensor(probe_of(draft))
+    if recorded.shape != found.shape:
+        raise ConfigError(
+            f"the head's config.json must hold a probe of {len(found)} numbers, it holds "
+            f"{len(recorded)}: restore it"
+        )
+    error = float((found - recorded).norm() / recorded.norm())
+    if not error <= BOUND:
+        raise ConfigError(
+            f"the head was trained for another draft ({head.draft or 'its name is not recorded'}): "
+            f"hidden states of {draft.name_or_path or 'this draft'} differ from those that the "
+            f"head was trained on by {error:.0%} (rounding to half precision: 1 to 3 %); give the "
+            "head that was trained for this draft, or train one"
+        )
+
+
+def warn_of_other_sampling(head: BaseHead, sampling: SamplingConfig) -> None:
+    """Warn if a head is used under another sampler than the one its labels were made with.
+
+    Its probabilities are then of other distributions. Decoding stays lossless, so it is no error.
+
+    Args:
+        head: the head; nothing is known of one that records no sampler.
+        sampling: the sampler that it is used with.
+    """
+    if head.sampling is None or head.sampling_config == sampling:
+        return
+    warnings.warn(
+        f"the acceptance head was trained for {head.sampling_config} and is used with {sampling}, "
+        "where acceptance is another: its probabilities are off, and its threshold with them; "
+        "label and train with the sampler of decoding",
+        OtherSamplingWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,220 @@
+"""Rows of pure target context: drafted tokens judged after the target's own text.
+
+Y_i is drafted after the prompt and X_<i, which is all that a draft in decoding has read when it
+drafts its first token, and, as long as its tokens are accepted, its later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from heads.mixing import LabelRow, check_labels
+from specdata.seeds import numpy_generator_for
+
+# Drafts in the simulated rounds have 1 to so many tokens, as the stopping rules' limit allows.
+LONGEST_DRAFT = 20
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRow:
+    """One text X with the tokens drafted along it, n positions of S each, cut at a maximum length.
+
+    Attributes:
+        input_ids: (T,) int64, the prompt and X without its last token.
+        first: position of the first drafted tokens, the length of the prompt.
+        tokens: (n, S) int64, drafted at positions first to first + n - 1.
+        accept: (n, S) float32, min(1, p/q) of each.
+        overlap: (n,) float32, sum min(p, q).
+        position: (n,) int64, of a token in its draft, in simulated rounds.
+        since_rejection: (n,) int64, tokens since the last rejection or the start, in the same.
+        counts: whether its labels count; those of a filler do not.
+        index: of the row in its dataset, to find what is cached of it.
+        draws: which S of the row's draws these are.
+    """
+
+    input_ids: Tensor
+    first: int
+    tokens: Tensor
+    accept: Tensor
+    overlap: Tensor
+    position: Tensor
+    since_rejection: Tensor
+    counts: bool = True
+    index: int = 0
+    draws: tuple[int, ...] = (0,)
+
+    def blank(self) -> TargetRow:
+        """The same text with labels that do not count."""
+        return replace(self, counts=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetBatch:
+    """Rows padded on the right to the longest, and their N positions in one line, S tokens each.
+
+    Attributes:
+        rows: B rows.
+        input_ids: (B, T).
+        row: (N,) the row of each position.
+        column: (N,) where it stands in its row.
+        tokens: (N, S).
+        accept: (N, S).
+        overlap: (N,).
+        position: (N,).
+        since_rejection: (N,).
+        mask: (N,) bool, whether its labels count.
+    """
+
+    rows: Sequence[TargetRow]
+    input_ids: Tensor
+    row: Tensor
+    column: Tensor
+    tokens: Tensor
+    accept: Tensor
+    overlap: Tensor
+    position: Tensor
+    since_rejection: Tensor
+    mask: Tensor
+
+    def to(self, device: torch.device) -> TargetBatch:
+        """Return the batch on another device."""
+        names = [name for name in self.__slots__ if name != "rows"]
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+    def padded(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The drafted tokens as `tree_states` takes them, and where they are found there.
+
+        Returns:
+            (B, M) ids, (B, M) positions, and (N, S) places among the M of their row.
+        """
+        count, draws = self.tokens.shape
+        sizes = torch.bincount(self.row, minlength=len(self.rows))
+        begin = (sizes.cumsum(0) - sizes)[self.row]
+        place = (torch.arange(count, device=self.row.device) - begin)[:, None] * draws
+        place = place + torch.arange(draws, device=self.row.device)
+        shape = (len(self.rows), int(sizes.max()) * draws)
+        ids, positions = (self.tokens.new_zeros(shape) for _ in range(2))
+        ids[self.row[:, None], place] = self.tokens
+        positions[self.row[:, None], place] = self.column[:, None].expand(-1, draws)
+        return ids, positions, place
+
+
+def target_row(
+    row: LabelRow,
+    *,
+    index: int,
+    draws: Sequence[int],
+    max_length: int,
+    key: tuple[str | int, ...],
+) -> TargetRow:
+    """Read the drafted tokens of one row.
+
+    Args:
+        row: the labels of one completion.
+        index: of the row in its dataset.
+        draws: which of its draws, from 0.
+        max_length: tokens of prompt + completion kept; the rest is cut at the end.
+        key: what the simulated rounds depend on beside example_id and sample.
+
+    Raises:
+        ValueError: if the row's columns do not fit each other.
+    """
+    check_labels(row)
+    if not row["prompt_ids"]:
+        raise ValueError(
+            f"example {row['example_id']!r}, sample {row['sample']}: prompt_ids must hold a token, "
+            "as the first one is drafted after it"
+        )
+    prompt = row["prompt_ids"]
+    kept = min(len(row["completion_ids"]), max_length - len(prompt))
+    tokens, accept = _all_draws(row)
+    overlap = np.asarray(row["overlap"], dtype=np.float32)[:kept]
+    generator = numpy_generator_for("rounds", *key, row["example_id"], row["sample"])
+    position, since = simulated_rounds(overlap, generator)
+    return TargetRow(
+        input_ids=torch.tensor([*prompt, *row["completion_ids"][: kept - 1]]),
+        first=len(prompt),
+        tokens=torch.from_numpy(tokens[:kept, list(draws)]),
+        accept=torch.from_numpy(accept[:kept, list(draws)]),
+        overlap=torch.from_numpy(overlap),
+        position=torch.from_numpy(position),
+        since_rejection=torch.from_numpy(since),
+        index=index,
+        draws=tuple(draws),
+    )
+
+
+def draws_of(row: LabelRow) -> int:
+    """How many tokens a position the labels of a row hold."""
+    positions = len(row["draft_ids"])
+    more = row.get("more_draft_ids") or ()
+    return 1 + len(more) // max(1, positions)
+
+
+def _all_draws(row: LabelRow) -> tuple[np.ndarray, np.ndarray]:
+    """(n, S) int64 tokens and (n, S) float32 labels, the row's own draw first."""
+    tokens = np.asarray(row["draft_ids"], dtype=np.int64)[:, None]
+    accept = np.asarray(row["accept_prob"], dtype=np.float32)[:, None]
+    if (more := draws_of(row) - 1) > 0:
+        others = np.asarray(row["more_draft_ids"], dtype=np.int64).reshape(-1, more)
+        theirs = np.asarray(row["more_accept_prob"], dtype=np.float32).reshape(-1, more)
+        tokens, accept = np.hstack([tokens, others]), np.hstack([accept, theirs])
+    return tokens, accept
+
+
+def simulated_rounds(
+    overlap: np.ndarray, generator: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Where tokens along a text stand in their drafts, as if it were decoded.
+
+    Each draft has 1 to `LONGEST_DRAFT` tokens, all equally likely. A drafted token is rejected with
+    probability 1 - overlap; the next draft begins after the target's token there, or after the one
+    that the target adds to a draft of which all was accepted.
+
+    Args:
+        overlap: (n,) sum min(p, q) at each position.
+        generator: for lengths and rejections.
+
+    Returns:
+        (n,) int64 positions in the draft from 0 (where the target adds a token: the draft's
+        length), and (n,) int64 tokens since the last rejection, or since the start.
+    """
+    size = len(overlap)
+    lengths = generator.integers(1, LONGEST_DRAFT + 1, size).tolist()
+    rejected = (generator.random(size) >= overlap).tolist()
+    positions, sinces = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    position, since, length = 0, 0, LONGEST_DRAFT
+    for index in range(size):
+        if position == 0:
+            length = lengths[index]
+        positions[index], sinces[index] = position, since
+        is_added = position == length
+        if rejected[index] and not is_added:
+            position, since = 0, 0
+        else:
+            position, since = 0 if is_added else position + 1, since + 1
+    return positions, sinces
+
+
+def collate(rows: Sequence[TargetRow]) -> TargetBatch:
+    """Pad the texts on the right and line up their positions."""
+    sizes = torch.tensor([len(row.tokens) for row in rows])
+    row = torch.arange(len(rows)).repeat_interleave(sizes)
+    return TargetBatch(
+        rows=rows,
+        input_ids=pad_sequence([each.input_ids for each in rows], batch_first=True),
+        row=row,
+        column=torch.cat([torch.arange(len(each.tokens)) + each.first for each in rows]),
+        tokens=torch.cat([each.tokens for each in rows]),
+        accept=torch.cat([each.accept for each in rows]),
+        overlap=torch.cat([each.overlap for each in rows]),
+        position=torch.cat([each.position for each in rows]),
+        since_rejection=torch.cat([each.since_rejection for each in rows]),
+        mask=torch.tensor([each.counts for each in rows])[row],
+    )
