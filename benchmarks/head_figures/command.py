@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from benchmarks.head_figures.clock import clocked
 from benchmarks.head_figures.data import (
@@ -22,6 +23,7 @@ from benchmarks.head_figures.data import (
     Data,
     of_domains,
     prepare,
+    train_shipped,
 )
 from benchmarks.head_figures.plots import draw_curve
 from benchmarks.head_figures.replay import (
@@ -37,13 +39,22 @@ from benchmarks.head_figures.replay import (
     with_the_target,
     without_training,
 )
-from benchmarks.head_figures.variants import ABLATION, FULL, SHIPPED, Variant, trained
-from benchmarks.head_figures.variants import instructions_alone as of_instructions
+from benchmarks.head_figures.variants import (
+    ABLATION,
+    ALONE,
+    FEW_PASSES,
+    FULL,
+    PASSES,
+    PUBLISHED,
+    SHIPPED,
+    Variant,
+    trained,
+)
 from eval.analysis.savings import Interval, closes, saving
 from eval.measuring.environment import describe_environment
 from heads import BaseHead
 from heads.inputs import Moment
-from recipes.layout import folder
+from heads.loss import soft_auroc
 from recipes.run import prepare_libraries
 from specdata.storage.files import write_json
 
@@ -81,22 +92,22 @@ def main(description: str) -> None:
             "test": dict.fromkeys(DOMAINS, options.test),
         },
         draws=options.draws,
+        head=SHIPPED,
     )
-    console.print(f"data and the shipped head: {time.perf_counter() - begun:.0f} s")
     times = Times(options.draft_seconds, options.target_seconds)
     judged = {
         domain: tuple(
-            Recorded.of(data, of_domains(rows, {domain: len(rows)})) for rows in (data.dev, data.test)
+            Recorded.of(data, of_domains(rows, {domain: len(rows)}))
+            for rows in (data.dev, data.test)
         )
         for domain in DOMAINS
     }
     report: dict[str, Any] = {"schema_version": SCHEMA_VERSION, **_about(options, data)}
-    shipped = BaseHead.from_pretrained(folder(data.config, "head") / "model").eval()
     if "goals" in options.parts:
-        report |= _goals_part(data, judged, shipped, times, options)
+        report |= _goals_part(data, judged, times, options)
         _save(report, options.out)
     if "clock" in options.parts:
-        report["clock"] = _clock_part(data, judged, shipped, times, options)
+        report["clock"] = _clock_part(data, judged, times, options)
         _save(report, options.out)
     if "ablation" in options.parts:
         report["ablation"] = _ablation_part(data, judged, times, options, console)
@@ -168,20 +179,15 @@ def _about(options: argparse.Namespace, data: Data) -> dict[str, Any]:
 
 
 def _goals_part(
-    data: Data, judged: Judged, shipped: BaseHead, times: Times, options: argparse.Namespace
+    data: Data, judged: Judged, times: Times, options: argparse.Namespace
 ) -> dict[str, Any]:
     """The shipped head, the one of instructions alone and every rule, and whether goals are met."""
     train = dict(zip(DOMAINS, options.train, strict=True))
-    alone = trained(
-        Variant("instructions alone", rows=of_instructions), data, train, SEED, name="instructions"
-    )
-    published = trained(
-        Variant("SpecDec++", {"kind": "specdec++"}), data, train, SEED, name="specdec"
-    )
-    domains = {
-        domain: _domain(dev, test, {"head": shipped, "instructions alone": alone, "SpecDec++": published}, times)
-        for domain, (dev, test) in judged.items()
+    heads = {"head": train_shipped(data)} | {
+        variant.name: trained(variant, data, train, passes=passes, seed=SEED, name=variant.name)
+        for variant, passes in ((ALONE, PASSES), (PUBLISHED, FEW_PASSES))
     }
+    domains = {domain: _domain(dev, test, heads, times) for domain, (dev, test) in judged.items()}
     return {"domains": domains, "goals": _goals(domains)}
 
 
@@ -205,13 +211,11 @@ def _domain(
         "saving_over_best_k": figures(saving(ours, fixed.counts, **cost)),
         **{
             f"saving_over_{name}": figures(saving(ours, rules[name].counts, **cost))
-            for name in (*RIVALS, "numbers", "SpecDec++")
+            for name in (*RIVALS, "numbers", PUBLISHED.name)
         },
         "closes_logit_to_oracle": figures(closes(ours, rules["logit"].counts, oracle, **cost)),
         **_aurocs(heads["head"], test),
-        "instructions_alone": figures(
-            saving(rules["instructions alone"].counts, fixed.counts, **cost)
-        ),
+        "instructions_alone": figures(saving(rules[ALONE.name].counts, fixed.counts, **cost)),
         "auroc_of": {
             **{name: _aurocs(head, test) for name, head in heads.items()},
             "log q": figures(test.auroc(test.inputs["log_q"])),
@@ -225,11 +229,15 @@ def _aurocs(head: BaseHead, test: Recorded) -> dict[str, Any]:
     """`auroc` as soon as the token is drawn if the head can tell, and at each later moment."""
     areas = {
         moment: figures(test.auroc(values))
-        for moment, values in test.logits(head).items()
-        if moment != Moment.BEFORE.name.lower()
+        for moment, values in _areas_of(test.logits(head)).items()
     }
     named = {f"auroc_{moment}": area for moment, area in areas.items()}
     return {"auroc": next(iter(areas.values())), **named}
+
+
+def _areas_of(logits: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those that judge a token, at each moment once it is drawn."""
+    return {m: values for m, values in logits.items() if m != Moment.BEFORE.name.lower()}
 
 
 def _goals(domains: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -247,24 +255,31 @@ def _goals(domains: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _small(
-    variant: Variant, rollouts: int, data: Data, judged: Judged, times: Times, seeds: int
-) -> dict[str, tuple[list[Replayed], list[Interval]]]:
+    variant: Variant,
+    rollouts: int,
+    passes: int,
+    data: Data,
+    judged: Judged,
+    times: Times,
+    seeds: int,
+) -> dict[str, tuple[list[Replayed], list[float]]]:
     """Domain -> replayed rule and AUROC of each seed, for a head of so many rollouts a domain."""
-    found: dict[str, tuple[list[Replayed], list[Interval]]] = {d: ([], []) for d in DOMAINS}
+    found: dict[str, tuple[list[Replayed], list[float]]] = {d: ([], []) for d in DOMAINS}
     for seed in range(seeds):
-        name = f"{variant.name.replace(' ', '-').replace(':', '')}-{rollouts}-{seed}"
-        head = trained(variant, data, dict.fromkeys(DOMAINS, rollouts), seed, name=name)
+        counts, name = dict.fromkeys(DOMAINS, rollouts), f"{variant.name}, {rollouts}, seed {seed}"
+        head = trained(variant, data, counts, passes=passes, seed=seed, name=name)
         for domain, (dev, test) in judged.items():
-            logits = list(test.logits(head).values())
-            found[domain][1].append(test.auroc(logits[0]))
+            scores = _areas_of(test.logits(head))
+            area = soft_auroc(next(iter(scores.values())), test.accept)
+            assert area is not None
+            found[domain][1].append(area)
             if variant.replayed:
                 found[domain][0].append(with_head(head, dev, test, times))
     return found
 
 
-def _mean(areas: Sequence[Interval]) -> dict[str, float]:
+def _mean(values: Sequence[float]) -> dict[str, float]:
     """Of seeds: their mean, and the least and the greatest."""
-    values = [area.value for area in areas]
     return {"value": sum(values) / len(values), "low": min(values), "high": max(values)}
 
 
@@ -282,11 +297,11 @@ def _ablation_part(
     data: Data, judged: Judged, times: Times, options: argparse.Namespace, console: Console
 ) -> dict[str, Any]:
     """Each ingredient dropped, on few rollouts: what it saves, and loses against the whole."""
-    rows, whole = [], _small(FULL, options.small, data, judged, times, options.seeds)
+    rows, whole = [], _small(FULL, options.small, FEW_PASSES, data, judged, times, options.seeds)
     fixed = {domain: best_length(test.traces, times) for domain, (_, test) in judged.items()}
     for variant in ABLATION:
         begun = time.perf_counter()
-        found = _small(variant, options.small, data, judged, times, options.seeds)
+        found = _small(variant, options.small, FEW_PASSES, data, judged, times, options.seeds)
         domains: dict[str, Any] = {}
         for domain, (replayed, areas) in found.items():
             test = judged[domain][1]
@@ -315,7 +330,7 @@ def _curve_part(
     points = []
     for rollouts in [count for count in CURVE if count <= max(options.train)]:
         begun = time.perf_counter()
-        found = _small(FULL, rollouts, data, judged, times, options.seeds)
+        found = _small(FULL, rollouts, PASSES, data, judged, times, options.seeds)
         domains = {}
         for domain, (replayed, areas) in found.items():
             test = judged[domain][1]
@@ -330,10 +345,10 @@ def _curve_part(
 
 
 def _clock_part(
-    data: Data, judged: Judged, shipped: BaseHead, times: Times, options: argparse.Namespace
+    data: Data, judged: Judged, times: Times, options: argparse.Namespace
 ) -> dict[str, Any]:
     """The head against the best fixed length, and margin, by the clock."""
-    parts = {}
+    parts, shipped = {}, train_shipped(data)
     for domain, (dev, test) in judged.items():
         rows = of_domains(data.test, {domain: options.prompts})
         rules = {

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from heads import BaseHead
 from recipes import make_rollouts, train_head
 from recipes.config import PipelineConfig, build
 from recipes.layout import folder
+from recipes.run import finished
 from specdata.labels.make import load_labels
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig
@@ -20,6 +22,8 @@ from specdata.storage.dataset import of_split
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedModel
+
+    from heads.config import HeadConfig
 
 DOMAINS = ("instruct", "maths", "code")
 DEMO_PAIR = Path("runs/toy/pair")
@@ -51,9 +55,15 @@ class Data:
 
 
 def prepare(
-    *, run: Path, pair: Path, draft: Path, counts: Mapping[str, Mapping[str, int]], draws: int
+    *,
+    run: Path,
+    pair: Path,
+    draft: Path,
+    counts: Mapping[str, Mapping[str, int]],
+    draws: int,
+    head: HeadConfig,
 ) -> Data:
-    """Make what is missing, and train the shipped head.
+    """Make what is missing.
 
     Args:
         run: folder of rollouts, labels and heads.
@@ -61,6 +71,7 @@ def prepare(
         draft: folder of the distilled draft; likewise.
         counts: split -> domain -> prompts.
         draws: drafted tokens a position of the training rollouts.
+        head: the shipped head, for `train_shipped`.
 
     Raises:
         ConfigError: if `run` holds what was made with other settings.
@@ -81,13 +92,14 @@ def prepare(
             "models": {"target": str(pair / "target"), "draft": str(draft)},
             "rollouts": {"max_new_tokens": MAX_NEW_TOKENS, "sets": sets},
             "labels": {"draws": draws},
-            "head": {"kind": "immediate"},
+            "head": head.model_dump(mode="json"),
             # Nothing is evaluated by the recipe; a configuration has to say what would be.
             "eval": {"sets": sets[-1:], "methods": [{"name": "plain", "decoder": "plain"}]},
         }
     )
     make_rollouts.main(config)
-    train_head.main(config)
+    if not finished(folder(config, "labels")):
+        train_head.main(config)
     labels = load_labels(folder(config, "labels"), config.sampling)
     train, dev, test = (
         of_split(labels, split, folder(config, "labels")) for split in ("train", "dev", "test")
@@ -101,6 +113,12 @@ def prepare(
         dev=dev,
         test=test,
     )
+
+
+def train_shipped(data: Data) -> BaseHead:
+    """The head as the recipe trains it, on all training rows."""
+    train_head.main(data.config)
+    return BaseHead.from_pretrained(folder(data.config, "head") / "model").eval()
 
 
 def of_domains(rows: datasets.Dataset, counts: Mapping[str, int]) -> datasets.Dataset:

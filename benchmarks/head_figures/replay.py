@@ -50,7 +50,9 @@ if TYPE_CHECKING:
 
 LIMIT = 20
 LENGTHS = range(1, 17)
-THRESHOLDS = tuple(round(0.1 + 0.02 * step, 2) for step in range(44))
+THRESHOLDS = tuple(round(0.1 + 0.02 * step, 2) for step in range(45))
+# Of rules that compare a probability of tokens themselves, which is small.
+LOW_THRESHOLDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, *THRESHOLDS)
 NATS = tuple(round(0.2 * step, 1) for step in range(1, 21))
 ROWS_AT_ONCE = 32
 AUROC_RESAMPLES = 200
@@ -199,17 +201,14 @@ def best_length(test: Traces, times: Times) -> Replayed:
 
 def without_training(dev: Traces, test: Traces, times: Times) -> dict[str, Replayed]:
     """Every rule without a trained head, fitted and tuned on the domain's dev rows."""
-    thresholds = [*THRESHOLDS, 0.98]
     families: dict[str, list[StoppingRule]] = {
-        "confidence": [Confidence(threshold=t, limit=LIMIT) for t in thresholds],
+        "confidence": [Confidence(threshold=t, limit=LIMIT) for t in LOW_THRESHOLDS],
         "entropy": [Entropy(threshold=nats, limit=LIMIT) for nats in NATS],
-        "cumulative": [Cumulative(threshold=t, limit=LIMIT) for t in thresholds],
+        "cumulative": [Cumulative(threshold=t, limit=LIMIT) for t in LOW_THRESHOLDS],
     }
     for kind in (Logit, Margin, Numbers):
         fitted = kind.fit(dev.tokens, dev.accept)
-        families[kind.name] = [
-            kind(threshold=t, limit=LIMIT).with_fit(fitted) for t in thresholds
-        ]
+        families[kind.name] = [kind(threshold=t, limit=LIMIT).with_fit(fitted) for t in THRESHOLDS]
     return {name: tuned(rules, dev, test, times) for name, rules in families.items()}
 
 
@@ -259,9 +258,7 @@ def with_the_target(dev: Traces, test: Traces, times: Times) -> dict[str, Replay
             assert estimates is not None
             return until_product_below(traces.tokens, estimates, 1 - h, limit=LIMIT, lag=lag)
 
-        best = min(
-            THRESHOLDS, key=lambda h: times.of(expected_counts(dev, lengths(dev, h)))
-        )
+        best = min(THRESHOLDS, key=lambda h: times.of(expected_counts(dev, lengths(dev, h))))
         results[name] = Replayed(f"{best:g}", expected_counts(test, lengths(test, best)))
     return {**results, "oracle": Replayed("", oracle_counts(test))}
 
