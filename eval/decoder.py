@@ -26,12 +26,13 @@ from eval.rounds import Generation, Round
 from eval.runtime.batching import run_together
 from eval.runtime.engines import Engine
 from eval.runtime.model import CachedModel
-from eval.runtime.model_checks import check_head_width, check_rope, check_trees
+from eval.runtime.model_checks import check_rope, check_trees
 from eval.runtime.sequence import CachedSequence, Forward, ForwardCoroutine, drive
 from eval.runtime.stopwatch import Stopwatch
 from eval.verifiers import Verifier
 from eval.verifiers.rule import Drawn
 from heads import BaseHead
+from heads.probe import check_head, warn_of_other_sampling
 from specdata.models import end_ids
 from specdata.probability import SamplingConfig, draw_one
 
@@ -115,6 +116,9 @@ class SpeculativeDecoder:
                 head is of another draft, or the engine or the models' attention cannot do what is
                 asked.
             CacheNotRewindableError: if a model's cache cannot be cropped.
+
+        Warns:
+            OtherSamplingWarning: if the head was trained for another sampler.
         """
         vocabulary, end_tokens = target.config.get_text_config().vocab_size, end_ids(target)
         cached_target = CachedModel(target, vocabulary, engine=engine)
@@ -126,7 +130,8 @@ class SpeculativeDecoder:
                 head = head.to(drafts[0].device)
             capture_hidden = head is not None and config.stop.reads_head
             if head is not None and capture_hidden:
-                check_head_width(drafts[0], head.hidden_size)
+                check_head(drafts[0], head)
+                warn_of_other_sampling(head, config.sampling)
             cached_drafts = tuple(
                 CachedModel(model, vocabulary, engine=engine, capture_hidden=capture_hidden)
                 for model in drafts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -47,7 +48,8 @@ class BaseHead(
         rejection_weight: weight of rejections in the training loss; 1 means no bias.
         draft: name or path of the draft whose hidden states the head reads; None if not recorded.
         sampling: temperature, top_k and top_p under which its labels were made.
-        probe: what that draft answers, so that another one is recognised; None if not recorded.
+        probe: values of that draft's hidden states, by which another one is recognised
+            (`heads.probe`); None if not recorded.
     """
 
     kind: ClassVar[str]
@@ -58,7 +60,7 @@ class BaseHead(
     rejection_weight: float
     draft: str | None
     sampling: dict[str, Any] | None
-    probe: dict[str, Any] | None
+    probe: Sequence[float] | None
 
     @property
     def sampling_config(self) -> SamplingConfig:
@@ -147,7 +149,7 @@ class BaseHead(
             hub = {name: options[name] for name in HUB_OPTIONS if name in options}
             path = Path(hf_hub_download(str(source), CONFIG_NAME, **hub))
         kind = json.loads(path.read_text(encoding="utf-8")).get("kind", SPECDEC)
-        if kind not in HEADS:
+        if not isinstance(kind, str) or kind not in HEADS:
             raise ValueError(
                 f"{source} is a head of a kind that is not known here, {kind!r}; known are "
                 f"{', '.join(HEADS)}: use a newer version"

@@ -1,8 +1,8 @@
-"""The draft's states along the training rows, kept on the disk while a head trains.
+"""What the draft says along the training rows, kept on the disk while a head trains.
 
-With them a pass over the rows runs no forward of the draft. They are bfloat16: 2 bytes times the
-hidden size for each position, and as much again for each of its drafted tokens if the head is also
-asked when the draft has consumed them.
+With it a pass over the rows runs no forward of the draft. States are bfloat16: 2 bytes times the
+hidden size for each position, and as much again for each of its drafted tokens if the head reads
+the states after them. Numbers are float32.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from heads.inputs import FEATURES
 from heads.target_context import TargetBatch, TargetRow
 from specdata.errors import ManifestError
 from specdata.storage.files import atomic_write
@@ -30,32 +32,41 @@ SETTINGS_NAME = "settings.json"
 
 
 @dataclass(frozen=True, slots=True)
-class StateCache:
-    """A folder of shards with the states of `ROWS_IN_SHARD` rows each, made by `fill`.
+class FeatureCache:
+    """A folder of shards with the features of `ROWS_IN_SHARD` rows each, made by `fill`.
 
     Attributes:
         folder: where they are.
+        starts: of each row, its first position among those of its shard.
         sizes: positions of each row.
-        dtype: what states are returned in, the draft's precision.
     """
 
     folder: Path
+    starts: list[int]
     sizes: list[int]
-    dtype: torch.dtype
     _open: dict[int, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: Path, sizes: list[int]) -> FeatureCache:
+        """The cache in a folder, of rows with so many positions."""
+        shards = [
+            sizes[start : start + ROWS_IN_SHARD] for start in range(0, len(sizes), ROWS_IN_SHARD)
+        ]
+        starts = [start for shard in shards for start in accumulate(shard[:-1], initial=0)]
+        return cls(folder, starts, sizes)
 
     def fill(
         self,
         accelerator: Accelerator,
         settings: Settings,
-        states: Callable[[range], tuple[Tensor, Tensor | None]],
+        features: Callable[[range], dict[str, Tensor]],
     ) -> None:
         """Make the shards that are not there; each process makes its share, and waits for all.
 
         Args:
             accelerator: the group of processes.
-            settings: all that the states depend on. Those of other settings are removed.
-            states: gives (N, H) and (N, S, H) of a range of rows, all their draws.
+            settings: all that the features depend on. Those of other settings are removed.
+            features: gives those of a range of rows for all their draws, (N, S) and (N, S or 1, H).
         """
         if accelerator.is_main_process and not _belongs(self.folder, settings):
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -69,44 +80,43 @@ class StateCache:
         shown = accelerator.is_main_process
         with progress(len(missing), "draft's states", "shard", is_shown=shown) as bar:
             for start in missing:
-                before, after = states(range(start, min(start + ROWS_IN_SHARD, count)))
-                tensors = (
-                    {"before": before} if after is None else {"before": before, "after": after}
-                )
-                halved = {
-                    name: value.to("cpu", torch.bfloat16).contiguous()
-                    for name, value in tensors.items()
+                computed = features(range(start, min(start + ROWS_IN_SHARD, count)))
+                kept = {
+                    name: values.to("cpu", _kept_as(name)).contiguous()
+                    for name, values in computed.items()
                 }
                 with atomic_write(self._path(start // ROWS_IN_SHARD)) as temporary:
-                    save_file(halved, temporary)
+                    save_file(kept, temporary)
                 bar.update()
         accelerator.wait_for_everyone()
 
-    def states(self, batch: TargetBatch) -> tuple[Tensor, Tensor | None]:
-        """(N, H) states before the tokens of a batch were drawn, and (N, S, H) after them."""
-        pairs = [self._of(row) for row in batch.rows]
+    def features(self, batch: TargetBatch) -> dict[str, Tensor]:
+        """What `fill` was given of the tokens of a batch, float32."""
+        rows = [self._of(row) for row in batch.rows]
         device = batch.input_ids.device
-        before = torch.cat([before for before, _ in pairs]).to(device, self.dtype)
-        if pairs[0][1] is None:
-            return before, None
-        return before, torch.cat([after for _, after in pairs if after is not None]).to(
-            device, self.dtype
-        )
+        return {
+            name: torch.cat([row[name] for row in rows]).to(device, torch.float32)
+            for name in rows[0]
+        }
 
-    def _of(self, row: TargetRow) -> tuple[Tensor, Tensor | None]:
+    def _of(self, row: TargetRow) -> dict[str, Tensor]:
         shard = row.index // ROWS_IN_SHARD
         if shard not in self._open:
             self._open[shard] = safe_open(self._path(shard), framework="pt")
-        file = self._open[shard]
-        begin = sum(self.sizes[shard * ROWS_IN_SHARD : row.index])
+        file, begin = self._open[shard], self.starts[row.index]
         here = slice(begin, begin + self.sizes[row.index])
-        after = None
-        if "after" in file.keys():  # noqa: SIM118, not a dict
-            after = file.get_slice("after")[here][:, list(row.draws)]
-        return file.get_slice("before")[here], after
+        found = {name: file.get_slice(name)[here] for name in file.keys()}  # noqa: SIM118, no dict
+        return {
+            name: values if values.shape[1] == 1 else values[:, list(row.draws)]
+            for name, values in found.items()
+        }
 
     def _path(self, shard: int) -> Path:
         return self.folder / f"states-{shard:05d}.safetensors"
+
+
+def _kept_as(feature: str) -> torch.dtype:
+    return torch.float32 if FEATURES[feature].shape == "number" else torch.bfloat16
 
 
 def _belongs(folder: Path, settings: Settings) -> bool:

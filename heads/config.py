@@ -31,7 +31,8 @@ IMMEDIATE: dict[str, Any] = {
     "depth": 2,
     "mixing": None,
     "rejection_weight": 1.0,
-    "batch_size": 16,
+    "batch_size": 12,
+    "micro_batch_size": 12,
     "weight_decay": 0.01,
     "warmup_ratio": 0.05,
 }
@@ -40,8 +41,8 @@ UNREAD: dict[Kind, tuple[str, ...]] = {
     "immediate": ("rejection_weight",),
 }
 # Without head.epochs: as many passes as make so many steps, but at least so many passes.
-STEPS: dict[Kind, int] = {"specdec++": 400, "immediate": 1000}
-PASSES: dict[Kind, int] = {"specdec++": 3, "immediate": 6}
+STEPS: dict[Kind, int] = {"specdec++": 400, "immediate": 1500}
+PASSES: dict[Kind, int] = {"specdec++": 3, "immediate": 12}
 # Before there were kinds, all heads were specdec++ and these were the defaults.
 DEFAULTS_BEFORE_KINDS = {"epochs": 3, "learning_rate": 5e-5, "max_length": 512}
 
@@ -75,7 +76,7 @@ class HeadConfig(Config):
         description="what the head reads of a drafted token [immediate alone]",
     )
     moments: tuple[MomentName, ...] = Field(
-        ("before", "drawn", "consumed"),
+        ("drawn", "consumed"),
         min_length=1,
         description="when it can be asked: before the token is drawn, when it is, and when the "
         "draft has read it [immediate alone]",
@@ -105,9 +106,11 @@ class HeadConfig(Config):
         f"steps, at least {PASSES['specdec++']} [immediate: {STEPS['immediate']} steps, at least "
         f"{PASSES['immediate']}]",
     )
-    batch_size: int = Field(32, ge=1, description="rows a step, over all processes [immediate: 16]")
+    batch_size: int = Field(32, ge=1, description="rows a step, over all processes [immediate: 12]")
     micro_batch_size: int = Field(
-        8, ge=1, description="rows a forward pass, per process; does not change the result"
+        8,
+        ge=1,
+        description="rows a forward pass, per process; does not change the result [immediate: 12]",
     )
     learning_rate: float | None = Field(
         None,
@@ -133,8 +136,8 @@ class HeadConfig(Config):
     )
     cache: Literal["none", "disk"] = Field(
         "none",
-        description="the draft's states: none computes them at every step; disk computes them once "
-        "and keeps them, in bfloat16, until the head is done [immediate alone]",
+        description="what the draft says of the tokens: none computes it at every step; disk once, "
+        "and keeps it, states in bfloat16, until the head is done [immediate alone]",
     )
     save_steps: int = Field(200, ge=1, description="steps between checkpoints")
     report_to: Tracker = Field("none", description="where loss, rate and metrics are also logged")
@@ -167,13 +170,23 @@ class HeadConfig(Config):
             values = getattr(self, name)
             if len({*values}) < len(values):
                 raise ValueError(f"{name} must name each once, got {list(values)}")
-        if self.mixing is not None and (self.draws > 1 or self.cache != "none"):
-            raise ValueError(
-                "draws and cache need one context for all passes, which mixing changes: leave "
-                f"draws at 1 and cache at none (got {self.draws} and {self.cache}), or set mixing "
-                "to null"
-            )
+        if self.kind == "immediate" and self.mixing is not None:
+            self._check_mixing()
         return self
+
+    def _check_mixing(self) -> None:
+        """Raise ValueError for what needs the target's own text, without mixing."""
+        needs: list[str] = [
+            name for name in ("position", "since_rejection") if name in self.features
+        ]
+        needs += ["before"] if "before" in self.moments else []
+        needs += [f"draws {self.draws}"] if self.draws > 1 else []
+        needs += [f"cache {self.cache}"] if self.cache != "none" else []
+        if needs:
+            raise ValueError(
+                f"mixing {self.mixing} cannot be with {', '.join(needs)}, which need the target's "
+                "own text: leave them out, or set mixing to null"
+            )
 
     def passes(self, rows: int) -> int:
         """Passes over so many training rows."""

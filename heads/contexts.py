@@ -14,22 +14,31 @@ import torch
 from torch import Tensor
 
 from heads.immediate import ImmediateHead
-from heads.inputs import NUMBERS, DraftedTokens, HeadInputs, Moment
+from heads.inputs import NUMBERS, DraftedTokens, HeadInputs, Moment, token_embeddings
 from heads.loss import loss_mass
 from heads.mixing import LabelRow, MixedRow, mix
 from heads.mixing import collate as collate_mixed
 from heads.target_context import TargetBatch, TargetRow, collate, draws_of, target_row
 from heads.tree import tree_states
 from specdata.lm_head import hidden_states
-from specdata.models import known_ids
 from specdata.probability import probabilities
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from heads.base import BaseHead
-    from heads.cache import StateCache
+    from heads.cache import FeatureCache
 
+# Features that take a forward of the draft, which can be kept (`heads.cache`).
+OF_DRAFT = (
+    "hidden_before",
+    "hidden",
+    "log_q",
+    "log_q_max",
+    "margin",
+    "entropy",
+    "log_mass_above",
+)
 # Probabilities that are held at once, so that long rows over a large vocabulary fit.
 VALUES_AT_ONCE = 1 << 24
 
@@ -104,10 +113,10 @@ class MixedContext:
             states=hidden_states(self.draft, batch.input_ids, batch.attention_mask),
             logits=self.draft_logits,
             sampling=head.sampling_config,
-            embeddings=lambda: _embeddings(self.draft, batch.input_ids),
+            embeddings=lambda: token_embeddings(self.draft, batch.input_ids),
         )
         return Questions(
-            _arguments(head, inputs, batch.input_ids.shape),
+            _arguments(head, inputs, batch.input_ids.dim()),
             batch.accept.expand(len(head.moments), -1, -1),
             batch.mask.expand(len(head.moments), -1, -1),
         )
@@ -124,7 +133,7 @@ class TargetContext:
         draws: drafted tokens a position in one pass.
         max_length: tokens kept of a row.
         seed: of the simulated rounds.
-        cache: the draft's states along the training rows, if they are kept.
+        cache: keeps what `of_draft` gives of the training rows.
     """
 
     head: BaseHead
@@ -133,7 +142,7 @@ class TargetContext:
     draws: int
     max_length: int
     seed: int
-    cache: StateCache | None = None
+    cache: FeatureCache | None = None
 
     def row(self, labels: LabelRow, index: int, epoch: int | None) -> TargetRow:
         """Take the pass's draws; of dev rows the first."""
@@ -160,57 +169,65 @@ class TargetContext:
         ex_ante = batch.overlap[:, None].expand_as(batch.accept)
         accept = [ex_ante if m is Moment.BEFORE else batch.accept for m in head.moments]
         return Questions(
-            _arguments(head, inputs, batch.tokens.shape),
+            _arguments(head, inputs, batch.tokens.dim()),
             torch.stack(accept),
             batch.mask[:, None].expand(len(head.moments), *batch.tokens.shape),
         )
 
     def inputs(self, batch: TargetBatch) -> HeadInputs:
         """All that the head reads of the tokens of a batch, leading shape (N, S)."""
-        head = self.head
-        if self.cache is not None and batch.rows[0].index >= 0:
-            before, after = self.cache.states(batch)
-        else:
-            before, after = draft_states(self.draft, batch, Moment.CONSUMED in head.moments)
-        step = max(1, VALUES_AT_ONCE // (self.draft.get_output_embeddings().weight.shape[0]))
-        pieces = [
-            self._inputs(batch, before, after, slice(start, start + step))
-            for start in range(0, len(before), step)
-        ]
-        known = pieces[0].features
-        features = {name: torch.cat([piece[name] for piece in pieces]) for name in known}
-        return HeadInputs(features, pieces[0].moment)
+        is_training = batch.rows[0].index >= 0
+        kept = self.cache if is_training else None
+        computed = self.of_draft(batch) if kept is None else kept.features(batch)
+        shape = batch.tokens.shape
+        simulated = {"position": batch.position, "since_rejection": batch.since_rejection}
+        for name in self.head.reads:
+            if name == "embedding":
+                computed[name] = token_embeddings(self.draft, batch.tokens)
+            elif name in simulated:
+                computed[name] = simulated[name][:, None].expand(shape)
+            elif name == "hidden_before":
+                computed[name] = computed[name].expand(*shape, -1)
+        return HeadInputs(computed, self.head.moments[-1])
 
-    def _inputs(
-        self, batch: TargetBatch, before: Tensor, after: Tensor | None, here: slice
+    @torch.no_grad()
+    def of_draft(self, batch: TargetBatch) -> dict[str, Tensor]:
+        """The features that take a forward of the draft: numbers (N, S), vectors (N, S or 1, H)."""
+        reads = [name for name in self.head.reads if name in OF_DRAFT]
+        before, after = draft_states(self.draft, batch, "hidden" in reads)
+        values = self.draft.get_output_embeddings().weight.shape[0]
+        step = max(1, VALUES_AT_ONCE // values)
+        pieces = []
+        for start in range(0, len(before), step):
+            here = slice(start, start + step)
+            pieces.append(self._of_draft(reads, batch.tokens[here], before[here], after, here))
+        return {name: torch.cat([piece[name] for piece in pieces]) for name in reads}
+
+    def _of_draft(
+        self,
+        reads: Sequence[str],
+        tokens: Tensor,
+        before: Tensor,
+        after: Tensor | None,
+        here: slice,
     ) -> HeadInputs:
-        tokens = batch.tokens[here]
-
-        def each(values: Tensor) -> Tensor:
-            """(n, ...) the same for all draws -> (n, S, ...)."""
-            return values[:, None].expand(*tokens.shape, *values.shape[1:])
-
         def distributions() -> Tensor:
-            logits = self.draft_logits(before[here])
-            return each(probabilities(logits, self.head.sampling_config))
+            """(n, S, V), the same for all draws."""
+            logits = self.draft_logits(before)
+            q = probabilities(logits, self.head.sampling_config)
+            return q[:, None].expand(*tokens.shape, -1)
 
         def consumed() -> Tensor:
             assert after is not None
             return after[here]
 
-        return HeadInputs.of(
-            self.head.reads,
-            DraftedTokens(
-                tokens=tokens,
-                before=lambda: each(before[here]),
-                after=consumed,
-                distributions=distributions,
-                embeddings=lambda: _embeddings(self.draft, tokens),
-                position=lambda: each(batch.position[here]),
-                since_rejection=lambda: each(batch.since_rejection[here]),
-            ),
-            self.head.moments[-1],
+        drafted = DraftedTokens(
+            tokens=tokens,
+            before=lambda: before[:, None],
+            after=consumed,
+            distributions=distributions,
         )
+        return HeadInputs.of(reads, drafted, self.head.moments[-1])
 
 
 def draft_states(
@@ -251,19 +268,17 @@ def number_scales(inputs: Sequence[HeadInputs]) -> dict[str, tuple[float, float]
     return scales
 
 
-def _embeddings(draft: PreTrainedModel, ids: Tensor) -> Tensor:
-    """(..., E) the draft's input embeddings of tokens (...)."""
-    with torch.no_grad():
-        embeddings: Tensor = draft.get_input_embeddings()(known_ids(ids, draft))
-    return embeddings
+def _arguments(head: BaseHead, inputs: HeadInputs, dims: int) -> tuple[Tensor | None, ...]:
+    """The arguments of a head's `forward` that ask about all tokens at each of its moments.
 
-
-def _arguments(head: BaseHead, inputs: HeadInputs, shape: torch.Size) -> tuple[Tensor | None, ...]:
-    """The arguments of a head's `forward` that ask about tokens (...) at each of its moments."""
+    Args:
+        head: of any kind.
+        inputs: what is known at the last moment, leading shape (...).
+        dims: how many dimensions that has.
+    """
     features = tuple(inputs.features.get(name) for name in head.reads)
     if not isinstance(head, ImmediateHead):
         return features
     device = next(value.device for value in features if value is not None)
     moments = torch.tensor([int(moment) for moment in head.moments], device=device)
-    moments = moments.view(-1, *[1] * len(shape)).expand(-1, *shape)
-    return moments, *features
+    return moments.view(-1, *[1] * dims), *features

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -55,7 +56,8 @@ class ImmediateHead(BaseHead):
     Args:
         hidden_size: H, the width of the draft's hidden state.
         embedding_size: E, the width of the draft's input embedding; 0 means H.
-        reads: names of features; those not known at a moment are not used there.
+        reads: names of features; those not known at a moment are not used there, and those not
+            known at any are left out.
         moments: names of what may be known: "before", "drawn", "consumed".
         width: W of the network.
         depth: number of residual blocks.
@@ -63,7 +65,7 @@ class ImmediateHead(BaseHead):
             those that are missing.
         draft: name or path of the draft whose hidden states the head reads.
         sampling: temperature, top_k and top_p under which its labels were made.
-        probe: what that draft answers; see `heads.probe`.
+        probe: values of that draft's hidden states; see `heads.probe`.
 
     Raises:
         ValueError: if a size is out of range, or a name is unknown.
@@ -71,6 +73,9 @@ class ImmediateHead(BaseHead):
 
     kind: ClassVar[str] = "immediate"
     rejection_weight = 1.0
+    number_means: Tensor
+    number_deviations: Tensor
+    number_moments: Tensor
 
     def __init__(  # noqa: PLR0913 - all that config.json holds
         self,
@@ -84,7 +89,7 @@ class ImmediateHead(BaseHead):
         scales: Mapping[str, Sequence[float]] | None = None,
         draft: str | None = None,
         sampling: dict[str, Any] | None = None,
-        probe: dict[str, Any] | None = None,
+        probe: Sequence[float] | None = None,
     ) -> None:
         if hidden_size < 1 or embedding_size < 0 or width < 1 or depth < 0:
             raise ValueError(
@@ -99,75 +104,114 @@ class ImmediateHead(BaseHead):
         super().__init__()
         self.hidden_size = hidden_size
         self.embedding_size = embedding_size or hidden_size
-        self.reads = tuple(reads)
-        self.moments = tuple(sorted(known[name] for name in moments))
+        self.moments = tuple(sorted({known[name] for name in moments}))
+        self.reads = tuple(name for name in reads if FEATURES[name].moment <= self.moments[-1])
+        if not any(FEATURES[name].moment <= self.moments[0] for name in self.reads):
+            raise ValueError(
+                f"of the features {', '.join(reads)} none is known at the moment "
+                f"{self.moments[0].name.lower()!r}: name one that is, or leave the moment out"
+            )
         self.width = width
         self.depth = depth
         self.draft = draft
         self.sampling = sampling
         self.probe = probe
-        sizes = {"hidden": self.hidden_size, "embedding": self.embedding_size}
+        widths = {"hidden": self.hidden_size, "embedding": self.embedding_size}
         self.sizes = {
-            name: sizes[f.shape] for name in reads if (f := FEATURES[name]).shape in sizes
+            name: widths[feature.shape]
+            for name in self.reads
+            if (feature := FEATURES[name]).shape in widths
         }
-        self.numbers = tuple(name for name in reads if name not in self.sizes)
-        self.scales = {name: tuple((scales or {}).get(name, (0.0, 1.0))) for name in self.numbers}
+        self.numbers = tuple(name for name in self.reads if name not in self.sizes)
+        self.scales = self._checked(scales or {})
         self.norms = nn.ModuleDict({name: nn.LayerNorm(size) for name, size in self.sizes.items()})
         self.vectors = nn.ModuleDict(
             {name: nn.Linear(size, width, bias=False) for name, size in self.sizes.items()}
         )
         if self.numbers:  # weights that nothing reads would never get a gradient
             self.number_weights = nn.Linear(len(self.numbers), width, bias=False)
+        for name, values in (
+            ("number_means", [mean for mean, _ in self.scales.values()]),
+            ("number_deviations", [deviation for _, deviation in self.scales.values()]),
+            ("number_moments", [int(FEATURES[name].moment) for name in self.numbers]),
+        ):
+            self.register_buffer(name, torch.tensor(values), persistent=False)
         self.moment = nn.Embedding(len(Moment), width)
         self.blocks = nn.ModuleList(FeedForwardBlock(width) for _ in range(depth))
         self.norm = nn.RMSNorm(width)
         self.output = nn.Linear(width, 1)
 
+    def _checked(self, scales: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
+        checked = {}
+        for name in self.numbers:
+            mean, deviation = scales.get(name, (0.0, 1.0))
+            if not (math.isfinite(mean) and 0.0 < deviation < math.inf):
+                raise ValueError(
+                    f"scales must give a finite mean and a positive standard deviation of {name}, "
+                    f"got {mean} and {deviation}"
+                )
+            checked[name] = (float(mean), float(deviation))
+        return checked
+
     def forward(self, moment: Tensor, *features: Tensor | None) -> Tensor:
         """Return raw acceptance logits.
 
         Args:
-            moment: int64, what is known of each token: (...), or () for all.
+            moment: int64, what is known of each token; its shape broadcasts to (...).
             *features: in the order of `reads`, each (...) or (..., size); None if it is known of no
                 token. Values of tokens of which they are not known yet are not used.
 
         Returns:
             (...) logits.
+
+        Raises:
+            ValueError: if a vector has another width than the draft's.
         """
-        given = list(zip(self.reads, features, strict=True))
+        given = dict(zip(self.reads, features, strict=True))
         # Autocast would quietly run the layers in half precision.
         with torch.autocast(moment.device.type, enabled=False):
             x = self.moment(moment)
-            shapes = [self._leading(name, value) for name, value in given if value is not None]
-            shape = max([moment.shape, *shapes], key=len)
-            numbers = []
-            for name, value in given:
-                known = (moment >= FEATURES[name].moment).to(x.dtype)
-                if name in self.scales:
-                    mean, deviation = self.scales[name]
-                    number = known * mean if value is None else value.to(x.dtype)
-                    numbers.append(((number - mean) / deviation * known).expand(shape))
-                elif value is not None:
-                    normal = self.norms[name](value.to(x.dtype))
-                    x = x + self.vectors[name](normal) * known.unsqueeze(-1)
-            if numbers:
-                x = x + self.number_weights(torch.stack(numbers, dim=-1))
+            for name, layer in self.vectors.items():
+                value = given[name]
+                if value is not None:
+                    self._check_width(name, value)
+                    added = layer(self.norms[name](value.to(x.dtype)))
+                    known = (moment >= FEATURES[name].moment).unsqueeze(-1)
+                    x = x + torch.where(known, added, 0.0)
+            if self.numbers:
+                x = x + self.number_weights(self._standardised(moment, given, x.dtype))
             for block in self.blocks:
                 x = block(x)
             logits: Tensor = self.output(self.norm(x))
         return logits.squeeze(-1)
 
-    def _leading(self, name: str, value: Tensor) -> torch.Size:
-        """The shape (...) of a feature. Raises ValueError for another width than the draft's."""
-        if name in self.scales:
-            return value.shape
-        size = self.sizes[name]
-        if value.shape[-1] != size:
+    def _standardised(
+        self, moment: Tensor, given: Mapping[str, Tensor | None], dtype: torch.dtype
+    ) -> Tensor:
+        """(..., numbers) the numbers by their scales, 0 where they are not known."""
+        nothing = torch.zeros((), dtype=dtype, device=moment.device)
+        values = [
+            nothing if (value := given[name]) is None else value.to(dtype) for name in self.numbers
+        ]
+        shape = max((value.shape for value in values), key=len)
+        stacked = torch.stack([value.expand(shape) for value in values], dim=-1)
+        known = moment.unsqueeze(-1) >= self.number_moments
+        return torch.where(known, (stacked - self.number_means) / self.number_deviations, 0.0)
+
+    def _check_width(self, name: str, value: Tensor) -> None:
+        if value.shape[-1] != self.sizes[name]:
             raise ValueError(
-                f"this head reads {name} of width {size}, got {value.shape[-1]}; it was trained "
-                f"for the draft {self.draft or '(not recorded)'}"
+                f"this head reads {name} of width {self.sizes[name]}, got {value.shape[-1]}; it "
+                f"was trained for the draft {self.draft or '(not recorded)'}"
             )
-        return value.shape[:-1]
+
+    def check_moment(self, moment: Moment) -> None:
+        """Raise ValueError at a moment that the head was not trained for."""
+        if moment not in self.moments:
+            raise ValueError(
+                f"this head judges tokens {', '.join(m.name.lower() for m in self.moments)}, not "
+                f"{moment.name.lower()}"
+            )
 
     def logits(self, inputs: HeadInputs) -> Tensor:
         """Return the raw acceptance logits of drafted tokens; see `BaseHead.logits`.
@@ -175,11 +219,7 @@ class ImmediateHead(BaseHead):
         Raises:
             ValueError: at a moment that the head was not trained for.
         """
-        if inputs.moment not in self.moments:
-            raise ValueError(
-                f"this head judges tokens {', '.join(m.name.lower() for m in self.moments)}, not "
-                f"{inputs.moment.name.lower()}"
-            )
+        self.check_moment(inputs.moment)
         device = self.output.weight.device
         moment = torch.tensor(int(inputs.moment), device=device)
         logits: Tensor = self(moment, *(inputs.features.get(name) for name in self.reads))

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head
+from specdata.models import known_ids
 from specdata.probability import SamplingConfig, entropy, probabilities
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class DrawnToken(NextToken, Protocol):
 
 
 def _not_known() -> Tensor:
-    raise ValueError("a head reads something that is not known here")
+    raise ValueError("the head reads a feature that is not known here")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,10 +241,13 @@ class HeadInputs:
             states: (B, T, H), the draft's last hidden state after each token.
             logits: gives the draft's logits of states; see `logits_of_states`.
             sampling: how tokens are drawn from logits.
-            embeddings: gives (B, T, E), the draft's input embeddings of the tokens.
+            embeddings: gives (B, T, E), the draft's input embeddings; see `token_embeddings`.
 
         Returns:
             Features with the leading shape (B, T).
+
+        Raises:
+            ValueError: for a feature that sequences do not tell: places in a draft.
         """
 
         def before() -> Tensor:
@@ -348,6 +352,16 @@ def logits_of_states(draft: PreTrainedModel) -> Callable[[Tensor], Tensor]:
             return lm_head.logits(states)
 
     return logits
+
+
+def token_embeddings(draft: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The draft's input embeddings of tokens: (...) ids -> (..., E), without a gradient.
+
+    Ids that only the target has are replaced, as where the draft reads them (`known_ids`).
+    """
+    with torch.no_grad():
+        embeddings: Tensor = draft.get_input_embeddings()(known_ids(ids, draft))
+    return embeddings
 
 
 def _captured(drawn: NextToken) -> Tensor:

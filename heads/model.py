@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -41,7 +42,7 @@ class AcceptanceHead(BaseHead, paper_url="https://arxiv.org/abs/2405.19715"):
             a/(a + w(1 - a)); `probability` undoes that. 1 means no bias.
         draft: name or path of the draft whose hidden states the head reads.
         sampling: temperature, top_k and top_p under which its labels were made.
-        probe: what that draft answers; see `heads.probe`.
+        probe: values of that draft's hidden states; see `heads.probe`.
 
     Raises:
         ValueError: if a size is out of range.
@@ -59,7 +60,7 @@ class AcceptanceHead(BaseHead, paper_url="https://arxiv.org/abs/2405.19715"):
         rejection_weight: float = 1.0,
         draft: str | None = None,
         sampling: dict[str, Any] | None = None,
-        probe: dict[str, Any] | None = None,
+        probe: Sequence[float] | None = None,
     ) -> None:
         if hidden_size < 1 or depth < 0:
             raise ValueError(

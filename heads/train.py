@@ -22,10 +22,10 @@ from torch import Tensor
 
 from heads.base import BaseHead
 from heads.batches import LabelRows, micro_batch_count
-from heads.cache import StateCache
+from heads.cache import FeatureCache
 from heads.checkpoint import Checkpoint, latest_checkpoint
 from heads.config import HeadConfig, as_stored_today
-from heads.contexts import Context, MixedContext, TargetContext, draft_states, number_scales
+from heads.contexts import Context, MixedContext, TargetContext, number_scales
 from heads.engine import (
     deprecations_of_deepspeed_hidden,
     prepare,
@@ -60,7 +60,7 @@ RUN_ALONE = ("micro_batch_size", "save_steps")
 MORE_DRAWS = ("more_draft_ids", "more_accept_prob")
 Scales = Mapping[str, tuple[float, float]]
 # Rows by which numbers are standardised.
-SCALED_ROWS = 256
+SCALED_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def train_head(
     longest = _longest(draft, config)
     required: tuple[str, ...] = COLUMNS
     optional: tuple[str, ...] = ()
-    if config.mixing is None:
+    if config.kind == "immediate":
         required, optional = (*COLUMNS, "overlap"), MORE_DRAWS
 
     def read(name: str, rows: datasets.Dataset) -> LabelRows:
@@ -320,22 +320,20 @@ def _cached(
     config: HeadConfig,
     folder: Path,
     settings: Settings,
-) -> StateCache:
-    """The draft's states along the training rows on the disk; made here if they are not there."""
-    draft, consumed = context.draft, Moment.CONSUMED in context.head.moments
+) -> FeatureCache:
+    """What the draft says along the training rows, on the disk; made here if it is not there."""
+    device = context.draft.device
 
-    def states(here: range) -> tuple[Tensor, Tensor | None]:
-        before, after = list[Tensor](), list[Tensor]()
+    def features(here: range) -> dict[str, Tensor]:
+        pieces = []
         for start in range(here.start, here.stop, config.micro_batch_size):
             part = range(start, min(start + config.micro_batch_size, here.stop))
             batch = collate([_with_all_draws(rows[i], context.max_length) for i in part])
-            first, second = draft_states(draft, batch.to(draft.device), consumed)
-            before.append(first)
-            after += [] if second is None else [second]
-        return torch.cat(before), torch.cat(after) if consumed else None
+            pieces.append(context.of_draft(batch.to(device)))
+        return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
-    cache = StateCache(folder, rows.sizes, draft.dtype)
-    cache.fill(accelerator, settings, states)
+    cache = FeatureCache.of(folder, rows.sizes)
+    cache.fill(accelerator, settings, features)
     return cache
 
 

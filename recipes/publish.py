@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from eval.measuring.results import Results, check_metrics
 from recipes.config import PipelineConfig
+from recipes.head_quality import quality_of
 from recipes.layout import draft_in_use, eval_folder, folder, head_in_use, release_stage
 from recipes.measured import RESULTS, measured_results
 from recipes.next_steps import after_release
 from recipes.recipe import Recipe
 from recipes.run import (
     Stage,
-    finished,
     made_otherwise,
     make_again,
     need,
@@ -36,7 +36,7 @@ from specdata.prompts.reading import source_of
 from specdata.storage.files import fingerprint
 
 if TYPE_CHECKING:
-    from eval.analysis.choice import DevChoice
+    from eval.reporting.card import TrainedOn
 
 _TOO = " (--method leaves only the methods that it names: give it once more, for this one)"
 
@@ -132,8 +132,16 @@ def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]
         about = replace(shared, base_model=base, measures=measures)
         out = here / "head"
         if not out.exists():
-            choice = _choice(config, results, head)
-            release_head(Path(head), out, results, about, choice=choice, push_to=publish.head_id)
+            quality = quality_of(config, measured_results(config))
+            release_head(
+                Path(head),
+                out,
+                results,
+                about,
+                trained=_trained_on(config),
+                quality=quality,
+                push_to=publish.head_id,
+            )
         made["head"] = publish.head_id or str(stage.folder / "head")
     return made
 
@@ -168,24 +176,14 @@ def _training_sets(config: PipelineConfig) -> list[PromptSet]:
     return [prompts for prompts in config.rollouts.sets if prompts.split == "train"]
 
 
-def _choice(config: PipelineConfig, results: Results, head: str) -> DevChoice | None:
-    """What the measured settings cost on the run's held-out labels; None if it has none."""
-    from eval.analysis.choice import choose_on_dev
-    from heads import BaseHead
-    from specdata.labels.make import load_labels
-    from specdata.models import load_model
-    from specdata.storage.dataset import of_split
+def _trained_on(config: PipelineConfig) -> TrainedOn:
+    """What this run's head was trained on."""
+    from eval.reporting.card import TrainedOn, public_name
 
-    where = folder(config, "labels")
-    if not (results.timed and finished(where)):
-        return None
-    labels = load_labels(where, config.sampling)
-    if "dev" not in labels["split"]:
-        return None
-    rows = of_split(labels, "dev", where)
-    draft = load_model(draft_in_use(config), dtype=config.models.dtype)
-    acceptance_head = BaseHead.from_pretrained(head).to(draft.device)
-    return choose_on_dev(results, rows, draft, acceptance_head)
+    rollouts = stage_record(folder(config, "head"))["results"]["train_rows"]
+    sets = [source_of(prompts) or prompts.name for prompts in _training_sets(config)]
+    draws = config.labels.model_dump().get("draws", 1)
+    return TrainedOn([public_name(name) for name in sets], rollouts, draws)
 
 
 RECIPE = Recipe(

@@ -12,15 +12,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.measuring.methods import fit_rules, needs_fit, path_drafts, with_fit
 from eval.measuring.results import LostResultsError, write_results
 from eval.reporting.report import PAGE, Context, terminal, write_report
+from eval.reporting.verdict import judge
 from recipes.checks import check_evaluation
 from recipes.config import PipelineConfig
+from recipes.head_quality import known_quality, quality_file, quality_of
 from recipes.layout import draft_in_use, eval_stage, folder, head_in_use
 from recipes.measured import RESULTS, measured_results, names_then
 from recipes.next_steps import after_eval
@@ -45,7 +46,9 @@ from specdata.terminal import progress
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from eval.analysis.quality import Quality
     from eval.measuring.environment import Environment
+    from eval.measuring.results import Results
     from heads import BaseHead
     from specdata.prompts.loading import LoadedPrompts
 
@@ -70,8 +73,17 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     if is_made:
         _restore(config, stage)
     result = run_stage(stage, config, lambda: _measure(config, stage))
-    console.print(terminal(measured_results(config)))
+    results = measured_results(config)
+    console.print(terminal(results, _context(config, results, known_quality(config))))
     return result
+
+
+def _report(config: PipelineConfig, stage: Stage, results: Results) -> None:
+    """Write the report, and before it what is known of the run's head."""
+    quality = quality_of(config, results)
+    if quality is not None:
+        quality.write(quality_file(config))
+    write_report(results, stage.folder, _context(config, results, quality))
 
 
 def _restore(config: PipelineConfig, stage: Stage) -> None:
@@ -91,7 +103,7 @@ def _restore(config: PipelineConfig, stage: Stage) -> None:
     else:
         if not (stage.folder / PAGE).is_file():
             say(f"{stage.name}: {stage.folder / PAGE} is missing; it is made again of the results")
-            write_report(results, stage.folder, _context(config))
+            _report(config, stage, results)
         return
     from eval.measuring.experiment import stored_results
 
@@ -120,7 +132,7 @@ def _restore(config: PipelineConfig, stage: Stage) -> None:
         return
     say(f"{stage.name}: {lost}; it is made again from the records of the prompts")
     write_results(stage.folder / RESULTS, made)
-    write_report(made, stage.folder, _context(config))
+    _report(config, stage, made)
 
 
 def _environment_of(folder: Path, record: Mapping[str, Any]) -> Environment:
@@ -206,7 +218,7 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     finally:
         torch.set_num_threads(before)
     write_results(stage.folder / RESULTS, results)
-    write_report(results, stage.folder, _context(config))
+    _report(config, stage, results)
     return {
         "runs": len(results.runs),
         "prompts": len(prompts),
@@ -260,8 +272,8 @@ def _load_head(name: str) -> BaseHead:
         ) from error
 
 
-def _context(config: PipelineConfig) -> Context:
-    """The results of earlier stages, as far as they were run here."""
+def _context(config: PipelineConfig, results: Results, quality: Quality | None) -> Context:
+    """The results of earlier stages, as far as they were run here, and how good the head is."""
     made = {
         "pair": config.toy,
         "rollouts": config.rollouts,
@@ -289,6 +301,10 @@ def _context(config: PipelineConfig) -> Context:
         head={name: value for name, value in head["results"]["after"].items() if value is not None}
         if head
         else {},
+        verdict=judge(results, None if quality is None else quality.choice)
+        if config.head
+        else None,
+        quality=quality,
     )
 
 

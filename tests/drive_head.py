@@ -3,7 +3,8 @@
     accelerate launch --cpu --num_processes 2 tests/drive_head.py --out FOLDER [--epochs 3 ...]
 
 The draft is a tiny random Llama. A drafted token's acceptance is a function of the token alone,
-which the draft's hidden state reveals, so a working head predicts it almost perfectly.
+which the draft's hidden state reveals, and its overlap one of the target's token before it, so a
+working head predicts both almost perfectly.
 """
 
 from __future__ import annotations
@@ -44,31 +45,42 @@ def tiny_draft(seed: int = 0) -> LlamaForCausalLM:
         return LlamaForCausalLM(config)
 
 
-def synthetic_rows(count: int, seed: int, split: str = "train") -> datasets.Dataset:
-    """Labelled rows in which token t is accepted with probability LEVELS[t % 4]."""
-    generator = np.random.default_rng(seed)
+def synthetic_rows(
+    count: int, seed: int, split: str = "train", draws: int = 1
+) -> datasets.Dataset:
+    """Labelled rows: token t is accepted with probability LEVELS[t % 4], after t that is overlap."""
+    generator, more = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     rows = []
     for number in range(count):
         prompt, length = int(generator.integers(2, 6)), int(generator.integers(4, 14))
         drafted = generator.integers(1, VOCABULARY, length)
+        prompt_ids = generator.integers(1, VOCABULARY, prompt)
+        completion_ids = generator.integers(1, VOCABULARY, length)
+        before = np.concatenate([prompt_ids, completion_ids])[prompt - 1 : -1]
+        others = more.integers(1, VOCABULARY, length * (draws - 1))
         rows.append(
             {
                 "example_id": f"{split}-{number}",
                 "sample": 0,
-                "prompt_ids": generator.integers(1, VOCABULARY, prompt).tolist(),
-                "completion_ids": generator.integers(1, VOCABULARY, length).tolist(),
+                "prompt_ids": prompt_ids.tolist(),
+                "completion_ids": completion_ids.tolist(),
                 "draft_ids": drafted.tolist(),
                 "accept_prob": LEVELS[drafted % 4].tolist(),
+                "overlap": LEVELS[before % 4].tolist(),
+                "more_draft_ids": others.tolist(),
+                "more_accept_prob": LEVELS[others % 4].tolist(),
             }
         )
     return datasets.Dataset.from_list(rows)
 
 
-def drive(out: Path, config: HeadConfig, rows: int = 50, seed: int = 7) -> HeadResult:
+def drive(
+    out: Path, config: HeadConfig, rows: int = 50, seed: int = 7, draws: int = 1
+) -> HeadResult:
     """Train on the synthetic task."""
     return train_head(
         draft=tiny_draft(),
-        train=synthetic_rows(rows, seed=1),
+        train=synthetic_rows(rows, seed=1, draws=draws),
         dev=synthetic_rows(30, seed=2, split="dev"),
         out=out,
         config=config,
@@ -84,16 +96,21 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--micro-batch-size", type=int, default=8)
     parser.add_argument("--save-steps", type=int, default=4)
+    parser.add_argument("--kind", default="specdec++")
+    parser.add_argument("--draws", type=int, default=1)
+    parser.add_argument("--cache", default="none")
     options = parser.parse_args()
     config = HeadConfig(
+        kind=options.kind,
         depth=1,
         batch_size=16,
         learning_rate=3e-3,
         epochs=options.epochs,
         micro_batch_size=options.micro_batch_size,
         save_steps=options.save_steps,
+        cache=options.cache,
     )
-    drive(options.out, config, rows=options.rows)
+    drive(options.out, config, rows=options.rows, draws=options.draws)
 
 
 if __name__ == "__main__":

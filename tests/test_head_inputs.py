@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -23,6 +24,7 @@ from heads.inputs import (
     HeadInputs,
     Moment,
     logits_of_states,
+    token_embeddings,
 )
 from specdata.lm_head import hidden_states
 from specdata.sampling import SamplingConfig
@@ -87,7 +89,8 @@ def drawn_tokens(draft: PreTrainedModel, count: int) -> list[Drawn]:
         distribution = distribution.masked_fill(cut, 0.0)
         distribution = distribution / distribution.sum()
         token = int(torch.multinomial(distribution, 1, generator=generator))
-        drawn.append(Drawn(token, distribution, state))
+        embedding = token_embeddings(draft, torch.tensor(token))
+        drawn.append(Drawn(token, distribution, state, embedding, len(drawn), 7 + len(drawn)))
         state = hidden_states(draft, torch.tensor([[token]]), past_key_values=cache)[0, -1]
     return drawn
 
@@ -100,6 +103,7 @@ def batch_inputs(reads: list[str], draft: PreTrainedModel, ids: list[int]) -> He
         states=hidden_states(draft, tokens),
         logits=logits_of_states(draft),
         sampling=SAMPLING,
+        embeddings=lambda: token_embeddings(draft, tokens),
     )
 
 
@@ -107,7 +111,7 @@ def test_a_feature_is_the_same_of_a_batch_and_of_a_draft_under_way() -> None:
     draft = tiny_draft().eval()
     drawn = drawn_tokens(draft, 5)
     ids = PROMPT + [each.token for each in drawn]
-    for name in ("chance", "before", "token", "hidden", "hidden_before", "log_q", "margin"):
+    for name in FEATURES.keys() - {"position", "since_rejection"}:
         lag = int(FEATURES[name].moment is Moment.CONSUMED)
         whole = batch_inputs([name], draft, ids)[name][0]
         assert len(whole) == len(ids)
@@ -119,6 +123,74 @@ def test_a_feature_is_the_same_of_a_batch_and_of_a_draft_under_way() -> None:
             assert inputs is not None
             torch.testing.assert_close(
                 inputs[name], whole[len(PROMPT) + count - 1 - lag], rtol=1e-4, atol=1e-5
+            )
+        if FEATURES[name].moment is Moment.BEFORE:
+            for number, each in enumerate(drawn):
+                before = HeadInputs.from_next([name], each)
+                assert before.moment is Moment.BEFORE
+                torch.testing.assert_close(
+                    before[name], whole[len(PROMPT) + number], rtol=1e-4, atol=1e-5
+                )
+
+
+def test_places_in_a_draft_are_known_while_drafting_and_not_of_a_sequence() -> None:
+    draft = tiny_draft().eval()
+    drawn, reads = drawn_tokens(draft, 3), ["position", "since_rejection"]
+    for count, each in enumerate(drawn):
+        inputs = HeadInputs.from_drafted(reads, drawn[: count + 1])
+        assert inputs is not None
+        assert (int(inputs["position"]), int(inputs["since_rejection"])) == (count, count + 7)
+        assert HeadInputs.from_next(reads, each).features == inputs.features
+    with pytest.raises(ValueError, match="not known here"):
+        batch_inputs(reads, draft, PROMPT)
+
+
+def by_definition(q: list[float], token: int) -> dict[str, float]:
+    """The numbers of a distribution, written down once more."""
+    ordered = sorted(q, reverse=True)
+    ratio = math.log(ordered[0] / ordered[1]) if ordered[1] else math.inf
+    return {
+        "log_q": math.log(max(q[token], 1e-30)),
+        "log_q_max": math.log(ordered[0]),
+        "margin": min(30.0, ratio),
+        "entropy": -sum(value * math.log(value) for value in q if value),
+        "log_mass_above": math.log(sum(value for value in q if value > q[token]) + 1e-6),
+    }
+
+
+DISTRIBUTIONS = {
+    "two tokens": [0.3, 0.7],
+    "all different": [0.1, 0.5, 0.15, 0.25],
+    "ties at the top": [0.4, 0.2, 0.4],
+    "all equal": [0.25, 0.25, 0.25, 0.25],
+    "zeros, as top-k leaves": [0.0, 0.6, 0.0, 0.4],
+    "one token, as greedy decoding has": [0.0, 1.0, 0.0],
+    "nearly one token": [1e-14, 1.0, 0.0],
+}
+
+
+@pytest.mark.parametrize("q", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS.keys())
+def test_numbers_follow_their_definitions(q: list[float]) -> None:
+    names = ["log_q", "log_q_max", "margin", "entropy", "log_mass_above"]
+    for token in range(len(q)):
+        expected = by_definition(q, token)
+        for dtype in (torch.float32, torch.float64):
+            drawn = Drawn(token, torch.tensor(q, dtype=dtype), None)
+            inputs = HeadInputs.from_drafted(names, [drawn])
+            assert inputs is not None
+            found = {name: float(inputs[name]) for name in names}
+            assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        rows = DraftedTokens(  # the same of many tokens at once
+            tokens=torch.full((2, 3), token),
+            before=torch.Tensor,
+            after=torch.Tensor,
+            distributions=lambda: torch.tensor(q).expand(2, 3, -1),
+        )
+        for name in names:
+            values = HeadInputs.of([name], rows)[name]
+            assert values.shape == (2, 3)
+            assert values.flatten().tolist() == pytest.approx(
+                [expected[name]] * 6, rel=1e-4, abs=1e-6
             )
 
 

@@ -23,20 +23,25 @@ from transformers import (
 )
 
 from eval.analysis.choice import DevChoice
+from eval.analysis.quality import Quality
+from eval.analysis.rivals import ALL
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.results import Results, check_metrics, read_results
-from eval.reporting.card import best_head_run, public_name
+from eval.reporting.card import TrainedOn, best_head_run, public_name
+from eval.reporting.findings import findings
 from eval.reporting.lengths import measured_lengths
 from eval.reporting.metadata import About, hub_id, metadata
+from eval.reporting.quality import quality_rows
 from eval.reporting.release import release_draft, release_head
 from eval.reporting.rendering import escape_markdown
 from eval.reporting.serving import acceptance_positions
-from eval.reporting.verdict import ALL, judge
-from heads import AcceptanceHead
+from eval.reporting.verdict import judge
+from heads import AcceptanceHead, BaseHead, ImmediateHead
 from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError
 from specdata.toy.tokenizer import train_tokenizer
 from tests.drive_published_code import drive
 from tests.hub import Server
+from tests.synthetic_quality import MADE_OF, synthetic_quality
 from tests.synthetic_results import synthetic_results
 
 HIDDEN = 16
@@ -327,15 +332,20 @@ def test_every_number_of_the_table_is_in_the_results(
     assert "95 %" in text
 
 
+def is_rectangular(card: str) -> None:
+    """Assert that all rows of each table have as many columns."""
+    widths: list[int] = []
+    for line in card.splitlines():
+        if not line.startswith("|"):
+            widths = []
+            continue
+        widths.append(len(re.findall(r"(?<!\\)\|", line)))
+        assert widths[-1] == widths[0], line
+
+
 def test_datasets_of_a_card_are_rectangular(draft: Path, head: Path) -> None:
     for folder in (draft, head):
-        widths: list[int] = []
-        for line in (folder / "README.md").read_text().splitlines():
-            if not line.startswith("|"):
-                widths = []
-                continue
-            widths.append(len(re.findall(r"(?<!\\)\|", line)))
-            assert widths[-1] == widths[0], line
+        is_rectangular((folder / "README.md").read_text())
 
 
 def test_the_draft_card_gives_acceptance_by_position(pair: Pair, draft: Path) -> None:
@@ -380,7 +390,9 @@ def test_the_head_card_and_its_json_give_the_verdict(
     assert json.loads((head / "verdict.json").read_text())["status"] == "not measured"
     names = {run.method for run in pair.results.runs if run.drafter == "chain"}
     choice = DevChoice(48, ("alpaca",), 0.002, 0.011, dict.fromkeys(sorted(names), 1.0))
-    out = release_head(pair.head, tmp_path / "out", pair.results, choice=choice)
+    quality = synthetic_quality().model_copy(update={"choice": choice})
+    trained = TrainedOn(("instruct", "code"), 512, 6)
+    out = release_head(pair.head, tmp_path / "out", pair.results, trained=trained, quality=quality)
     verdict = judge(pair.results, choice)
     card = ModelCard.load(out / "README.md").text
     stored = json.loads((out / "verdict.json").read_text())
@@ -393,6 +405,54 @@ def test_the_head_card_and_its_json_give_the_verdict(
         assert plain["ratios"][ALL] == asdict(ratio)
         assert plain["method"] == rival.method
         assert escape_markdown(rival.method) in card
+    # What was found in replay, in figures and in words.
+    assert quality.replay is not None
+    assert stored["replay"]["status"] == quality.replay.status
+    share = asdict(quality.replay.rivals[0].overall)
+    assert stored["replay"]["rivals"][0]["saved"][ALL] == share
+    in_replay, by_clock = findings(verdict, quality)
+    assert stored["findings"] == [asdict(in_replay), asdict(by_clock)]
+    assert f"**{escape_markdown(in_replay.headline)}**" in card
+    for name, sentence in in_replay.sets.items():
+        assert f"- **{name}**: {escape_markdown(sentence)}" in card
+    # How well it predicts: a row for each predictor, and the whole beside the card.
+    for row in quality_rows(quality, "gsm8k"):
+        assert " | ".join(row.cells) in card
+    assert Quality.read(out / "quality.json", MADE_OF) == quality
+    assert "on 512 rollouts of instruct, code with 6 drafted tokens a position" in card
+    assert "so the newest token is sent unjudged" in card
+    is_rectangular(card)
+
+
+def test_the_card_of_a_head_without_lag_says_what_it_reads_and_when(
+    pair: Pair, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    ours = ImmediateHead(hidden_size=HIDDEN, width=8, depth=1, draft=str(pair.draft))
+    ours.save_pretrained(tmp_path / "head")
+    results = pair.results.model_copy(
+        update={
+            "runs": [
+                run.model_copy(update={"head": run.head and str(tmp_path / "head")})
+                for run in pair.results.runs
+            ]
+        }
+    )
+    out = release_head(tmp_path / "head", tmp_path / "out", results, quality=synthetic_quality())
+    card = (out / "README.md").read_text()
+    assert "kind `immediate`" in card
+    assert "unjudged" not in card
+    for name in ours.reads:
+        assert f"`{name}`" in card
+    for moment in ("before the token is drawn", "as soon as the token is drawn", "token later"):
+        assert moment in card
+    assert "1 residual block of width 8" in card
+    loaded = BaseHead.from_pretrained(out)
+    assert isinstance(loaded, ImmediateHead)
+    assert loaded.moments == ours.moments
+    assert all(
+        torch.equal(a, b) for a, b in zip(loaded.parameters(), ours.parameters(), strict=True)
+    )
 
 
 def test_a_released_head_names_its_draft_on_the_hub(pair: Pair, head: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import shutil
@@ -20,7 +19,6 @@ from eval.analysis.expectation import Traces
 from eval.analysis.replay import best_settings, main, replay_rules, result_rows
 from eval.analysis.traces import acceptance_traces
 from eval.drafting.stopping import STOPPING_RULES, DraftedToken
-from eval.drafting.stopping.calibration import Calibration
 from eval.drafting.stopping.recorded import BOUND, RecordedHead, RecordedTokens
 from heads import AcceptanceHead
 from heads.immediate import ImmediateHead
@@ -263,9 +261,7 @@ def simulated_traces(generator: torch.Generator) -> Traces:
 
 def test_no_rule_is_faster_than_the_oracle_and_a_perfect_head_beats_every_fixed_length() -> None:
     traces = simulated_traces(torch.Generator().manual_seed(0))
-    rows = result_rows(
-        replay_rules(traces, (0.0, 1.0), draft_seconds=0.1, target_seconds=1.0), 0.1, 1.0
-    )
+    rows = result_rows(replay_rules(traces, {}, draft_seconds=0.1, target_seconds=1.0), 0.1, 1.0)
     assert max(rows, key=lambda row: row["of_the_oracles_speed"])["rule"] == "oracle"
     best = {row["rule"]: row for row in best_settings(rows) if row["setting"] != "cost rule"}
     cost = {r["rule"]: r["seconds_per_token"] for r in rows if r["setting"] == "cost rule"}
@@ -283,7 +279,7 @@ def test_replay_compares_a_head_as_the_decoder_does_raw_and_one_token_late() -> 
         recorded = RecordedHead(consumed=logits, rejection_weight=weight)
         tokens = replace(traces.tokens, head=recorded)
         results = replay_rules(
-            replace(traces, tokens=tokens), (0.0, 1.0), draft_seconds=0.1, target_seconds=1.0
+            replace(traces, tokens=tokens), {}, draft_seconds=0.1, target_seconds=1.0
         )
         return {(r.family, r.setting): float(r.counts.n_draft.sum()) for r in results}
 
@@ -329,7 +325,7 @@ def test_the_command_prints_a_table_and_writes_json_and_a_picture(
     for rule in ("oracle", "plain", "fixed", "confidence", "logit", "head", "perfect"):
         assert rule in printed
     stored = json.loads((tmp_path / "replay.json").read_text())
-    assert stored["calibration"] != dataclasses.asdict(Calibration())
+    assert stored["fitted"].keys() >= {"calibration", "coefficients", "network"}
     for row in stored["rows"]:
         drafted = row["n_draft"] + row["n_target"]
         assert drafted == pytest.approx(row["tokens"] + row["n_discarded"])

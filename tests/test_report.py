@@ -12,11 +12,18 @@ from matplotlib.text import Annotation
 from PIL import Image
 from rich.console import Console
 
+from eval.analysis.choice import DevChoice
+from eval.analysis.rivals import ALL
 from eval.measuring.methods import PLAIN
 from eval.measuring.results import Results, build_results, check_metrics, fastest
 from eval.reporting.charts import LOOKS, PARTS, POINT, data_boxes, extent, family, series
-from eval.reporting.plots import kinds, plot, to_svg
+from eval.reporting.findings import findings
+from eval.reporting.plots import QUALITY_PLOTS, kinds, plot, plot_quality, to_svg
+from eval.reporting.quality import QUALITY_COLUMNS, basis, quality_rows
+from eval.reporting.quality_charts import HEAD_COLOUR, MIN_TOKENS
 from eval.reporting.report import COLUMNS, Context, render_page, sections_of, terminal, write_report
+from eval.reporting.verdict import HeadVerdict, judge
+from tests.synthetic_quality import CHOICE, synthetic_quality
 from tests.synthetic_results import ENVIRONMENT, method, synthetic_results
 
 EVIL = "<script>alert('x')</script> $\\frac{1}{2}$ [bold]&amp;"
@@ -63,10 +70,17 @@ def results() -> Results:
     return synthetic_results(datasets=("alpaca", "gsm8k"))
 
 
+def verdict(results: Results) -> HeadVerdict:
+    """By the clock, where every method cost the same on held-out rollouts."""
+    names = {run.method for run in results.runs}
+    return judge(results, DevChoice(*CHOICE, dict.fromkeys(sorted(names), 1.0)))
+
+
 @pytest.fixture(scope="module")
 def folder(results: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    context = Context("A pair", {"draft": 12.5}, {"acceptance": (0.41, 0.62)}, {"AUROC": 0.83})
+    measures = {"acceptance": (0.41, 0.62)}, {"AUROC": 0.83}
+    context = Context("A pair", {"draft": 12.5}, *measures, verdict(results), synthetic_quality())
     assert write_report(results, folder, context) == folder / "report.html"
     return folder
 
@@ -78,7 +92,8 @@ def page(folder: Path) -> Page:
 
 @pytest.fixture(scope="module")
 def evil_html(results: Results) -> str:
-    return render_page(renamed(results, EVIL), Context(EVIL, {EVIL: 1.0}))
+    quality, evil = synthetic_quality((EVIL,)), renamed(results, EVIL)
+    return render_page(evil, Context(EVIL, {EVIL: 1.0}, {}, {}, verdict(evil), quality))
 
 
 def test_the_page_refers_to_nothing_outside_itself(folder: Path, page: Page) -> None:
@@ -106,7 +121,8 @@ def test_datasets_have_captions_and_drawings_have_words(page: Page, results: Res
     tags = [tag for tag, _ in page.tags]
     assert tags.count("table") == tags.count("caption") >= len(results.datasets())
     drawings = [a for tag, a in page.tags if tag == "svg"]
-    assert len(drawings) == len(kinds(results)) * len(results.datasets())
+    of_predictions = len(QUALITY_PLOTS) * len(synthetic_quality().domains())
+    assert len(drawings) == len(kinds(results)) * len(results.datasets()) + of_predictions
     assert all(a["role"] == "img" and a["aria-labelledby"] for a in drawings)
     assert page.open == []
     assert "lang" in dict(page.tags[0][1])
@@ -130,6 +146,60 @@ def test_names_are_text_and_never_markup(evil_html: str) -> None:
     page = Page(evil_html)
     assert "script" not in {tag for tag, _ in page.tags}
     assert EVIL in "".join(page.text)
+
+
+def test_the_page_says_first_whether_the_head_pays_in_replay_and_by_the_clock(
+    folder: Path, page: Page, results: Results
+) -> None:
+    quality = synthetic_quality()
+    found = findings(verdict(results), quality)
+    assert len(found) == 2
+    html, text = (folder / "report.html").read_text(encoding="utf-8"), " ".join(page.text)
+    assert html.index("Does the head pay?") < html.index("Fastest lossless method")
+    for finding in found:
+        assert finding.headline in text
+        assert finding.basis in text
+        assert all(sentence in text for sentence in finding.sets.values())
+    for domain in quality.domains():
+        for row in quality_rows(quality, domain):
+            assert row.predictor in text
+            assert all(cell in text for cell in row.cells)
+    for name, meaning in QUALITY_COLUMNS:
+        assert name in text
+        assert meaning in text
+    assert basis(quality) in text
+
+
+def test_drawings_of_predictions_show_the_head_at_each_of_its_moments_and_its_rivals(
+    folder: Path,
+) -> None:
+    quality = synthetic_quality()
+    assert LOOKS["head"].colour == HEAD_COLOUR
+    for kind in QUALITY_PLOTS:
+        with Image.open(folder / f"{kind}.png") as image:
+            assert image.width == 3 * 5.2 * 150
+        figure = plot_quality(kind, quality, [ALL])
+        lines = {line.get_label() for line in figure.axes[0].get_lines()}
+        assert lines >= {
+            "head, drawn",
+            "head, one token later",
+            "head, before the draw",
+            "margin",
+            "logit",
+            "cumulative",
+            "numbers",
+        }
+        figure.draw_without_rendering()
+        bounds, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+        assert min(bounds.x0, bounds.y0) >= -0.02
+        assert bounds.x1 <= width + 0.02
+        assert bounds.y1 <= height + 0.02
+    (figure,) = [plot_quality("reliability", quality, [ALL])]
+    (drawn,) = [line for line in figure.axes[0].get_lines() if line.get_label() == "head, drawn"]
+    (head,) = [p for p in quality.of(ALL, "drawn") if p.predictor == "head"]
+    shown = [each for each in head.reliability if each.tokens >= MIN_TOKENS]
+    assert list(drawn.get_xdata()) == [each.predicted for each in shown]  # type: ignore[arg-type]
+    assert list(drawn.get_ydata()) == [each.accepted.value for each in shown]  # type: ignore[arg-type]
 
 
 def test_equal_results_make_equal_drawings(results: Results) -> None:
@@ -269,6 +339,17 @@ def test_terminal_tables_fit_into_100_columns_and_cut_nothing(results: Results) 
         low, high = run.intervals["speedup"]
         assert f"{run.speedup:.2f}x [{low:.2f}, {high:.2f}]" in text
         assert run.method in text
+
+
+def test_the_terminal_ends_with_whether_the_head_pays(results: Results) -> None:
+    context = Context(verdict=verdict(results), quality=synthetic_quality())
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(terminal(results, context))
+    text = " ".join(console.export_text().split())
+    tail = text[text.rindex("Fitted times") :]
+    for finding in context.findings:
+        assert finding.headline in tail
+        assert all(f"{name}: {words}" in tail for name, words in finding.brief.items())
 
 
 def test_terminal_names_are_not_markup(results: Results) -> None:

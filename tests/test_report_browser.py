@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from eval.reporting.report import write_report
+from eval.reporting.report import Context, write_report
+from eval.reporting.verdict import judge
+from tests.synthetic_quality import synthetic_quality
 from tests.synthetic_results import synthetic_results
 
 CHROMIUM = (
@@ -32,6 +34,7 @@ PROBE = """<script>addEventListener("load", () => { document.title = JSON.string
   broken: [...document.images].filter(image => !image.naturalWidth).length,
   small: [...document.querySelectorAll("svg")].filter(
     drawing => drawing.getBoundingClientRect().width < 200).length,
+  head: document.getElementById("verdict").getBoundingClientRect().top < innerHeight / 2 ? 1 : 0,
   tables: document.querySelectorAll("table caption").length }) })</script>"""
 
 
@@ -39,7 +42,9 @@ PROBE = """<script>addEventListener("load", () => { document.title = JSON.string
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("width", [1280, 500])
 def test_the_page_fits_the_screen_and_every_drawing_is_shown(width: int, tmp_path: Path) -> None:
-    page = write_report(synthetic_results(), tmp_path)
+    results, quality = synthetic_results(), synthetic_quality()
+    context = Context(verdict=judge(results, quality.choice), quality=quality)
+    page = write_report(results, tmp_path, context)
     probed = tmp_path / "probed.html"
     probed.write_text(page.read_text(encoding="utf-8") + PROBE, encoding="utf-8")
     assert CHROMIUM is not None
@@ -58,3 +63,4 @@ def test_the_page_fits_the_screen_and_every_drawing_is_shown(width: int, tmp_pat
     assert measured["broken"] == 0
     assert measured["small"] == 0
     assert measured["tables"] >= 2
+    assert measured["head"] == 1, "whether the head pays is not seen without scrolling"

@@ -10,13 +10,14 @@ import torch
 
 from eval.analysis.choice import DevChoice, choose_on_dev, rule_of
 from eval.analysis.expectation import expected_counts
+from eval.analysis.rivals import ALL
 from eval.analysis.traces import acceptance_traces
 from eval.drafting.stopping import STOPPING_RULES
 from eval.drafting.stopping.recorded import constant_length
 from eval.measuring.metrics import compute_metrics, speed_ratio_interval
 from eval.measuring.results import Results, Run
 from eval.reporting.lengths import longest_measured, measured_lengths
-from eval.reporting.verdict import ALL, Ratio, judge
+from eval.reporting.verdict import Ratio, judge
 from heads import AcceptanceHead
 from specdata.errors import ManifestError
 from specdata.probability import SamplingConfig
@@ -94,7 +95,7 @@ def test_choosing_on_dev_ranks_settings_by_expected_time(results: Results, tmp_p
     assert (choice.rollouts, choice.datasets) == (6, ("d",))
     assert choice.draft_seconds == pytest.approx(0.002, rel=0.2)
     assert choice.target_seconds == pytest.approx(0.0114, rel=0.2)
-    known = {"fixed-4", "head-0.5", "confidence-0.4", "logit-0.7", "entropy-1.5"}
+    known = {"fixed-4", "head-0.5", "confidence-0.4", "logit-0.7", "entropy-1.5", "transformers"}
     assert known <= set(choice.expected)
     assert {"tree-4x2x1", "plain", "biased-0.05"}.isdisjoint(choice.expected)
     traces = acceptance_traces(labels)
@@ -131,8 +132,9 @@ def test_the_verdict_judges_on_the_prompts_what_was_chosen_on_held_out_rollouts(
     # Not the fastest on the prompts: the one that cost least on held-out rollouts.
     assert (verdict.method, verdict.threshold, verdict.candidates) == ("head-0.5", 0.5, 4)
     chosen = {rival.rule: rival.method for rival in verdict.rivals}
-    assert list(chosen) == ["fixed", "confidence", "entropy", "logit"]
+    assert list(chosen) == ["fixed", "confidence", "entropy", "logit", "assisted"]
     assert chosen["fixed"] == "fixed-4"  # block-6 verifies otherwise
+    assert chosen["assisted"] == "transformers"
     mine, other = (
         [record for run in runs_of(results, name) for record in run.generations]
         for name in ("head-0.5", "fixed-4")
@@ -144,8 +146,9 @@ def test_the_verdict_judges_on_the_prompts_what_was_chosen_on_held_out_rollouts(
     assert ratio.value == pytest.approx(speeds[0] / speeds[1])
     assert (ratio.low, ratio.high) == speed_ratio_interval(mine, other)
     assert set(verdict.rivals[0].ratios) == {ALL, "alpaca", "gsm8k"}
-    # In hindsight: the fastest chain without a head, whatever verifies it.
-    names = {run.method for run in results.runs if run.drafter == "chain" and run.lossless}
+    # In hindsight: the fastest chain without a head, whatever verifies it and whoever drafts.
+    drafters = ("chain", "transformers")
+    names = {run.method for run in results.runs if run.drafter in drafters and run.lossless}
     speed = {
         name: compute_metrics(
             [record for run in runs_of(results, name) for record in run.generations]
@@ -190,6 +193,22 @@ def test_a_head_pays_only_if_its_interval_says_so_against_every_rival(
     assert ratio.value == pytest.approx(2 / sum(factors), rel=0.05)
     word = "slower" if sum(factors) > 2 else "faster"
     assert word in str(ratio)
+
+
+def test_the_setting_of_transformers_own_loop_is_chosen_on_held_out_rollouts_too(
+    results: Results,
+) -> None:
+    """It has no verifier's name, and is a rival of the head whatever verifies that."""
+    other = [
+        run.model_copy(update={"method": "transformers K=9", "length": 9, "stop": "fixed"})
+        for run in runs_of(results, "transformers")
+    ]
+    both = results.model_copy(update={"runs": [*results.runs, *other]})
+    expected = {**CHOICE.expected, "transformers": 2.0, "transformers K=9": 1.0}
+    verdict = judge(both, replace(CHOICE, expected=expected))
+    (assisted,) = [rival for rival in verdict.rivals if rival.rule == "assisted"]
+    assert (assisted.method, assisted.candidates) == ("transformers K=9", 2)
+    assert judge(both, CHOICE).left_out == ("assisted",)
 
 
 def test_a_ratio_says_its_percent_and_interval() -> None:

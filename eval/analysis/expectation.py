@@ -38,6 +38,11 @@ class Traces:
         """(R, N): False in the padding."""
         return self.tokens.inside
 
+    def select(self, chosen: NDArray[np.bool_]) -> Traces:
+        """Those of some rollouts; `chosen` is (R,)."""
+        overlap = None if self.overlap is None else self.overlap[chosen]
+        return Traces(self.tokens.select(chosen), self.accept[chosen], overlap)
+
     def mean_accept(self) -> float:
         """Of all tokens."""
         return float(self.accept[self.inside].mean())

@@ -2,9 +2,10 @@
 
     python -m eval.analysis.replay LABELS --draft DRAFT --head HEAD
 
-Counts are expectations over all outcomes of acceptance (`eval.analysis.expectation`).
---draft-seconds is the time of one more drafted token, including the time that the target takes
-longer for a longer draft, as the cost rule measures it.
+Counts are expectations over all outcomes of acceptance (`eval.analysis.expectation`). Rules with
+something to fit are fitted on the rows of --fit-split; with --choose-on-dev the setting of each
+rule is chosen on those, too. --draft-seconds is the time of one more drafted token, including the
+time that the target takes longer for a longer draft, as the cost rule measures it.
 """
 
 from __future__ import annotations
@@ -12,26 +13,31 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from eval.analysis.expectation import Counts, Traces, dinkelbach, expected_counts, oracle_counts
-from eval.drafting.stopping import StoppingRule
-from eval.drafting.stopping.calibration import fit_calibration
+from eval.analysis.savings import Interval, saving
+from eval.drafting.stopping import STOPPING_RULES, StoppingRule
 from eval.drafting.stopping.confidence import Confidence
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.cumulative import Cumulative
 from eval.drafting.stopping.entropy import Entropy
 from eval.drafting.stopping.fixed import Fixed
-from eval.drafting.stopping.head import Head
-from eval.drafting.stopping.logit import Logit
-from eval.drafting.stopping.recorded import Lengths, constant_length, until_product_below
+from eval.drafting.stopping.recorded import (
+    Lengths,
+    Reals,
+    constant_length,
+    until_product_below,
+)
 from specdata.errors import ConfigError, ManifestError
 from specdata.storage.files import atomic_write, write_json
 from specdata.storage.manifest import read_manifest
@@ -40,10 +46,22 @@ from specdata.terminal import accept_any_text
 if TYPE_CHECKING:  # help is shown without torch, so what works imports where it works
     import datasets
 
-THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
-NATS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
+THRESHOLDS = (*(step / 20 for step in range(1, 20)), 0.98)
+"""Of rules that compare the probability of a rejection."""
+CHANCES = (1e-5, 1e-4, 3e-4, 0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8)
+"""Of rules that compare the draft's probabilities of its tokens; those of a product are small."""
+NATS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)
+"""Of the rule that compares an entropy."""
+GRIDS: dict[type[StoppingRule], tuple[str, tuple[float, ...]]] = {
+    Confidence: ("", CHANCES),
+    Cumulative: ("", CHANCES),
+    Entropy: ("", NATS),
+}
+"""Rules that compare something else than the probability h of a rejection."""
 COST_RULE = "cost rule"
 LENGTHS = range(1, 21)
+PERFECT_LATE, PERFECT_NOW, PERFECT_BEFORE = "perfect head", "perfect, no lag", "perfect, ex ante"
+ALL_SETS = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +79,27 @@ class RuleResult:
     counts: Counts
 
 
+def fit_rules(traces: Traces) -> dict[str, Any]:
+    """The parameters that rules fit on labels, by name, of every rule.
+
+    A rule that reads what was not recorded is left as it is without labels.
+
+    Args:
+        traces: of held-out rollouts, which the draft was not distilled on.
+    """
+    values: dict[str, Any] = {}
+    for rule in STOPPING_RULES.values():
+        if rule.fitted and not values.keys() >= set(rule.fitted):
+            try:
+                values |= rule.fit(traces.tokens, traces.accept)
+            except ValueError:  # what it reads was not recorded
+                continue
+    return values
+
+
 def replay_rules(
     traces: Traces,
-    calibration: tuple[float, float],
+    fitted: Mapping[str, Any],
     *,
     draft_seconds: float,
     target_seconds: float,
@@ -71,12 +107,13 @@ def replay_rules(
 ) -> list[RuleResult]:
     """Replay every rule at every setting, each as the decoder applies it.
 
-    "perfect head" is SpecDec++'s rule with the acceptance probabilities themselves, one token late
-    like a head; "perfect, no lag" knows that of the newest token, too.
+    Three are what a head would be without error: "perfect head" is SpecDec++'s rule with the
+    acceptance probabilities themselves, one token late; "perfect, no lag" knows that of the newest
+    token, too; "perfect, ex ante" knows sum_x min(p(x), q(x)) of each token, but not which it is.
 
     Args:
         traces: of at least one rollout.
-        calibration: intercept and slope of the logistic model on max q.
+        fitted: values of what rules fit on labels; see `fit_rules`.
         draft_seconds: t_d.
         target_seconds: t_t.
         limit: most tokens of a draft whose length a rule decides; the oracle has no limit.
@@ -86,71 +123,114 @@ def replay_rules(
         RuleResult("oracle", "", oracle_counts(traces)),
         RuleResult("plain", "", expected_counts(traces, constant_length(tokens, 0))),
     ]
-    for rule, setting in _settings(calibration, limit):
+    for rule, setting in _settings(fitted, limit):
         lengths = rule.recorded_lengths(tokens)
         if lengths is not None:
             results.append(RuleResult(rule.name, setting, expected_counts(traces, lengths)))
-    for family, lag in (("perfect head", 1), ("perfect, no lag", 0)):
-        for h in THRESHOLDS:
-            lengths = until_product_below(tokens, traces.accept, 1 - h, limit=limit, lag=lag)
-            results.append(RuleResult(family, f"h={h:g}", expected_counts(traces, lengths)))
+    times = {"draft_seconds": draft_seconds, "target_seconds": target_seconds}
+    for family, in_use in (("logit", False), ("head", True)):
+        rule = Cost(head=in_use, limit=limit).with_fit(fitted)
+        counts = cost_rule_counts(rule, traces, **times)
+        if counts is not None and (tokens.head is not None or not in_use):
+            results.append(RuleResult(family, COST_RULE, counts))
+    return results + _perfect(traces, limit=limit, **times)
+
+
+def cost_rule_counts(
+    rule: Cost, traces: Traces, *, draft_seconds: float, target_seconds: float
+) -> Counts | None:
+    """The counts of a cost rule that measures its costs, once it knows them.
+
+    Its lambda is then the time per token that it achieves itself, and its mean acceptance that of
+    the rollouts. What it learns online of the head's odds is not replayed.
+
+    Returns:
+        None if it reads what was not recorded.
+    """
     mean = traces.mean_accept()
 
-    def best_cost_rule(lengths: Callable[[float], Lengths]) -> Counts:
-        return dinkelbach(
-            traces, lengths, draft_seconds=draft_seconds, target_seconds=target_seconds
-        )[0]
+    def lengths(seconds: float) -> Lengths | None:
+        known = {"draft_seconds": draft_seconds, "token_seconds": seconds, "mean_acceptance": mean}
+        return rule.model_copy(update=known).recorded_lengths(traces.tokens)
 
-    for family, in_use in (("logit", False), ("head", True)):
-        if in_use and tokens.head is None:
+    if lengths(target_seconds) is None:
+        return None
+
+    def recorded(seconds: float) -> Lengths:
+        found = lengths(seconds)
+        assert found is not None
+        return found
+
+    return dinkelbach(traces, recorded, draft_seconds=draft_seconds, target_seconds=target_seconds)[
+        0
+    ]
+
+
+def _perfect(
+    traces: Traces, *, draft_seconds: float, target_seconds: float, limit: int
+) -> list[RuleResult]:
+    """Rules that read the acceptance probabilities themselves."""
+    tokens, mean = traces.tokens, traces.mean_accept()
+    known = [(PERFECT_LATE, traces.accept, 1), (PERFECT_NOW, traces.accept, 0)]
+    if traces.overlap is not None:
+        known.append((PERFECT_BEFORE, traces.overlap, 0))
+    results = []
+    for family, estimates, lag in known:
+        for h in THRESHOLDS:
+            lengths = until_product_below(tokens, estimates, 1 - h, limit=limit, lag=lag)
+            results.append(RuleResult(family, f"h={h:g}", expected_counts(traces, lengths)))
+        if lag:
             continue
 
-        def cost_lengths(seconds: float, in_use: bool = in_use) -> Lengths:
-            rule = Cost(
-                draft_seconds=draft_seconds,
-                token_seconds=seconds,
-                mean_acceptance=mean,
-                head=in_use,
-                calibration=calibration,
-                limit=limit,
-            )
-            lengths = rule.recorded_lengths(tokens)
-            assert lengths is not None
-            return lengths
+        def pays(seconds: float, estimates: Reals = estimates) -> Lengths:
+            least = draft_seconds / (seconds * mean)
+            return until_product_below(tokens, estimates, least, limit=limit)
 
-        results.append(RuleResult(family, COST_RULE, best_cost_rule(cost_lengths)))
-
-    def perfect(seconds: float) -> Lengths:
-        least = draft_seconds / (seconds * mean)
-        return until_product_below(tokens, traces.accept, least, limit=limit)
-
-    results.append(RuleResult("perfect, no lag", COST_RULE, best_cost_rule(perfect)))
+        counts, _ = dinkelbach(
+            traces, pays, draft_seconds=draft_seconds, target_seconds=target_seconds
+        )
+        results.append(RuleResult(family, COST_RULE, counts))
     return results
 
 
-def _settings(calibration: tuple[float, float], limit: int) -> Iterator[tuple[StoppingRule, str]]:
+def _settings(fitted: Mapping[str, Any], limit: int) -> Iterator[tuple[StoppingRule, str]]:
     """Each rule at each setting that is replayed, and what the setting is called."""
     for length in LENGTHS:
         yield Fixed(length=length), f"K={length}"
-    for threshold in THRESHOLDS:
-        yield Confidence(threshold=threshold, limit=limit), f"{threshold:g}"
-        yield Cumulative(threshold=threshold, limit=limit), f"{threshold:g}"
-    for nats in NATS:
-        yield Entropy(threshold=nats, limit=limit), f"{nats:g}"
-    for h in THRESHOLDS:
-        yield Logit(threshold=h, limit=limit, calibration=calibration), f"h={h:g}"
-        yield Head(threshold=h, limit=limit), f"h={h:g}"
+    for kind in STOPPING_RULES.values():
+        if "threshold" not in kind.model_fields:
+            continue
+        name, thresholds = GRIDS.get(kind, ("h=", THRESHOLDS))
+        for threshold in thresholds:
+            rule = kind.model_validate({"threshold": threshold, "limit": limit})
+            yield rule.with_fit(fitted), f"{name}{threshold:g}"
 
 
 def result_rows(
-    results: Sequence[RuleResult], draft_seconds: float, target_seconds: float
+    results: Sequence[RuleResult],
+    draft_seconds: float,
+    target_seconds: float,
+    prompts: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """The rows that are printed and stored; the first result must be the oracle's."""
-    ideal = results[0].counts.seconds_per_token(draft_seconds, target_seconds)
+    """The rows that are printed and stored; the first result must be the oracle's.
+
+    Args:
+        results: from `replay_rules`.
+        draft_seconds: t_d.
+        target_seconds: t_t.
+        prompts: which prompt each rollout is of, for the intervals; see `savings`.
+    """
+    times = {"draft_seconds": draft_seconds, "target_seconds": target_seconds}
+
+    def seconds_of(result: RuleResult) -> float:
+        return result.counts.seconds_per_token(**times)
+
+    ideal = seconds_of(results[0])
+    fixed = min((each for each in results if each.family == Fixed.name), key=seconds_of)
     rows = []
     for result in results:
         counts = result.counts
-        seconds = counts.seconds_per_token(draft_seconds, target_seconds)
+        saved = saving(counts, fixed.counts, **times, prompts=prompts)
         rows.append(
             {
                 "rule": result.family,
@@ -158,23 +238,30 @@ def result_rows(
                 **{name: float(value.sum()) for name, value in asdict(counts).items()},
                 "verification_rate": float(counts.n_target.sum() / counts.tokens.sum()),
                 "discard_rate": float(counts.n_discarded.sum() / counts.tokens.sum()),
-                "seconds_per_token": seconds,
-                "of_the_oracles_speed": ideal / seconds,
+                "seconds_per_token": seconds_of(result),
+                "of_the_oracles_speed": ideal / seconds_of(result),
+                "saving_over_best_length": asdict(saved),
             }
         )
     return rows
 
 
-def best_settings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The fastest setting of every family, and the cost rules, fastest first."""
-    best = {
-        family: min(
-            (row for row in rows if row["rule"] == family),
-            key=lambda row: float(row["seconds_per_token"]),
-        )
-        for family in dict.fromkeys(row["rule"] for row in rows)
-    }
-    kept = [row for row in rows if row in best.values() or row["setting"] == COST_RULE]
+def best_settings(
+    rows: Sequence[dict[str, Any]], chosen_on: Sequence[dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """The fastest setting of every family, and the cost rules, fastest first.
+
+    Args:
+        rows: from `result_rows`.
+        chosen_on: rows of other rollouts, on which the settings are chosen; by default they are the
+            best ones of `rows`, which flatters rules with many settings.
+    """
+    best: dict[str, dict[str, Any]] = {}
+    for row in chosen_on or rows:
+        known = best.setdefault(row["rule"], row)
+        if row["setting"] != COST_RULE and row["seconds_per_token"] < known["seconds_per_token"]:
+            best[row["rule"]] = row
+    kept = [row for row in rows if row["setting"] in (best[row["rule"]]["setting"], COST_RULE)]
     return sorted(kept, key=lambda row: float(row["seconds_per_token"]))
 
 
@@ -208,22 +295,36 @@ def main(
     accept_any_text()
     given = _parser(program).parse_args(arguments)
     try:
-        rows = _run(given)
+        shown = _run(given)
     except (ConfigError, ManifestError, ValueError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    view = Table("rule", "setting", "N target/N", "N discarded/N", "s/token", "of the oracle")
-    for row in best_settings(rows):
-        metrics = (row["verification_rate"], row["discard_rate"], row["seconds_per_token"])
-        percent = f"{100 * row['of_the_oracles_speed']:.0f} %"
-        view.add_row(row["rule"], row["setting"], *(f"{x:.4g}" for x in metrics), percent)
     console = Console(highlight=False)
-    console.print(view)
+    for name, rows in shown.items():
+        title = None if len(shown) == 1 else f"{name} prompt sets" if name == ALL_SETS else name
+        console.print(_table(rows, title))
     console.print(f"every setting: {given.out / 'replay.json'}, {given.out / 'replay.png'}")
     return 0
 
 
-def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
+def _table(rows: Sequence[dict[str, Any]], title: str | None) -> Table:
+    view = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    # N target and N discarded for each emitted token, and the share of the oracle's speed.
+    for column in ("rule", "setting", "target", "disc.", "oracle"):
+        view.add_column(column, no_wrap=True)
+    view.add_column("saves over best K", no_wrap=True, justify="right")
+    for row in rows:
+        metrics = (row["verification_rate"], row["discard_rate"])
+        percent = f"{100 * row['of_the_oracles_speed']:.0f} %"
+        saved = Interval(**row["saving_over_best_length"])
+        view.add_row(
+            row["rule"], row["setting"], *(f"{x:.3f}" for x in metrics), percent, str(saved)
+        )
+    return view
+
+
+def _run(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Replay, store every row, and return those that are shown of each prompt set."""
     from eval.analysis.traces import acceptance_traces
     from heads import BaseHead
     from specdata.labels.make import sampling_of
@@ -236,24 +337,40 @@ def _run(given: argparse.Namespace) -> list[dict[str, Any]]:
         raise ConfigError("--head reads the hidden states of the draft: give --draft too")
     # Not by `load_stored`, which would leave a copy in a folder that is only read.
     labels = stream_stored(given.labels)
-    replayed, fitted = (_rows(labels, given, split) for split in (given.split, given.fit_split))
+    replayed, held_out = (_rows(labels, given, split) for split in (given.split, given.fit_split))
     draft = load_model(given.draft, dtype="float32") if given.draft else None
     if given.draft:
         _check_draft(given.labels, given.draft)
     head = BaseHead.from_pretrained(given.head) if given.head else None
-    sampling = sampling_of(given.labels)
-    traces = acceptance_traces(replayed, draft=draft, sampling=sampling, head=head)
-    fit_traces = acceptance_traces(fitted)
-    inside = fit_traces.inside
-    fitted_model = fit_calibration(fit_traces.accept[inside], fit_traces.tokens.q_max[inside])
-    calibration = fitted_model.intercept, fitted_model.slope
+    known = {"draft": draft, "sampling": sampling_of(given.labels)}
+    traces = acceptance_traces(replayed, head=head, **known)
+    dev = acceptance_traces(held_out, head=head if given.choose_on_dev else None, **known)
+    fitted = fit_rules(dev)
     costs = {"draft_seconds": given.draft_seconds, "target_seconds": given.target_seconds}
-    rows = result_rows(replay_rules(traces, calibration, limit=given.limit, **costs), **costs)
-    settings = {name: str(value) for name, value in vars(given).items()}
-    stored = {"settings": settings, "calibration": asdict(fitted_model), "rows": rows}
+
+    def rows_of(traces: Traces, rows: datasets.Dataset, name: str) -> list[dict[str, Any]]:
+        chosen = np.array([name in (ALL_SETS, own) for own in rows["dataset"]])
+        results = replay_rules(traces.select(chosen), fitted, limit=given.limit, **costs)
+        prompts = np.array(rows["example_id"])[chosen].tolist()
+        return result_rows(results, **costs, prompts=prompts)
+
+    sets = dict.fromkeys(replayed["dataset"])
+    names = [ALL_SETS, *(sets if len(sets) > 1 else ())]
+    rows = {name: rows_of(traces, replayed, name) for name in names}
+    chosen_on = (
+        {name: rows_of(dev, held_out, name) for name in names} if given.choose_on_dev else {}
+    )
+    shown = {name: best_settings(rows[name], chosen_on.get(name)) for name in names}
+    stored = {
+        "settings": {name: str(value) for name, value in vars(given).items()},
+        "fitted": fitted,
+        "rows": rows[ALL_SETS],
+        "sets": {name: rows[name] for name in names[1:]},
+        "shown": shown,
+    }
     write_json(given.out / "replay.json", json.loads(json.dumps(stored)))
-    draw(rows, given.out / "replay.png")
-    return rows
+    draw(rows[ALL_SETS], given.out / "replay.png")
+    return shown
 
 
 def _check_draft(labels: Path, draft: str) -> None:
@@ -280,7 +397,12 @@ def _rows(
 ) -> datasets.Dataset:
     from datasets import Dataset
 
-    rows = list(islice((row for row in labels if row["split"] == split), given.rows))
+    taken: Counter[str] = Counter()
+    rows = []
+    for row in labels:
+        if row["split"] == split and taken[row["dataset"]] < given.rows:
+            rows.append(row)
+            taken[row["dataset"]] += 1
     if not rows:
         known = ", ".join(sorted({row["split"] for row in labels}))
         raise ConfigError(f"{given.labels} has no rows of split {split!r}, only {known}")
@@ -302,9 +424,17 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--fit-split",
         default="dev",
-        help="rows that the logistic model is fitted on; held out from the draft (default: dev)",
+        help="rows that rules are fitted on; held out from the draft (default: dev)",
     )
-    parser.add_argument("--rows", type=int, default=256, help="most rollouts (default: 256)")
+    parser.add_argument(
+        "--choose-on-dev",
+        action="store_true",
+        help="show of each rule the setting that is best on the rows of --fit-split, rather than "
+        "on those that are replayed, which flatters rules with many settings",
+    )
+    parser.add_argument(
+        "--rows", type=int, default=256, help="most rollouts of a prompt set (default: 256)"
+    )
     parser.add_argument("--draft", help="the draft, for the head")
     parser.add_argument("--head", help="an acceptance head of that draft")
     parser.add_argument("--limit", type=int, default=20, help="longest draft (default: 20)")

@@ -30,7 +30,9 @@ class Interval:
 
     def __str__(self) -> str:
         """In percent, such as "6.1 % [4.9, 7.2]"."""
-        return f"{100 * self.value:.1f} % [{100 * self.low:.1f}, {100 * self.high:.1f}]"
+        # Adding 0 makes 0.0 of -0.0.
+        value, low, high = (round(100 * x, 1) + 0.0 for x in (self.value, self.low, self.high))
+        return f"{value:.1f} % [{low:.1f}, {high:.1f}]"
 
 
 def saving(

@@ -17,6 +17,7 @@ from eval.analysis.expectation import Traces
 from eval.drafting.stopping.recorded import BOUND, Reals, RecordedHead, RecordedTokens, pad
 from heads import BaseHead
 from heads.inputs import DraftedTokens, HeadInputs, Moment, logits_of_states
+from heads.probe import check_head, warn_of_other_sampling
 from heads.tree import check_tree_states, tree_states
 from specdata.errors import ConfigError
 from specdata.labels.labeller import tokens_at_once
@@ -48,6 +49,9 @@ def acceptance_traces(
             of `NUMBERS` that the labels lack.
         sampling: how its tokens were drawn; needed with a draft.
         head: an acceptance head of this draft, whose outputs are recorded.
+
+    Raises:
+        ConfigError: if the head is of another draft.
     """
     numbers = {name: rows[name] for name in NUMBERS if name in rows.column_names}
     recorded = None
@@ -56,6 +60,8 @@ def acceptance_traces(
         if len(numbers) < len(NUMBERS):
             numbers = _numbers(find_lm_head(draft), rows, sampling)
         if head is not None:
+            check_head(draft, head)
+            warn_of_other_sampling(head, sampling)
             recorded = _recorded_head(draft, head, rows, sampling)
     log_q_max = pad(rows["log_q_max"])
     tokens = RecordedTokens(

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eval.analysis.quality import Quality
+from eval.analysis.rivals import ALL
 from eval.measuring.results import Results, Run, fastest
+from eval.reporting.findings import findings
 from eval.reporting.lengths import MeasuredLength
 from eval.reporting.metadata import hub_id
+from eval.reporting.quality import QUALITY_COLUMNS, basis, quality_rows
 from eval.reporting.rendering import render
 from eval.reporting.report import COLUMNS, environment_rows, sections_of
 from eval.reporting.serving import acceptance_positions, serving_lines
-from eval.reporting.verdict import ALL, HeadVerdict
+from eval.reporting.verdict import HeadVerdict
 from specdata.errors import ManifestError
 
 
@@ -47,6 +51,21 @@ class DraftFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainedOn:
+    """What a head was trained on.
+
+    Args:
+        sets: the prompt sets.
+        rollouts: how many completions of the target.
+        draws: tokens drawn from the draft at each of their positions.
+    """
+
+    sets: Sequence[str]
+    rollouts: int
+    draws: int
+
+
+@dataclass(frozen=True, slots=True)
 class HeadFacts:
     """What a head's card states about the head itself.
 
@@ -54,20 +73,28 @@ class HeadFacts:
         name: Hub id, or the folder's name.
         target: the model whose acceptance it predicts.
         draft: the model whose hidden states it reads.
+        kind: of the head.
         hidden_size: H of the draft.
         depth: residual blocks before the linear layer.
+        width: of these blocks where it is not H; else None.
         rejection_weight: weight of rejections in its training loss.
         reads: names of the features that it reads.
+        moments: when it judges a token, in words.
+        trained: what it was trained on, if that is known.
         lag: whether it judges a token only once the next one has been drawn.
     """
 
     name: str
     target: str
     draft: str
+    kind: str
     hidden_size: int
     depth: int
+    width: int | None
     rejection_weight: float
     reads: Sequence[str]
+    moments: Sequence[str]
+    trained: TrainedOn | None
     lag: bool
 
 
@@ -132,9 +159,11 @@ def head_text(
     results: Results,
     measures: Mapping[str, float | None],
     verdict: HeadVerdict,
+    quality: Quality | None,
     unnamed: Sequence[str] = (),
 ) -> str:
     """The card of a head below its metadata; the arguments are like those of `draft_text`."""
+    tables = {} if quality is None else {d: quality_rows(quality, d) for d in quality.domains()}
     return _card(
         "head_card.md.jinja",
         results,
@@ -143,6 +172,10 @@ def head_text(
         unnamed=unnamed,
         verdict=verdict,
         everywhere=ALL,
+        found=findings(verdict, quality),
+        tables=tables,
+        quality_columns=QUALITY_COLUMNS,
+        quality_basis=None if quality is None else basis(quality),
         best=head_run(results, verdict),
         sampling=results.runs[0].sampling,
     )

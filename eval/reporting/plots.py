@@ -19,12 +19,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from eval.analysis.quality import Quality
 from eval.measuring.results import Results
 from eval.reporting import charts
 from eval.reporting.charts import GRID, INK, LOOKS, MIN_ROUNDS, family, label, place_labels
+from eval.reporting.quality_charts import draw_positions, draw_reliability
 from specdata.storage.files import atomic_write
 
 Draw = Callable[[Axes, Results, str], None]
+HEIGHT = 4.3
+"""Inches of a panel that does not grow with the number of methods."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,32 @@ PLOTS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class QualityPlot:
+    """One kind of figure on how well acceptance is predicted; the fields are those of `Plot`."""
+
+    title: str
+    caption: str
+    draw: Callable[[Axes, Quality, str], None]
+
+
+QUALITY_PLOTS = {
+    "reliability": QualityPlot(
+        "Are the head's probabilities right?",
+        "On the diagonal a probability is what it says: of the tokens that are given .8, four in"
+        " five are accepted. Above it acceptance is underestimated, and drafts end too early; below"
+        " it they run on too long. Bars are 95 % bootstrap intervals of the head's.",
+        draw_reliability,
+    ),
+    "auroc": QualityPlot(
+        "Does the head tell accepted tokens from rejected ones?",
+        "AUROC by position in the rollout: 0.5 is chance, 1 is perfect. Bars are 95 % bootstrap"
+        " intervals of the head's.",
+        draw_positions,
+    ),
+}
+
+
 def kinds(results: Results) -> list[str]:
     """The keys of PLOTS that these results can fill: without times no speeds and no costs."""
     left_out = ("efficiency",) if results.timed else ("speedup", "cost")
@@ -124,16 +154,9 @@ def plot(kind: str, results: Results, datasets: Sequence[str]) -> Figure:
     """
     what = PLOTS[kind]
     methods = max(len(results.of(dataset)) for dataset in datasets)
-    height = 1.3 + 0.27 * methods if what.per_method else 4.3
-    columns = min(3, len(datasets))
-    rows = -(-len(datasets) // columns)
+    height = 1.3 + 0.27 * methods if what.per_method else HEIGHT
     with mpl.rc_context(_RC):
-        figure = Figure(figsize=(5.2 * columns, height * rows), layout="constrained")
-        FigureCanvasAgg(figure)
-        for index, dataset in enumerate(datasets):
-            axes = figure.add_subplot(rows, columns, index + 1)
-            axes.set_title(label(dataset, 28), loc="left", fontweight="bold")
-            what.draw(axes, results, dataset)
+        figure = _panels(datasets, height, lambda axes, name: what.draw(axes, results, name))
         if kind in ("speedup", "efficiency", "pareto"):
             _add_legend(figure, results, datasets, with_plain=kind != "pareto")
         if kind == "pareto":
@@ -141,6 +164,32 @@ def plot(kind: str, results: Results, datasets: Sequence[str]) -> Figure:
             figure.set_layout_engine("none")
             for axes in figure.axes:
                 place_labels(axes)
+    return figure
+
+
+def plot_quality(kind: str, quality: Quality, domains: Sequence[str]) -> Figure:
+    """Draw how well acceptance is predicted, one panel a prompt set.
+
+    Args:
+        kind: key of QUALITY_PLOTS.
+        quality: what to draw.
+        domains: at least one of its prompt sets.
+    """
+    draw = QUALITY_PLOTS[kind].draw
+    with mpl.rc_context(_RC):
+        return _panels(domains, HEIGHT, lambda axes, name: draw(axes, quality, name))
+
+
+def _panels(names: Sequence[str], height: float, draw: Callable[[Axes, str], None]) -> Figure:
+    """A figure with a titled panel for each name."""
+    columns = min(3, len(names))
+    rows = -(-len(names) // columns)
+    figure = Figure(figsize=(5.2 * columns, height * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    for index, name in enumerate(names):
+        axes = figure.add_subplot(rows, columns, index + 1)
+        axes.set_title(label(name, 28), loc="left", fontweight="bold")
+        draw(axes, name)
     return figure
 
 

@@ -16,21 +16,24 @@ from huggingface_hub import HfApi, ModelCardData, errors
 from huggingface_hub.constants import CONFIG_NAME
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eval.analysis.choice import DevChoice
+from eval.analysis.quality import QUALITY, Quality
 from eval.measuring.results import Results, Run, check_metrics, write_results
 from eval.reporting.card import (
     DraftFacts,
     HeadFacts,
+    TrainedOn,
     draft_text,
     head_run,
     head_text,
     public_name,
 )
+from eval.reporting.findings import findings
 from eval.reporting.lengths import MeasuredLength, longest_measured, measured_lengths
 from eval.reporting.metadata import About, check_repository, left_out, metadata
+from eval.reporting.quality import MOMENTS
 from eval.reporting.serving import acceptance_positions, synthetic_acceptance
-from eval.reporting.verdict import judge
-from heads import BaseHead
+from eval.reporting.verdict import HeadVerdict, judge
+from heads import BaseHead, ImmediateHead
 from heads.inputs import Moment
 from heads.remote import write_custom_generate
 from specdata.errors import ConfigError, ManifestError
@@ -119,7 +122,8 @@ def release_head(
     results: Results,
     about: About | None = None,
     *,
-    choice: DevChoice | None = None,
+    trained: TrainedOn | None = None,
+    quality: Quality | None = None,
     push_to: str | None = None,
     private: bool = True,
 ) -> Path:
@@ -130,8 +134,9 @@ def release_head(
         out: folder to make; must not exist.
         results: measurements with this head.
         about: the draft's Hub id as base model, license, measures of calibration.
-        choice: what the measured settings cost on held-out rollouts (`choose_on_dev`); without it
-            the card says that whether the head pays was not measured.
+        trained: what it was trained on, if that is known.
+        quality: how it does on held-out labels; without it the card says that whether the head
+            pays was not measured.
         push_to: Hub id to upload to; None uploads nothing.
         private: whether a repository made by the upload is private.
 
@@ -149,8 +154,8 @@ def release_head(
     check_repository(push_to)
     measured = _measured(results, source, "head")
     head = BaseHead.from_pretrained(source)
-    facts = _head_facts(head, push_to or out.name, measured, about.base_model)
-    verdict = judge(measured, choice)
+    facts = _head_facts(head, push_to or out.name, measured, about.base_model, trained)
+    verdict = judge(measured, None if quality is None else quality.choice)
     target = measured.runs[0].target
     used = head_run(measured, verdict).method
     data = metadata(
@@ -163,11 +168,13 @@ def release_head(
         measured=[run for run in measured.runs if run.method == used],
     )
     unnamed = [public_name(name) for name in left_out(about, target)]
-    text = head_text(facts, _shortened(measured), about.measures, verdict, unnamed)
+    text = head_text(facts, _shortened(measured), about.measures, verdict, quality, unnamed)
 
     def fill(folder: Path) -> None:
         head.save_pretrained(folder)
-        write_json(folder / VERDICT, asdict(verdict))
+        write_json(folder / VERDICT, _stored_verdict(verdict, quality))
+        if quality is not None:
+            quality.write(folder / QUALITY)
         # The folder that the draft had here means nothing elsewhere.
         config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
         write_json(folder / CONFIG_NAME, {**config, "draft": facts.draft})
@@ -253,18 +260,32 @@ def _shortened(results: Results) -> Results:
     return results.model_copy(update={"runs": runs})
 
 
-def _head_facts(head: BaseHead, name: str, measured: Results, draft: str | None) -> HeadFacts:
+def _head_facts(
+    head: BaseHead, name: str, measured: Results, draft: str | None, trained: TrainedOn | None
+) -> HeadFacts:
     used = next(run for run in measured.runs if run.head is not None)
     return HeadFacts(
         name=name,
         target=public_name(used.target),
         draft=public_name(draft or str(used.draft)),
+        kind=head.kind,
         hidden_size=head.hidden_size,
         depth=head.depth,
+        width=head.width if isinstance(head, ImmediateHead) else None,
         rejection_weight=head.rejection_weight,
         reads=head.reads,
+        moments=tuple(MOMENTS[moment.name.lower()] for moment in head.moments),
+        trained=trained,
         lag=head.moments[0] is Moment.CONSUMED,
     )
+
+
+def _stored_verdict(verdict: HeadVerdict, quality: Quality | None) -> dict[str, Any]:
+    """The verdict by the clock, and what was found in replay in figures and in words."""
+    replay = None if quality is None else quality.replay
+    words = [asdict(finding) for finding in findings(verdict, quality)]
+    judged = None if replay is None else {"status": replay.status, **replay.model_dump(mode="json")}
+    return {**asdict(verdict), "replay": judged, "findings": words}
 
 
 def _rated(results: Results, best: MeasuredLength | None, longest: int) -> list[Run]:

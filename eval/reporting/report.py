@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 from rich import box
@@ -12,8 +13,12 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from eval.analysis.quality import Quality
 from eval.measuring.results import Results, Run, fastest
+from eval.reporting.findings import Finding, findings
+from eval.reporting.quality import QUALITY_COLUMNS, basis, quality_rows
 from eval.reporting.rendering import NOT_MEASURED, render
+from eval.reporting.verdict import HeadVerdict
 from specdata.storage.files import write_text
 
 PAGE = "report.html"
@@ -55,12 +60,21 @@ class Context:
         stages: wall seconds of each stage of the pipeline.
         draft: measure of the draft -> its value before and after training.
         head: measure of the acceptance head -> value.
+        verdict: whether the head pays by the clock.
+        quality: how good its probabilities are, and what it saves in replay.
     """
 
     title: str = "Speculative decoding report"
     stages: Mapping[str, float] = field(default_factory=dict)
     draft: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     head: Mapping[str, float | None] = field(default_factory=dict)
+    verdict: HeadVerdict | None = None
+    quality: Quality | None = None
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Whether the head pays, in words; none without a head."""
+        return [] if self.verdict is None else findings(self.verdict, self.quality)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +214,9 @@ def _cells(run: Run) -> tuple[str, ...]:
     )
 
 
-def terminal(results: Results) -> Group:
-    """Tables for `rich.print`, at most 100 columns wide, one a dataset."""
-    tables = []
+def terminal(results: Results, context: Context | None = None) -> Group:
+    """Tables for `rich.print`, at most 100 columns wide, one a dataset; and if a head pays."""
+    tables: list[Table | Text] = []
     for section in sections_of(results):
         table = Table(
             title=Text(section.dataset, style="bold"),
@@ -221,6 +235,9 @@ def terminal(results: Results) -> Group:
             method = Text(" ".join(filter(None, (row.method, row.mark, row.note))), style=style)
             table.add_row(method, *(Text(cell, style=style) for cell in row.cells))
         tables.append(table)
+    for finding in context.findings if context else ():
+        tables.append(Text(finding.headline, style="bold"))
+        tables += [Text(f"  {name}: {words}") for name, words in finding.brief.items()]
     return Group(*tables)
 
 
@@ -232,12 +249,22 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
         folder: created if missing; older files of the same names are replaced.
         context: title and the figures of earlier stages.
     """
-    from eval.reporting.plots import kinds, plot, write_png  # imports matplotlib
+    from eval.reporting.plots import (  # imports matplotlib
+        QUALITY_PLOTS,
+        kinds,
+        plot,
+        plot_quality,
+        write_png,
+    )
 
+    context = context or Context()
     for kind in kinds(results):
         write_png(folder / f"{kind}.png", plot(kind, results, results.datasets()))
+    if quality := context.quality:
+        for kind in QUALITY_PLOTS:
+            write_png(folder / f"{kind}.png", plot_quality(kind, quality, quality.domains()))
     path = folder / PAGE
-    write_text(path, render_page(results, context or Context()))
+    write_text(path, render_page(results, context))
     return path
 
 
@@ -265,7 +292,35 @@ def render_page(results: Results, context: Context) -> str:
         plots=plots,
         environment=environment_rows(results),
         models=_models(results),
+        quality=None if context.quality is None else _quality_section(context.quality),
     )
+
+
+def _quality_section(quality: Quality) -> dict[str, Any]:
+    """Tables and drawings of how well acceptance is predicted."""
+    from eval.reporting.plots import QUALITY_PLOTS, plot_quality, to_svg
+    from eval.reporting.quality_charts import described
+
+    plots = []
+    for kind, what in QUALITY_PLOTS.items():
+        drawings = [
+            Markup(  # safe as above
+                to_svg(
+                    plot_quality(kind, quality, [domain]),
+                    prefix=f"{kind}{index}",
+                    title=f"{what.title}, {domain}",
+                    description=f"{what.caption} {described(quality, domain, kind)}",
+                )
+            )
+            for index, domain in enumerate(quality.domains())
+        ]
+        plots.append({"title": what.title, "caption": what.caption, "drawings": drawings})
+    return {
+        "tables": {domain: quality_rows(quality, domain) for domain in quality.domains()},
+        "columns": QUALITY_COLUMNS,
+        "plots": plots,
+        "footnote": basis(quality),
+    }
 
 
 def _models(results: Results) -> list[tuple[str, str]]:

@@ -11,12 +11,17 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from eval.analysis.choice import DevChoice
+from eval.analysis.rivals import ALL
 from eval.measuring.metrics import speed_ratio_interval
 from eval.measuring.records import PromptRecord
 from eval.measuring.results import Results, Run
 
 Status = Literal["pays", "does not pay", "not shown to pay", "not measured"]
-ALL = "all prompt sets"
+ASSISTED = "assisted"
+"""How the rule of transformers' own loop is called among the rivals."""
+
+
+DRAFTERS = ("chain", "transformers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,12 @@ def judge(results: Results, choice: DevChoice | None) -> HeadVerdict:
     verifier = mine[0].verifier
     rivals, left_out = [], []
     for rule, settings in families.items():
-        same = {name: runs for name, runs in settings.items() if runs[0].verifier == verifier}
+        # Transformers' own loop has no other verifier than its own.
+        same = {
+            name: runs
+            for name, runs in settings.items()
+            if rule == ASSISTED or runs[0].verifier == verifier
+        }
         rival = _chosen(same, choice)
         if rival is not None:
             ratios = _ratios(mine, same[rival])
@@ -131,11 +141,11 @@ def judge(results: Results, choice: DevChoice | None) -> HeadVerdict:
 def _families(results: Results) -> dict[str, dict[str, list[Run]]]:
     """Rule -> method -> its runs, for lossless chains that were measured on every prompt set.
 
-    The head's own rule, and rules that read no head.
+    The head's own rule, rules that read no head, and transformers' own loop.
     """
     methods: dict[str, list[Run]] = {}
     for run in results.runs:
-        if run.drafter == "chain" and run.lossless and run.rule is not None:
+        if run.drafter in DRAFTERS and run.lossless and run.rule is not None:
             methods.setdefault(run.method, []).append(run)
     families: dict[str, dict[str, list[Run]]] = {}
     for name, runs in methods.items():
@@ -143,7 +153,8 @@ def _families(results: Results) -> dict[str, dict[str, list[Run]]]:
         assert rule is not None
         complete = len(runs) == len(results.datasets())
         if complete and (rule.needs_head or runs[0].head is None):
-            family = "head" if rule.needs_head else rule.name
+            ours = "head" if rule.needs_head else rule.name
+            family = ASSISTED if runs[0].drafter == "transformers" else ours
             families.setdefault(family, {})[name] = runs
     return families
 

@@ -74,16 +74,6 @@ def check_trees(model: PreTrainedModel) -> None:
         )
 
 
-def check_head_width(model: PreTrainedModel, width: int) -> None:
-    """Raise ConfigError unless the model's lm_head reads hidden states of this width."""
-    hidden_size = int(model.get_output_embeddings().weight.shape[-1])
-    if width != hidden_size:
-        raise ConfigError(
-            f"the head reads states of width {width}, and this draft has {hidden_size}: give "
-            "the head that was trained for this draft"
-        )
-
-
 def length_dependent_rope(model: PreTrainedModel) -> Mapping[str, Any] | None:
     """The parameters of a rope whose frequencies depend on the sequence's length, if any."""
     parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from eval.drafting.stopping.calibration import fit_logistic
-from eval.drafting.stopping.online import OnlineLogistic, Pair, sigmoid
+from eval.drafting.stopping.online import OnlineLogistic, Pair
 from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, ShouldStop
 
 if TYPE_CHECKING:

@@ -46,6 +46,15 @@ class RecordedHead:
     consumed: Reals | None = None
     rejection_weight: float = 1.0
 
+    def select(self, chosen: NDArray[np.bool_]) -> RecordedHead:
+        """The outputs on some rollouts; `chosen` is (R,)."""
+        return RecordedHead(
+            before=_select(self.before, chosen),
+            drawn=_select(self.drawn, chosen),
+            consumed=_select(self.consumed, chosen),
+            rejection_weight=self.rejection_weight,
+        )
+
     def probabilities(self, logits: Reals, *, calibrated: bool) -> Reals:
         """Acceptance probabilities, raw as SpecDec++ uses them or with the loss's bias undone."""
         from scipy.special import expit
@@ -84,10 +93,26 @@ class RecordedTokens:
         """(R, N): False in the padding."""
         return np.asarray(np.arange(self.q.shape[1]) < self.lengths[:, None])
 
+    def select(self, chosen: NDArray[np.bool_]) -> RecordedTokens:
+        """Those of some rollouts; `chosen` is (R,)."""
+        return RecordedTokens(
+            lengths=self.lengths[chosen],
+            q=self.q[chosen],
+            q_max=self.q_max[chosen],
+            entropy=_select(self.entropy, chosen),
+            margin=_select(self.margin, chosen),
+            log_mass_above=_select(self.log_mass_above, chosen),
+            head=None if self.head is None else self.head.select(chosen),
+        )
+
     def most(self) -> Lengths:
         """Tokens that may be drafted from a position; a round ends with a token of the target."""
         ahead = self.lengths[:, None] - np.arange(self.q.shape[1]) - 1
         return np.asarray(ahead.clip(min=0))
+
+
+def _select(values: Reals | None, chosen: NDArray[np.bool_]) -> Reals | None:
+    return None if values is None else values[chosen]
 
 
 def constant_length(tokens: RecordedTokens, length: int) -> Lengths:

@@ -1,0 +1,116 @@
+"""Drawings of how good a head's probabilities are: reliability, and AUROC by position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+
+from eval.analysis.quality import Prediction, Quality
+from eval.analysis.rivals import HEAD
+from eval.reporting.charts import INK
+from eval.reporting.quality import predictor_name
+
+SHORT = {"drawn": "drawn", "consumed": "one token later", "before": "before the draw"}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """How a predictor is drawn."""
+
+    colour: str
+    marker: str
+    style: str
+
+
+HEAD_COLOUR = "#D55E00"
+LINES = {
+    (HEAD, "drawn"): Line(HEAD_COLOUR, "s", "-"),
+    (HEAD, "consumed"): Line(HEAD_COLOUR, "D", "--"),
+    (HEAD, "before"): Line(HEAD_COLOUR, "x", ":"),
+    ("margin", "drawn"): Line("#009E73", "^", "-"),
+    ("logit", "drawn"): Line("#0072B2", "o", "-"),
+    ("cumulative", "drawn"): Line("#CC79A7", "v", "-"),
+    ("numbers", "drawn"): Line("#E69F00", "P", "-"),
+}
+"""Predictor and moment -> its look; the colours are those of `eval.reporting.charts`."""
+MIN_TOKENS = 30
+"""Bins and positions with fewer tokens are not drawn."""
+
+
+def draw_reliability(axes: Axes, quality: Quality, domain: str) -> None:
+    """Mean label against mean prediction of each bin; calibrated ones lie on the diagonal."""
+    axes.plot([0, 1], [0, 1], color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
+    for prediction, line in _drawn(quality, domain):
+        bins = [each for each in prediction.reliability if each.tokens >= MIN_TOKENS]
+        x, y = [each.predicted for each in bins], [each.accepted.value for each in bins]
+        if prediction.predictor == HEAD:
+            ends = [(each.accepted.low, each.accepted.high) for each in bins]
+            axes.vlines(x, *zip(*ends, strict=True), color=line.colour, linewidth=1.0)
+        _plot(axes, x, y, prediction, line)
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    axes.set_xlabel("predicted probability of acceptance")
+    axes.set_ylabel("mean acceptance of these tokens")
+    _add_legend(axes)
+
+
+def draw_positions(axes: Axes, quality: Quality, domain: str) -> None:
+    """AUROC by position in the rollout."""
+    ticks: dict[int, str] = {}
+    for prediction, line in _drawn(quality, domain):
+        x, y, ends = [], [], []
+        for place, part in enumerate(prediction.positions):
+            auroc = part.scores.auroc
+            several = "" if part.first == part.last else f"-{part.last}"
+            ticks[place] = f"{part.first}{several}"
+            if auroc is not None and part.scores.tokens >= MIN_TOKENS:
+                x.append(place)
+                y.append(auroc.value)
+                ends.append((auroc.low, auroc.high))
+        if prediction.predictor == HEAD and x:
+            axes.vlines(x, *zip(*ends, strict=True), color=line.colour, linewidth=1.0)
+        _plot(axes, x, y, prediction, line)
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    axes.set_xlabel("position in the rollout")
+    axes.set_ylabel("AUROC")
+    _add_legend(axes)
+
+
+def _drawn(quality: Quality, domain: str) -> list[tuple[Prediction, Line]]:
+    """The predictors that have a look, and it."""
+    found = ((each, LINES.get((each.predictor, each.moment))) for each in quality.of(domain))
+    return [(each, line) for each, line in found if line is not None]
+
+
+def _plot(
+    axes: Axes, x: Sequence[float], y: Sequence[float], prediction: Prediction, line: Line
+) -> None:
+    when = f", {SHORT[prediction.moment]}" if prediction.predictor == HEAD else ""
+    axes.plot(
+        x,
+        y,
+        color=line.colour,
+        marker=line.marker,
+        markersize=4.5,
+        linewidth=1.4,
+        linestyle=line.style,
+        label=prediction.predictor + when,
+    )
+
+
+def _add_legend(axes: Axes) -> None:
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+
+
+def described(quality: Quality, domain: str, kind: str) -> str:
+    """The data of a drawing in words, for those who cannot see it."""
+    parts = []
+    for prediction, _ in _drawn(quality, domain):
+        if kind == "reliability":
+            values = [f"{b.predicted:.2f} {b.accepted.value:.2f}" for b in prediction.reliability]
+        else:
+            shown = ((part.first, part.scores.auroc) for part in prediction.positions)
+            values = [f"{first} {auroc.value:.2f}" for first, auroc in shown if auroc is not None]
+        parts.append(f"{predictor_name(prediction)} {', '.join(values)}")
+    return "Values: " + "; ".join(parts) + "."

@@ -1,0 +1,161 @@
+"""Heads in the format that SpecDec++ was released in, read as heads of `kind: specdec++`.
+
+    python -m heads.released FOLDER OUT --draft meta-llama/Llama-2-7b-chat-hf
+
+FOLDER holds the `config.json` and the weights that the official code's `save_pretrained` wrote
+(github.com/Kaffaljidhmah2/SpecDec_pp, commit 55531dc; its head for Llama 2 chat is
+huggingface.co/hacky/acchead-llama2-chat-7bx70b); OUT becomes a folder for
+`AcceptanceHead.from_pretrained`. The formats differ in two things:
+
+- the released network is `Sequential(*[block] * num_layers, Linear(H, 2))`: one block object,
+  applied several times. Ours has as many blocks, and each gets a copy of its weights.
+- it has two logits, of rejection and of acceptance, in this order. The softmax over them gives the
+  sigmoid of their difference, which one output row can compute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from huggingface_hub.constants import CONFIG_NAME, PYTORCH_WEIGHTS_NAME, SAFETENSORS_SINGLE_FILE
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from heads.model import AcceptanceHead
+from specdata.errors import ConfigError
+from specdata.storage.files import atomic_folder
+from specdata.storage.resume import read_record
+
+# The weight of rejections in the loss of the released head (its README: layer=3, weight=6).
+RELEASED_WEIGHT = 6.0
+
+
+def from_released(
+    folder: str | Path,
+    *,
+    rejection_weight: float = RELEASED_WEIGHT,
+    draft: str | None = None,
+    sampling: dict[str, Any] | None = None,
+) -> AcceptanceHead:
+    """Read a released head; its raw acceptance probabilities stay what they are.
+
+    Args:
+        folder: with `config.json` (hidden_size, num_layers) and model.safetensors, or else
+            pytorch_model.bin, of which only tensors are read.
+        rejection_weight: the weight of rejections in its training loss, which the format does not
+            record. Only `probability` depends on it, the rule with a threshold does not.
+        draft: name of the draft whose hidden states it reads, to be recorded.
+        sampling: temperature, top_k and top_p of its labels, to be recorded.
+
+    Returns:
+        The head in float32, in evaluation mode.
+
+    Raises:
+        ConfigError: if the folder does not hold such a head.
+        ManifestError: if its config.json is damaged.
+    """
+    folder = Path(folder)
+    if not (folder / CONFIG_NAME).is_file():
+        raise ConfigError(f"{folder} holds no released head: it has no {CONFIG_NAME}")
+    settings = read_record(folder / CONFIG_NAME, ("hidden_size",), "download it again")
+    size, depth = settings["hidden_size"], settings.get("num_layers", 0)
+    if not (isinstance(size, int) and isinstance(depth, int) and size > 0 and depth >= 0):
+        raise ConfigError(
+            f"{folder / CONFIG_NAME} must give hidden_size >= 1 and num_layers >= 0, it gives "
+            f"{size!r} and {depth!r}"
+        )
+    path, weights = _weights(folder)
+    head = AcceptanceHead(
+        hidden_size=size,
+        depth=depth,
+        rejection_weight=rejection_weight,
+        draft=draft,
+        sampling=sampling,
+    )
+    try:
+        head.load_state_dict(_translated(weights, depth))
+    except (KeyError, IndexError, RuntimeError) as error:
+        raise ConfigError(
+            f"{path} does not hold the {depth} blocks of width {size} and the two logits that "
+            f"{CONFIG_NAME} describes: {error}"
+        ) from error
+    return head.eval()
+
+
+def _weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    """The file, and its tensors under all of their names."""
+    path = folder / SAFETENSORS_SINGLE_FILE
+    try:
+        if path.is_file():
+            with safe_open(path, framework="pt") as stored:
+                weights = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+                # Of tensors that share memory safetensors stores one, and the others' names.
+                shared = stored.metadata() or {}
+            aliases = {name: weights[kept] for name, kept in shared.items() if kept in weights}
+            return path, weights | aliases
+        path = folder / PYTORCH_WEIGHTS_NAME
+        return path, torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{folder} holds no weights: neither {SAFETENSORS_SINGLE_FILE} nor "
+            f"{PYTORCH_WEIGHTS_NAME}"
+        ) from error
+    except (SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
+        raise ConfigError(
+            f"{path} cannot be read, download it again: nothing but tensors is loaded ({error})"
+        ) from error
+
+
+def _translated(weights: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
+    """The names and values of `AcceptanceHead`'s parameters, float32.
+
+    Raises:
+        KeyError: if one is missing.
+        IndexError: if there are not two logits.
+    """
+    ours = {
+        f"blocks.{block}.linear.{kind}": weights[f"model.{block}.linear.{kind}"].float()
+        for block in range(depth)
+        for kind in ("weight", "bias")
+    }
+    for kind in ("weight", "bias"):
+        rejected, accepted = weights[f"model.{depth}.{kind}"].double().unbind()
+        ours[f"output.{kind}"] = (accepted - rejected).reshape(1, -1).float()
+    ours["output.bias"] = ours["output.bias"].reshape(1)
+    return ours
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Read a released head and write ours; mistakes end with exit status 2."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        prog="python -m heads.released", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("folder", type=Path, help="of the released head")
+    parser.add_argument("out", type=Path, help="folder to make")
+    parser.add_argument("--draft", help="name of the draft whose hidden states it reads")
+    parser.add_argument(
+        "--rejection-weight",
+        type=float,
+        default=RELEASED_WEIGHT,
+        help="weight of rejections in its training loss (default: %(default)s)",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        head = from_released(
+            options.folder, rejection_weight=options.rejection_weight, draft=options.draft
+        )
+        with atomic_folder(options.out) as folder:
+            head.save_pretrained(folder)
+    except (ValueError, FileExistsError) as error:
+        parser.error(str(error))
+    sys.stdout.write(f"{options.out}: head of {head.depth} blocks, width {head.hidden_size}\n")
+
+
+if __name__ == "__main__":
+    main()

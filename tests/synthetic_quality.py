@@ -1,0 +1,60 @@
+"""The quality of a simulated head, for the tests of reports and cards."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+from scipy.special import expit, logit
+
+from eval.analysis.choice import DevChoice
+from eval.analysis.expectation import Traces
+from eval.analysis.quality import Quality, judged_quality
+from eval.drafting.stopping.recorded import RecordedHead, RecordedTokens
+
+MADE_OF = {"results": "0" * 16, "labels": "1" * 16}
+CHOICE = (24, ("alpaca", "gsm8k"), 0.002, 0.011)
+"""A `DevChoice` but for what methods cost: rollouts, prompt sets, t_d and t_t."""
+
+
+def traces(seed: int, rollouts: int = 24, width: int = 40, *, skill: float = 2.0) -> Traces:
+    """Rollouts whose acceptance a head knows up to noise, the less the larger its `skill`."""
+    generator = np.random.default_rng(seed)
+    shape = (rollouts, width)
+    odds = generator.normal(1.5, 1.5, shape)
+    accept = expit(odds + generator.normal(0.0, 1.0, shape))
+    q_max = expit(0.6 * odds + generator.normal(0.0, 1.0, shape)).clip(0.05)
+    drawn = odds + generator.normal(0.0, 2.0 / skill, shape)
+    lengths = generator.integers(width // 2, width + 1, rollouts)
+    lengths[0] = width
+    tokens = RecordedTokens(
+        lengths=lengths,
+        q=q_max * generator.uniform(0.5, 1.0, shape),
+        q_max=q_max,
+        entropy=-np.log(q_max),
+        margin=np.abs(logit(q_max.clip(0.05, 0.999))),
+        log_mass_above=np.log(q_max * 0.1),
+        head=RecordedHead(
+            before=0.7 * drawn, drawn=drawn, consumed=odds + generator.normal(0.0, 0.3, shape)
+        ),
+    )
+    return Traces(tokens, accept, overlap=accept)
+
+
+@cache
+def synthetic_quality(
+    names: tuple[str, ...] = ("alpaca", "gsm8k"),
+    *,
+    timed: bool = True,
+    skill: float = 2.0,
+) -> Quality:
+    """Judged on 24 rollouts of these prompt sets, each of a prompt of its own."""
+    test = traces(1, skill=skill)
+    return judged_quality(
+        traces(0, skill=skill),
+        test,
+        prompts=[f"prompt {i}" for i in range(len(test.accept))],
+        names=[names[i % len(names)] for i in range(len(test.accept))],
+        choice=DevChoice(*CHOICE, {}) if timed else None,
+        made_of=MADE_OF,
+    )
