@@ -42,9 +42,7 @@ from benchmarks.head_figures.replay import (
 from benchmarks.head_figures.variants import (
     ABLATION,
     ALONE,
-    FEW_PASSES,
     FULL,
-    PASSES,
     PUBLISHED,
     SHIPPED,
     Variant,
@@ -143,6 +141,7 @@ def _options(description: str) -> argparse.Namespace:
     parser.add_argument("--test", type=int, default=512, help="test rollouts of each domain")
     parser.add_argument("--draws", type=int, default=6, help="labelled draws of each position")
     parser.add_argument("--small", type=int, default=512, help="rollouts a domain of the ablation")
+    parser.add_argument("--passes", type=int, default=3, help="of the ablation's training")
     parser.add_argument("--seeds", type=int, default=2, help="of each head of ablation and curve")
     parser.add_argument("--prompts", type=int, default=48, help="decoded of each domain")
     parser.add_argument("--repeats", type=int, default=1, help="seeds of each decoded prompt")
@@ -165,6 +164,7 @@ def _about(options: argparse.Namespace, data: Data) -> dict[str, Any]:
             "test": options.test,
             "draws": options.draws,
             "ablation_rollouts": options.small,
+            "ablation_passes": options.passes,
             "seeds": options.seeds,
             "head": SHIPPED.model_dump(mode="json"),
             "sampling": asdict(data.sampling),
@@ -184,8 +184,8 @@ def _goals_part(
     """The shipped head, the one of instructions alone and every rule, and whether goals are met."""
     train = dict(zip(DOMAINS, options.train, strict=True))
     heads = {"head": train_shipped(data)} | {
-        variant.name: trained(variant, data, train, passes=passes, seed=SEED, name=variant.name)
-        for variant, passes in ((ALONE, PASSES), (PUBLISHED, FEW_PASSES))
+        variant.name: trained(variant, data, train, passes=None, seed=SEED, name=variant.name)
+        for variant in (ALONE, PUBLISHED)
     }
     domains = {domain: _domain(dev, test, heads, times) for domain, (dev, test) in judged.items()}
     return {"domains": domains, "goals": _goals(domains)}
@@ -257,7 +257,7 @@ def _goals(domains: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _small(
     variant: Variant,
     rollouts: int,
-    passes: int,
+    passes: int | None,
     data: Data,
     judged: Judged,
     times: Times,
@@ -266,8 +266,10 @@ def _small(
     """Domain -> replayed rule and AUROC of each seed, for a head of so many rollouts a domain."""
     found: dict[str, tuple[list[Replayed], list[float]]] = {d: ([], []) for d in DOMAINS}
     for seed in range(seeds):
-        counts, name = dict.fromkeys(DOMAINS, rollouts), f"{variant.name}, {rollouts}, seed {seed}"
-        head = trained(variant, data, counts, passes=passes, seed=seed, name=name)
+        counts, name = dict.fromkeys(DOMAINS, rollouts), f"{variant.name}, {rollouts}"
+        head = trained(
+            variant, data, counts, passes=passes, seed=seed, name=f"{name}, {passes}, seed {seed}"
+        )
         for domain, (dev, test) in judged.items():
             scores = _areas_of(test.logits(head))
             area = soft_auroc(next(iter(scores.values())), test.accept)
@@ -297,11 +299,14 @@ def _ablation_part(
     data: Data, judged: Judged, times: Times, options: argparse.Namespace, console: Console
 ) -> dict[str, Any]:
     """Each ingredient dropped, on few rollouts: what it saves, and loses against the whole."""
-    rows, whole = [], _small(FULL, options.small, FEW_PASSES, data, judged, times, options.seeds)
+    rows, whole = (
+        [],
+        _small(FULL, options.small, options.passes, data, judged, times, options.seeds),
+    )
     fixed = {domain: best_length(test.traces, times) for domain, (_, test) in judged.items()}
     for variant in ABLATION:
         begun = time.perf_counter()
-        found = _small(variant, options.small, FEW_PASSES, data, judged, times, options.seeds)
+        found = _small(variant, options.small, options.passes, data, judged, times, options.seeds)
         domains: dict[str, Any] = {}
         for domain, (replayed, areas) in found.items():
             test = judged[domain][1]
@@ -330,7 +335,7 @@ def _curve_part(
     points = []
     for rollouts in [count for count in CURVE if count <= max(options.train)]:
         begun = time.perf_counter()
-        found = _small(FULL, rollouts, PASSES, data, judged, times, options.seeds)
+        found = _small(FULL, rollouts, None, data, judged, times, options.seeds)
         domains = {}
         for domain, (replayed, areas) in found.items():
             test = judged[domain][1]

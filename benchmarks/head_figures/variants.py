@@ -20,10 +20,7 @@ if TYPE_CHECKING:
     import datasets
 
 Rows = Callable[["datasets.Dataset"], "datasets.Dataset"]
-# Passes are given, because their default depends on the number of rows. The micro-batch does not
-# change the result.
-PASSES, FEW_PASSES = 12, 4
-SHIPPED = HeadConfig(kind="immediate", epochs=PASSES, micro_batch_size=16)
+SHIPPED = HeadConfig(kind="immediate")
 MORE_DRAWS = ("more_draft_ids", "more_accept_prob")
 
 
@@ -74,10 +71,9 @@ class Variant:
     rows: Rows = all_rows
     replayed: bool = True
 
-    def config(self, passes: int) -> HeadConfig:
+    def config(self, passes: int | None) -> HeadConfig:
         """The settings that it is trained with, for so many passes over the rows."""
-        given = {"kind": "immediate", "micro_batch_size": 16, "epochs": passes}
-        return HeadConfig(**{**given, **self.changes})
+        return HeadConfig(**{"kind": "immediate", "epochs": passes, **self.changes})
 
 
 def _without(*names: str) -> dict[str, Any]:
@@ -99,6 +95,7 @@ ABLATION = (
     *(Variant(f"without {name}", _without(name)) for name in SHIPPED.features if name in NUMBERS),
     Variant("with the position in the draft", _with("position"), replayed=False),
     Variant("with tokens since the last rejection", _with("since_rejection"), replayed=False),
+    Variant("also asked before drawing", {"moments": ("before", "drawn", "consumed")}),
     Variant("one stage: as drawn alone", {"moments": ("drawn",)}),
     Variant("one token late: as consumed alone", {"moments": ("consumed",)}),
     Variant(
@@ -122,7 +119,7 @@ def trained(
     data: Data,
     counts: Mapping[str, int],
     *,
-    passes: int,
+    passes: int | None,
     seed: int,
     name: str,
 ) -> BaseHead:
@@ -132,7 +129,7 @@ def trained(
         variant: which head.
         data: what it is trained on.
         counts: domain -> most training rollouts.
-        passes: over them.
+        passes: over them; None for as many as the recipe would make.
         seed: of its initial weights and the order of rows.
         name: of its folder.
     """
