@@ -31,13 +31,12 @@ from benchmarks.head_figures.replay import (
     Replayed,
     Times,
     best_length,
-    cost_rule,
+    every_rule,
     figures,
     of_rules,
     together,
     with_head,
-    with_the_target,
-    without_training,
+    with_margin,
 )
 from benchmarks.head_figures.variants import (
     ABLATION,
@@ -195,26 +194,26 @@ def _domain(
     dev: Recorded, test: Recorded, heads: Mapping[str, BaseHead], times: Times
 ) -> dict[str, Any]:
     """All figures of one domain."""
-    fixed = best_length(test.traces, times)
-    rules = {"fixed": fixed, **without_training(dev.traces, test.traces, times)}
+    shipped = heads["head"]
+    rules = every_rule(dev.with_head(shipped), test.with_head(shipped), times)
     for name, head in heads.items():
-        rules[name] = with_head(head, dev, test, times)
-    rules["head, cost rule"] = cost_rule(heads["head"], dev, test, times)
-    rules |= with_the_target(dev.traces, test.traces, times)
+        if head is not shipped:
+            rules[name] = with_head(head, dev, test, times)
+    fixed = rules["fixed"]
     ours, cost = rules["head"].counts, asdict(times)
     oracle = rules["oracle"].counts
     return {
         "prompts": len(set(test.prompts)),
         "tokens": len(test.accept),
         "acceptance": test.traces.mean_accept(),
-        "best_k": int(float(fixed.setting)),
+        "best_k": int(fixed.setting),
         "saving_over_best_k": figures(saving(ours, fixed.counts, **cost)),
         **{
             f"saving_over_{name}": figures(saving(ours, rules[name].counts, **cost))
             for name in (*RIVALS, "numbers", PUBLISHED.name)
         },
         "closes_logit_to_oracle": figures(closes(ours, rules["logit"].counts, oracle, **cost)),
-        **_aurocs(heads["head"], test),
+        **_aurocs(shipped, test),
         "instructions_alone": figures(saving(rules[ALONE.name].counts, fixed.counts, **cost)),
         "auroc_of": {
             **{name: _aurocs(head, test) for name, head in heads.items()},
@@ -358,7 +357,7 @@ def _clock_part(
         rows = of_domains(data.test, {domain: options.prompts})
         rules = {
             "fixed": best_length(test.traces, times),
-            "margin": without_training(dev.traces, test.traces, times)["margin"],
+            "margin": with_margin(dev.traces, test.traces, times),
             "head": with_head(shipped, dev, test, times),
         }
         parts[domain] = {

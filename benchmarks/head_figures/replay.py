@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,34 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.analysis.expectation import (
-    Counts,
-    Traces,
-    dinkelbach,
-    expected_counts,
-    oracle_counts,
-)
+from eval.analysis.expectation import Counts, Traces, expected_counts
+from eval.analysis.replay import COST_RULE, LENGTHS, THRESHOLDS, fit_rules, replay_rules
 from eval.analysis.savings import Interval, resamples, saving
 from eval.analysis.traces import acceptance_traces
 from eval.drafting.stopping import StoppingRule
-from eval.drafting.stopping.confidence import Confidence
-from eval.drafting.stopping.cost import Cost
-from eval.drafting.stopping.cumulative import Cumulative
-from eval.drafting.stopping.entropy import Entropy
 from eval.drafting.stopping.fixed import Fixed
 from eval.drafting.stopping.head import Head
-from eval.drafting.stopping.logit import Logit
 from eval.drafting.stopping.margin import Margin
-from eval.drafting.stopping.numbers import Numbers
-from eval.drafting.stopping.recorded import (
-    Lengths,
-    Reals,
-    RecordedHead,
-    pad,
-    until_product_below,
-)
-from heads import BaseHead, ImmediateHead
+from eval.drafting.stopping.recorded import Reals, RecordedHead, pad
+from heads import BaseHead
 from heads.contexts import TargetContext
+from heads.immediate import ImmediateHead
 from heads.inputs import FEATURES, HeadInputs, logits_of_states
 from heads.loss import soft_auroc
 from heads.target_context import collate
@@ -49,14 +33,8 @@ if TYPE_CHECKING:
     from benchmarks.head_figures.data import Data
 
 LIMIT = 20
-LENGTHS = range(1, 17)
-THRESHOLDS = tuple(round(0.1 + 0.02 * step, 2) for step in range(45))
-# Of rules that compare a probability of tokens themselves, which is small.
-LOW_THRESHOLDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.08, *THRESHOLDS)
-NATS = tuple(round(0.2 * step, 1) for step in range(1, 21))
 ROWS_AT_ONCE = 32
 AUROC_RESAMPLES = 200
-EX_ANTE, LATE, EXACT = "exact sum min(p, q)", "exact a, one token late", "exact a"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +164,14 @@ class Replayed:
 def tuned(rules: Sequence[StoppingRule], dev: Traces, test: Traces, times: Times) -> Replayed:
     """The rule that takes least time on the dev rows, on the test rows."""
 
-    def seconds(rule: StoppingRule) -> float:
-        return times.of(expected_counts(dev, _lengths(rule, dev)))
+    def counts(rule: StoppingRule, traces: Traces) -> Counts:
+        lengths = rule.recorded_lengths(traces.tokens)
+        assert lengths is not None
+        return expected_counts(traces, lengths)
 
-    best = min(rules, key=seconds)
-    setting = f"{getattr(best, 'threshold', getattr(best, 'length', '')):g}"
-    return Replayed(setting, expected_counts(test, _lengths(best, test)), best)
+    best = min(rules, key=lambda rule: times.of(counts(rule, dev)))
+    setting = best.length if isinstance(best, Fixed) else getattr(best, "threshold", "")
+    return Replayed(f"{setting:g}", counts(best, test), best)
 
 
 def best_length(test: Traces, times: Times) -> Replayed:
@@ -199,74 +179,38 @@ def best_length(test: Traces, times: Times) -> Replayed:
     return tuned([Fixed(length=length) for length in LENGTHS], test, test, times)
 
 
-def without_training(dev: Traces, test: Traces, times: Times) -> dict[str, Replayed]:
-    """Every rule without a trained head, fitted and tuned on the domain's dev rows."""
-    families: dict[str, list[StoppingRule]] = {
-        "confidence": [Confidence(threshold=t, limit=LIMIT) for t in LOW_THRESHOLDS],
-        "entropy": [Entropy(threshold=nats, limit=LIMIT) for nats in NATS],
-        "cumulative": [Cumulative(threshold=t, limit=LIMIT) for t in LOW_THRESHOLDS],
-    }
-    for kind in (Logit, Margin, Numbers):
-        fitted = kind.fit(dev.tokens, dev.accept)
-        families[kind.name] = [kind(threshold=t, limit=LIMIT).with_fit(fitted) for t in THRESHOLDS]
-    return {name: tuned(rules, dev, test, times) for name, rules in families.items()}
-
-
 def with_head(head: BaseHead, dev: Recorded, test: Recorded, times: Times) -> Replayed:
     """The threshold rule with a head."""
-    rules = [Head(threshold=t, limit=LIMIT) for t in THRESHOLDS]
+    rules = [Head(threshold=h, limit=LIMIT) for h in THRESHOLDS]
     return tuned(rules, dev.with_head(head), test.with_head(head), times)
 
 
-def cost_rule(head: BaseHead, dev: Recorded, test: Recorded, times: Times) -> Replayed:
-    """The cost rule with a head: no threshold; lambda is what it achieves on the dev rows."""
-    known = dev.with_head(head)
-    calibration = tuple(Logit.fit(known.tokens, known.accept)["calibration"])
-
-    def rule(seconds: float) -> Cost:
-        return Cost(
-            draft_seconds=times.draft_seconds,
-            token_seconds=seconds,
-            mean_acceptance=known.mean_accept(),
-            calibration=calibration,
-            limit=LIMIT,
-        )
-
-    _, achieved = dinkelbach(known, lambda s: _lengths(rule(s), known), **asdict(times))
-    judged = test.with_head(head)
-    chosen = rule(achieved)
-    counts = expected_counts(judged, _lengths(chosen, judged))
-    return Replayed(f"lambda {achieved:.3g}", counts, chosen)
+def with_margin(dev: Traces, test: Traces, times: Times) -> Replayed:
+    """The rule of the top-2 margin, fitted on the dev rows."""
+    fitted = Margin.fit(dev.tokens, dev.accept)
+    rules = [Margin(threshold=h, limit=LIMIT).with_fit(fitted) for h in THRESHOLDS]
+    return tuned(rules, dev, test, times)
 
 
-def with_the_target(dev: Traces, test: Traces, times: Times) -> dict[str, Replayed]:
-    """What a perfect head would do, tuned alike, and the oracle."""
-    assert dev.overlap is not None
-    assert test.overlap is not None
-    known: dict[str, Callable[[Traces], tuple[Reals | None, int]]] = {
-        EX_ANTE: lambda traces: (traces.overlap, 0),
-        LATE: lambda traces: (traces.accept, 1),
-        EXACT: lambda traces: (traces.accept, 0),
-    }
-    results = {}
-    for name, knows in known.items():
+def every_rule(dev: Traces, test: Traces, times: Times) -> dict[str, Replayed]:
+    """Every rule that can be replayed, the perfect ones and the oracle.
 
-        def lengths(
-            traces: Traces, h: float, knows: Callable[[Traces], tuple[Reals | None, int]] = knows
-        ) -> Lengths:
-            estimates, lag = knows(traces)
-            assert estimates is not None
-            return until_product_below(traces.tokens, estimates, 1 - h, limit=LIMIT, lag=lag)
-
-        best = min(THRESHOLDS, key=lambda h: times.of(expected_counts(dev, lengths(dev, h))))
-        results[name] = Replayed(f"{best:g}", expected_counts(test, lengths(test, best)))
-    return {**results, "oracle": Replayed("", oracle_counts(test))}
-
-
-def _lengths(rule: StoppingRule, traces: Traces) -> Lengths:
-    lengths = rule.recorded_lengths(traces.tokens)
-    assert lengths is not None
-    return lengths
+    Rules are fitted, and their settings chosen, on the domain's dev rows; cost rules have no
+    setting. The fixed length is the best on the test rows themselves.
+    """
+    fitted = fit_rules(dev)
+    on_dev, on_test = (
+        replay_rules(traces, fitted, limit=LIMIT, **asdict(times)) for traces in (dev, test)
+    )
+    chosen: dict[str, tuple[float, Replayed]] = {}
+    for known, result in zip(on_dev, on_test, strict=True):
+        name, seconds = result.family, times.of(known.counts)
+        if result.setting == COST_RULE:
+            name = f"{name}, {COST_RULE}"
+        if name not in chosen or seconds < chosen[name][0]:
+            chosen[name] = seconds, Replayed(result.setting, result.counts)
+    rules = {name: replayed for name, (_, replayed) in chosen.items()}
+    return {**rules, "fixed": best_length(test, times)}
 
 
 def together(counts: Sequence[Counts]) -> Counts:
