@@ -26,7 +26,7 @@ RELEASE_FORMAT = 3
 # numbers; an id and a number for each further draw or kept logit. A prompt's own ids come on top.
 ROLLOUT_TOKEN, LABEL_TOKEN, PAIR = 4, 40, 8
 # results.json and what it is made of, a generation; the report with its plots.
-GENERATION, REPORT = 2500, 1_600_000
+GENERATION, REPORT = 2500, 2_800_000
 # Features of heads that are as wide as the draft; the others are numbers.
 VECTORS = ("hidden_before", "embedding", "hidden")
 

@@ -8,6 +8,7 @@ python recipes/publish.py --config recipes/configs/toy.yaml
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,6 @@ from recipes.run import (
 )
 from specdata.errors import ConfigError, ManifestError
 from specdata.processes import is_main
-from specdata.prompts.config import PromptSet
 from specdata.prompts.reading import source_of
 from specdata.storage.files import fingerprint
 
@@ -109,13 +109,13 @@ def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]
 
     results = _results(config)
     publish, made = config.publish, {}
-    trained_on = [source_of(prompts) or prompts.name for prompts in _training_sets(config)]
-    shared = About(license=publish.license, language=publish.language, datasets=trained_on)
+    shared = About(license=publish.license, language=publish.language)
     if config.draft:
         trained = stage_record(folder(config, "draft"))["results"]
         about = replace(
             shared,
             base_model=config.models.draft,
+            datasets=_training_sets(config, config.draft.sets),
             measures={
                 "acceptance before distillation": trained["acceptance_before"],
                 "acceptance after distillation": trained["acceptance_after"],
@@ -129,7 +129,8 @@ def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]
     if head := head_in_use(config):
         measures = stage_record(folder(config, "head"))["results"]["after"]
         base = publish.draft_id or draft_in_use(config)
-        about = replace(shared, base_model=base, measures=measures)
+        sets = _training_sets(config)
+        about = replace(shared, base_model=base, datasets=sets, measures=measures)
         out = here / "head"
         if not out.exists():
             quality = quality_of(config, measured_results(config))
@@ -172,8 +173,13 @@ def _results(config: PipelineConfig) -> Results:
     return results.model_copy(update={"runs": runs})
 
 
-def _training_sets(config: PipelineConfig) -> list[PromptSet]:
-    return [prompts for prompts in config.rollouts.sets if prompts.split == "train"]
+def _training_sets(config: PipelineConfig, names: Sequence[str] | None = None) -> list[str]:
+    """The sources of the prompt sets that were trained on: of those named, by default all."""
+    return [
+        source_of(prompts) or prompts.name
+        for prompts in config.rollouts.sets
+        if prompts.split == "train" and (names is None or prompts.name in names)
+    ]
 
 
 def _trained_on(config: PipelineConfig) -> TrainedOn:
@@ -181,9 +187,8 @@ def _trained_on(config: PipelineConfig) -> TrainedOn:
     from eval.reporting.card import TrainedOn, public_name
 
     rollouts = stage_record(folder(config, "head"))["results"]["train_rows"]
-    sets = [source_of(prompts) or prompts.name for prompts in _training_sets(config)]
-    draws = config.labels.model_dump().get("draws", 1)
-    return TrainedOn([public_name(name) for name in sets], rollouts, draws)
+    sets = [public_name(name) for name in _training_sets(config)]
+    return TrainedOn(sets, rollouts, config.labels.draws)
 
 
 RECIPE = Recipe(

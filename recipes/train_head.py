@@ -1,4 +1,4 @@
-"""Stage 3: label the rollouts with the draft, then train a SpecDec++ acceptance head.
+"""Stage 3: label the rollouts with the draft, then train an acceptance head.
 
 python recipes/train_head.py --config FILE.yaml
 draftsmith train-head --config FILE.yaml        # draftsmith launch PROFILE: in several processes
@@ -60,6 +60,14 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         if after[name] is not None  # AUROC needs accepted and rejected tokens
     )
     say(f"  on {after['tokens']} held-out labels: {shown}")
+    by_moment = result.get("by_moment", {})  # which earlier versions did not store
+    if len(by_moment) > 1:
+        areas = ", ".join(
+            f"{name} {metrics['auroc']:.3f}"
+            for name, metrics in by_moment.items()
+            if metrics["auroc"] is not None
+        )
+        say(f"  AUROC by what is known of the token: {areas}")
     if note := _precision(after):
         say(f"  note: {note}")
     return result

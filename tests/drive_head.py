@@ -45,10 +45,11 @@ def tiny_draft(seed: int = 0) -> LlamaForCausalLM:
         return LlamaForCausalLM(config)
 
 
-def synthetic_rows(
-    count: int, seed: int, split: str = "train", draws: int = 1
-) -> datasets.Dataset:
-    """Labelled rows: token t is accepted with probability LEVELS[t % 4], after t that is overlap."""
+def synthetic_rows(count: int, seed: int, split: str = "train", draws: int = 1) -> datasets.Dataset:
+    """Labelled rows: token t is accepted with probability LEVELS[t % 4]; after t, that is overlap.
+
+    With several draws, so are the others; rows of one draw hold none.
+    """
     generator, more = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     rows = []
     for number in range(count):
@@ -103,6 +104,7 @@ def main() -> None:
     config = HeadConfig(
         kind=options.kind,
         depth=1,
+        **({"width": 16} if options.kind == "immediate" else {}),
         batch_size=16,
         learning_rate=3e-3,
         epochs=options.epochs,

@@ -17,7 +17,7 @@ CHOICE = (24, ("alpaca", "gsm8k"), 0.002, 0.011)
 """A `DevChoice` but for what methods cost: rollouts, prompt sets, t_d and t_t."""
 
 
-def traces(seed: int, rollouts: int = 24, width: int = 40, *, skill: float = 2.0) -> Traces:
+def traces(seed: int, rollouts: int = 24, width: int = 24, *, skill: float = 2.0) -> Traces:
     """Rollouts whose acceptance a head knows up to noise, the less the larger its `skill`."""
     generator = np.random.default_rng(seed)
     shape = (rollouts, width)

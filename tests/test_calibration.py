@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,13 +12,17 @@ import pytest
 from scipy.optimize import check_grad
 from scipy.special import expit, logit
 
-from eval.drafting.stopping.calibration import Calibration, calibrate, fit_calibration
+from eval.analysis.traces import acceptance_traces
+from eval.drafting.stopping.calibration import Calibration, fit_calibration
+from eval.drafting.stopping.logit import Logit
+from eval.drafting.stopping.recorded import RecordedTokens
 from recipes import run_eval
-from recipes.config import parse
+from recipes.config import PipelineConfig, parse
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.resume import Settings
 from specdata.storage.schema import LABELS
+from tests.tiny import tiny_llama
 
 
 def test_the_fit_finds_the_coefficients_that_made_the_labels() -> None:
@@ -103,14 +108,22 @@ def rows_of(split: str, seed: int) -> dict[str, object]:
     }
 
 
-def test_a_labels_table_is_fitted_on_all_its_positions() -> None:
-    rows = [rows_of("dev", seed) for seed in range(3)]
-    accept, q_max = (
-        np.concatenate([np.array(row[name]) for row in rows])
-        for name in ("accept_prob", "log_q_max")
+def test_a_rule_is_fitted_on_all_positions_and_on_no_padding() -> None:
+    q_max = np.array([[0.9, 0.6, 0.3], [0.8, 0.7, 0.0]])
+    accept = np.array([[1.0, 0.4, 0.1], [0.9, 0.2, 0.0]])
+    tokens = RecordedTokens(lengths=np.array([3, 2]), q=q_max, q_max=q_max)
+    expected = fit_calibration(
+        np.array([1.0, 0.4, 0.1, 0.9, 0.2]), np.array([0.9, 0.6, 0.3, 0.8, 0.7])
     )
-    expected = fit_calibration(accept, np.exp(q_max))
-    assert calibrate(datasets.Dataset.from_list(rows)) == expected != Calibration()
+    fitted = Logit().with_fit(Logit.fit(tokens, accept))
+    assert fitted.model == expected != Calibration()
+    given = Logit(calibration=(1.0, 2.0))
+    assert given.with_fit(Logit.fit(tokens, accept)) == given
+
+
+def evaluated(folder: Path, *flags: str) -> PipelineConfig:
+    methods = "[{name: plain, decoder: plain}, {name: a, stop: logit}, {name: b, stop: margin}]"
+    return parse([f"--output={folder}", "--eval.methods", methods, *flags], "").config
 
 
 def test_an_evaluation_fits_on_held_out_labels_once_and_says_so_without_labels(
@@ -119,17 +132,28 @@ def test_an_evaluation_fits_on_held_out_labels_once_and_says_so_without_labels(
     rows = [rows_of(split, n) for n, split in enumerate(("train", "dev", "dev"))]
     settings = {"sampling": asdict(SamplingConfig())}
     fill_dataset(tmp_path / "labels", LABELS, Settings(settings), [lambda: rows], lambda done: None)
-    config = parse([f"--output={tmp_path}"], "").config
+    config, draft = evaluated(tmp_path), tiny_llama(1, vocab=8)
     path = tmp_path / "calibration.json"
-    calibration = run_eval._calibration(config, path)
-    expected = calibrate(datasets.Dataset.from_list(rows[1:]))
+    fitted = run_eval._fitted(config, draft, path)
+    dev = datasets.Dataset.from_list(rows[1:])
+    traces = acceptance_traces(dev, draft=draft, sampling=config.sampling)
     # Stored labels are float32.
-    fitted = {"intercept": expected.intercept, "slope": expected.slope, "rows": 2}
-    assert calibration == pytest.approx(fitted, rel=1e-5)
+    expected = Logit.fit(traces.tokens, traces.accept)["calibration"]
+    assert fitted["calibration"] == pytest.approx(expected, rel=1e-5)
+    assert np.array(fitted["coefficients"]).shape == (6, 2)
+    assert fitted.keys() == {"calibration", "coefficients", "rows"}
+    assert fitted["rows"] == 2
     # A resumed evaluation must not fit again: the last bits could differ.
     (tmp_path / "labels" / "shard-00000.parquet").unlink()
-    assert run_eval._calibration(config, path) == calibration
-    alone = parse([f"--output={tmp_path}", "--head", "null"], "").config
-    trusted = run_eval._calibration(alone, tmp_path / "other.json")
-    assert trusted == {"intercept": 0.0, "slope": 1.0, "rows": 0}
+    assert run_eval._fitted(config, draft, path) == json.loads(json.dumps(fitted))
+    alone = evaluated(tmp_path, "--head", "null")
+    assert run_eval._fitted(alone, draft, tmp_path / "other.json") == {"rows": 0}
     assert "no labels" in capsys.readouterr().out
+
+
+def test_what_an_earlier_version_fitted_is_read_by_its_name_today(tmp_path: Path) -> None:
+    """It only knew the logistic model on max q."""
+    path = tmp_path / "calibration.json"
+    path.write_text('{"intercept": 1.5, "slope": 0.5, "rows": 48}')
+    fitted = run_eval._fitted(evaluated(tmp_path), tiny_llama(1, vocab=8), path)
+    assert Logit().with_fit(fitted).model == Calibration(1.5, 0.5)

@@ -117,10 +117,10 @@ def test_the_stopping_rule_in_architecture_is_a_whole_file_that_decodes(
     assert mean_drafted[1] < 2 < mean_drafted[3]
 
 
-def test_the_head_feature_in_architecture_is_the_log_probability_of_the_token(
+def test_the_head_feature_in_architecture_is_whether_the_token_is_the_most_probable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (example,) = re.findall(r"```python\n(def log_q.*?)```", ARCHITECTURE, re.DOTALL)
+    (example,) = re.findall(r"```python\n(def is_best.*?)```", ARCHITECTURE, re.DOTALL)
     monkeypatch.setattr(heads.inputs, "FEATURES", dict(heads.inputs.FEATURES))
     exec(compile(example, "ARCHITECTURE.md", "exec"), vars(heads.inputs).copy())
     drafted = DraftedTokens(
@@ -129,8 +129,9 @@ def test_the_head_feature_in_architecture_is_the_log_probability_of_the_token(
         after=lambda: pytest.fail("not read"),
         distributions=lambda: torch.tensor([[[0.75, 0.25], [0.5, 0.5]]]),
     )
-    expected = torch.tensor([[[0.25], [0.5]]]).log()
-    assert torch.allclose(HeadInputs.of(["log_q"], drafted)["log_q"], expected)
+    inputs = HeadInputs.of(["is_best"], drafted)
+    assert inputs["is_best"].tolist() == [[0.0, 1.0]]
+    assert inputs.moment is heads.inputs.Moment.DRAWN
 
 
 def test_every_verifier_has_its_row_in_papers() -> None:

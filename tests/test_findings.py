@@ -32,6 +32,7 @@ REPLAY = Replayed(
     setting="h=0.8",
     candidates=9,
     rivals=[FIXED, MARGIN],
+    to_oracle=Interval(0.23, 0.2, 0.26),
     cost_rule=FIXED,
 )
 
@@ -54,6 +55,9 @@ def test_what_is_saved_over_each_rival_is_said_with_its_interval() -> None:
     assert "24 test rollouts" in basis
     assert "2.00 ms a drafted token and 11.00 ms a target forward" in basis
     assert "threshold (h=0.8) and each rival's setting were chosen on 24 dev rollouts" in basis
+    assert (
+        "oracle, which knows what will be accepted, the head goes 23.0 % [20.0, 26.0] of" in basis
+    )
     assert "by its cost rule, the head saves 6.1 % [4.9, 7.2] over K=6." in basis
 
 

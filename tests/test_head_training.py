@@ -36,9 +36,9 @@ class Sections(Config):
     head: HeadConfig
 
 
-def changed(config: HeadConfig, **changes: float) -> HeadConfig:
+def changed(config: HeadConfig, **changes: object) -> HeadConfig:
     """The configuration with some settings changed, checked again."""
-    return HeadConfig(**{**config.model_dump(), **changes})
+    return HeadConfig.model_validate({**config.model_dump(), **changes})
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,13 +80,13 @@ def environment(**changes: str) -> dict[str, str]:
     return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **changes}
 
 
-def launch(profile: str, out: Path, **changes: str) -> subprocess.CompletedProcess[str]:
+def launch(profile: str, out: Path, *more: str, **changes: str) -> subprocess.CompletedProcess[str]:
     """Run the script in several processes, as launch/README.md says, and wait for its end."""
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", f"launch/{profile}.yaml", str(SCRIPT), "--out", str(out)]
     command += ["--epochs", str(CONFIG.epochs), "--save-steps", str(CONFIG.save_steps)]
     # Three rows a process are not a divisor of the batch of 16: rows must be filled up.
-    command += ["--micro-batch-size", "3"]
+    command += ["--micro-batch-size", "3", *more]
     return subprocess.run(
         command,
         cwd=ROOT,

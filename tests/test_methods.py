@@ -11,11 +11,11 @@ from eval.drafting.stopping.entropy import Entropy
 from eval.measuring.methods import (
     EvalConfig,
     MethodConfig,
-    calibrates,
     check_methods,
+    needs_fit,
     path_drafts,
     rewritten,
-    with_calibration,
+    with_fit,
 )
 from recipes import run_eval
 from recipes.config import parse
@@ -203,9 +203,9 @@ def test_a_fitted_calibration_reaches_the_methods_that_give_none() -> None:
         MethodConfig(name="mine", stop="logit", calibration=(9.0, 9.0)),
         MethodConfig(name="cost", stop="cost"),
     )
-    assert calibrates(config)
-    fitted = with_calibration(config, (1.5, 0.5))
-    assert not calibrates(fitted)
+    assert needs_fit(config)
+    fitted = with_fit(config, {"calibration": [1.5, 0.5], "rows": 48})
+    assert not needs_fit(fitted)
     sampling = SamplingConfig()
     models = {
         method.name: method.decoding(sampling).stop.model
@@ -223,7 +223,11 @@ def test_a_fitted_calibration_reaches_the_methods_that_give_none() -> None:
         "calibration": [1.5, 0.5],
         "draft_seconds": 0.0,
         "token_seconds": 0.0,
+        "target_seconds": 0.0,
+        "verify_seconds": 0.0,
         "mean_acceptance": 0.8,
+        "refit": True,
+        "before_drawing": False,
     }
     check_methods(fitted, sampling, head=False)
 

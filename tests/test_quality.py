@@ -98,7 +98,7 @@ def test_sets_and_positions_share_out_the_tokens() -> None:
         assert whole.scores.tokens == sum(each.tokens for each in whole.reliability)
         assert whole.scores.tokens == sum(each.scores.tokens for each in whole.positions)
         places = [(each.first, each.last) for each in whole.positions]
-        assert places == [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 40)]
+        assert places == [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 24)]
 
 
 def test_before_a_token_is_drawn_its_mean_acceptance_is_predicted() -> None:

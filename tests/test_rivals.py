@@ -8,7 +8,7 @@ import pytest
 from eval.analysis.expectation import Counts
 from eval.analysis.replay import COST_RULE, RuleResult
 from eval.analysis.rivals import ALL, compare
-from eval.analysis.savings import saving
+from eval.analysis.savings import closes, saving
 
 PROMPTS = ["a", "a", "b", "c", "d", "e"]
 NAMES = ["maths", "maths", "maths", "code", "code", "code"]
@@ -69,6 +69,7 @@ def test_settings_are_chosen_on_dev_and_judged_on_test() -> None:
     pair = [Counts(*(x[:3] for x in (c.tokens, c.n_target, c.n_draft, c.n_discarded)))
             for c in (head, fixed)]  # fmt: skip
     assert found.rivals[0].saved["maths"] == saving(*pair, **TIMES, prompts=["a", "a", "b"])
+    assert found.to_oracle == closes(head, TEST[5].counts, TEST[0].counts, **TIMES, prompts=PROMPTS)
     assert found.cost_rule is not None
     assert found.cost_rule.setting == "K=6"
     assert found.cost_rule.overall.value == pytest.approx(0.18, abs=0.05)

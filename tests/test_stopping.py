@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,14 +13,21 @@ from pydantic_core import PydanticUndefined
 from eval.analysis import optimal_stopping
 from eval.analysis.optimal_stopping import AcceptanceChain, Costs
 from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule
-from eval.drafting.stopping.calibration import Calibration
-from eval.drafting.stopping.cost import CostEstimates, worth_drafting
+from eval.drafting.stopping import (
+    STOPPING_RULES,
+    ActiveRule,
+    DraftedToken,
+    ShouldStop,
+    StoppingRule,
+)
+from eval.drafting.stopping.cost import Cost, CostEstimates, worth_drafting
 from eval.drafting.stopping.logit import Logit
+from eval.drafting.stopping.rule import AdaptiveRule
 from eval.measuring.methods import MethodConfig
 from eval.measuring.records import check_identity, record_prompt
 from eval.rounds import Round
-from heads import AcceptanceHead
+from heads import AcceptanceHead, BaseHead
+from heads.immediate import ImmediateHead
 from specdata.config import read_config
 from specdata.errors import ConfigError
 from tests.chi_square import LEVEL, p_value
@@ -72,6 +80,103 @@ def check_joint_distribution(config: DecodeConfig, acceptance: AcceptanceHead | 
     counts = Counter(tuple(out.tokens.tolist()) for out in outs)
     assert sum(len(out.rounds) > 1 for out in outs) > DRAWS / 4, "the distribution must span rounds"
     assert p_value(counts, distribution) > LEVEL
+
+
+def immediate_head() -> ImmediateHead:
+    """Untrained, with estimates that differ from token to token."""
+    torch.manual_seed(5)
+    reads = ("hidden_before", "embedding", "hidden")
+    made = ImmediateHead(hidden_size=16, width=16, depth=1, reads=reads).eval()
+    torch.nn.init.normal_(made.output.weight, std=1.5)
+    torch.nn.init.constant_(made.output.bias, 2.0)
+    return made
+
+
+BEFORE_DRAWING = {
+    "head": DecodeConfig(stop="head", threshold=0.6, before_drawing=True),
+    "cost": DecodeConfig(stop="cost", before_drawing=True, verify_seconds=0.3, **COSTS),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("stop", BEFORE_DRAWING)
+def test_the_joint_distribution_is_plain_samplings_when_tokens_are_refused_before_drawing(
+    stop: str,
+) -> None:
+    check_joint_distribution(BEFORE_DRAWING[stop], immediate_head())
+
+
+@pytest.mark.parametrize("stop", BEFORE_DRAWING)
+def test_a_forward_whose_token_is_not_drawn_is_counted_and_leaves_the_cache_in_step(
+    stop: str,
+) -> None:
+    target, draft = tiny_llama(0, vocab=40), tiny_llama(1, vocab=40)
+    config = BEFORE_DRAWING[stop].replace(temperature=0.0)
+    plain = SpeculativeDecoder.from_config(target, None, DecodeConfig(temperature=0.0))
+    decoder = SpeculativeDecoder.from_config(target, draft, config, immediate_head())
+    surplus = 0
+    for prompt in ([2, 5], [3], [7, 7, 9], [11, 4]):
+        generator = torch.Generator().manual_seed(0)
+        out, expected = (
+            each.generate(torch.tensor(prompt), max_new_tokens=40, generator=generator)
+            for each in (decoder, plain)
+        )
+        assert out.tokens.tolist() == expected.tokens.tolist()
+        for turn in out.rounds[:-1]:
+            assert turn.drafted >= 1
+            assert turn.draft_forwards - turn.drafted in (0, 1)
+            surplus += turn.draft_forwards - turn.drafted
+    assert surplus > 0
+
+
+def test_a_head_that_cannot_judge_a_token_before_it_is_drawn_is_refused() -> None:
+    target, draft = tiny_llama(0), tiny_llama(1)
+    late = ImmediateHead(hidden_size=16, moments=("drawn", "consumed"))
+    for config in BEFORE_DRAWING.values():
+        for unable in (head(), late):
+            with pytest.raises(
+                ConfigError, match=r"before_drawing needs a head .* consumed: leave"
+            ):
+                SpeculativeDecoder.from_config(target, draft, config, unable)
+    with pytest.raises(ConfigError, match="give verify_seconds beside draft_seconds"):
+        DecodeConfig(stop="cost", before_drawing=True, **COSTS)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="before_drawing asks the head"):
+        DecodeConfig(stop="cost", before_drawing=True, head=False)
+
+
+def test_a_rule_is_told_where_a_token_stands_and_how_long_nothing_was_rejected() -> None:
+    """From the rounds themselves: accepted tokens and those of the target after a whole draft."""
+    seen: list[list[tuple[int, int]]] = []  # of each round
+
+    def look(drafted: DraftedToken) -> bool:
+        seen[-1].append((drafted.position, drafted.since_rejection))
+        return False
+
+    def begin() -> ShouldStop:
+        seen.append([])
+        return look
+
+    class Watcher(AdaptiveRule):
+        name: ClassVar[str] = "watcher"
+
+        def start(self, head: BaseHead | None) -> ActiveRule:
+            return ActiveRule(self.limit, begin)
+
+    target, draft = tiny_llama(0, vocab=12), tiny_llama(0, vocab=12)
+    with torch.no_grad():  # so that about every fifth token is rejected
+        draft.lm_head.weight *= 0.7
+    config = DecodeConfig(stop=Watcher(limit=3))
+    decoder = SpeculativeDecoder.from_config(target, draft, config)
+    known = set[int]()
+    for seed in range(6):
+        seen.clear()
+        generator = torch.Generator().manual_seed(seed)
+        out = decoder.generate(torch.tensor([2, 5]), max_new_tokens=24, generator=generator)
+        since = 0
+        for turn, shown in zip(out.rounds, seen, strict=True):
+            assert shown == [(place, since + place) for place in range(len(shown))]
+            since = 0 if turn.accepted < turn.drafted else since + turn.emitted
+            known.add(since)
+    assert {0, 4, 8} <= known, "drafts must be rejected and accepted as a whole"
 
 
 @pytest.mark.parametrize("stop", STOPPING_RULES)
@@ -155,7 +260,7 @@ def test_the_logit_rule_multiplies_calibrated_probabilities_of_all_tokens() -> N
 def test_a_one_hot_distribution_stops_nothing() -> None:
     for rule in (
         Logit(threshold=0.5).start(None).begin(),
-        CostEstimates(Calibration(), draft_seconds=0.1, token_seconds=1.0).begin(),
+        CostEstimates(Cost(draft_seconds=0.1, token_seconds=1.0)).begin(),
     ):
         assert not any(rule(DraftedToken(0, torch.eye(4)[1], None)) for _ in range(100))
 
@@ -166,9 +271,8 @@ def test_the_cost_rule_undoes_the_heads_bias_and_judges_the_newest_token_by_its_
     made = head(weight=6.0)
     states = torch.randn(6, 16, generator=torch.Generator().manual_seed(3)) / 8
     for share in (0.05, 0.2, 0.4, 0.6):
-        rule = CostEstimates(
-            Calibration(), made, draft_seconds=share, token_seconds=1.0, mean_acceptance=0.9
-        )
+        costs = Cost(draft_seconds=share, token_seconds=1.0, mean_acceptance=0.9)
+        rule = CostEstimates(costs, made)
         stop, known = rule.begin(), 1.0
         for place, state in enumerate(states):
             if place:
@@ -211,7 +315,7 @@ def test_the_measured_cost_rule_lies_between_the_optimum_and_the_best_fixed_leng
     """It starts without knowing costs, mean acceptance or calibration, and reads times only."""
     accept, weights, draft, optimum = golden
     chance = random.Random(0)
-    rule = CostEstimates(Calibration(1.0, 0.5))
+    rule = CostEstimates(Cost(calibration=(1.0, 0.5)))
     seconds, emitted = 0.0, 0
     for turn in range(6000):
         stop, seen = rule.begin(), list[float]()
@@ -246,7 +350,7 @@ def test_the_measured_cost_rule_lies_between_the_optimum_and_the_best_fixed_leng
 
 def test_the_prices_of_a_drafted_token_include_the_targets_share() -> None:
     """The target takes longer for a longer draft; one more token costs that as well."""
-    rule = CostEstimates(Calibration())
+    rule = CostEstimates(Cost())
     for turn in range(64):
         k = 1 + turn % 5
         rule.begin()

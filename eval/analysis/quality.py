@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import ValidationError
@@ -16,12 +16,12 @@ from pydantic import ValidationError
 from eval.analysis.choice import DevChoice, choose
 from eval.analysis.expectation import Traces
 from eval.analysis.prediction import Bin, Ids, Scores, Tokens, reliability, scores
-from eval.analysis.replay import replay_rules
+from eval.analysis.replay import fit_rules, replay_rules
 from eval.analysis.rivals import HEAD, Replayed, compare, prompt_sets
-from eval.drafting.stopping.calibration import fit_calibration, fit_logistic
+from eval.drafting.stopping.calibration import Calibration, fit_logistic
 from eval.drafting.stopping.margin import UNFITTED
+from eval.drafting.stopping.numbers import Network
 from eval.drafting.stopping.numbers import _recorded_numbers as recorded_numbers
-from eval.drafting.stopping.numbers import fit_network
 from eval.drafting.stopping.recorded import Reals
 from eval.measuring.records import Strict
 from eval.measuring.results import Results
@@ -177,14 +177,15 @@ def judged_quality(
         made_of: as in `head_quality`.
     """
     judged = dev if test is None else test
+    fitted = fit_rules(dev)
     splits = {"dev": dev} if test is None else {"dev": dev, "test": test}
     return Quality(
         schema_version=SCHEMA_VERSION,
         made_of=dict(made_of),
         judged_on="dev" if test is None else "test",
         rollouts={name: len(traces.accept) for name, traces in splits.items()},
-        predictions=list(_predictions(dev, judged, prompts, names)),
-        replay=_replayed(dev, judged, prompts, names, choice),
+        predictions=list(_predictions(dev, judged, fitted, prompts, names)),
+        replay=_replayed(dev, judged, fitted, prompts, names, choice),
         choice=choice,
     )
 
@@ -201,10 +202,14 @@ def _rows(labels: datasets.Dataset, split: str) -> datasets.Dataset:
 
 
 def _predictions(
-    dev: Traces, judged: Traces, prompts: Sequence[str], names: Sequence[str]
+    dev: Traces,
+    judged: Traces,
+    fitted: Mapping[str, Any],
+    prompts: Sequence[str],
+    names: Sequence[str],
 ) -> Iterator[Prediction]:
     """Every predictor on every prompt set."""
-    inside, made = judged.inside, list(_predictors(dev, judged))
+    inside, made = judged.inside, list(_predictors(dev, judged, fitted))
     position = np.broadcast_to(np.arange(inside.shape[1]), inside.shape)
     # Rollouts of one prompt are resampled together.
     numbers = np.unique(prompts, return_inverse=True)[1].astype(np.int64)
@@ -236,7 +241,9 @@ def _by_position(
         first = last
 
 
-def _predictors(dev: Traces, judged: Traces) -> Iterator[tuple[str, Moment, Reals, Reals]]:
+def _predictors(
+    dev: Traces, judged: Traces, fitted: Mapping[str, Any]
+) -> Iterator[tuple[str, Moment, Reals, Reals]]:
     """Name, moment, predictions and labels, both (R, N)."""
     head = judged.tokens.head
     assert head is not None
@@ -249,7 +256,7 @@ def _predictors(dev: Traces, judged: Traces) -> Iterator[tuple[str, Moment, Real
         label = judged.overlap if moment == "before" else judged.accept
         if logits is not None and label is not None:
             yield HEAD, moment, head.probabilities(logits, calibrated=True), label
-    rivals = _rivals(dev, judged)
+    rivals = _rivals(dev, judged, fitted)
     for name, (_, predicted) in rivals.items():
         yield name, "drawn", predicted, judged.accept
     if head.before is not None and judged.overlap is not None:
@@ -258,7 +265,9 @@ def _predictors(dev: Traces, judged: Traces) -> Iterator[tuple[str, Moment, Real
                 yield name, "before", predicted, judged.overlap
 
 
-def _rivals(dev: Traces, judged: Traces) -> dict[str, tuple[bool, Reals]]:
+def _rivals(
+    dev: Traces, judged: Traces, fitted: Mapping[str, Any]
+) -> dict[str, tuple[bool, Reals]]:
     """Name -> whether it knows its inputs before the token is drawn, and its predictions (R, N).
 
     The margin has one pair of coefficients here: along a rollout there is no place in a draft.
@@ -266,17 +275,16 @@ def _rivals(dev: Traces, judged: Traces) -> dict[str, tuple[bool, Reals]]:
     from scipy.special import expit
 
     tokens, inside = judged.tokens, dev.inside
-    accept = dev.accept[inside]
-    logit = fit_calibration(accept, dev.tokens.q_max[inside])
     rivals = {}
     if dev.tokens.margin is not None and tokens.margin is not None:
-        intercept, slope = fit_logistic(accept, dev.tokens.margin[inside], prior=UNFITTED)
+        margins = dev.tokens.margin[inside]
+        intercept, slope = fit_logistic(dev.accept[inside], margins, prior=UNFITTED)
         rivals["margin"] = True, np.asarray(expit(intercept + slope * tokens.margin))
-    rivals["logit"] = True, logit.accept_all(tokens.q_max)
+    rivals["logit"] = True, Calibration(*fitted["calibration"]).accept_all(tokens.q_max)
     rivals["cumulative"] = False, tokens.q
-    known, seen = recorded_numbers(dev.tokens), recorded_numbers(tokens)
-    if known is not None and seen is not None:
-        rivals["numbers"] = False, fit_network(known[inside], accept).accept(seen)
+    numbers = recorded_numbers(tokens)
+    if numbers is not None and "network" in fitted:
+        rivals["numbers"] = False, Network.read(fitted["network"]).accept(numbers)
     rivals["constant"] = True, np.full_like(judged.accept, dev.mean_accept())
     return rivals
 
@@ -284,6 +292,7 @@ def _rivals(dev: Traces, judged: Traces) -> dict[str, tuple[bool, Reals]]:
 def _replayed(
     dev: Traces,
     judged: Traces,
+    fitted: Mapping[str, Any],
     prompts: Sequence[str],
     names: Sequence[str],
     choice: DevChoice | None,
@@ -291,13 +300,9 @@ def _replayed(
     """The head's rule against its rivals, at the times that the evaluation measured."""
     if choice is None:
         return None
-    inside = dev.inside
-    fitted = fit_calibration(dev.accept[inside], dev.tokens.q_max[inside])
     t_d, t_t = choice.draft_seconds, choice.target_seconds
     on_dev, on_judged = (
-        replay_rules(
-            traces, (fitted.intercept, fitted.slope), draft_seconds=t_d, target_seconds=t_t
-        )
+        replay_rules(traces, fitted, draft_seconds=t_d, target_seconds=t_t)
         for traces in (dev, judged)
     )
     return compare(on_dev, on_judged, prompts, names, draft_seconds=t_d, target_seconds=t_t)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 
 from eval.analysis.expectation import Counts
 from eval.analysis.replay import COST_RULE, RuleResult
-from eval.analysis.savings import Interval, saving
+from eval.analysis.savings import Interval, closes, saving
+from eval.drafting.stopping import STOPPING_RULES
 from eval.measuring.records import Strict
 
 ALL = "all prompt sets"
 HEAD = "head"
-NO_RIVALS = ("oracle", "plain", "perfect head", "perfect, no lag", HEAD)
-"""What is replayed beside rules that need no head."""
+RIVALS = tuple(name for name, rule in STOPPING_RULES.items() if not rule.needs_head)
+"""Rules that need no head; what is replayed beside them is nobody's choice."""
 Verdict = Literal["pays", "does not pay", "not shown to pay"]
 
 
@@ -51,6 +52,8 @@ class Replayed(Strict):
         setting: the head's threshold, chosen on dev like those of its rivals.
         candidates: how many it was chosen from.
         rivals: the fixed length first, then from the hardest to beat.
+        to_oracle: how much of the way from the logistic model on max q to the oracle the head goes,
+            in time a token; None without that rival, or if there is no way to go.
         cost_rule: what the head's cost rule, which needs no threshold, saves over the fixed length;
             None if it cannot be replayed.
     """
@@ -60,6 +63,7 @@ class Replayed(Strict):
     setting: str
     candidates: int
     rivals: list[Rival]
+    to_oracle: Interval | None
     cost_rule: Rival | None
 
     @property
@@ -127,7 +131,7 @@ def compare(
     rivals = [
         against(best[HEAD], best[family], len(results))
         for family, results in settings.items()
-        if family not in NO_RIVALS
+        if family in RIVALS
     ]
     rivals.sort(key=lambda rival: (rival.rule != "fixed", rival.overall.value))
     return Replayed(
@@ -136,8 +140,35 @@ def compare(
         setting=best[HEAD].setting,
         candidates=len(settings[HEAD]),
         rivals=rivals,
+        to_oracle=_way(known, best, prompts, draft_seconds, target_seconds),
         cost_rule=None if cost is None else against(cost, best["fixed"], len(settings["fixed"])),
     )
+
+
+def _way(
+    known: Mapping[tuple[str, str], Counts],
+    best: Mapping[str, RuleResult],
+    prompts: Sequence[str],
+    draft_seconds: float,
+    target_seconds: float,
+) -> Interval | None:
+    """The head's share of the way from the logistic model to the oracle, over all prompt sets."""
+    if not {"logit", "oracle"} <= best.keys():
+        return None
+    head, logit, oracle = (
+        known[best[family].family, best[family].setting] for family in (HEAD, "logit", "oracle")
+    )
+    try:
+        return closes(
+            head,
+            logit,
+            oracle,
+            draft_seconds=draft_seconds,
+            target_seconds=target_seconds,
+            prompts=prompts,
+        )
+    except ValueError:  # there is none
+        return None
 
 
 def prompt_sets(names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:

@@ -18,12 +18,14 @@ from eval.drafting.stopping.recorded import BOUND, Reals, RecordedHead, Recorded
 from heads import BaseHead
 from heads.inputs import DraftedTokens, HeadInputs, Moment, logits_of_states
 from heads.probe import check_head, warn_of_other_sampling
+from heads.target_context import simulated_rounds
 from heads.tree import check_tree_states, tree_states
 from specdata.errors import ConfigError
 from specdata.labels.labeller import tokens_at_once
 from specdata.lm_head import LMHead, find_lm_head, hidden_states
 from specdata.models import known_ids
 from specdata.probability import SamplingConfig, entropy, probabilities
+from specdata.seeds import numpy_generator_for
 from specdata.terminal import progress
 
 NUMBERS = ("log_q_second", "entropy", "log_mass_above")
@@ -62,7 +64,7 @@ def acceptance_traces(
         if head is not None:
             check_head(draft, head)
             warn_of_other_sampling(head, sampling)
-            recorded = _recorded_head(draft, head, rows, sampling)
+            (recorded,) = record_heads(rows, [head], draft=draft, sampling=sampling)
     log_q_max = pad(rows["log_q_max"])
     tokens = RecordedTokens(
         lengths=np.array([len(row) for row in rows["draft_ids"]], dtype=np.int64),
@@ -129,57 +131,89 @@ def numbers_of(q: Tensor, tokens: Tensor) -> dict[str, Tensor]:
 
 
 @torch.inference_mode()
-def _recorded_head(
-    draft: PreTrainedModel, head: BaseHead, rows: datasets.Dataset, sampling: SamplingConfig
-) -> RecordedHead:
-    """The raw logits that a head gives the drafted tokens Y_i of labelled rollouts.
+def record_heads(
+    rows: datasets.Dataset,
+    heads: Sequence[BaseHead],
+    *,
+    draft: PreTrainedModel,
+    sampling: SamplingConfig,
+) -> list[RecordedHead]:
+    """The raw logits that heads give the drafted tokens Y_i of labelled rollouts.
 
-    Y_i follows the rollout's own tokens X_<i, as in the labels.
+    Y_i follows the rollout's own tokens X_<i, as in the labels. The draft runs once for all heads.
+
+    Args:
+        rows: labels, at least one.
+        heads: acceptance heads of this draft.
+        draft: the draft that made the labels.
+        sampling: how its tokens are drawn.
     """
-    logits: dict[Moment, list[list[float]]] = {m: [[]] * len(rows) for m in head.moments}
+    logits = [{moment: [[0.0]] * len(rows) for moment in head.moments} for head in heads]
     # Found out once, not for each row: it is done by trying.
     to_logits, lm_head = logits_of_states(draft), find_lm_head(draft)
-    states_of = _states_along(draft, head, rows)
+    states_of = _states_along(draft, heads, rows)
     embedding = draft.get_input_embeddings()
+    in_rounds = any({"position", "since_rejection"} & {*head.reads} for head in heads)
 
-    def logits_at(tokens: Tensor, before: Tensor, after: Tensor) -> dict[Moment, list[float]]:
-        drafted = DraftedTokens(
+    def drafted(
+        here: slice, tokens: Tensor, before: Tensor, after: Tensor, rounds: tuple[Tensor, Tensor]
+    ) -> DraftedTokens:
+        tokens, before, after = tokens[here], before[here], after[here]
+        return DraftedTokens(
             tokens=tokens,
             before=lambda: before,
             after=lambda: after,
             distributions=lambda: probabilities(to_logits(before), sampling),
             embeddings=lambda: embedding(known_ids(tokens, draft)),
+            position=lambda: rounds[0][here],
+            since_rejection=lambda: rounds[1][here],
         )
-        return {
-            moment: head.logits(HeadInputs.of(head.reads, drafted, moment)).tolist()
-            for moment in head.moments
-        }
 
     for indices, batch in _counted(rows, tokens_at_once(lm_head)):
         states = zip(*states_of(batch), strict=True)
         for index, row, (before, after) in zip(indices, batch, states, strict=True):
-            drafted = torch.tensor(row["draft_ids"], device=draft.device)
+            tokens = torch.tensor(row["draft_ids"], device=draft.device)
+            rounds = _rounds(row, draft.device) if in_rounds else (tokens, tokens)
             pieces = [
-                logits_at(drafted[here], before[here], after[here])
-                for start in range(0, len(drafted), POSITIONS)
-                for here in (slice(start, start + POSITIONS),)
+                drafted(slice(start, start + POSITIONS), tokens, before, after, rounds)
+                for start in range(0, len(tokens), POSITIONS)
             ]
-            for moment in head.moments:
-                logits[moment][index] = [value for piece in pieces for value in piece[moment]]
-    padded = {moment.name.lower(): pad(values) for moment, values in logits.items()}
-    return RecordedHead(**padded, rejection_weight=head.rejection_weight)
+            for head, own in zip(heads, logits, strict=True):
+                for moment, values in own.items():
+                    inputs = [HeadInputs.of(head.reads, piece, moment) for piece in pieces]
+                    values[index] = [x for each in inputs for x in head.logits(each).tolist()]
+    return [
+        RecordedHead(
+            **{moment.name.lower(): pad(values) for moment, values in own.items()},
+            rejection_weight=head.rejection_weight,
+        )
+        for head, own in zip(heads, logits, strict=True)
+    ]
+
+
+def _rounds(row: Row, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where a rollout's tokens stand in their drafts, in the rounds that heads are judged on.
+
+    What a rule would really draft depends on the head, so a head that reads this is replayed
+    approximately.
+    """
+    generator = numpy_generator_for("rounds", "dev", row["example_id"], row["sample"])
+    position, since = simulated_rounds(np.array(row["overlap"]), generator)
+    return torch.from_numpy(position).to(device), torch.from_numpy(since).to(device)
 
 
 StatesOf = Callable[[Sequence[Row]], tuple[list[Tensor], list[Tensor]]]
 """Rows -> of each, the states (n, H) that its drafted tokens were drawn from, and those after."""
 
 
-def _states_along(draft: PreTrainedModel, head: BaseHead, rows: datasets.Dataset) -> StatesOf:
+def _states_along(
+    draft: PreTrainedModel, heads: Sequence[BaseHead], rows: datasets.Dataset
+) -> StatesOf:
     """One forward of text and drafted tokens, if the draft can be run so; else one for each.
 
-    A head that judges no consumed token needs the text alone.
+    Heads that judge no consumed token need the text alone.
     """
-    if Moment.CONSUMED not in head.moments:
+    if all(Moment.CONSUMED not in head.moments for head in heads):
         return partial(_states_before, draft)
     lengths = (
         len(prompt) + len(rest)

@@ -92,10 +92,9 @@ class ChainDrafter:
             logits = yield sequence.append(uncached, 1)
             distribution, state = sequence.distribution(logits[0]), sequence.hidden
             place, since = len(tokens), self._since_rejection + len(tokens)
-            if before is not None and tokens:
-                # At least one token is drafted, so that a round is never the target's alone.
-                if before(UpcomingToken(distribution, state, place, since)):
-                    break
+            # At least one token is drafted: a round is never the target's alone.
+            if before and tokens and before(UpcomingToken(distribution, state, place, since)):
+                break
             token = draw_one(distribution, generator)
             tokens.append(token)
             distributions.append(distribution)

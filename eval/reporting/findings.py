@@ -59,6 +59,11 @@ def _of_replay(quality: Quality, replay: Replayed) -> Finding:
             " better than they are."
         )
     )
+    if replay.to_oracle is not None:
+        basis += (
+            " From the rule `logit` to the oracle, which knows what will be accepted, the head goes"
+            f" {replay.to_oracle} of the way."
+        )
     if replay.cost_rule is not None:
         saved = _sentence([(name_of(replay.cost_rule), replay.cost_rule.overall)])
         basis += f" Without a threshold, by its cost rule, the head {saved}."

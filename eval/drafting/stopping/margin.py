@@ -6,6 +6,7 @@ a logistic model of the margin for each position, which it goes on fitting while
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,7 +15,13 @@ from pydantic import Field
 
 from eval.drafting.stopping.calibration import fit_logistic
 from eval.drafting.stopping.online import OnlineLogistic, Pair
-from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, ShouldStop
+from eval.drafting.stopping.rule import (
+    ActiveRule,
+    AdaptiveRule,
+    DraftedToken,
+    ShouldStop,
+    ignore,
+)
 
 if TYPE_CHECKING:
     from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
@@ -104,29 +111,45 @@ class Margin(AdaptiveRule):
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Multiply the modelled acceptance probabilities of a round's tokens."""
+        models = MarginModels(self.pairs, self.threshold)
+        return ActiveRule(self.limit, models.begin, models.observe if self.refit else ignore)
+
+
+class MarginModels:
+    """The rule at work in one slot: a model for each position, and the round that goes on.
+
+    Args:
+        pairs: the coefficients to begin with.
+        threshold: largest probability of a rejection with which a draft goes on.
+
+    Attributes:
+        models: as they are now.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], threshold: float) -> None:
+        self.models = [OnlineLogistic(pair) for pair in pairs]
+        self._threshold = threshold
+        self._margins: list[float] = []
+        self._survival = 1.0
+
+    def begin(self) -> ShouldStop:
+        """Start a round."""
+        self._margins, self._survival = [], 1.0
+        return self._should_stop
+
+    def _should_stop(self, drafted: DraftedToken) -> bool:
         from heads.inputs import HeadInputs, Moment
 
-        models = [OnlineLogistic(pair) for pair in self.pairs]
-        margins: list[float] = []  # of the round that is going on
+        inputs = HeadInputs.from_drafted(("margin",), [drafted], Moment.DRAWN)
+        assert inputs is not None
+        self._margins.append(float(inputs["margin"]))
+        self._survival *= self._model(len(self._margins) - 1).accept(self._margins[-1])
+        return 1.0 - self._survival > self._threshold
 
-        def begin() -> ShouldStop:
-            survival = 1.0
-            margins.clear()
+    def observe(self, record: Round) -> None:
+        """Learn the outcomes that are known: of the accepted tokens and the first that was not."""
+        for place, margin in enumerate(islice(self._margins, record.accepted + 1)):
+            self._model(place).observe(margin, place < record.accepted)
 
-            def should_stop(drafted: DraftedToken) -> bool:
-                nonlocal survival
-                inputs = HeadInputs.from_drafted(("margin",), [drafted], Moment.DRAWN)
-                assert inputs is not None
-                margins.append(float(inputs["margin"]))
-                survival *= models[min(len(margins), len(models)) - 1].accept(margins[-1])
-                return 1.0 - survival > self.threshold
-
-            return should_stop
-
-        def observe(record: Round) -> None:
-            for place, margin in enumerate(islice(margins, record.accepted + 1)):
-                models[min(place, len(models) - 1)].observe(margin, place < record.accepted)
-
-        return (
-            ActiveRule(self.limit, begin, observe) if self.refit else ActiveRule(self.limit, begin)
-        )
+    def _model(self, place: int) -> OnlineLogistic:
+        return self.models[min(place, len(self.models) - 1)]

@@ -89,7 +89,7 @@ class Numbers(AdaptiveRule):
     fitted: ClassVar[tuple[str, ...]] = ("network",)
 
     threshold: float = Field(
-        default=0.5,
+        default=0.7,
         ge=0.0,
         le=1.0,
         description="stop once a rejection has more probability, by the network",
@@ -188,7 +188,7 @@ def fit_network(numbers: Reals, accept: Reals) -> Network:
             odds = layers(inputs[chosen]).squeeze(-1)
             loss = nn.functional.binary_cross_entropy_with_logits(odds, labels[chosen])
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
     first, bias, *others = (part.detach() for part in layers.parameters())

@@ -75,7 +75,7 @@ ShouldStop = Callable[[DraftedToken], bool]
 """Shown each drafted token of one round, in order; True ends the draft with that token."""
 
 
-def _ignore(_: Round) -> None:
+def ignore(_: Round) -> None:
     """A rule that learns nothing from finished rounds."""
 
 
@@ -93,7 +93,7 @@ class ActiveRule:
 
     longest: int
     begin: Callable[[], ShouldStop]
-    observe: Callable[[Round], None] = _ignore
+    observe: Callable[[Round], None] = ignore
     before: Callable[[UpcomingToken], bool] | None = None
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from eval.drafting.stopping.rule import DraftedToken, UpcomingToken
     from eval.rounds import Round
     from heads import BaseHead
+    from heads.inputs import DrawnToken, NextToken
 
 
 class Survival:
@@ -93,7 +94,7 @@ class Survival:
             if place < record.drafted and place <= record.accepted:
                 self.models[moment].observe(logit, place < record.accepted)
 
-    def _consume(self, newest: UpcomingToken) -> None:
+    def _consume(self, newest: NextToken) -> None:
         """Take the final estimate of the last token that the draft has consumed.
 
         Args:
@@ -101,7 +102,7 @@ class Survival:
         """
         judged = self._tokens[self._final]
         # Of the second, only the state is read.
-        pair = [judged, cast("DraftedToken", newest)]
+        pair = [judged, cast("DrawnToken", newest)]
         inputs = HeadInputs.from_drafted(self._head.reads, pair, Moment.CONSUMED)
         assert inputs is not None
         self._known *= self._estimate(inputs, self._final)

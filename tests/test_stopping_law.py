@@ -1,0 +1,209 @@
+"""Every stopping rule with every verifier of chains: the exact law of a round, by enumeration.
+
+Target and draft are tables over three tokens. Every draft that a rule can end with is followed with
+its probability, verified exactly, and completed by the target; the sum must be the target's own
+joint distribution. Rules that learn while they decode have learned something first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from eval.drafting.stopping import (
+    STOPPING_RULES,
+    ActiveRule,
+    DraftedToken,
+    StoppingRule,
+    UpcomingToken,
+)
+from eval.drafting.stopping.numbers import SHAPES, Network
+from eval.drafts import DraftTree
+from eval.rounds import Round
+from eval.verifiers import VERIFIERS
+from heads import AcceptanceHead, BaseHead
+from heads.immediate import ImmediateHead
+
+V, DEEPEST, WIDTH = 3, 3, 8
+Path = tuple[int, ...]
+Law = dict[Path, float]
+
+ADAPTIVE = [
+    name
+    for name, spec in VERIFIERS.items()
+    if "chain" in spec.takes and spec.lossless and not spec.carries_residual
+]
+CHANCE = np.random.default_rng(0)
+NETWORK = Network(tuple(CHANCE.normal(size=shape) for shape in SHAPES))
+COSTS = {"draft_seconds": 0.25, "token_seconds": 1.0}
+# Thresholds at which the tables below give drafts of several lengths.
+SETTINGS: dict[str, dict[str, object]] = {
+    "fixed": {"length": 2},
+    "confidence": {"threshold": 0.5},
+    "entropy": {"threshold": 1.02},
+    "cumulative": {"threshold": 0.25},
+    "logit": {"threshold": 0.5, "calibration": (0.5, 0.8)},
+    "margin": {"threshold": 0.45, "coefficients": ((0.2, 0.9), (0.0, 0.8))},
+    "margin, refitted": {"threshold": 0.5},
+    "numbers": {"threshold": 0.7},
+    "numbers, fitted": {"threshold": 0.15, "network": NETWORK.written()},
+    "head, specdec++": {"threshold": 0.6},
+    "head": {"threshold": 0.6},
+    "head, before drawing": {"threshold": 0.6, "before_drawing": True},
+    "cost": COSTS,
+    "cost, recalibrated": {"draft_seconds": 0.3, "target_seconds": 1.0},
+    "cost, before drawing": {**COSTS, "verify_seconds": 0.3, "before_drawing": True},
+}
+
+
+def tables(seed: int, sharpness: float) -> dict[Path, Tensor]:
+    """A distribution (V,) after each of the paths of at most `DEEPEST` tokens; some have zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for depth in range(DEEPEST + 1):
+        for path in product(range(V), repeat=depth):
+            logits = sharpness * torch.randn(V, generator=generator, dtype=torch.float64)
+            if torch.rand(1, generator=generator) < 0.2:
+                logits[torch.randint(V, (1,), generator=generator)] = -torch.inf
+            made[path] = logits.softmax(dim=0)
+    return made
+
+
+P, Q = tables(0, 1.2), tables(2, 1.5)
+STATES = {
+    path: torch.randn(WIDTH, generator=torch.Generator().manual_seed(sum(path))) for path in Q
+}
+EMBEDDINGS = torch.randn(V, WIDTH, generator=torch.Generator().manual_seed(3))
+
+
+def head_of(name: str) -> BaseHead | None:
+    if not name.startswith(("head", "cost")):
+        return None
+    torch.manual_seed(5)
+    head: BaseHead = (
+        AcceptanceHead(hidden_size=WIDTH, depth=1, rejection_weight=6.0)
+        if "specdec++" in name
+        else ImmediateHead(hidden_size=WIDTH, width=8, depth=1)
+    )
+    torch.nn.init.normal_(head.output.weight, std=1.5)
+    return head.eval()
+
+
+def rule_of(name: str) -> StoppingRule:
+    kind = STOPPING_RULES[name.split(",")[0]]
+    return kind.model_validate(SETTINGS[name])
+
+
+def at_work(name: str) -> ActiveRule:
+    """The rule after some rounds: what learns while decoding has learned."""
+    rule = rule_of(name).start(head_of(name))
+    for turn in range(24):
+        length, path = 1 + turn % DEEPEST, (turn % V, (turn // 2) % V, (turn // 3) % V)
+        should_stop = rule.begin()
+        for depth in range(length):
+            should_stop(drafted(path[:depth], path[depth]))
+        accepted = (5 * turn) % (length + 1)
+        rule.observe(Round(length, length, accepted, accepted + 1, length, 0.0, 0.0, 0.0))
+    return rule
+
+
+def upcoming(path: Path) -> UpcomingToken:
+    return UpcomingToken(Q[path], STATES[path], len(path), len(path))
+
+
+def drafted(path: Path, token: int) -> DraftedToken:
+    return DraftedToken(token, Q[path], STATES[path], EMBEDDINGS[token], len(path), len(path))
+
+
+def drafts(rule: ActiveRule, *, drop: bool = False) -> Iterator[tuple[Path, float]]:
+    """Every draft that a rule can end with, and its probability.
+
+    Args:
+        rule: the rule, asked as the drafter asks it.
+        drop: leave out the token with which the rule ended the draft, which no drafter does.
+    """
+    pending: list[tuple[Path, float]] = [((), 1.0)]
+    while pending:
+        path, weight = pending.pop()
+        should_stop, ended = rule.begin(), False
+        for depth in range(len(path)):
+            if depth and rule.before is not None:
+                assert not rule.before(upcoming(path[:depth])), "a rule must decide alike"
+            ended = should_stop(drafted(path[:depth], path[depth]))
+        if drop and ended and len(path) > 1:
+            yield path[:-1], weight
+            continue
+        ended = ended or len(path) == min(DEEPEST, rule.longest)
+        if path and not ended and rule.before is not None:
+            ended = rule.before(upcoming(path))
+        if ended:
+            yield path, weight
+            continue
+        chances = enumerate(Q[path].tolist())
+        pending += [((*path, token), weight * chance) for token, chance in chances if chance]
+
+
+def emitted(rule: ActiveRule, verifier: str, *, drop: bool = False) -> tuple[Law, set[int]]:
+    """The law of the first `DEEPEST` + 1 tokens, and the lengths of the drafts."""
+    law, lengths, verify = dict[Path, float](), set[int](), VERIFIERS[verifier].make()
+    for path, weight in drafts(rule, drop=drop):
+        lengths.add(len(path))
+        rows = torch.stack([Q[path[:depth]] for depth in range(len(path))])
+        target = torch.stack([P[path[:depth]] for depth in range(len(path) + 1)])
+        verdict = verify(DraftTree.chain(torch.tensor(path), rows), target)
+        for accepted, stop in enumerate(verdict.stop.tolist()):
+            for token, chance in enumerate(verdict.bonus[accepted].tolist() if stop else ()):
+                complete((*path[:accepted], token), weight * stop * chance, law)
+    return law, lengths
+
+
+def complete(path: Path, weight: float, law: Law) -> None:
+    """Add a path's continuations by plain sampling from the target."""
+    if weight == 0.0:
+        return
+    if len(path) > DEEPEST:
+        law[path] = law.get(path, 0.0) + weight
+        return
+    for token, chance in enumerate(P[path].tolist()):
+        complete((*path, token), weight * chance, law)
+
+
+def distance(law: Law) -> float:
+    """Total variation from the target's own law."""
+    plain: Law = {}
+    complete((), 1.0, plain)
+    return 0.5 * sum(abs(law.get(p, 0.0) - plain.get(p, 0.0)) for p in {*law, *plain})
+
+
+def test_every_rule_has_a_setting_here() -> None:
+    assert {name.split(",")[0] for name in SETTINGS} == set(STOPPING_RULES)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_round_emits_the_targets_law_with_every_verifier_that_takes_such_chains(
+    name: str,
+) -> None:
+    rule = at_work(name)
+    for verifier in ADAPTIVE:
+        law, lengths = emitted(rule, verifier)
+        assert distance(law) < 1e-12, verifier
+    assert len(lengths) > 1 or name == "fixed", "drafts must have several lengths"
+
+
+@pytest.mark.parametrize("name", ["confidence", "cumulative", "numbers, fitted", "head", "cost"])
+def test_dropping_the_token_that_was_seen_changes_the_law(name: str) -> None:
+    """These rules read the drawn token, so the token they would drop is a biased one."""
+    law, _ = emitted(at_work(name), "token", drop=True)
+    assert distance(law) > 0.005
+
+
+def test_what_is_dropped_before_it_is_drawn_cannot_depend_on_it() -> None:
+    """Asked before drawing, a rule ends drafts that it would go on with otherwise."""
+    for name in ("head", "cost"):
+        asks, silent = (list(drafts(at_work(each))) for each in (f"{name}, before drawing", name))
+        assert sum(len(p) * w for p, w in asks) < sum(len(p) * w for p, w in silent) - 0.01

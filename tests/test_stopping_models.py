@@ -1,0 +1,164 @@
+"""Rivals of a head that need no training: the margin's models, and a small network on numbers."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import expit
+
+from eval.drafting.stopping import DraftedToken
+from eval.drafting.stopping.margin import POSITIONS, Margin, MarginModels
+from eval.drafting.stopping.numbers import SHAPES, Network, Numbers, fit_network
+from eval.drafting.stopping.recorded import Reals, RecordedTokens
+from eval.rounds import Round
+from heads.inputs import HeadInputs, Moment
+from specdata.config import read_config
+from specdata.errors import ConfigError
+
+
+def recorded(margins: Reals) -> RecordedTokens:
+    lengths = np.full(len(margins), margins.shape[1])
+    return RecordedTokens(
+        lengths=lengths, q=np.ones_like(margins), q_max=np.ones_like(margins), margin=margins
+    )
+
+
+def drawn(margin: float) -> DraftedToken:
+    """A token of a distribution with that margin."""
+    return DraftedToken(0, torch.tensor([margin, 0.0]).double().softmax(0), None)
+
+
+def finished(drafted: int, accepted: int) -> Round:
+    return Round(drafted, drafted, accepted, accepted + 1, drafted, 0.0, 0.0, 0.0)
+
+
+def test_each_position_is_fitted_on_the_tokens_that_a_draft_reaches_there() -> None:
+    """Rollouts alternate between an easy token and a hard one, after which a draft often ends."""
+    chance = np.random.default_rng(0)
+    margins = chance.exponential(2.0, (40, 50))
+    easy = np.arange(50) % 2 == 0
+    accept = np.where(easy, 1.0, expit(-1.0 + 0.5 * margins))
+    first, second = Margin.fit(recorded(margins), accept)["coefficients"][:2]
+    # At a margin of 2, half of the hard tokens are accepted. A draft starts at any token; its
+    # second one is hard after each easy one, and easy after every second hard one.
+    assert expit(first[0] + first[1] * 2.0) == pytest.approx((1.0 + 0.5) / 2, abs=0.04)
+    assert expit(second[0] + second[1] * 2.0) == pytest.approx((0.5 + 0.5) / 1.5, abs=0.04)
+
+
+def test_there_is_a_pair_for_each_position_and_the_last_serves_all_further_ones() -> None:
+    chance = np.random.default_rng(1)
+    fitted = Margin().with_fit(Margin.fit(recorded(chance.random((3, 70))), np.full((3, 70), 0.9)))
+    assert len(fitted.pairs) == POSITIONS
+    assert fitted.reported() == json.loads(json.dumps(fitted.reported()))
+    pairs = ((9.0, 0.0), (9.0, 0.0), (-9.0, 0.0))
+    rule = Margin(threshold=0.5, coefficients=pairs, limit=30).start(None)
+    should_stop = rule.begin()
+    assert [should_stop(drawn(1.0)) for _ in range(4)] == [False, False, True, True]
+    lengths = Margin(threshold=0.5, coefficients=pairs).recorded_lengths(recorded(np.ones((1, 9))))
+    assert lengths is not None
+    assert lengths[0].tolist() == [3, 3, 3, 3, 3, 3, 2, 1, 0]
+
+
+def test_the_margin_learns_from_known_outcomes_at_their_own_position_only() -> None:
+    rule = MarginModels(((0.0, 0.5),) * 4, threshold=0.9)
+    before = [model.accept(3.0) for model in rule.models]
+    should_stop = rule.begin()
+    for _ in range(4):
+        should_stop(drawn(3.0))
+    rule.observe(finished(drafted=4, accepted=1))
+    after = [model.accept(3.0) for model in rule.models]
+    assert after[0] > before[0]  # accepted
+    assert after[1] < before[1]  # the first that was not
+    assert after[2:] == before[2:]  # censored
+
+
+def test_without_refitting_nothing_is_learned() -> None:
+    for refit in (True, False):
+        rule = Margin(coefficients=((0.0, 0.5),), threshold=0.5, refit=refit).start(None)
+        for _ in range(30):
+            should_stop = rule.begin()
+            should_stop(drawn(3.0))
+            rule.observe(finished(drafted=1, accepted=0))
+        assert rule.begin()(drawn(3.0)) == refit
+
+
+def test_labels_without_margins_are_refused() -> None:
+    tokens = RecordedTokens(
+        lengths=np.array([2]), q=np.ones((1, 2)), q_max=np.ones((1, 2)), margin=None
+    )
+    with pytest.raises(ValueError, match=r"margins .* were not recorded"):
+        Margin.fit(tokens, np.ones((1, 2)))
+    with pytest.raises(ValueError, match=r"numbers .* were not recorded"):
+        Numbers.fit(tokens, np.ones((1, 2)))
+    assert Margin().recorded_lengths(tokens) is None
+
+
+def test_the_network_learns_what_made_the_labels_and_is_the_same_each_time() -> None:
+    chance = np.random.default_rng(0)
+    numbers = chance.normal(size=(6000, 5)) * [1.0, 2.0, 9.0, 1.0, 4.0] + [
+        -1.0,
+        -1.0,
+        9.0,
+        1.0,
+        -5.0,
+    ]
+    truth = expit(0.3 * numbers[:, 2] - 0.5 * (numbers[:, 3] - 1.0) ** 2 - 1.0)
+    state = torch.get_rng_state()
+    network = fit_network(numbers, truth)
+    assert torch.equal(torch.get_rng_state(), state), "the global generator is left alone"
+    assert np.abs(network.accept(numbers) - truth).mean() < 0.02
+    again = fit_network(numbers, truth)
+    assert again.written() == network.written()
+    kept = Network.read(network.written())
+    assert np.abs(kept.accept(numbers) - network.accept(numbers)).max() < 0.02
+
+
+def test_a_network_is_kept_as_text_and_other_text_is_refused() -> None:
+    chance = np.random.default_rng(0)
+    network = Network(tuple(chance.normal(size=shape) for shape in SHAPES))
+    text = network.written()
+    assert len(text) < 1100
+    assert Network.read(text).written() == text
+    for bad in ("", "!!", text[:-8], "AAAA"):
+        with pytest.raises(ConfigError, match="385 finite half-precision numbers"):
+            read_config(Numbers, {"network": bad})
+
+
+def test_the_network_reads_the_same_numbers_in_decoding_and_replay() -> None:
+    chance = np.random.default_rng(2)
+    network = Network(tuple(chance.normal(size=shape) for shape in SHAPES))
+    rule = Numbers(threshold=0.6, network=network.written(), limit=5)
+    distributions = torch.tensor(chance.dirichlet([0.4] * 6, 24))
+    tokens = [DraftedToken(int(q.multinomial(1)), q, None) for q in distributions]
+    features = [
+        HeadInputs.from_drafted(("margin", "entropy", "log_mass_above"), [token], Moment.DRAWN)
+        for token in tokens
+    ]
+    margin, entropy, above = (
+        np.array([[float(each[name]) for each in features if each]])
+        for name in ("margin", "entropy", "log_mass_above")
+    )
+    lengths = rule.recorded_lengths(
+        RecordedTokens(
+            lengths=np.array([24]),
+            q=np.array([[float(t.distribution[t.token]) for t in tokens]]),
+            q_max=np.array([[float(t.distribution.max()) for t in tokens]]),
+            margin=margin,
+            entropy=entropy,
+            # Recorded without what heads add to keep the logarithm finite.
+            log_mass_above=np.log((np.exp(above) - 1e-6).clip(1e-13)),
+        )
+    )
+    assert lengths is not None
+    active = rule.start(None)
+    for position in range(24):
+        should_stop, count = active.begin(), 0
+        for token in tokens[position : min(23, position + 5)]:
+            count += 1
+            if should_stop(token):
+                break
+        assert lengths[0, position] == count
+    assert len(set(lengths[0].tolist())) > 2
