@@ -205,8 +205,8 @@ def test_scripts_beside_the_benchmark_import_the_package_heads_and_not_the_bench
 
 def test_the_curve_is_drawn(tmp_path: Path) -> None:
     figure = {"value": 0.8, "low": 0.7, "high": 0.9}
-    of_each = {name: {"auroc": figure, "saving_over_best_k": figure} for name in DOMAINS}
-    points = [{"rollouts": count, "domains": of_each} for count in (64, 128)]
+    found = {"auroc": figure, "saving_over_best_k": figure}
+    points = [{name: {"rollouts": count, **found} for name in DOMAINS} for count in (64, 128)]
     draw_curve(points, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 

@@ -66,7 +66,8 @@ GOALS = {
     "auroc": (0.86, 0.85, 0.88),
     "instructions_alone": (0.075, 0.045, 0.045),
 }
-CURVE = (64, 128, 256, 512, 1024, 2048)
+CURVE = (128, 256, 512, 1024)
+"""Rollouts of each domain; the last point is the shipped head on all."""
 
 Judged = Mapping[str, tuple[Recorded, Recorded]]
 """Domain -> its dev and test rows."""
@@ -141,7 +142,8 @@ def _options(description: str) -> argparse.Namespace:
     parser.add_argument("--draws", type=int, default=6, help="labelled draws of each position")
     parser.add_argument("--small", type=int, default=512, help="rollouts a domain of the ablation")
     parser.add_argument("--passes", type=int, default=3, help="of the ablation's training")
-    parser.add_argument("--seeds", type=int, default=2, help="of each head of ablation and curve")
+    parser.add_argument("--seeds", type=int, default=2, help="of each head of the ablation")
+    parser.add_argument("--curve-seeds", type=int, default=1, help="of each head of the curve")
     parser.add_argument("--prompts", type=int, default=48, help="decoded of each domain")
     parser.add_argument("--repeats", type=int, default=1, help="seeds of each decoded prompt")
     parser.add_argument(
@@ -269,13 +271,22 @@ def _small(
         head = trained(
             variant, data, counts, passes=passes, seed=seed, name=f"{name}, {passes}, seed {seed}"
         )
-        for domain, (dev, test) in judged.items():
-            scores = _areas_of(test.logits(head))
-            area = soft_auroc(next(iter(scores.values())), test.accept)
-            assert area is not None
-            found[domain][1].append(area)
-            if variant.replayed:
-                found[domain][0].append(with_head(head, dev, test, times))
+        of_seed = _judged(head, judged, times, replayed=variant.replayed)
+        for domain, (rules, areas) in of_seed.items():
+            found[domain][0].extend(rules)
+            found[domain][1].extend(areas)
+    return found
+
+
+def _judged(
+    head: BaseHead, judged: Judged, times: Times, *, replayed: bool = True
+) -> dict[str, tuple[list[Replayed], list[float]]]:
+    """Domain -> the head's rule replayed, if it can be, and its AUROC once a token is drawn."""
+    found = {}
+    for domain, (dev, test) in judged.items():
+        area = soft_auroc(next(iter(_areas_of(test.logits(head)).values())), test.accept)
+        assert area is not None
+        found[domain] = [with_head(head, dev, test, times)] if replayed else [], [area]
     return found
 
 
@@ -331,21 +342,37 @@ def _curve_part(
     data: Data, judged: Judged, times: Times, options: argparse.Namespace, console: Console
 ) -> dict[str, Any]:
     """AUROC and saving against rollouts."""
+    fixed = {domain: best_length(test.traces, times) for domain, (_, test) in judged.items()}
     points = []
-    for rollouts in [count for count in CURVE if count <= max(options.train)]:
+    for rollouts in CURVE:
         begun = time.perf_counter()
-        found = _small(FULL, rollouts, None, data, judged, times, options.seeds)
-        domains = {}
-        for domain, (replayed, areas) in found.items():
-            test = judged[domain][1]
-            base = [best_length(test.traces, times)] * len(replayed)
-            domains[domain] = {
-                "auroc": _mean(areas),
-                "saving_over_best_k": _against(replayed, base, test, times),
-            }
-        points.append({"rollouts": rollouts, "domains": domains})
+        found = _small(FULL, rollouts, None, data, judged, times, options.curve_seeds)
+        points.append(_point(dict.fromkeys(DOMAINS, rollouts), found, fixed, judged, times))
         console.print(f"curve, {rollouts}: {time.perf_counter() - begun:.0f} s")
-    return {"seeds": options.seeds, "points": points}
+    found = _judged(train_shipped(data), judged, times)
+    every = dict(zip(DOMAINS, options.train, strict=True))
+    points.append(_point(every, found, fixed, judged, times))
+    return {"seeds": options.curve_seeds, "points": points}
+
+
+def _point(
+    rollouts: Mapping[str, int],
+    found: Mapping[str, tuple[list[Replayed], list[float]]],
+    fixed: Mapping[str, Replayed],
+    judged: Judged,
+    times: Times,
+) -> dict[str, Any]:
+    """A point of the curve: domain -> its rollouts, the AUROC and what is saved."""
+    return {
+        domain: {
+            "rollouts": rollouts[domain],
+            "auroc": _mean(areas),
+            "saving_over_best_k": _against(
+                replayed, [fixed[domain]] * len(replayed), judged[domain][1], times
+            ),
+        }
+        for domain, (replayed, areas) in found.items()
+    }
 
 
 def _clock_part(

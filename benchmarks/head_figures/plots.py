@@ -17,7 +17,7 @@ def draw_curve(points: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw AUROC and saving of each domain against rollouts a domain, as PNG.
 
     Args:
-        points: each with `rollouts` and, under `domains`, figures with intervals.
+        points: domain -> its `rollouts`, and figures with intervals.
         path: of the PNG.
     """
     figure = Figure(figsize=(9, 4), layout="constrained")
@@ -27,8 +27,8 @@ def draw_curve(points: Sequence[Mapping[str, Any]], path: Path) -> None:
         (right, "saving_over_best_k", "time saved against the best fixed length, %", 100.0),
     ):
         for number, (domain, name) in enumerate(NAMES.items()):
-            rollouts = [point["rollouts"] for point in points]
-            found = [point["domains"][domain][key] for point in points]
+            rollouts = [point[domain]["rollouts"] for point in points]
+            found = [point[domain][key] for point in points]
             axes.plot(rollouts, [scale * f["value"] for f in found], ".-", label=name)
             axes.fill_between(
                 rollouts,
@@ -39,9 +39,10 @@ def draw_curve(points: Sequence[Mapping[str, Any]], path: Path) -> None:
                 linewidth=0,
             )
         axes.set_xscale("log", base=2)
-        axes.set_xticks(rollouts, [str(count) for count in rollouts])
+        counts = sorted({point[domain]["rollouts"] for point in points for domain in NAMES})
+        axes.set_xticks(counts, [str(count) for count in counts])
         axes.minorticks_off()
-        axes.set_xlabel("training rollouts of each domain")
+        axes.set_xlabel("training rollouts of the domain, with as many of the others")
         axes.set_ylabel(label)
     left.legend()
     with atomic_write(path) as temporary:
