@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from heads.inputs import HeadInputs, Moment
-from heads.remote import AUTO_CONFIG, write_custom_generate, write_modeling
+from heads.remote import auto_config, write_custom_generate, write_modeling
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import atomic_write, write_json
 from specdata.storage.resume import read_record
@@ -100,10 +100,11 @@ class BaseHead(
             save_file(weights, temporary, metadata={"format": "pt"})
         settings = self._hub_mixin_config
         assert isinstance(settings, dict)
-        write_modeling(save_directory)
+        write_modeling(save_directory, self.kind)
         write_custom_generate(save_directory)
         # Last, because loading starts with it: the folder is a head or it is none.
-        write_json(save_directory / CONFIG_NAME, {"kind": self.kind, **settings, **AUTO_CONFIG})
+        about = {"kind": self.kind, **settings, **auto_config(self.kind)}
+        write_json(save_directory / CONFIG_NAME, about)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **options: Any) -> BaseHead:

@@ -50,6 +50,13 @@ def replay(arguments: Sequence[str]) -> int:
     return main(arguments, "draftsmith replay")
 
 
+def sweep(arguments: Sequence[str]) -> int:
+    """Train and compare many acceptance heads: the published sweep, and ours."""
+    from eval.analysis.sweep import main
+
+    return main(arguments, "draftsmith sweep")
+
+
 def launch(arguments: Sequence[str]) -> int:
     """Start a recipe in several processes, as a launch profile says."""
     parser = argparse.ArgumentParser(
@@ -103,6 +110,7 @@ TOOLS: dict[str, Callable[[Sequence[str]], int]] = {
     "inspect": inspect,
     "compare": compare,
     "replay": replay,
+    "sweep": sweep,
     "launch": launch,
     "profile": profile,
 }

@@ -79,7 +79,7 @@ def decode(orders: dict[str, Any], models: dict[str, Any], case: dict[str, Any])
     if "attention_mask" in arguments:
         arguments["attention_mask"] = torch.tensor(arguments["attention_mask"])
     if case.get("head"):
-        arguments["acceptance_head"] = models["head"]
+        arguments["acceptance_head"] = models["head" if case["head"] is True else case["head"]]
     if case["draft"]:
         arguments["assistant_model"] = models[case["draft"]]
     streamed = Streamed()
@@ -100,12 +100,28 @@ def decode(orders: dict[str, Any], models: dict[str, Any], case: dict[str, Any])
     return output[0, prompt.shape[1] :].tolist()
 
 
+def judged(head: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """What a head that judges at every moment says of tokens."""
+    features = {name: torch.tensor(values) for name, values in given["features"].items()}
+    known = {
+        "before": ("distribution", "hidden_before"),
+        "drawn": ("distribution", "hidden_before", "token", "embedding"),
+        "consumed": ("distribution", "hidden_before", "token", "embedding", "hidden"),
+    }
+    return {
+        moment: head(**{name: features[name] for name in names}, **given["places"]).tolist()
+        for moment, names in known.items()
+    }
+
+
 def main() -> None:
     warnings.simplefilter("error")
     orders = json.loads(Path(sys.argv[1]).read_text())
     models = {name: load(folder) for name, folder in orders["models"].items()}
     head = AutoModel.from_pretrained(orders["head"], trust_remote_code=True)
     models["head"] = head
+    for kind, folder in orders.get("heads", {}).items():
+        models[kind] = AutoModel.from_pretrained(folder, trust_remote_code=True)
     hidden = torch.tensor(orders["hidden"])
     answers = {
         "version": transformers.__version__,
@@ -114,6 +130,8 @@ def main() -> None:
         "logits": head(hidden).tolist(),
         "tokens": [decode(orders, models, case) for case in orders["cases"]],
     }
+    if "judged" in orders:
+        answers["judged"] = judged(models[orders["judged"]["head"]], orders["judged"])
     for code in orders.get("examples", ()):
         exec(compile(code, "a card", "exec"), {})
     if "whole" in orders:

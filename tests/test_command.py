@@ -33,7 +33,7 @@ def test_help_and_plan_import_no_heavy_library(name: str) -> None:
     assert "writes runs/toy/" in run_without_heavy_libraries("-m", module, "--plan")
 
 
-@pytest.mark.parametrize("name", ["inspect", "compare", "replay"])
+@pytest.mark.parametrize("name", ["inspect", "compare", "replay", "sweep"])
 def test_help_of_a_tool_imports_no_heavy_library(name: str) -> None:
     assert f"usage: draftsmith {name}" in command(name, "--help")
 

@@ -20,7 +20,8 @@ from transformers import (
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
 from eval.drafts import DraftTree
 from eval.verifiers import VERIFIERS
-from heads import AcceptanceHead
+from heads import AcceptanceHead, ImmediateHead
+from heads.inputs import FEATURES, DraftedTokens, HeadInputs, Moment
 from heads.remote import write_custom_generate
 from heads.remote.generate import draw, verify
 from specdata.probability import draw_one
@@ -99,13 +100,55 @@ def make_head() -> AcceptanceHead:
     return head.eval()
 
 
+def make_immediate_head(*moments: str) -> ImmediateHead:
+    """A head of our own kind that reads everything."""
+    torch.manual_seed(6)
+    head = ImmediateHead(
+        hidden_size=HIDDEN,
+        reads=[*FEATURES],
+        moments=moments,
+        width=8,
+        depth=1,
+        scales={"log_q": (-1.0, 2.0), "since_rejection": (3.0, 5.0)},
+    )
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.7)
+    torch.nn.init.constant_(head.output.bias, 2.0)
+    return head.eval()
+
+
+# Each says in its name at which moments it judges.
+IMMEDIATE = {
+    name: make_immediate_head(*name.split())
+    for name in ("before drawn consumed", "drawn consumed", "drawn", "consumed")
+}
+
+
+def tokens_to_judge() -> DraftedTokens:
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(VOCABULARY, (3, 4), generator=generator)
+    before, after, embedded = torch.randn(3, 3, 4, HIDDEN, generator=generator)
+    q = torch.randn(3, 4, VOCABULARY, generator=generator).mul(2).softmax(-1)
+    return DraftedTokens(
+        tokens=tokens,
+        before=lambda: before,
+        after=lambda: after,
+        distributions=lambda: q,
+        embeddings=lambda: embedded,
+        position=lambda: torch.full((3, 4), 2),
+        since_rejection=lambda: torch.full((3, 4), 5),
+    )
+
+
 def case(
     target: str = "llama",
     draft: str | None = None,
     *,
+    head: str | None = None,
     seed: int = 0,
     tokens: int = 24,
     threshold: float | None = None,
+    before_drawing: bool = False,
     longest: int | None = None,
     prompt: tuple[int, ...] = (2, 3, 5),
     **sampling: float,
@@ -117,12 +160,14 @@ def case(
         arguments |= warps
     if threshold is not None:
         arguments["threshold"] = threshold
+    if before_drawing:
+        arguments["before_drawing"] = True
     if longest is not None:
         arguments["num_assistant_tokens"] = longest
     return {
         "target": target,
         "draft": draft or f"{target}: draft",
-        "head": threshold is not None,
+        "head": head or threshold is not None,
         "seed": seed,
         "prompt": [list(prompt)],
         "arguments": arguments,
@@ -149,6 +194,19 @@ SAME = [
     # The head reads states of width 16.
     *(case(family, threshold=0.6) for family in FAMILIES if family != "opt, projected"),
     case("opt, projected", longest=4),
+    *(
+        case(head=name, threshold=threshold, seed=seed, tokens=40)
+        for name in IMMEDIATE
+        for seed, threshold in enumerate((0.4, 0.8))
+    ),
+    case(head="drawn consumed", threshold=0.7, temperature=0.7, top_k=9, top_p=0.8),
+    case(head="drawn consumed", threshold=0.6, temperature=0.0),
+    case(head="drawn consumed", threshold=0.6, longest=3),
+    case("llama", "llama: fewer ids", head="drawn consumed", threshold=0.8),
+    *(
+        case(head="before drawn consumed", threshold=0.7, before_drawing=True, seed=seed)
+        for seed in range(3)
+    ),
 ]
 # Our decoder has no windows, transformers' greedy decoding has.
 WINDOWED = case("mistral", temperature=0.0, longest=4, tokens=20, prompt=(11, 4, 7))
@@ -163,9 +221,10 @@ def ours(
     if case["head"]:
         limit = arguments.get("num_assistant_tokens", 20)
         rule = {"stop": "head", "threshold": arguments["threshold"], "limit": limit}
+        rule["before_drawing"] = arguments.get("before_drawing", False)
     config = DecodeConfig(verifier="block", **rule, **case["warps"])
     decoder = SpeculativeDecoder.from_config(
-        models[case["target"]], models[case["draft"]], config, head
+        models[case["target"]], models[case["draft"]], config, IMMEDIATE.get(case["head"], head)
     )
     return decoder.generate(
         torch.tensor(case["prompt"][0]),
@@ -187,6 +246,8 @@ REFUSED = [
     ({"draft": "mamba"}, "mamba does not keep keys and values of every token"),
     ({"draft": None}, "assistant_model must be the draft model, got None"),
     ({"head": True, "draft": "opt, projected: draft"}, "hidden states of width 16, got 8"),
+    ({"head": "drawn", "draft": "opt, projected: draft"}, "hidden_before of width 16, got 8"),
+    ({"head": "drawn", "arguments": {"before_drawing": True}}, "before they are drawn"),
 ]
 
 
@@ -199,17 +260,32 @@ class Folders:
             model.save_pretrained(root / name)
         self.head = root / "head"
         self.made.save_pretrained(self.head)
+        for name, made in IMMEDIATE.items():
+            made.save_pretrained(root / name)
         write_custom_generate(root / "llama: draft")
         refused = [
             {**case(), **change, "arguments": {"max_new_tokens": 4} | change.get("arguments", {})}
             for change, _ in REFUSED
         ]
+        judged = tokens_to_judge()
         orders = {
             "folder": str(root / "llama: draft"),
             "models": {name: str(root / name) for name in self.models},
             "whole": str(root / "llama: draft"),
             "head": str(self.head),
             "hidden": HEAD_VALUES.tolist(),
+            "heads": {name: str(root / name) for name in IMMEDIATE},
+            "judged": {
+                "head": "before drawn consumed",
+                "features": {
+                    "distribution": judged.q.tolist(),
+                    "hidden_before": judged.before().tolist(),
+                    "token": judged.tokens.tolist(),
+                    "embedding": judged.embeddings().tolist(),
+                    "hidden": judged.after().tolist(),
+                },
+                "places": {"position": 2, "since_rejection": 5},
+            },
             "cases": [*SAME, WINDOWED, *refused],
         }
         self.answers = drive(root, orders, python)
@@ -236,6 +312,12 @@ def check_logits(folders: Folders) -> None:
     logits = loaded(HEAD_VALUES).detach()
     torch.testing.assert_close(torch.tensor(folders.answers["logits"]), logits)
     assert float(logits.std()) > 0.1
+    head, tokens = IMMEDIATE["before drawn consumed"], tokens_to_judge()
+    for moment in Moment:
+        logits = head.logits(HeadInputs.of(head.reads, tokens, moment)).detach()
+        found = torch.tensor(folders.answers["judged"][moment.name.lower()])
+        torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
+        assert float(logits.std()) > 0.1
 
 
 def check_tokens(folders: Folders) -> None:

@@ -144,7 +144,7 @@ def test_a_head_that_cannot_judge_a_token_before_it_is_drawn_is_refused() -> Non
 
 
 def test_a_rule_is_told_where_a_token_stands_and_how_long_nothing_was_rejected() -> None:
-    """From the rounds themselves: accepted tokens and those of the target after a whole draft."""
+    """From the rounds themselves: accepted tokens, and the one after a whole accepted draft."""
     seen: list[list[tuple[int, int]]] = []  # of each round
 
     def look(drafted: DraftedToken) -> bool:

@@ -337,10 +337,13 @@ def _run(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         raise ConfigError("--head reads the hidden states of the draft: give --draft too")
     # Not by `load_stored`, which would leave a copy in a folder that is only read.
     labels = stream_stored(given.labels)
-    replayed, held_out = (_rows(labels, given, split) for split in (given.split, given.fit_split))
+    replayed, held_out = (
+        rows_of_split(labels, given.labels, split, given.rows)
+        for split in (given.split, given.fit_split)
+    )
     draft = load_model(given.draft, dtype="float32") if given.draft else None
     if given.draft:
-        _check_draft(given.labels, given.draft)
+        check_draft(given.labels, given.draft)
     head = BaseHead.from_pretrained(given.head) if given.head else None
     known = {"draft": draft, "sampling": sampling_of(given.labels)}
     traces = acceptance_traces(replayed, head=head, **known)
@@ -373,7 +376,7 @@ def _run(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     return shown
 
 
-def _check_draft(labels: Path, draft: str) -> None:
+def check_draft(labels: Path, draft: str) -> None:
     """Raise ConfigError if labels say that they were made with another draft.
 
     Its hidden states would be of other tokens than those that were accepted or not. Labels of
@@ -392,20 +395,25 @@ def _check_draft(labels: Path, draft: str) -> None:
         )
 
 
-def _rows(
-    labels: datasets.IterableDataset, given: argparse.Namespace, split: str
+def rows_of_split(
+    labels: datasets.IterableDataset, folder: Path, split: str, most: int
 ) -> datasets.Dataset:
+    """The first rows of a split, at most so many of each prompt set.
+
+    Raises:
+        ConfigError: if there are none.
+    """
     from datasets import Dataset
 
     taken: Counter[str] = Counter()
     rows = []
     for row in labels:
-        if row["split"] == split and taken[row["dataset"]] < given.rows:
+        if row["split"] == split and taken[row["dataset"]] < most:
             rows.append(row)
             taken[row["dataset"]] += 1
     if not rows:
         known = ", ".join(sorted({row["split"] for row in labels}))
-        raise ConfigError(f"{given.labels} has no rows of split {split!r}, only {known}")
+        raise ConfigError(f"{folder} has no rows of split {split!r}, only {known}")
     return Dataset.from_list(rows)
 
 

@@ -1,9 +1,10 @@
 """Code that published folders carry, for users who have transformers and not this project.
 
-`modeling_acceptance_head.py` is the head as a transformers model, and `generate.py` is speculative
-decoding with block verification and the head's stopping rule. Each is one file that imports torch
-and transformers only, so each repeats what is written elsewhere in this project, and
-`tests/test_published_code.py` keeps them equal. Nothing here imports them: they are copied.
+`modeling_acceptance_head.py` and `modeling_immediate_head.py` are the heads of each kind as
+transformers models, and `generate.py` is speculative decoding with block verification and the
+heads' stopping rule. Each is one file that imports torch and transformers only, so each repeats
+what is written elsewhere in this project, and `tests/test_published_code.py` keeps them equal.
+Nothing here imports them: they are copied.
 """
 
 from __future__ import annotations
@@ -13,22 +14,27 @@ from typing import Any
 
 from specdata.storage.files import write_text
 
-MODELING = "modeling_acceptance_head"
-
-# Keys of a head's config.json by which transformers finds the model in the file beside it.
-AUTO_CONFIG: dict[str, Any] = {
-    "model_type": "acceptance_head",
-    "architectures": ["AcceptanceHeadModel"],
-    "auto_map": {
-        "AutoConfig": f"{MODELING}.AcceptanceHeadConfig",
-        "AutoModel": f"{MODELING}.AcceptanceHeadModel",
-    },
+# Kind of a head -> the file that has it as a transformers model, its class there, its model type.
+MODELING = {
+    "specdec++": ("modeling_acceptance_head", "AcceptanceHead", "acceptance_head"),
+    "immediate": ("modeling_immediate_head", "ImmediateHead", "immediate_acceptance_head"),
 }
 
 
-def write_modeling(folder: Path) -> None:
+def auto_config(kind: str) -> dict[str, Any]:
+    """Keys of a head's config.json by which transformers finds the model in the file beside it."""
+    module, name, model_type = MODELING[kind]
+    return {
+        "model_type": model_type,
+        "architectures": [f"{name}Model"],
+        "auto_map": {"AutoConfig": f"{module}.{name}Config", "AutoModel": f"{module}.{name}Model"},
+    }
+
+
+def write_modeling(folder: Path, kind: str) -> None:
     """Write what `AutoModel.from_pretrained(folder, trust_remote_code=True)` runs."""
-    write_text(folder / f"{MODELING}.py", _source(f"{MODELING}.py"))
+    name = f"{MODELING[kind][0]}.py"
+    write_text(folder / name, _source(name))
 
 
 def write_custom_generate(folder: Path) -> None:

@@ -59,6 +59,7 @@ def generate(
     model: Any,
     acceptance_head: Any = None,
     threshold: float = 0.7,
+    before_drawing: bool = False,
     num_assistant_tokens: int | None = None,
     generator: torch.Generator | None = None,
     streamer: Any = None,
@@ -69,10 +70,10 @@ def generate(
     Args:
         inputs: (1, T) token ids, if they are not given as `input_ids`.
         model: the target; transformers passes it.
-        acceptance_head: gives logits (...) of acceptance from the draft's last hidden state
-            (..., H): `AutoModel.from_pretrained(HEAD, trust_remote_code=True)`. None drafts a fixed
-            number of tokens.
+        acceptance_head: `AutoModel.from_pretrained(HEAD, trust_remote_code=True)`. None drafts a
+            fixed number of tokens.
         threshold: a draft ends once the head gives a rejection in it more probability; in [0, 1].
+        before_drawing: also ask the head before a token is drawn, if it was trained for that.
         num_assistant_tokens: most tokens drafted in a round. By default 20 with a head, otherwise
             what the draft's generation configuration says, or 20.
         generator: source of all random numbers; None is torch's default one.
@@ -98,6 +99,8 @@ def generate(
         own = None if acceptance_head is not None else draft.generation_config.num_assistant_tokens
         longest = own or 20
     _check_arguments(arguments, threshold, longest)
+    if before_drawing and "before" not in _moments(acceptance_head):
+        raise ValueError("before_drawing needs a head that judges tokens before they are drawn")
 
     # The usual `generate` prepares everything, then calls this in place of its own loop.
     def loop(
@@ -117,8 +120,9 @@ def generate(
             _CachedModel(model, vocabulary),
             _CachedModel(draft, vocabulary, with_state=acceptance_head is not None),
             _distributions(logits_processor, generation_config.do_sample),
-            None if acceptance_head is None else acceptance_head.to(draft.device),
+            None if acceptance_head is None else _Survival(acceptance_head, draft),
             threshold,
+            before_drawing,
             longest,
             frozenset(end if isinstance(end, list) else [end]),
             generator,
@@ -158,8 +162,9 @@ class _Decoder:
         target: the target.
         draft: the draft.
         distributions: logits (..., V) -> probabilities (..., V), the same for p and q.
-        head: the acceptance head, if any.
+        survival: what an acceptance head says of a draft, if there is one.
         threshold: of the head's stopping rule.
+        before_drawing: whether the head is asked before a token is drawn, too.
         longest: most tokens of a draft.
         ends: token ids after which nothing is drafted.
         generator: source of random numbers.
@@ -168,8 +173,9 @@ class _Decoder:
     target: _CachedModel
     draft: _CachedModel
     distributions: Callable[[Tensor], Tensor]
-    head: Any
+    survival: _Survival | None
     threshold: float
+    before_drawing: bool
     longest: int
     ends: frozenset[int]
     generator: torch.Generator | None
@@ -184,27 +190,103 @@ class _Decoder:
         accepted, token = verify(tokens, [row.to(p.device) for row in q], p, self.generator)
         self.target.crop(len(committed) + accepted)
         self.draft.crop(len(committed) + accepted)
+        if self.survival is not None:
+            self.survival.observe(len(tokens), accepted)
         return [*tokens[:accepted], token]
 
     def propose(self, committed: list[int], room: int) -> tuple[list[int], list[Tensor]]:
         """Draft at most `room` tokens: L tokens, and the L distributions (V,) they come from.
 
-        With a head (SpecDec++, Huang et al., arXiv:2405.19715, section 4.2) the draft ends once
-        1 - prod_i sigmoid(f(e_i)) > threshold. e_i is the draft's state after token i; it exists
-        when token i + 1 is drawn, which is kept, because dropping it would bias the output.
+        With a head the draft ends once the head gives a rejection in it more probability than the
+        threshold (SpecDec++, Huang et al., arXiv:2405.19715, section 4.2). A token that was drawn
+        is kept whatever the head says of it, because dropping it would bias the output.
         """
         tokens: list[int] = []
         q: list[Tensor] = []
-        unread, survival = committed[self.draft.length :], 1.0
+        unread, survival = committed[self.draft.length :], self.survival
+        if survival is not None:
+            survival.begin()
         while len(tokens) < room:
-            q.append(self.distributions(self.draft.read(unread, 1))[0])
-            if self.head is not None and tokens:
-                survival *= float(torch.sigmoid(self.head(self.draft.state)))
-            tokens.append(draw(q[-1], self.generator))
-            if tokens[-1] in self.ends or 1.0 - survival > self.threshold:
+            distribution = self.distributions(self.draft.read(unread, 1))[0]
+            if survival is not None:
+                survival.consume(distribution, self.draft.state)
+                # At least one token is drafted.
+                if self.before_drawing and tokens and 1.0 - survival.before() > self.threshold:
+                    break
+            q.append(distribution)
+            tokens.append(draw(distribution, self.generator))
+            if tokens[-1] in self.ends:
+                break
+            if survival is not None and 1.0 - survival.drawn(tokens[-1]) > self.threshold:
                 break
             unread = tokens[-1:]
         return tokens, q
+
+
+class _Survival:
+    """The probability, by a head, that all tokens of the draft under way are accepted.
+
+    The product over its tokens of the newest estimate of each. SpecDec++'s head judges a token from
+    the draft's state after it, which exists once the next token can be drawn; until then the newest
+    token counts as accepted. Other heads say in their configuration at which moments they judge:
+    "before" a token is drawn, when it is "drawn", and again when the draft has "consumed" it.
+
+    Args:
+        head: the acceptance head, which is moved to the draft's device.
+        draft: the draft.
+    """
+
+    def __init__(self, head: Any, draft: Any) -> None:
+        self.head, self.moments = head.to(draft.device), _moments(head)
+        self.embeddings = draft.get_input_embeddings()
+        self.vocabulary = draft.config.get_text_config().vocab_size
+        self.since_rejection = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a draft."""
+        self.known = 1.0  # the product over the tokens that the draft has consumed
+        self.newest = 1.0  # the estimate of the token after them, if one is drawn
+        self.place = 0
+        self.given: dict[str, Any] = {}
+
+    def consume(self, distribution: Tensor, state: Tensor) -> None:
+        """The draft has run: the distribution (V,) of the next token, the state (H,) it is from."""
+        if self.place:
+            if not self.moments:
+                self.newest = float(torch.sigmoid(self.head(state)))
+            elif "consumed" in self.moments:
+                self.newest = self._ask(hidden=state)
+            self.known, self.newest = self.known * self.newest, 1.0
+        self.given = {"distribution": distribution, "hidden_before": state, "position": self.place}
+        self.given["since_rejection"] = self.since_rejection + self.place
+
+    def before(self) -> float:
+        """With the token that is about to be drawn."""
+        return self.known * self._ask()
+
+    def drawn(self, token: int) -> float:
+        """With the token that has been drawn."""
+        self.place += 1
+        if self.moments:
+            ids = self.given["distribution"].new_tensor(token, dtype=torch.long)
+            known = torch.where(ids < self.vocabulary, ids, 0)
+            self.given |= {"token": ids, "embedding": self.embeddings(known)}
+        if "drawn" in self.moments:
+            self.newest = self._ask()
+        return self.known * self.newest
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """How many of the drafted tokens were accepted; one token follows them."""
+        self.since_rejection = 0 if accepted < drafted else self.since_rejection + accepted + 1
+
+    def _ask(self, **more: Tensor) -> float:
+        return float(torch.sigmoid(self.head(**self.given, **more)))
+
+
+def _moments(head: Any) -> tuple[str, ...]:
+    """The moments at which a head judges tokens; none are named for SpecDec++'s."""
+    return tuple(getattr(getattr(head, "config", None), "moments", ()))
 
 
 class _CachedModel:

@@ -1,0 +1,84 @@
+"""transformers' own assisted generation as a method: a fixed length, or its threshold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from eval.drafting.stopping.confidence import Confidence
+from eval.drafting.stopping.fixed import Fixed
+from eval.measuring.assisted import assisted_generate
+from eval.measuring.methods import EvalConfig, MethodConfig, check_methods
+from eval.rounds import Generation
+from specdata.config import read_config
+from specdata.errors import ConfigError
+from specdata.probability import SamplingConfig
+from specdata.prompts.config import PromptSet
+from tests.tiny import tiny_llama
+
+SAMPLING = SamplingConfig()
+
+
+def generated(threshold: float, seed: int) -> Generation:
+    target, draft = tiny_llama(0, vocab=12).float(), tiny_llama(1, vocab=12).float()
+    return assisted_generate(
+        target,
+        draft,
+        torch.tensor([2, 5, 3]),
+        length=6,
+        threshold=threshold,
+        sampling=SAMPLING,
+        max_new_tokens=24,
+        seed=seed,
+    )
+
+
+def test_its_threshold_ends_drafts_and_without_one_all_have_the_full_length() -> None:
+    drafted = {
+        threshold: [turn.drafted for seed in range(5) for turn in generated(threshold, seed).rounds]
+        for threshold in (0.0, 0.3, 1.0)
+    }
+    # Others end with the budget or an end token.
+    assert drafted[0.0].count(6) > len(drafted[0.0]) / 3
+    assert set(drafted[1.0]) <= {0, 1}
+    assert 1.0 < sum(drafted[0.3]) / len(drafted[0.3]) < 4.0
+    assert len(set(drafted[0.3])) > 2
+
+
+def method(**given: object) -> MethodConfig:
+    return read_config(MethodConfig, {"name": "theirs", "decoder": "assisted", **given})
+
+
+def test_a_threshold_means_the_rule_of_confidence_and_transformers_own_limit() -> None:
+    made = method(threshold=0.4)
+    assert made.stop == Confidence(threshold=0.4, limit=20)
+    assert made == method(stop="confidence", threshold=0.4)
+    assert made.columns() == {
+        "verifier": None,
+        "stop": "confidence",
+        "length": 20,
+        "threshold": 0.4,
+    }
+    assert method(threshold=0.4, limit=6).columns()["length"] == 6
+    assert method(length=8).stop == Fixed(length=8)
+    assert read_config(MethodConfig, made.model_dump(mode="json")) == made
+    plain = MethodConfig(name="plain", decoder="plain")
+    both = EvalConfig(
+        sets=[PromptSet("maths", "test", 1)], methods=[plain, made, method(length=8, name="b")]
+    )
+    check_methods(both, SAMPLING, head=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"threshold": 0.4, "length": 8}, "stop confidence does not use length"),
+        ({"threshold": 1.4}, "threshold: must be less than or equal to 1"),
+        ({"stop": "fixed", "threshold": 0.45}, "stop fixed does not use threshold"),
+    ],
+)
+def test_what_transformers_has_no_name_for_is_refused(
+    given: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        method(**given)
