@@ -1,7 +1,11 @@
-"""The same rules by the clock: decoding with the project's decoder, in turns on each prompt."""
+"""The same rules by the clock: decoding with the project's decoder, in turns on each prompt.
+
+The clock is that of the processor, one thread: what else runs on the machine matters little.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +47,8 @@ def clocked(
         repeats: seeds of each prompt.
 
     Returns:
-        For each rule its tokens a second, tokens a round and share of time saved against the
-        first, with intervals over prompts.
+        For each rule its setting, its tokens a second and a round, and the share of time saved
+        against the first, with intervals over prompts.
     """
     target = load_model(data.target, dtype="float32")
     decoders = {
@@ -59,16 +63,19 @@ def clocked(
         for index, (key, ids) in enumerate(prompts if repeat >= 0 else prompts[:WARM_UP]):
             order = [*order[1:], order[0]]
             for name in order:
+                begun = time.process_time()
                 made = decoders[name].generate(
                     torch.tensor(ids),
                     max_new_tokens=max_new_tokens,
                     generator=generator_for(0, key, repeat),
                 )
+                seconds = time.process_time() - begun
                 if repeat >= 0:
-                    sums[name][index] += made.seconds, len(made.tokens), len(made.rounds)
+                    sums[name][index] += seconds, len(made.tokens), len(made.rounds)
     first = next(iter(rules))
     return {
         name: {
+            "setting": rules[name].reported(),
             "tokens_per_second": float(total[1] / total[0]),
             "tokens_per_round": float(total[1] / total[2]),
             "saving": _saved(table, sums[first]),

@@ -36,7 +36,6 @@ from benchmarks.head_figures.replay import (
     of_rules,
     together,
     with_head,
-    with_margin,
 )
 from benchmarks.head_figures.variants import (
     ABLATION,
@@ -144,7 +143,7 @@ def _options(description: str) -> argparse.Namespace:
     parser.add_argument("--passes", type=int, default=3, help="of the ablation's training")
     parser.add_argument("--seeds", type=int, default=2, help="of each head of the ablation")
     parser.add_argument("--curve-seeds", type=int, default=1, help="of each head of the curve")
-    parser.add_argument("--prompts", type=int, default=48, help="decoded of each domain")
+    parser.add_argument("--prompts", type=int, default=128, help="decoded of each domain")
     parser.add_argument("--repeats", type=int, default=1, help="seeds of each decoded prompt")
     parser.add_argument(
         "--draft-seconds", type=float, default=0.182, help="t_d, as measured on the demo's pair"
@@ -378,13 +377,12 @@ def _point(
 def _clock_part(
     data: Data, judged: Judged, times: Times, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """The head against the best fixed length, and margin, by the clock."""
+    """The head against the best fixed length, by the clock."""
     parts, shipped = {}, train_shipped(data)
     for domain, (dev, test) in judged.items():
         rows = of_domains(data.test, {domain: options.prompts})
         rules = {
             "fixed": best_length(test.traces, times),
-            "margin": with_margin(dev.traces, test.traces, times),
             "head": with_head(shipped, dev, test, times),
         }
         parts[domain] = {

@@ -17,7 +17,6 @@ from eval.analysis.traces import acceptance_traces
 from eval.drafting.stopping import StoppingRule
 from eval.drafting.stopping.fixed import Fixed
 from eval.drafting.stopping.head import Head
-from eval.drafting.stopping.margin import Margin
 from eval.drafting.stopping.recorded import Reals, RecordedHead, pad
 from heads import BaseHead
 from heads.contexts import TargetContext
@@ -183,13 +182,6 @@ def with_head(head: BaseHead, dev: Recorded, test: Recorded, times: Times) -> Re
     """The threshold rule with a head."""
     rules = [Head(threshold=h, limit=LIMIT) for h in THRESHOLDS]
     return tuned(rules, dev.with_head(head), test.with_head(head), times)
-
-
-def with_margin(dev: Traces, test: Traces, times: Times) -> Replayed:
-    """The rule of the top-2 margin, fitted on the dev rows."""
-    fitted = Margin.fit(dev.tokens, dev.accept)
-    rules = [Margin(threshold=h, limit=LIMIT).with_fit(fitted) for h in THRESHOLDS]
-    return tuned(rules, dev, test, times)
 
 
 def every_rule(dev: Traces, test: Traces, times: Times) -> dict[str, Replayed]:
