@@ -161,8 +161,8 @@ class NumpyJudge:
             raise ValueError("the draft's states are needed and were not captured")
         if state is self._normal[0]:
             return self._normal[1]
-        values: Reals = state.float().numpy()
-        centred: Reals = values - values.sum() / np.float32(values.size)
+        values = _values(state)
+        centred: Reals = values - float(np.add.reduce(values)) / values.size
         centred *= 1.0 / math.sqrt(float(centred.dot(centred)) / values.size + LAYER_EPSILON)
         self._normal = (state, centred)
         return centred
@@ -183,7 +183,7 @@ class NumpyJudge:
 
 def _numbers(known: NextToken, token: int | None) -> dict[str, float]:
     """The number features of one token; 0 for those that need the token if it is None."""
-    q = known.distribution.float().numpy()
+    q = _values(known.distribution)
     logarithms = np.log(q + TINY)
     entropy = -float(q.dot(logarithms))
     best = int(logarithms.argmax())
@@ -194,15 +194,22 @@ def _numbers(known: NextToken, token: int | None) -> dict[str, float]:
         above = float(q.dot((q > chance).astype(np.float32))) if token != best else 0.0
         log_mass_above = math.log(above + LEAST_MASS)
     logarithms[best] = -np.inf
+    second = float(logarithms[int(logarithms.argmax())])
     return {
         "log_q": log_q,
         "log_q_max": largest,
-        "margin": min(largest - float(logarithms.max()), LARGEST_MARGIN),
+        "margin": min(largest - second, LARGEST_MARGIN),
         "entropy": entropy,
         "log_mass_above": log_mass_above,
         "position": float(known.position),
         "since_rejection": float(known.since_rejection),
     }
+
+
+def _values(values: Tensor) -> Reals:
+    """The same memory if it is float32 already."""
+    array: Reals = (values if values.dtype is torch.float32 else values.float()).numpy()
+    return array
 
 
 def _array(values: Tensor) -> Reals:

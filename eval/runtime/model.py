@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from eval.runtime.engines import Engine
@@ -147,6 +147,8 @@ class CachedModel:
         """(E,) the model's input embedding of a token, for heads; None if they read nothing."""
         if not self._capture_hidden:
             return None
+        if type(self._embeddings) is nn.Embedding:  # a row of it, a tenth of the time of a call
+            return self._embeddings.weight[token]
         embedded: Tensor = self._embeddings(torch.tensor(token, device=self.device))
         return embedded
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, cast
 
-import torch
-
 from eval.drafting.stopping.online import OnlineLogistic, sigmoid
-from heads.inputs import HeadInputs, Moment
+from heads.inputs import Moment
+from heads.judge import judge_of
 
 if TYPE_CHECKING:
     from eval.drafting.stopping.rule import DraftedToken, UpcomingToken
@@ -37,7 +36,7 @@ class Survival:
     """
 
     def __init__(self, head: BaseHead, *, calibrated: bool = True, refit: bool = False) -> None:
-        self._head = head
+        self._judge, self._moments = judge_of(head), head.moments
         self._bias = math.log(head.rejection_weight) if calibrated else 0.0
         self._refit = refit
         self.models = {moment: OnlineLogistic((0.0, 1.0)) for moment in head.moments}
@@ -51,7 +50,6 @@ class Survival:
         # What was estimated: the moment, the token's place in the draft, and the head's logit.
         self._estimates: list[tuple[Moment, int, float]] = []
 
-    @torch.inference_mode()
     def after(self, drafted: DraftedToken, newest: float = 1.0) -> float:
         """That all tokens drafted so far are accepted, once another one is drawn.
 
@@ -59,32 +57,29 @@ class Survival:
             drafted: the token, in order.
             newest: the probability that it is accepted, if the head cannot judge it yet.
         """
-        moments = self._head.moments
+        moments = self._moments
         self._tokens.append(drafted)
         place = len(self._tokens) - 1
         if Moment.CONSUMED in moments and place > self._final:
             self._consume(drafted)
         if Moment.DRAWN not in moments:
             return self._known * newest
-        inputs = HeadInputs.from_drafted(self._head.reads, self._tokens, Moment.DRAWN)
-        assert inputs is not None
-        newest = self._estimate(inputs, place)
+        newest = self._estimate(Moment.DRAWN, place, self._judge.newest([drafted], Moment.DRAWN))
         if Moment.CONSUMED not in moments:
             self._known, self._final = self._known * newest, place + 1
             return self._known
         return self._known * newest
 
-    @torch.inference_mode()
     def before(self, upcoming: UpcomingToken) -> float:
         """That they and the token that is about to be drawn are: the ex-ante survival.
 
         Args:
             upcoming: what is known of the next token.
         """
-        if Moment.CONSUMED in self._head.moments and self._tokens:
+        if Moment.CONSUMED in self._moments and self._tokens:
             self._consume(upcoming)
-        inputs = HeadInputs.from_next(self._head.reads, upcoming)
-        return self._known * self._estimate(inputs, len(self._tokens))
+        logit = self._judge.upcoming(upcoming)
+        return self._known * self._estimate(Moment.BEFORE, len(self._tokens), logit)
 
     def observe(self, record: Round) -> None:
         """Learn from the finished round: its accepted tokens, and the first that was not."""
@@ -103,15 +98,15 @@ class Survival:
         judged = self._tokens[self._final]
         # Of the second, only the state is read.
         pair = [judged, cast("DrawnToken", newest)]
-        inputs = HeadInputs.from_drafted(self._head.reads, pair, Moment.CONSUMED)
-        assert inputs is not None
-        self._known *= self._estimate(inputs, self._final)
+        logit = self._judge.newest(pair, Moment.CONSUMED)
+        self._known *= self._estimate(Moment.CONSUMED, self._final, logit)
         self._final += 1
 
-    def _estimate(self, inputs: HeadInputs, place: int) -> float:
-        """The probability that a token is accepted, and note of it."""
-        logit = float(self._head.logits(inputs)) + self._bias
+    def _estimate(self, moment: Moment, place: int, raw: float | None) -> float:
+        """The probability, by a raw logit, that a token is accepted, and note of it."""
+        assert raw is not None
+        logit = raw + self._bias
         if not self._refit:
             return sigmoid(logit)
-        self._estimates.append((inputs.moment, place, logit))
-        return self.models[inputs.moment].accept(logit)
+        self._estimates.append((moment, place, logit))
+        return self.models[moment].accept(logit)
