@@ -221,7 +221,20 @@ def test_from_rollouts_to_figures_in_one_command(tmp_path: Path) -> None:
         save_tokenizer(tokenizer, tmp_path / name)
     script = [sys.executable, str(ROOT / "benchmarks" / "heads.py"), "--run", "run"]
     script += ["--pair", "pair", "--draft", "draft", "--out", "out/heads.json"]
-    script += ["--train", "6", "5", "4", "--dev", "4", "--test", "4", "--draws", "2"]
+    script += [
+        "--train",
+        "6",
+        "5",
+        "4",
+        "--dev",
+        "4",
+        "--test",
+        "4",
+        "--draws",
+        "2",
+        "--epochs",
+        "1",
+    ]
     script += ["--parts", "goals", "clock", "--prompts", "2"]
     for attempt in range(2):
         done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True)

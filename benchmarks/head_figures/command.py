@@ -42,7 +42,6 @@ from benchmarks.head_figures.variants import (
     ALONE,
     FULL,
     PUBLISHED,
-    SHIPPED,
     Variant,
     trained,
 )
@@ -89,7 +88,7 @@ def main(description: str) -> None:
             "test": dict.fromkeys(DOMAINS, options.test),
         },
         draws=options.draws,
-        head=SHIPPED,
+        head=FULL.config(options.epochs),
     )
     times = Times(options.draft_seconds, options.target_seconds)
     judged = {
@@ -139,6 +138,7 @@ def _options(description: str) -> argparse.Namespace:
     parser.add_argument("--dev", type=int, default=256, help="dev rollouts of each domain")
     parser.add_argument("--test", type=int, default=512, help="test rollouts of each domain")
     parser.add_argument("--draws", type=int, default=6, help="labelled draws of each position")
+    parser.add_argument("--epochs", type=int, help="passes of each head (default: the recipe's)")
     parser.add_argument("--small", type=int, default=512, help="rollouts a domain of the ablation")
     parser.add_argument("--passes", type=int, default=3, help="of the ablation's training")
     parser.add_argument("--seeds", type=int, default=2, help="of each head of the ablation")
@@ -166,7 +166,7 @@ def _about(options: argparse.Namespace, data: Data) -> dict[str, Any]:
             "ablation_rollouts": options.small,
             "ablation_passes": options.passes,
             "seeds": options.seeds,
-            "head": SHIPPED.model_dump(mode="json"),
+            "head": FULL.config(options.epochs).model_dump(mode="json"),
             "sampling": asdict(data.sampling),
             "max_new_tokens": MAX_NEW_TOKENS,
         },
@@ -184,7 +184,9 @@ def _goals_part(
     """The shipped head, the one of instructions alone and every rule, and whether goals are met."""
     train = dict(zip(DOMAINS, options.train, strict=True))
     heads = {"head": train_shipped(data)} | {
-        variant.name: trained(variant, data, train, passes=None, seed=SEED, name=variant.name)
+        variant.name: trained(
+            variant, data, train, passes=options.epochs, seed=SEED, name=variant.name
+        )
         for variant in (ALONE, PUBLISHED)
     }
     domains = {domain: _domain(dev, test, heads, times) for domain, (dev, test) in judged.items()}
@@ -345,7 +347,7 @@ def _curve_part(
     points = []
     for rollouts in CURVE:
         begun = time.perf_counter()
-        found = _small(FULL, rollouts, None, data, judged, times, options.curve_seeds)
+        found = _small(FULL, rollouts, options.epochs, data, judged, times, options.curve_seeds)
         points.append(_point(dict.fromkeys(DOMAINS, rollouts), found, fixed, judged, times))
         console.print(f"curve, {rollouts}: {time.perf_counter() - begun:.0f} s")
     found = _judged(train_shipped(data), judged, times)
