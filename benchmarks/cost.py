@@ -107,7 +107,11 @@ def costs(
         )
         forward = 2 * (target + draft) * rows * (prompt + new)
         stages["labels"] = Stage(hours(forward), stored)
-        stages["head"] = Stage(hours(2 * draft * config.head.epochs * trained * (prompt + new)), 0)
+        # A head that reads the state after a drafted token has the draft read that token as well.
+        head = config.head
+        drafted = head.draws if head.kind == "immediate" and "consumed" in head.moments else 0
+        read = head.passes(trained) * trained * (prompt + new * (1 + drafted))
+        stages["head"] = Stage(hours(2 * draft * read), 0)
     prompts = sum(wanted.count for wanted in config.eval.sets)
     generations = prompts * len(config.eval.methods)
     one = hours(

@@ -5,20 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
+import eval.analysis.choice as choice_module
 from eval.analysis.choice import DevChoice, choose_on_dev, rule_of
 from eval.analysis.expectation import expected_counts
+from eval.analysis.replay import cost_rule_counts
 from eval.analysis.rivals import ALL
 from eval.analysis.traces import acceptance_traces
 from eval.drafting.stopping import STOPPING_RULES
+from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.recorded import constant_length
 from eval.measuring.metrics import compute_metrics, speed_ratio_interval
 from eval.measuring.results import Results, Run
 from eval.reporting.lengths import longest_measured, measured_lengths
 from eval.reporting.verdict import Ratio, judge
-from heads import AcceptanceHead
+from heads import AcceptanceHead, ImmediateHead
+from heads.probe import OtherSamplingWarning
 from specdata.errors import ManifestError
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset, load_stored
@@ -74,21 +80,31 @@ def test_the_rule_of_a_measured_method_is_the_one_that_it_decoded_with() -> None
     assert rule_of(measured("patience")) is None
 
 
-def test_choosing_on_dev_ranks_settings_by_expected_time(results: Results, tmp_path: Path) -> None:
+def labelled(folder: Path, sets: str = "dddddd") -> tuple[datasets.Dataset, LlamaForCausalLM]:
+    """Labels of one rollout for each name of a prompt set, and the draft that made them."""
     target, draft = tiny_llama(0, vocab=12).float(), tiny_llama(1, vocab=12).float()
     generator = torch.Generator().manual_seed(0)
 
     def row(number: int) -> object:
         ids = torch.randint(2, 12, (14,), generator=generator).tolist()
-        made = {"example_id": f"e{number}", "dataset": "d", "sample": 0, "finish": "length"}
-        made |= {"split": "dev", "turn": 0, "prompt_ids": ids[:3], "completion_ids": ids[3:]}
+        made = {"example_id": f"e{number}", "dataset": sets[number], "sample": 0, "turn": 0}
+        made |= {
+            "split": "dev",
+            "finish": "length",
+            "prompt_ids": ids[:3],
+            "completion_ids": ids[3:],
+        }
         return made
 
     sampling = SamplingConfig()
-    rows = labeller(target, draft, sampling)([row(number) for number in range(6)])  # type: ignore[misc]
+    rows = labeller(target, draft, sampling)([row(number) for number in range(len(sets))])  # type: ignore[misc]
     settings = Settings({"sampling": {"temperature": 1.0, "top_k": 0, "top_p": 1.0}})
-    fill_dataset(tmp_path, LABELS, settings, [lambda: rows], lambda done: None)
-    labels = load_stored(tmp_path)
+    fill_dataset(folder, LABELS, settings, [lambda: rows], lambda done: None)
+    return load_stored(folder), draft
+
+
+def test_choosing_on_dev_ranks_settings_by_expected_time(results: Results, tmp_path: Path) -> None:
+    labels, draft = labelled(tmp_path)
     head = AcceptanceHead(hidden_size=16, depth=1, rejection_weight=6.0).eval()
     choice = choose_on_dev(results, labels, draft, head)
     assert choice is not None
@@ -104,6 +120,54 @@ def test_choosing_on_dev_ranks_settings_by_expected_time(results: Results, tmp_p
     assert choice.expected["fixed-4"] == pytest.approx(by_hand)
     untimed = synthetic_results(datasets=("alpaca",), timed=False)
     assert choose_on_dev(untimed, labels, draft, head) is None
+
+
+@pytest.mark.parametrize("kind", [AcceptanceHead, ImmediateHead])
+def test_a_cost_rule_that_measured_its_costs_is_replayed_with_those_of_the_evaluation(
+    kind: type[AcceptanceHead] | type[ImmediateHead], results: Results, tmp_path: Path
+) -> None:
+    """With a head of either kind, whose inputs come from the sampler that was decoded with."""
+    labels, draft = labelled(tmp_path)
+    torch.manual_seed(0)
+    head = kind(hidden_size=16, depth=1, sampling={"temperature": 0.5}).eval()
+    torch.nn.init.normal_(head.output.weight, std=2.0)
+    rule = STOPPING_RULES["cost"].model_validate({"calibration": (4.0, 1.2)})
+    assert isinstance(rule, Cost)
+    assert rule.measured
+    parameters = {k: v for k, v in rule.reported().items() if k not in ("limit", "threshold")}
+    runs = [
+        measured("cost", method=method, head=asked, parameters=parameters)
+        for method, asked in (("with the head", "head"), ("without", None))
+    ]
+    both = results.model_copy(update={"runs": [*results.runs, *runs]})
+    with pytest.warns(OtherSamplingWarning):
+        choice = choose_on_dev(both, labels, draft, head)
+    assert choice is not None
+    sampling = SamplingConfig(1.0, 50, 1.0)
+    with pytest.warns(OtherSamplingWarning):
+        traces = acceptance_traces(labels, draft=draft, sampling=sampling, head=head)
+    for method, asked in (("with the head", True), ("without", False)):
+        counts = cost_rule_counts(
+            rule.model_copy(update={"head": asked}),
+            traces,
+            draft_seconds=choice.draft_seconds,
+            target_seconds=choice.target_seconds,
+        )
+        assert counts is not None
+        expected = counts.seconds_per_token(choice.draft_seconds, choice.target_seconds)
+        assert choice.expected[method] == pytest.approx(expected, rel=1e-3)
+    assert choice.expected["with the head"] != choice.expected["without"]
+
+
+def test_no_prompt_set_crowds_out_another_when_settings_are_chosen(
+    results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels, draft = labelled(tmp_path, "aaaaabbc")
+    monkeypatch.setattr(choice_module, "ROLLOUTS", 2)
+    head = AcceptanceHead(hidden_size=16, depth=1).eval()
+    choice = choose_on_dev(results, labels, draft, head)
+    assert choice is not None
+    assert (choice.rollouts, choice.datasets) == (5, ("a", "b", "c"))
 
 
 CHOICE = DevChoice(

@@ -7,12 +7,15 @@ head was trained on, by the expected time of a token (`eval.analysis.expectation
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from eval.analysis.expectation import Traces, expected_counts
+from eval.analysis.expectation import Counts, Traces, expected_counts
+from eval.analysis.replay import cost_rule_counts
 from eval.drafting.stopping import StoppingRule
+from eval.drafting.stopping.cost import Cost
 from eval.measuring.metrics import LatencyFit, fit_latency
 from eval.measuring.results import Results, Run
 from specdata.sampling import SamplingConfig
@@ -24,7 +27,7 @@ if TYPE_CHECKING:  # what was chosen is read without torch
     from heads import BaseHead
 
 ROLLOUTS = 256
-"""Most held-out rollouts that are replayed."""
+"""Most held-out rollouts of a prompt set that are replayed."""
 SAMPLER = tuple(field.name for field in fields(SamplingConfig))
 
 
@@ -53,12 +56,13 @@ def choose_on_dev(
 ) -> DevChoice | None:
     """Replay each chain of an evaluation on held-out labels, at the times that it measured.
 
-    Times are those of one fit over all prompt sets. A cost rule whose costs were measured while it
-    decoded cannot be replayed.
+    Times are those of one fit over all prompt sets. A cost rule that measured its costs while it
+    decoded is replayed with these.
 
     Args:
         results: the evaluation.
-        rows: labels of held-out rollouts, at least one; the first `ROLLOUTS` are read.
+        rows: labels of held-out rollouts, at least one; the first `ROLLOUTS` of each prompt set are
+            read.
         draft: the draft that made the labels.
         head: its acceptance head.
 
@@ -69,7 +73,7 @@ def choose_on_dev(
 
     if measured_times(results) is None:
         return None
-    rows = rows.select(range(min(len(rows), ROLLOUTS)))
+    rows = rows.select(_first(rows["dataset"]))
     # What was decoded with, which need not be what the head was trained for.
     used: dict[str, Any] = next((run.sampling for run in results.runs), {})
     sampling = SamplingConfig(**{name: used[name] for name in SAMPLER if name in used})
@@ -97,12 +101,30 @@ def choose(results: Results, traces: Traces, names: Sequence[str]) -> DevChoice 
     }
     expected = {}
     for name, rule in rules.items():
-        lengths = None if rule is None else rule.recorded_lengths(traces.tokens)
-        if lengths is not None:
-            counts = expected_counts(traces, lengths)
+        counts = None if rule is None else _counts(rule, traces, fit)
+        if counts is not None:
             expected[name] = counts.seconds_per_token(fit.t_draft, fit.t_target)
     sets = tuple(dict.fromkeys(names))
     return DevChoice(len(names), sets, fit.t_draft, fit.t_target, expected)
+
+
+def _first(names: Sequence[str]) -> list[int]:
+    """Indices of the first `ROLLOUTS` rollouts of each prompt set."""
+    taken: Counter[str] = Counter()
+    kept = []
+    for index, name in enumerate(names):
+        if taken[name] < ROLLOUTS:
+            taken[name] += 1
+            kept.append(index)
+    return kept
+
+
+def _counts(rule: StoppingRule, traces: Traces, fit: LatencyFit) -> Counts | None:
+    if isinstance(rule, Cost) and not (rule.draft_seconds and rule.token_seconds):
+        times = {"draft_seconds": fit.t_draft, "target_seconds": fit.t_target}
+        return cost_rule_counts(rule, traces, **times)
+    lengths = rule.recorded_lengths(traces.tokens)
+    return None if lengths is None else expected_counts(traces, lengths)
 
 
 def measured_times(results: Results) -> LatencyFit | None:

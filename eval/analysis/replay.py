@@ -139,7 +139,7 @@ def replay_rules(
 def cost_rule_counts(
     rule: Cost, traces: Traces, *, draft_seconds: float, target_seconds: float
 ) -> Counts | None:
-    """The counts of a cost rule that measures its costs, once it knows them.
+    """The counts of a cost rule that measures a cost, once it knows it.
 
     Its lambda is then the time per token that it achieves itself, and its mean acceptance that of
     the rollouts. What it learns online of the head's odds is not replayed.
@@ -150,7 +150,11 @@ def cost_rule_counts(
     mean = traces.mean_accept()
 
     def lengths(seconds: float) -> Lengths | None:
-        known = {"draft_seconds": draft_seconds, "token_seconds": seconds, "mean_acceptance": mean}
+        known = {
+            "draft_seconds": rule.draft_seconds or draft_seconds,
+            "token_seconds": rule.token_seconds or seconds,
+            "mean_acceptance": mean,
+        }
         return rule.model_copy(update=known).recorded_lengths(traces.tokens)
 
     if lengths(target_seconds) is None:
