@@ -10,7 +10,8 @@ resamples for every comparison.
 `goals` trains the shipped head on all three domains and on instructions alone; `ablation` drops one
 ingredient at a time; `curve` trains on fewer rollouts; `clock` decodes. What is missing is made:
 the pair and the draft (`--pair`, `--draft`; by default the demo's), then rollouts, labels and heads
-in `--run`. Whatever is finished there is used again, so a killed benchmark goes on.
+in `--run`. Whatever is finished there is used again, so a killed benchmark goes on; parts that are
+not asked for stay in FILE as they are.
 """
 
 from __future__ import annotations

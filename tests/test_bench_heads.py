@@ -239,7 +239,7 @@ def test_from_rollouts_to_figures_in_one_command(tmp_path: Path) -> None:
     for attempt in range(2):
         done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert ("head: already done" in done.stdout) == bool(attempt)
+        assert ("rollouts: already done" in done.stdout) == bool(attempt)
     check(json.loads((tmp_path / "out" / "heads.json").read_text()))
 
 

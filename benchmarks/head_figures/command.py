@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -64,8 +65,6 @@ GOALS = {
     "auroc": (0.86, 0.85, 0.88),
     "instructions_alone": (0.075, 0.045, 0.045),
 }
-CURVE = (128, 256, 512, 1024)
-"""Rollouts of each domain; the last point is the shipped head on all."""
 
 Judged = Mapping[str, tuple[Recorded, Recorded]]
 """Domain -> its dev and test rows."""
@@ -74,10 +73,10 @@ Judged = Mapping[str, tuple[Recorded, Recorded]]
 def main(description: str) -> None:
     """Train, replay, decode, print, and write one JSON file."""
     options = _options(description)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     prepare_libraries()
     console = Console(highlight=False, stderr=True)
-    begun = time.perf_counter()
     data = prepare(
         run=options.run,
         pair=options.pair,
@@ -98,21 +97,21 @@ def main(description: str) -> None:
         )
         for domain in DOMAINS
     }
-    report: dict[str, Any] = {"schema_version": SCHEMA_VERSION, **_about(options, data)}
-    if "goals" in options.parts:
-        report |= _goals_part(data, judged, times, options)
-        _save(report, options.out)
-    if "clock" in options.parts:
-        report["clock"] = _clock_part(data, judged, times, options)
-        _save(report, options.out)
-    if "ablation" in options.parts:
-        report["ablation"] = _ablation_part(data, judged, times, options, console)
-        _save(report, options.out)
+    report = _begun(options, data)
+    parts = {
+        "goals": lambda: _goals_part(data, judged, times, options),
+        "clock": lambda: _clock_part(data, judged, times, options),
+        "ablation": lambda: _ablation_part(data, judged, times, options, console),
+        "curve": lambda: _curve_part(data, judged, times, options, console),
+    }
+    for part, measure in parts.items():
+        if part in options.parts:
+            report |= measure()
+            made = report["environment"]
+            report["made"][part] = {key: made[key] for key in ("git_commit", "git_dirty", "date")}
+            write_json(options.out, report)
     if "curve" in options.parts:
-        report["curve"] = _curve_part(data, judged, times, options, console)
         draw_curve(report["curve"]["points"], options.out.with_name("heads-curve.png"))
-    report["wall_seconds"] = time.perf_counter() - begun
-    _save(report, options.out)
     _show(report, Console(highlight=False, width=110))
     print(f"written: {options.out}")
 
@@ -142,6 +141,14 @@ def _options(description: str) -> argparse.Namespace:
     parser.add_argument("--small", type=int, default=512, help="rollouts a domain of the ablation")
     parser.add_argument("--passes", type=int, default=3, help="of the ablation's training")
     parser.add_argument("--seeds", type=int, default=2, help="of each head of the ablation")
+    parser.add_argument(
+        "--curve",
+        type=int,
+        nargs="+",
+        default=(128, 256, 512, 1024),
+        metavar="N",
+        help="rollouts a domain; the last point is the shipped head on all (default: %(default)s)",
+    )
     parser.add_argument("--curve-seeds", type=int, default=1, help="of each head of the curve")
     parser.add_argument("--prompts", type=int, default=128, help="decoded of each domain")
     parser.add_argument("--repeats", type=int, default=1, help="seeds of each decoded prompt")
@@ -154,9 +161,20 @@ def _options(description: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _begun(options: argparse.Namespace, data: Data) -> dict[str, Any]:
+    """The report with the parts that it holds already, if they are of the same settings."""
+    about = _about(options, data)
+    if options.out.is_file():
+        stored = json.loads(options.out.read_text("utf-8"))
+        if all(stored.get(key) == about[key] for key in about if key != "environment"):
+            return {**stored, **about}
+    return {**about, "made": {}}
+
+
 def _about(options: argparse.Namespace, data: Data) -> dict[str, Any]:
     """What was compared with what, and on what machine."""
     return {
+        "schema_version": SCHEMA_VERSION,
         "environment": describe_environment(device="cpu", dtype="float32").model_dump(),
         "settings": {
             "train": dict(zip(DOMAINS, options.train, strict=True)),
@@ -330,13 +348,13 @@ def _ablation_part(
                 }
         rows.append({"variant": variant.name, "domains": domains})
         console.print(f"ablation, {variant.name}: {time.perf_counter() - begun:.0f} s")
-    return {
+    about = {
         "rollouts": options.small,
         "seeds": options.seeds,
         "how": "AUROC: mean of seeds, least and greatest; savings: all seeds, resampled by prompt. "
         "AUROC is that of the first moment after the token is drawn that the head can judge.",
-        "rows": rows,
     }
+    return {"ablation": {**about, "rows": rows}}
 
 
 def _curve_part(
@@ -345,7 +363,7 @@ def _curve_part(
     """AUROC and saving against rollouts."""
     fixed = {domain: best_length(test.traces, times) for domain, (_, test) in judged.items()}
     points = []
-    for rollouts in CURVE:
+    for rollouts in options.curve:
         begun = time.perf_counter()
         found = _small(FULL, rollouts, options.epochs, data, judged, times, options.curve_seeds)
         points.append(_point(dict.fromkeys(DOMAINS, rollouts), found, fixed, judged, times))
@@ -353,7 +371,7 @@ def _curve_part(
     found = _judged(train_shipped(data), judged, times)
     every = dict(zip(DOMAINS, options.train, strict=True))
     points.append(_point(every, found, fixed, judged, times))
-    return {"seeds": options.curve_seeds, "points": points}
+    return {"curve": {"seeds": options.curve_seeds, "points": points}}
 
 
 def _point(
@@ -399,12 +417,7 @@ def _clock_part(
                 repeats=options.repeats,
             ),
         }
-    return parts
-
-
-def _save(report: Mapping[str, Any], out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(out, dict(report))
+    return {"clock": parts}
 
 
 def _show(report: Mapping[str, Any], console: Console) -> None:
