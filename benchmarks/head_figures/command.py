@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from benchmarks.head_figures.data import (
 )
 from benchmarks.head_figures.plots import draw_curve
 from benchmarks.head_figures.replay import (
+    FEW,
     Recorded,
     Replayed,
     Times,
@@ -106,10 +107,11 @@ def main(description: str) -> None:
     }
     for part, measure in parts.items():
         if part in options.parts:
-            report |= measure()
             made = report["environment"]
             report["made"][part] = {key: made[key] for key in ("git_commit", "git_dirty", "date")}
-            write_json(options.out, report)
+            for grown in measure():  # kept at each step, so that a killed run loses little
+                report |= grown
+                write_json(options.out, report)
     if "curve" in options.parts:
         draw_curve(report["curve"]["points"], options.out.with_name("heads-curve.png"))
     _show(report, Console(highlight=False, width=110))
@@ -198,7 +200,7 @@ def _about(options: argparse.Namespace, data: Data) -> dict[str, Any]:
 
 def _goals_part(
     data: Data, judged: Judged, times: Times, options: argparse.Namespace
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
     """The shipped head, the one of instructions alone and every rule, and whether goals are met."""
     train = dict(zip(DOMAINS, options.train, strict=True))
     heads = {"head": train_shipped(data)} | {
@@ -208,7 +210,7 @@ def _goals_part(
         for variant in (ALONE, PUBLISHED)
     }
     domains = {domain: _domain(dev, test, heads, times) for domain, (dev, test) in judged.items()}
-    return {"domains": domains, "goals": _goals(domains)}
+    yield {"domains": domains, "goals": _goals(domains)}
 
 
 def _domain(
@@ -305,7 +307,7 @@ def _judged(
     for domain, (dev, test) in judged.items():
         area = soft_auroc(next(iter(_areas_of(test.logits(head)).values())), test.accept)
         assert area is not None
-        found[domain] = [with_head(head, dev, test, times)] if replayed else [], [area]
+        found[domain] = [with_head(head, dev, test, times, FEW)] if replayed else [], [area]
     return found
 
 
@@ -326,16 +328,24 @@ def _against(
 
 def _ablation_part(
     data: Data, judged: Judged, times: Times, options: argparse.Namespace, console: Console
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
     """Each ingredient dropped, on few rollouts: what it saves, and loses against the whole."""
-    rows, whole = (
-        [],
-        _small(FULL, options.small, options.passes, data, judged, times, options.seeds),
-    )
+    about = {
+        "rollouts": options.small,
+        "seeds": options.seeds,
+        "how": "AUROC: mean of seeds, least and greatest; savings: all seeds, resampled by prompt. "
+        "AUROC is that of the first moment after the token is drawn that the head can judge.",
+    }
+    rows: list[dict[str, Any]] = []
+    whole = _small(FULL, options.small, options.passes, data, judged, times, options.seeds)
     fixed = {domain: best_length(test.traces, times) for domain, (_, test) in judged.items()}
     for variant in ABLATION:
         begun = time.perf_counter()
-        found = _small(variant, options.small, options.passes, data, judged, times, options.seeds)
+        found = whole
+        if variant is not FULL:
+            found = _small(
+                variant, options.small, options.passes, data, judged, times, options.seeds
+            )
         domains: dict[str, Any] = {}
         for domain, (replayed, areas) in found.items():
             test = judged[domain][1]
@@ -348,18 +358,12 @@ def _ablation_part(
                 }
         rows.append({"variant": variant.name, "domains": domains})
         console.print(f"ablation, {variant.name}: {time.perf_counter() - begun:.0f} s")
-    about = {
-        "rollouts": options.small,
-        "seeds": options.seeds,
-        "how": "AUROC: mean of seeds, least and greatest; savings: all seeds, resampled by prompt. "
-        "AUROC is that of the first moment after the token is drawn that the head can judge.",
-    }
-    return {"ablation": {**about, "rows": rows}}
+        yield {"ablation": {**about, "rows": rows}}
 
 
 def _curve_part(
     data: Data, judged: Judged, times: Times, options: argparse.Namespace, console: Console
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
     """AUROC and saving against rollouts."""
     fixed = {domain: best_length(test.traces, times) for domain, (_, test) in judged.items()}
     points = []
@@ -371,7 +375,7 @@ def _curve_part(
     found = _judged(train_shipped(data), judged, times)
     every = dict(zip(DOMAINS, options.train, strict=True))
     points.append(_point(every, found, fixed, judged, times))
-    return {"curve": {"seeds": options.curve_seeds, "points": points}}
+    yield {"curve": {"seeds": options.curve_seeds, "points": points}}
 
 
 def _point(
@@ -396,7 +400,7 @@ def _point(
 
 def _clock_part(
     data: Data, judged: Judged, times: Times, options: argparse.Namespace
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
     """The head against the best fixed length, by the clock."""
     parts, shipped = {}, train_shipped(data)
     for domain, (dev, test) in judged.items():
@@ -417,7 +421,7 @@ def _clock_part(
                 repeats=options.repeats,
             ),
         }
-    return {"clock": parts}
+    yield {"clock": parts}
 
 
 def _show(report: Mapping[str, Any], console: Console) -> None:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from benchmarks.head_figures.data import Data
 
 LIMIT = 20
+FEW = tuple(h for h in THRESHOLDS if 0.25 < h < 0.75)
+"""Thresholds that are tried for the many heads of ablation and curve."""
 ROWS_AT_ONCE = 32
 AUROC_RESAMPLES = 200
 
@@ -178,9 +180,15 @@ def best_length(test: Traces, times: Times) -> Replayed:
     return tuned([Fixed(length=length) for length in LENGTHS], test, test, times)
 
 
-def with_head(head: BaseHead, dev: Recorded, test: Recorded, times: Times) -> Replayed:
-    """The threshold rule with a head."""
-    rules = [Head(threshold=h, limit=LIMIT) for h in THRESHOLDS]
+def with_head(
+    head: BaseHead,
+    dev: Recorded,
+    test: Recorded,
+    times: Times,
+    thresholds: Sequence[float] = THRESHOLDS,
+) -> Replayed:
+    """The threshold rule with a head, at the best of some thresholds."""
+    rules = [Head(threshold=h, limit=LIMIT) for h in thresholds]
     return tuned(rules, dev.with_head(head), test.with_head(head), times)
 
 
