@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from eval.drafting.bidding import BiddingDrafter
 from eval.drafting.drafters import BranchingDrafter, ChainDrafter, Drafter, DraftPath
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
 
 if TYPE_CHECKING:
     from eval.decode_config import DecodeConfig
+    from eval.runtime.budget import SharedBudget
     from eval.runtime.model import CachedModel
     from heads import BaseHead
 
@@ -20,6 +22,7 @@ def make_drafters(
     models: Sequence[CachedModel],
     head: BaseHead | None,
     ends: frozenset[int],
+    budget: SharedBudget | None = None,
 ) -> Callable[[int], Drafter]:
     """What builds the drafter, with its stopping rule, of a slot.
 
@@ -28,6 +31,7 @@ def make_drafters(
         models: the drafts; more than one only for `config.path_drafts`.
         head: the acceptance head, if there is one.
         ends: token ids after which nothing is drafted.
+        budget: what drafters bid for, instead of asking the stopping rule.
 
     Returns:
         Slot number -> drafter; the number is the slot's row in a batch.
@@ -45,6 +49,16 @@ def make_drafters(
         raise ConfigError(f"stop={config.stop.name!r} needs an acceptance head: pass head=...")
     if config.stop.reads_head and head is not None:
         config.stop.check_head(head)
+    if budget is not None:
+        estimates = config.stop.shared_estimates(head)
+        budget.learners.append(estimates.restart)
+        return lambda row: BiddingDrafter(
+            models[0].sequence(row, config.sampling),
+            estimates.start(),
+            config.stop.longest,
+            ends,
+            lambda done: budget.emitted(done.emitted, done.drafted, done.accepted),
+        )
     if config.drafter == "chain":
         return lambda row: ChainDrafter(
             models[0].sequence(row, config.sampling), config.stop.start(head), ends

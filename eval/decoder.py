@@ -24,6 +24,7 @@ from eval.drafting.tree_builder import drawn_chain
 from eval.drafts import DraftTree
 from eval.rounds import Generation, Round
 from eval.runtime.batching import run_together
+from eval.runtime.budget import CostTable, PlannedDrafts, SharedBudget
 from eval.runtime.engines import Engine
 from eval.runtime.model import CachedModel
 from eval.runtime.model_checks import check_rope, check_trees
@@ -33,12 +34,15 @@ from eval.verifiers import Verifier
 from eval.verifiers.rule import Drawn
 from heads import BaseHead
 from heads.probe import check_head, warn_of_other_sampling
+from specdata.errors import ConfigError
 from specdata.models import end_ids
 from specdata.probability import SamplingConfig, draw_one
 
 __all__ = ["DecodeConfig", "Generation", "SpeculativeDecoder"]
 
 NO_DRAFT = drawn_chain([], [], 0)
+# Tokens scored of each sequence, and tokens of a prompt, when costs are measured.
+SCORED, MEASURED_PROMPT = (1, 2, 3, 5, 9, 17), 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class SpeculativeDecoder:
         drafts: the models behind the drafters.
         tree_attention: score branching drafts in one forward of one row; if not, as a batch of
             paths, which gives the same distributions (an ablation).
+        budget: decides on the bids of drafters that make any.
+        endless: the same decoder without end tokens, to measure costs with, if none are given.
     """
 
     def __init__(
@@ -80,6 +86,8 @@ class SpeculativeDecoder:
         *,
         drafts: Sequence[CachedModel] = (),
         tree_attention: bool = True,
+        budget: SharedBudget | None = None,
+        endless: SpeculativeDecoder | None = None,
     ) -> None:
         self._target = target
         self._sampling = sampling
@@ -88,6 +96,8 @@ class SpeculativeDecoder:
         self._verifier = verifier
         self._end_tokens = end_tokens
         self._tree_attention = tree_attention
+        self._budget = budget
+        self._endless = endless
         self._slots: list[Slot] = []
 
     @classmethod
@@ -99,6 +109,7 @@ class SpeculativeDecoder:
         head: BaseHead | None = None,
         *,
         engine: Engine = "eager",
+        costs: CostTable | None = None,
     ) -> SpeculativeDecoder:
         """Build a decoder for transformers models that share a vocabulary.
 
@@ -110,6 +121,8 @@ class SpeculativeDecoder:
             head: the acceptance head, for stop="head" (and "cost", if there is one). The module
                 itself is moved to the draft's device, as `head.to` does.
             engine: how forwards run: see `eval.runtime.graphs`.
+            costs: with budget="shared", what forwards take, so that generators alone decide what
+                is decoded; None measures it when it is first needed (`measure_costs`).
 
         Raises:
             ConfigError: if the configuration needs a head or more drafts than are given, if the
@@ -123,7 +136,6 @@ class SpeculativeDecoder:
         vocabulary, end_tokens = target.config.get_text_config().vocab_size, end_ids(target)
         cached_target = CachedModel(target, vocabulary, engine=engine)
         cached_drafts: tuple[CachedModel, ...] = ()
-        make_drafter = None
         if draft is not None:
             drafts = tuple(draft) if isinstance(draft, Sequence) else (draft,)
             if head is not None:
@@ -139,16 +151,25 @@ class SpeculativeDecoder:
             if config.drafter != "chain":
                 for model in (target, *drafts) if config.tree_attention else drafts:
                     check_trees(model)
-            make_drafter = make_drafters(config, cached_drafts, head, end_tokens)
-        return cls(
-            cached_target,
-            config.sampling,
-            make_drafter,
-            config.make_verifier(),
-            end_tokens,
-            drafts=cached_drafts,
-            tree_attention=config.tree_attention,
-        )
+        verifier = config.make_verifier()
+        budget = None
+        if config.budget == "shared" and draft is not None:
+            budget = SharedBudget(costs, packed=cached_target.packs)
+
+        def decoder(ends: frozenset[int], endless: SpeculativeDecoder | None) -> SpeculativeDecoder:
+            return cls(
+                cached_target,
+                config.sampling,
+                make_drafters(config, cached_drafts, head, ends, budget) if cached_drafts else None,
+                verifier,
+                ends,
+                drafts=cached_drafts,
+                tree_attention=config.tree_attention,
+                budget=budget,
+                endless=endless,
+            )
+
+        return decoder(end_tokens, decoder(frozenset(), None) if budget else None)
 
     @torch.inference_mode()
     def generate(
@@ -167,9 +188,19 @@ class SpeculativeDecoder:
         """
         self._refresh_graphs()
         stopwatch = Stopwatch(self._target.device)
-        coroutine = self._decode(self._slot(0), prompt_ids, max_new_tokens, generator, stopwatch)
+        scheduler = self._scheduler(1)
+        slot = self._slot(0)
+        decode = partial(
+            self._decode,
+            prompt_ids=prompt_ids,
+            max_new_tokens=max_new_tokens,
+            generator=generator,
+            stopwatch=stopwatch,
+        )
         try:
-            return drive(coroutine)
+            if scheduler is None:
+                return drive(decode(slot))
+            return run_together([decode], [slot], last=self._target, scheduler=scheduler)[0]
         finally:
             self._free_caches()
 
@@ -187,8 +218,9 @@ class SpeculativeDecoder:
 
         Each sequence is decoded as `generate` would with its generator, whatever runs beside it:
         forwards of one model that wait at the same time run as one. Batching changes logits by
-        rounding only. Times of single rounds are not known and recorded as 0, and
-        `Generation.seconds` is that of the whole call.
+        rounding only. With a shared budget, drafts are as long as pays beside those of the other
+        sequences; tokens then differ, and their joint distribution does not. Times of single rounds
+        are not known and recorded as 0, and `Generation.seconds` is that of the whole call.
 
         Args:
             prompts: each (T,) int64, T >= 1.
@@ -212,6 +244,7 @@ class SpeculativeDecoder:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
         self._refresh_graphs()
+        scheduler = self._scheduler(min(size, len(prompts)) or 1)
         begun = time.perf_counter()
         jobs = [
             partial(
@@ -225,7 +258,9 @@ class SpeculativeDecoder:
         ]
         try:
             slots = [self._slot(number) for number in range(min(size, len(prompts)))]
-            generations = run_together(jobs, slots, last=self._target, report=report)
+            generations = run_together(
+                jobs, slots, last=self._target, report=report, scheduler=scheduler
+            )
         finally:
             self._free_caches()
         seconds = time.perf_counter() - begun
@@ -238,6 +273,68 @@ class SpeculativeDecoder:
         self._target.warm_up([(1, 1), (2, 2)])
         for model in self._drafts:
             model.warm_up([(1, 1), (2, 1)], nodes=(1, 2))
+
+    @torch.inference_mode()
+    def measure_costs(self, size: int) -> CostTable:
+        """Measure what forwards take beside each other on this machine, for a shared budget.
+
+        Decodes random prompts of batches of 1, 2, 4, ... and `size` sequences, in seconds for a
+        small model, with drafts of lengths that are laid down; the times are those of the decoder
+        itself, drawing, estimates and verification included. Pass the table to `from_config` to
+        decode the same again.
+
+        Args:
+            size: the largest batch, at least 1.
+
+        Raises:
+            ConfigError: if the decoder shares no budget.
+        """
+        endless, budget = self._endless, self._budget
+        if endless is None or budget is None:
+            raise ConfigError('there are costs to measure only with budget="shared" and a draft')
+        self._refresh_graphs()
+        sizes = sorted({size, *(2**power for power in range(size.bit_length()))})
+        # On a CPU, what other processes take from this one is left out.
+        clock = time.thread_time if self._target.device.type == "cpu" else time.perf_counter
+        planned = PlannedDrafts(SCORED, clock)
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = self._target.model.get_input_embeddings().num_embeddings
+        for sequences in sizes:
+            planned.begin(sequences)
+            prompts = torch.randint(vocabulary, (sequences, MEASURED_PROMPT), generator=generator)
+            jobs = [
+                partial(
+                    endless._decode,
+                    prompt_ids=prompt,
+                    max_new_tokens=planned.most_tokens,
+                    generator=generator,
+                    stopwatch=None,
+                )
+                for prompt in prompts
+            ]
+            slots = [endless._slot(number) for number in range(sequences)]
+            try:
+                run_together(jobs, slots, last=self._target, scheduler=planned)
+            finally:
+                self._free_caches()
+        # These slots' sequences have taken the places of ours.
+        self._slots.clear()
+        budget.measured = planned.table()
+        return budget.measured
+
+    @property
+    def costs(self) -> CostTable | None:
+        """What forwards cost a shared budget; None without one, or before it is known."""
+        return self._budget.costs if self._budget else None
+
+    def _scheduler(self, size: int) -> SharedBudget | None:
+        """The shared budget, if there is one, with costs and without a memory."""
+        if self._budget is None:
+            return None
+        if self._budget.needs_costs(size):
+            self.measure_costs(size)
+        self._budget.restart()
+        return self._budget
 
     def _slot(self, number: int) -> Slot:
         """A slot, made when it is first used. Its drafter keeps what its rule has measured."""

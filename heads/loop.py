@@ -95,7 +95,9 @@ class Training:
     ) -> tuple[HeadMetrics, list[float]]:
         """Measure the untrained head, or take up where the checkpoint left off."""
         if checkpoint is None:
-            return self.evaluate(dev)[main_moment(self.engine.head.moments)], []
+            untrained = self.evaluate(dev)
+            self.log_metrics(untrained, 0)
+            return untrained[main_moment(self.engine.head.moments)], []
         restore_moments(self.engine, checkpoint, next(self._parts_of(dev)).arguments)
         return HeadMetrics(**checkpoint.notes["before"]), checkpoint.losses.tolist()
 

@@ -31,20 +31,19 @@ from heads.immediate import ImmediateHead
 from heads.inputs import Moment, logits_of_states
 from heads.loop import learning_rates, main_moment
 from heads.loss import HeadMetrics, head_metrics, loss_mass, weighted_bce
-from heads.mixing import COLUMNS
 from heads.train import (
     CHECKPOINTS_NAME,
     METRICS_NAME,
-    MORE_DRAWS,
     HeadResult,
     Scales,
+    finished_head,
+    head_settings,
+    longest_text,
+    new_head,
+    read_rows,
+    scales_of,
+    target_context,
 )
-from heads.train import _finished as finished_head
-from heads.train import _longest as longest_text
-from heads.train import _new_head as new_head
-from heads.train import _scales as scales_of
-from heads.train import _settings as head_settings
-from heads.train import _target_context as target_context
 from heads.tree import check_tree_states
 from specdata.errors import ConfigError, TrainingDivergedError
 from specdata.lm_head import check_hidden_states
@@ -167,20 +166,6 @@ def _check_shared(configs: Mapping[str, HeadConfig]) -> HeadConfig:
     return first
 
 
-def read_rows(
-    draft: PreTrainedModel, train: datasets.Dataset, dev: datasets.Dataset, config: HeadConfig
-) -> tuple[LabelRows, LabelRows]:
-    """The usable rows of both, with the columns that this kind of head is trained on."""
-    longest = longest_text(draft, config)
-    is_ours = config.kind == "immediate"
-    required, optional = ((*COLUMNS, "overlap"), MORE_DRAWS) if is_ours else (COLUMNS, ())
-
-    def read(name: str, rows: datasets.Dataset) -> LabelRows:
-        return LabelRows.read(name, rows, longest, required=required, optional=optional)
-
-    return read("train", train), read("dev", dev)
-
-
 def _digest(settings: Mapping[str, Settings]) -> str:
     values = {name: own.values for name, own in settings.items()}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
@@ -223,9 +208,9 @@ class _Group:
         scales: Scales | None = None
         context: Context | None = None
         if isinstance(head, ImmediateHead) and union.mixing is None:
-            if Moment.CONSUMED in head.moments:
+            if "hidden" in head.reads:
                 check_tree_states(draft, max(rows.longest for rows in data))
-            scales = scales_of(target_context(draft, head, union, seed), data[0], union)
+            scales = scales_of(draft, head, data[0], union, seed)
             context = target_context(draft, head, union, seed)
         elif union.mixing is not None:
             to_logits, longest = logits_of_states(draft), longest_text(draft, union)

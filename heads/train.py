@@ -1,6 +1,7 @@
 """Train an acceptance head on a frozen draft: as a script, under accelerate or under DeepSpeed.
 
-The draft runs at every step, outside DDP and DeepSpeed, and gets no gradient.
+The draft runs at every step, or once if what it says is kept (`heads.cache`), outside DDP and
+DeepSpeed, and gets no gradient.
 """
 
 from __future__ import annotations
@@ -118,12 +119,13 @@ def train_head(
 
     Args:
         draft: the frozen draft; its weights and its precision are left alone.
-        train: labelled rows, the columns of `heads.mixing.LabelRow`. Without mixing, they may hold
-            several draws a position.
+        train: labelled rows, the columns of `heads.mixing.LabelRow`: of kind immediate with
+            `overlap`, and with more draws a position if they hold any.
         dev: held-out labelled rows.
         out: folder for the head and `metrics.json` (written last), of checkpoints until then.
         config: settings.
-        seed: of initial weights, order and mixing. The mixing of dev rows never changes.
+        seed: of initial weights, order and mixing, or simulated rounds. How dev rows are read never
+            changes.
         sampling: the distribution under which the labels were made; recorded with the head.
 
     Returns:
@@ -137,7 +139,32 @@ def train_head(
             trained head predicts worse than the untrained one and than a coin.
         RuntimeError: if the launcher's DeepSpeed or processes were silently lost.
     """
-    longest = _longest(draft, config)
+    data = read_rows(draft, train, dev, config)
+    settings = head_settings(config, seed, draft, data, out)
+    finished = finished_head(out, settings)
+    if finished is not None:
+        if is_main():
+            _remove_leftovers(out)  # of a run killed right before its end
+        return finished
+    if is_main():
+        _tell_of_cut(data, longest_text(draft, config), config)
+    was_training = draft.training
+    try:
+        with deprecations_of_deepspeed_hidden():
+            return _train(draft.eval(), data, out, config, seed, sampling, settings)
+    finally:
+        draft.train(was_training)
+
+
+def read_rows(
+    draft: PreTrainedModel, train: datasets.Dataset, dev: datasets.Dataset, config: HeadConfig
+) -> tuple[LabelRows, LabelRows]:
+    """The usable training and dev rows, with the columns that this kind of head learns from.
+
+    Raises:
+        ConfigError: if a column is missing or no row can be used.
+    """
+    longest = longest_text(draft, config)
     required: tuple[str, ...] = COLUMNS
     optional: tuple[str, ...] = ()
     if config.kind == "immediate":
@@ -146,21 +173,7 @@ def train_head(
     def read(name: str, rows: datasets.Dataset) -> LabelRows:
         return LabelRows.read(name, rows, longest, required=required, optional=optional)
 
-    data = read("train", train), read("dev", dev)
-    settings = _settings(config, seed, draft, data, out)
-    finished = _finished(out, settings)
-    if finished is not None:
-        if is_main():
-            _remove_leftovers(out)  # of a run killed right before its end
-        return finished
-    if is_main():
-        _tell_of_cut(data, longest, config)
-    was_training = draft.training
-    try:
-        with deprecations_of_deepspeed_hidden():
-            return _train(draft.eval(), data, out, config, seed, sampling, settings)
-    finally:
-        draft.train(was_training)
+    return read("train", train), read("dev", dev)
 
 
 def _train(
@@ -207,7 +220,7 @@ def _train(
             f"{result.after.kl:.3g} on held-out tokens, {before.kl:.3g} untrained)"
         )
     if engine.accelerator.is_main_process:
-        final = _new_head(draft, config, seed, sampling, scales)
+        final = new_head(draft, config, seed, sampling, scales)
         final.load_state_dict(weights)
         final.save_pretrained(out)
         write_json(out / METRICS_NAME, {"settings": settings.values, **asdict(result)})
@@ -253,21 +266,21 @@ def _start(
     accelerator.wait_for_everyone()  # no process writes before all have looked
     draft.to(accelerator.device)
     check_hidden_states(draft)
-    head = _new_head(draft, config, seed, sampling)
+    head = new_head(draft, config, seed, sampling)
     scales = None
     if isinstance(head, ImmediateHead):
-        if config.mixing is None and Moment.CONSUMED in head.moments:
+        if config.mixing is None and "hidden" in head.reads:
             check_tree_states(draft, max(rows.longest for rows in data))
-        scales = _scales(_target_context(draft, head, config, seed), data[0], config)
-        head = _new_head(draft, config, seed, sampling, scales)
+        scales = scales_of(draft, head, data[0], config, seed)
+        head = new_head(draft, config, seed, sampling, scales)
     context: Context
     if config.mixing is None:
-        context = _target_context(draft, head, config, seed)
+        context = target_context(draft, head, config, seed)
         if config.cache == "disk":
             cache = _cached(accelerator, context, data[0], config, out / STATES_NAME, settings)
             context = replace(context, cache=cache)
     else:
-        to_logits, longest = logits_of_states(draft), _longest(draft, config)
+        to_logits, longest = logits_of_states(draft), longest_text(draft, config)
         context = MixedContext(head, draft, to_logits, config.mixing, longest, seed)
     if checkpoint is not None:
         head.load_state_dict(checkpoint.weights)
@@ -292,20 +305,32 @@ def _start(
     return Training(engine, context, config, seed, settings, folder), checkpoint, scales
 
 
-def _longest(draft: PreTrainedModel, config: HeadConfig) -> int:
+def longest_text(draft: PreTrainedModel, config: HeadConfig) -> int:
     """Tokens of prompt and completion that are kept of a row."""
     return min(config.max_length or sys.maxsize, positions(draft.config))
 
 
-def _target_context(
+def target_context(
     draft: PreTrainedModel, head: BaseHead, config: HeadConfig, seed: int
 ) -> TargetContext:
-    longest = _longest(draft, config)
+    """The target's own text as the context in which tokens are judged."""
+    longest = longest_text(draft, config)
     return TargetContext(head, draft, logits_of_states(draft), config.draws, longest, seed)
 
 
-def _scales(context: TargetContext, rows: LabelRows, config: HeadConfig) -> Scales:
+def scales_of(
+    draft: PreTrainedModel, head: ImmediateHead, rows: LabelRows, config: HeadConfig, seed: int
+) -> Scales:
     """How numbers are standardised: by some of the rows, the same ones in every process."""
+    if not head.numbers:
+        return {}
+    reader = ImmediateHead(
+        hidden_size=head.hidden_size,
+        reads=head.numbers,
+        moments=["drawn"],
+        sampling=head.sampling,
+    )
+    context = target_context(draft, reader, config, seed)
     step = max(1, len(rows) // SCALED_ROWS)
     some = [context.row(rows[index], -1, 0) for index in range(0, len(rows), step)]
     size = config.micro_batch_size
@@ -342,13 +367,14 @@ def _with_all_draws(row: LabelRow, max_length: int) -> TargetRow:
     return target_row(row, index=-1, draws=draws, max_length=max_length, key=())
 
 
-def _new_head(
+def new_head(
     draft: PreTrainedModel,
     config: HeadConfig,
     seed: int,
     sampling: SamplingConfig | None,
     scales: Scales | None = None,
 ) -> BaseHead:
+    """An untrained head of the kind that is asked for, the same one for the same seed."""
     hidden_size = int(draft.get_output_embeddings().weight.shape[-1])
     known = {moment.name.lower(): moment for moment in Moment}
     last = max(known[name] for name in config.moments)
@@ -378,7 +404,7 @@ def _new_head(
         )
 
 
-def _settings(
+def head_settings(
     config: HeadConfig,
     seed: int,
     draft: PreTrainedModel,
@@ -415,7 +441,12 @@ def weights_fingerprint(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _finished(out: Path, settings: Settings) -> HeadResult | None:
+def finished_head(out: Path, settings: Settings) -> HeadResult | None:
+    """What was measured of the head in a folder; None if it is not done there.
+
+    Raises:
+        ManifestError: if it is a head of other settings.
+    """
     path = out / METRICS_NAME
     if not path.is_file():
         return None

@@ -118,7 +118,7 @@ def head_stage(config: PipelineConfig) -> Stage:
     inputs = {"draft": draft_in_use(config), "labels": str(folder(config, "labels"))}
     size = f"the head, {_head_size(config)}"
     if head.cache == "disk":
-        size += f"; until it is done, the draft's states: {_states_size(config)}"
+        size += f"; until it is done, what the draft says of the training rollouts, {_kept(config)}"
     stage = _stage(config, "head", values, inputs, size)
 
     def as_today(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -293,14 +293,17 @@ def _head_size(config: PipelineConfig) -> str:
         return f"depth {head.depth}; its width is that of {config.models.draft}"
     if head.kind == "specdec++":
         return _bytes(4 * (head.depth * (width * width + width) + width + 1))
-    # Each vector is normalised and projected; a block is two matrices of twice the width.
     vectors = sum(name in VECTORS for name in head.features)
-    block = head.width * (4 * head.width + 4)
-    return _bytes(4 * (vectors * width * (head.width + 3) + head.depth * block + 20 * head.width))
+    numbers = len(head.features) - vectors
+    # Each vector has a norm's two rows and a matrix, each number and each of three moments a row. A
+    # block is a norm and two matrices with biases, of twice the width inside; then norm and output.
+    weights = vectors * width * (head.width + 2) + (numbers + 3) * head.width
+    weights += head.depth * head.width * (4 * head.width + 4) + 2 * head.width + 1
+    return _bytes(4 * weights)
 
 
-def _states_size(config: PipelineConfig) -> str:
-    """The size at most of the draft's states that training keeps, in bfloat16."""
+def _kept(config: PipelineConfig) -> str:
+    """How much at most a head's training keeps of the draft: its states, in bfloat16."""
     assert config.head is not None
     width = config.toy.draft_width if config.toy else _hidden_size(config.models.draft)
     rollouts = [wanted for wanted in config.rollouts.sets if wanted.split == "train"]

@@ -81,7 +81,7 @@ def _precision(after: Mapping[str, Any]) -> str | None:
     enough = after["tokens"] * (width / WIDEST) ** 2
     return (
         f"{after['tokens']} held-out labels leave the AUROC uncertain by about +-{width / 2:.3f}; "
-        f"some {enough:,.0f} would bring that to +-{WIDEST / 2:.2f}: raise the count of split dev "
+        f"some {enough:,.0f} would bring that to +-{WIDEST / 2:.3f}: raise the count of split dev "
         "in rollouts.sets before judging heads by it"
     )
 

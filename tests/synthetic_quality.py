@@ -33,7 +33,7 @@ def traces(seed: int, rollouts: int = 24, width: int = 24, *, skill: float = 2.0
         q_max=q_max,
         entropy=-np.log(q_max),
         margin=np.abs(logit(q_max.clip(0.05, 0.999))),
-        log_mass_above=np.log(q_max * 0.1),
+        # Without the mass above there is no `numbers`, which takes a second to fit.
         head=RecordedHead(
             before=0.7 * drawn, drawn=drawn, consumed=odds + generator.normal(0.0, 0.3, shape)
         ),

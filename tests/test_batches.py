@@ -160,3 +160,32 @@ def test_scoring_without_tree_attention_gives_the_same_tokens_for_the_same_draws
         assert counts(masked) == counts(unrolled)
         accepted += sum(r.accepted for r in masked.rounds)
     assert accepted > 20, "only accepted nodes move in the cache"
+
+
+def test_sequences_of_different_lengths_are_run_without_padding() -> None:
+    """Also beside a tree, in the slot between them."""
+    model = CachedModel(tiny_llama(2, vocab=40, layers=2), 40)
+    alone = CachedModel(tiny_llama(2, vocab=40, layers=2), 40)
+    read: list[tuple[int, ...]] = []
+    hook = model.model.get_input_embeddings().register_forward_hook(
+        lambda _, args, __: read.append(tuple(args[0].shape))
+    )
+    lengths, answers, expected = (9, 2, 1), [], []
+    for cached, logits in ((model, answers), (alone, expected)):
+        sequences = [cached.sequence(slot, SamplingConfig()) for slot in range(4)]
+        for slot, sequence in enumerate(sequences):
+            cached.run(sequence.append([2 + slot] * (3 + 2 * slot), 1))
+        forwards = [
+            sequence.append(list(range(3, 3 + length)), length)
+            for sequence, length in zip(sequences, lengths, strict=False)
+        ]
+        forwards.append(sequences[3].append_tree([5, 6, 7, 8], [0, 0, 1, 2], [9]))
+        read.clear()
+        with torch.inference_mode():
+            logits += model.run_all(forwards) if cached is model else map(alone.run, forwards)
+        if cached is model:
+            assert read == [(1, 9 + 2 + 1 + 5)]
+    hook.remove()
+    for packed, single in zip(answers, expected, strict=True):
+        torch.testing.assert_close(packed, single)
+    assert model.model.config._attn_implementation == "sdpa"

@@ -25,10 +25,14 @@ from heads.inputs import FEATURES, DraftedTokens, HeadInputs, Moment, logits_of_
 from heads.probe import probe_of
 from heads.target_context import LONGEST_DRAFT, simulated_rounds, target_row
 from heads.train import train_head
+from recipes.config import parse
+from recipes.layout import head_stage
+from recipes.train_head import RECIPE
 from specdata.config import read_config
 from specdata.errors import ConfigError, ManifestError
 from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
+from specdata.storage.files import write_json
 from tests.drive_head import LEVELS, drive, synthetic_rows, tiny_draft
 from tests.test_head_training import (
     SCRIPT,
@@ -234,7 +238,7 @@ def test_states_of_a_killed_run_are_used_again_and_those_of_other_settings_are_n
         return compute(context, batch)  # type: ignore[arg-type]
 
     monkeypatch.setattr(TargetContext, "of_draft", counted)
-    monkeypatch.setattr("heads.train._scales", lambda *_: None)
+    monkeypatch.setattr("heads.train.scales_of", lambda *_: None)
     with pytest.raises(KeyboardInterrupt):
         drive(tmp_path, config, draws=2)
     kept = sorted(path.name for path in (tmp_path / "states").glob("*.safetensors"))
@@ -386,6 +390,47 @@ def test_heads_of_versions_without_kinds_are_done_already(
     ):
         with pytest.raises(ManifestError, match="choose another output folder"):
             drive(tmp_path, other)
+
+
+def test_a_recipe_takes_a_head_stage_of_a_version_without_kinds_as_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plain = ["--head", "{kind: specdec++}"]
+    stored = head_stage(parse(plain).config).settings.values
+    earlier = {"depth": 3, "mixing": 0.15, "rejection_weight": 6.0, "epochs": 3, "batch_size": 32}
+    earlier |= {"micro_batch_size": 8, "learning_rate": 5e-5, "warmup_ratio": 0.03}
+    earlier |= {"max_grad_norm": 1.0, "max_length": 512, "save_steps": 200}
+    record = {"stage": "head", "settings": {**stored, "head": earlier}, "inputs": {}}
+    record |= {"finished": True, "wall_seconds": 1.0, "results": {}}
+    write_json(Path("runs/toy/head/run.json"), record)
+    for head, state in (
+        ("{kind: specdec++}", "head (done)"),
+        ("{epochs: 3, learning_rate: 5.0e-5, max_length: 512}", "head (done)"),
+        ("{epochs: 4}", "head (made with other settings"),
+        ("{kind: immediate}", "head (made with other settings"),
+    ):
+        assert RECIPE.run(["--head", head, "--plan"]) == 0
+        assert state in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_plan_states_how_large_a_head_and_its_kept_states_are() -> None:
+    config = parse(["--head", "{kind: immediate, cache: disk}", "--labels.draws", "6"]).config
+    assert config.head is not None
+    assert config.toy is not None
+    head = ImmediateHead(
+        hidden_size=config.toy.draft_width,
+        reads=config.head.features,
+        moments=config.head.moments,
+        width=config.head.width,
+        depth=config.head.depth,
+    )
+    size = 4 * sum(parameter.numel() for parameter in head.parameters())
+    train = 3 * 512 * 96 * (1 + 6) * 128 * 2  # labels at most, states, units, bytes
+    assert head_stage(config).size == (
+        f"the head, about {size / 1e3:.1f} KB; until it is done, what the draft says of the "
+        f"training rollouts, about {train / 1e6:.1f} MB"
+    )
 
 
 def test_a_tracker_that_is_not_installed_is_named_before_any_work(tmp_path: Path) -> None:

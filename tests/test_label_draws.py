@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -32,7 +33,11 @@ NEW = ("log_q_second", "entropy", "log_mass_above")
 
 
 def label(
-    folder: Path, name: str, config: LabelsConfig, sampling: SamplingConfig | None = None
+    folder: Path,
+    name: str,
+    config: LabelsConfig,
+    sampling: SamplingConfig | None = None,
+    report: Callable[[int], object] = lambda rows: None,
 ) -> list[Label]:
     """Labels of a few rows, of which every third is not trained on."""
     if not (folder / "rollouts").exists():
@@ -49,7 +54,7 @@ def label(
         sampling=sampling or SamplingConfig(),
         seed=5,
         settings=Settings({}),
-        report=lambda rows: None,
+        report=report,
     )
     return load_stored(folder / name).to_list()
 
@@ -117,6 +122,25 @@ def test_draws_do_not_depend_on_how_many_there_are_nor_on_the_shards(tmp_path: P
             assert torch.equal(few.view(length, 2), many.view(length, 4)[:, :2])
             trained += 1
     assert trained == 12
+
+
+def test_labels_that_were_interrupted_go_on_to_the_bytes_of_those_that_were_not(
+    tmp_path: Path,
+) -> None:
+    config = LabelsConfig(shard_size=3, draws=3)
+
+    def interrupt(rows: int) -> None:
+        raise KeyboardInterrupt
+
+    label(tmp_path, "whole", config)
+    with pytest.raises(KeyboardInterrupt):
+        label(tmp_path, "again", config, report=interrupt)
+    assert len(list((tmp_path / "again").glob("shard-*"))) == 1
+    label(tmp_path, "again", config)
+    shards = sorted((tmp_path / "whole").glob("shard-*"))
+    assert len(shards) == 3
+    for shard in shards:
+        assert shard.read_bytes() == (tmp_path / "again" / shard.name).read_bytes()
 
 
 def test_draws_at_a_position_are_independent_and_each_has_the_drafts_distribution() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -145,6 +146,13 @@ def test_every_stage_leaves_what_the_next_one_needs(finished: Path) -> None:
     assert verdict["status"] != "not measured"
     assert verdict["method"] == "head"
     assert verdict["choice"]["rollouts"] == labels["split"][:].count("dev")
+    quality = json.loads((out / "eval" / "quality.json").read_text())
+    assert quality["rollouts"]["dev"] == labels["split"][:].count("dev")
+    assert verdict["replay"]["rivals"] == quality["replay"]["rivals"]
+    assert json.loads((out / "release" / "head" / "quality.json").read_text()) == quality
+    page = (out / "eval" / "report.html").read_text()
+    for finding in verdict["findings"]:
+        assert html.escape(finding["headline"], quote=False) in page
     for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
         assert json.loads((out / stage / "run.json").read_text())["finished"]
 

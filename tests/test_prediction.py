@@ -77,6 +77,20 @@ def test_more_tokens_of_the_same_prompts_do_not_narrow_an_interval() -> None:
     assert (same.kl.low, same.kl.high) == pytest.approx((once.kl.low, once.kl.high))
 
 
+def test_a_token_that_counts_twice_is_as_two_tokens() -> None:
+    accept, prompt, predicted = drawn(4)
+    counts = np.random.default_rng(0).integers(0, 3, len(accept))
+    weighted = scores(Tokens.of(accept, prompt, counts.astype(np.float64)), predicted)
+    repeated = [np.repeat(values, counts) for values in (accept, prompt, predicted)]
+    as_two = scores(Tokens.of(repeated[0], repeated[1]), repeated[2])
+    assert weighted.tokens == as_two.tokens
+    for name in ("kl", "auroc", "brier", "ece"):
+        ours, theirs = (getattr(each, name) for each in (weighted, as_two))
+        assert ours.value == pytest.approx(theirs.value)
+        assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), rel=1e-3)
+    assert weighted.mean_predicted == pytest.approx(as_two.mean_predicted)
+
+
 def test_a_reliability_diagram_holds_every_token_once_and_says_what_is_calibrated() -> None:
     generator = np.random.default_rng(3)
     predicted = generator.random(20_000)

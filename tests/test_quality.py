@@ -86,6 +86,8 @@ def test_a_published_head_is_judged_after_the_token_and_against_rivals_fitted_on
     fitted = fit_calibration(dev.accept[dev.inside], dev.tokens.q_max[dev.inside])
     logit = fitted.accept_all(test.tokens.q_max[test.inside])
     assert one(made, ALL, "logit").scores.mean_predicted == pytest.approx(logit.mean())
+    numbers = one(made, ALL, "numbers").scores
+    assert numbers.kl.value < one(made, ALL, "constant").scores.kl.value
     cumulative = one(made, ALL, "cumulative").scores
     assert cumulative.mean_predicted == pytest.approx(test.tokens.q[test.inside].mean())
 
@@ -99,6 +101,31 @@ def test_sets_and_positions_share_out_the_tokens() -> None:
         assert whole.scores.tokens == sum(each.scores.tokens for each in whole.positions)
         places = [(each.first, each.last) for each in whole.positions]
         assert places == [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 24)]
+
+
+def test_in_a_draft_a_token_counts_with_the_chance_that_those_before_it_were_accepted() -> None:
+    made, test = synthetic_quality(), traces(1)
+    margin, head = one(made, ALL, "margin"), one(made, ALL, "head")
+    assert [(part.first, part.last) for part in head.places] == [(k, k) for k in (1, 2, 4, 8, 16)]
+    assert head.places[0].scores == head.scores, "a draft may begin anywhere"
+    inside, accept = test.inside, test.accept
+    # Of the second and the fourth token of a draft, by hand.
+    for place, part in ((2, head.places[1]), (4, head.places[2])):
+        total = weight = 0.0
+        for row in range(len(accept)):
+            for first in range(accept.shape[1] - place + 1):
+                if inside[row, first + place - 1]:
+                    chance = accept[row, first : first + place - 1].prod()
+                    total += chance * accept[row, first + place - 1]
+                    weight += chance
+        assert part.scores.mean_accept == pytest.approx(total / weight)
+        assert part.scores.tokens == round(weight)
+    # The margin has a model for each of them, which is calibrated there.
+    deep = margin.places[2].scores
+    pooled = one(made, ALL, "logit").places[2].scores
+    assert abs(deep.mean_predicted - deep.mean_accept) < 0.05
+    assert deep.mean_predicted != pytest.approx(margin.scores.mean_predicted, abs=1e-4)
+    assert pooled.mean_accept == pytest.approx(deep.mean_accept)
 
 
 def test_before_a_token_is_drawn_its_mean_acceptance_is_predicted() -> None:
@@ -124,7 +151,7 @@ def test_before_a_token_is_drawn_its_mean_acceptance_is_predicted() -> None:
 
 
 def test_a_head_that_knows_more_is_found_better_and_saves_more() -> None:
-    good, poor = (synthetic_quality(skill=skill) for skill in (4.0, 0.3))
+    good, poor = synthetic_quality(), synthetic_quality(skill=0.3)
     aurocs = []
     for made in (good, poor):
         auroc = one(made, ALL, "head").scores.auroc

@@ -86,6 +86,7 @@ def drafted_tokens(draft: PreTrainedModel, row: dict[str, Any]) -> list[DraftedT
     return made
 
 
+COSTS = {"draft_seconds": 0.2, "token_seconds": 1.0, "mean_acceptance": 0.7}
 RULES = [
     *({"stop": stop} for stop in STOPPING_RULES if stop != "cost"),
     {"stop": "fixed", "length": 3},
@@ -95,7 +96,7 @@ RULES = [
     {"stop": "logit", "threshold": 0.6, "calibration": (0.3, 1.2), "limit": 5},
     {"stop": "head", "threshold": 0.5},
     {"stop": "head", "threshold": 0.9, "limit": 4},
-    {"stop": "cost", "draft_seconds": 0.2, "token_seconds": 1.0, "mean_acceptance": 0.7},
+    {"stop": "cost", **COSTS},
     {"stop": "cost", "draft_seconds": 0.1, "token_seconds": 1.0, "head": False},
 ]
 
@@ -123,6 +124,59 @@ def test_a_recorded_rule_drafts_as_far_as_its_own_object(
                 if should_stop(token):
                     break
             assert lengths[number, position] == drafted, (number, position)
+
+
+@pytest.mark.parametrize(
+    "moments", [("drawn",), ("consumed",), ("drawn", "consumed"), ("before", "drawn", "consumed")]
+)
+@pytest.mark.parametrize(
+    "parameters",
+    [{"stop": "head", "threshold": 0.5}, {"stop": "cost", **COSTS, "limit": 6}],
+    ids=str,
+)
+def test_a_recorded_head_of_any_moments_drafts_as_far_as_its_rules_own_object(
+    parameters: dict[str, Any], moments: tuple[str, ...], folder: Path
+) -> None:
+    """Along tokens that are those of the text, so that one state is after one and before another.
+
+    With two moments the newest token counts as drawn and the older ones as consumed.
+    """
+    draft = tiny_llama(1, vocab=12).float()
+    made = load_stored(folder / "labels").select(range(4)).to_list()
+    labels = datasets.Dataset.from_list(
+        [row | {"draft_ids": row["completion_ids"]} for row in made]
+    )
+    torch.manual_seed(2)
+    head = ImmediateHead(hidden_size=16, width=8, moments=moments).eval()
+    torch.nn.init.normal_(head.output.weight, std=1.0)
+    torch.nn.init.constant_(head.output.bias, 2.0)
+    traces = acceptance_traces(labels, draft=draft, sampling=SAMPLING, head=head)
+    rule = STOPPING_RULES[parameters["stop"]].model_validate(
+        {name: value for name, value in parameters.items() if name != "stop"}
+    )
+    lengths = rule.recorded_lengths(traces.tokens)
+    assert lengths is not None
+    found = set()
+    for number, row in enumerate(labels):
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+        first, n = len(row["prompt_ids"]), len(row["completion_ids"])
+        with torch.no_grad():
+            states, q = hidden_states(draft, ids)[0], probabilities(draft(ids).logits[0], SAMPLING)
+            embedded = draft.get_input_embeddings()(ids[0])
+        tokens = [
+            DraftedToken(int(ids[0, at]), q[at - 1], states[at - 1], embedded[at])
+            for at in range(first, first + n)
+        ]
+        for position in range(n):
+            active = rule.start(head)
+            should_stop, drafted = active.begin(), 0
+            for token in tokens[position : min(n - 1, position + active.longest)]:
+                drafted += 1
+                if should_stop(token):
+                    break
+            assert lengths[number, position] == drafted, (number, position)
+            found.add(drafted)
+    assert len(found) > 2
 
 
 def test_a_cost_rule_that_measures_its_costs_cannot_be_recorded(folder: Path) -> None:

@@ -92,7 +92,12 @@ def page(folder: Path) -> Page:
 
 @pytest.fixture(scope="module")
 def evil_html(results: Results) -> str:
-    quality, evil = synthetic_quality((EVIL,)), renamed(results, EVIL)
+    quality, evil = synthetic_quality(), renamed(results, EVIL)
+    assert quality.replay is not None
+    named = [each.model_copy(update={"domain": EVIL}) for each in quality.of("alpaca")]
+    rivals = [r.model_copy(update={"saved": {EVIL: r.overall}}) for r in quality.replay.rivals]
+    replay = quality.replay.model_copy(update={"rivals": rivals})
+    quality = quality.model_copy(update={"predictions": named, "replay": replay})
     return render_page(evil, Context(EVIL, {EVIL: 1.0}, {}, {}, verdict(evil), quality))
 
 
@@ -187,7 +192,6 @@ def test_drawings_of_predictions_show_the_head_at_each_of_its_moments_and_its_ri
             "margin",
             "logit",
             "cumulative",
-            "numbers",
         }
         figure.draw_without_rendering()
         bounds, (width, height) = figure.get_tightbbox(), figure.get_size_inches()

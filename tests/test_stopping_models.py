@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
 from scipy.special import expit
 
+from eval.analysis.traces import acceptance_traces
+from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import DraftedToken
 from eval.drafting.stopping.margin import POSITIONS, Margin, MarginModels
 from eval.drafting.stopping.numbers import SHAPES, Network, Numbers, fit_network
 from eval.drafting.stopping.recorded import Reals, RecordedTokens
 from eval.rounds import Round
+from heads import AcceptanceHead, BaseHead
+from heads.immediate import ImmediateHead
 from heads.inputs import HeadInputs, Moment
 from specdata.config import read_config
 from specdata.errors import ConfigError
+from tests.test_acceptance import labeller
+from tests.tiny import END, tiny_llama
 
 
 def recorded(margins: Reals) -> RecordedTokens:
@@ -162,3 +170,57 @@ def test_the_network_reads_the_same_numbers_in_decoding_and_replay() -> None:
                 break
         assert lengths[0, position] == count
     assert len(set(lengths[0].tolist())) > 2
+
+
+COSTS = {"stop": "cost", "draft_seconds": 0.1, "token_seconds": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters"),
+    [
+        ("specdec++", {"stop": "head", "threshold": 0.5}),
+        ("specdec++", {"stop": "head", "threshold": 0.9}),
+        ("specdec++", COSTS),
+        ("immediate", {"stop": "head", "threshold": 0.5}),
+        ("immediate", COSTS),
+    ],
+    ids=str,
+)
+def test_greedy_decoding_drafts_as_far_as_replay_of_what_it_decoded(
+    kind: str, parameters: dict[str, Any]
+) -> None:
+    """One convention: a threshold meets the head's raw output in both, costs the unbiased one."""
+    target, draft = tiny_llama(0, vocab=12).float(), tiny_llama(0, vocab=12).float()
+    noise = torch.randn(12, 16, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():  # some tokens are rejected, most are not
+        draft.lm_head.weight += 0.25 * noise
+    torch.manual_seed(5)
+    reads = ("hidden_before", "embedding", "hidden")
+    head: BaseHead = (
+        AcceptanceHead(hidden_size=16, depth=1, rejection_weight=6.0)
+        if kind == "specdec++"
+        else ImmediateHead(hidden_size=16, width=16, depth=1, reads=reads)
+    ).eval()
+    torch.nn.init.normal_(head.output.weight, std=1.5)
+    config = DecodeConfig(temperature=0.0, **parameters)
+    decoder = SpeculativeDecoder.from_config(target, draft, config, head)
+    compared = set[int]()
+    for prompt in ([2, 5, 3], [4, 4], [7, 6, 8], [9, 2]):
+        generator = torch.Generator().manual_seed(0)
+        out = decoder.generate(torch.tensor(prompt), max_new_tokens=30, generator=generator)
+        row = {"example_id": "a", "dataset": "d", "split": "test", "sample": 0, "turn": 0}
+        row |= {"finish": "length", "prompt_ids": prompt, "completion_ids": out.tokens.tolist()}
+        labels = datasets.Dataset.from_list(labeller(target, draft, config.sampling)([row]))  # type: ignore[arg-type, list-item]
+        traces = acceptance_traces(labels, draft=draft, sampling=config.sampling, head=head)
+        lengths = config.stop.recorded_lengths(traces.tokens)
+        assert lengths is not None
+        position = 0
+        for turn in out.rounds[:-1]:  # the last is cut by the budget, or by an end token
+            last = position + turn.drafted - 1
+            if turn.accepted >= turn.drafted - 1 and labels[0]["draft_ids"][last] != END:
+                assert lengths[0, position] == turn.drafted
+                compared.add(turn.drafted)
+            else:  # an end token ends a draft; behind a rejected token it goes its own way
+                assert lengths[0, position] > turn.accepted
+            position += turn.emitted
+    assert len(compared) > 1

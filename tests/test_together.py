@@ -43,16 +43,11 @@ OURS = {
 }
 
 
-def rows(count: int, seed: int, split: str = "train") -> object:
-    labels = synthetic_rows(count, seed, split)
-    return labels.add_column("overlap", [[0.5] * len(row) for row in labels["accept_prob"]])
-
-
 def together(out: Path, configs: Mapping[str, HeadConfig]) -> dict[str, HeadResult]:
     return train_heads(
         draft=tiny_draft(),
-        train=rows(40, 1),  # type: ignore[arg-type]
-        dev=rows(12, 2, "dev"),  # type: ignore[arg-type]
+        train=synthetic_rows(40, 1),
+        dev=synthetic_rows(12, 2, "dev"),
         out=out,
         configs=configs,
         seed=7,
@@ -68,8 +63,8 @@ def test_heads_trained_together_are_those_trained_alone(
     for name, config in configs.items():
         alone = train_head(
             draft=tiny_draft(),
-            train=rows(40, 1),  # type: ignore[arg-type]
-            dev=rows(12, 2, "dev"),  # type: ignore[arg-type]
+            train=synthetic_rows(40, 1),
+            dev=synthetic_rows(12, 2, "dev"),
             out=tmp_path / "alone" / name,
             config=config,
             seed=7,
@@ -105,8 +100,8 @@ def test_the_draft_runs_once_for_all_heads(tmp_path: Path) -> None:
         draft.base_model.register_forward_hook(count_forward)
         train_heads(
             draft=draft,
-            train=rows(40, 1),  # type: ignore[arg-type]
-            dev=rows(12, 2, "dev"),  # type: ignore[arg-type]
+            train=synthetic_rows(40, 1),
+            dev=synthetic_rows(12, 2, "dev"),
             out=tmp_path / str(count),
             configs=dict([*PAPER.items()][:count]),
             seed=7,

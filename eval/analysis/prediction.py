@@ -1,13 +1,15 @@
 """How well acceptance is predicted: metrics with intervals, over any set of drafted tokens.
 
-Labels are probabilities, never 0/1, and metrics are those of `heads.loss`. Intervals are the 95 %
+Labels are probabilities, never 0/1, and metrics are those of `heads.loss`, of tokens that may count
+differently often. Intervals are the 95 %
 bootstrap of this project (`eval.measuring.metrics`): prompts are resampled, not tokens, and
 predictors that are compared share the resamples.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +35,7 @@ class Scores(Strict):
     """How well some tokens' acceptance is predicted.
 
     Attributes:
-        tokens: how many.
+        tokens: how many; where they do not count once each, the sum of their counts, rounded.
         kl: mean binary KL(label || prediction) in nats; a perfect predictor scores 0.
         auroc: chance that an accepted token outscores a rejected one; None if one kind is absent.
         brier: mean squared difference between prediction and label.
@@ -73,38 +75,48 @@ class Tokens:
     Args:
         accept: (n,) labels in [0, 1].
         prompt: (n,) number of the prompt that a token comes from, from 0.
+        counts: (n,) how often each token counts, such as the chance that it is drafted at all.
         weights: (B, P) how often each prompt occurs in each resample.
     """
 
     accept: Reals
     prompt: Ids
+    counts: Reals
     weights: Reals
 
     @classmethod
-    def of(cls, accept: Reals, prompt: Ids) -> Tokens:
-        """Tokens of any prompts, which are numbered anew.
+    def of(cls, accept: Reals, prompt: Ids, counts: Reals | None = None) -> Tokens:
+        """Tokens of any prompts, which are numbered anew; each counts once by default.
 
         Raises:
             ValueError: if there are none, or sizes differ.
         """
+        counts = np.ones_like(accept) if counts is None else counts
         if accept.ndim != 1 or accept.shape != prompt.shape or accept.size == 0:
             raise ValueError(
                 f"labels and prompts must both be (n,), n >= 1, got {accept.shape}, {prompt.shape}"
             )
         names, number = np.unique(prompt, return_inverse=True)
-        return cls(accept, number, bootstrap_weights(len(names)))
+        return cls(accept, number, counts, _weights(len(names)))
 
     def sums(self, values: Reals, group: Ids | None = None, groups: int = 1) -> Reals:
         """(P, groups) sums of (n,) values over the tokens of each prompt in each group."""
+        values = values * self.counts
         prompts = self.weights.shape[1]
         cell = self.prompt * groups + (0 if group is None else group)
-        flat = np.bincount(cell, weights=values, minlength=prompts * groups)
-        return np.asarray(flat.reshape(prompts, groups), dtype=np.float64)
+        return _bincount(cell, values, prompts * groups).reshape(prompts, groups)
 
     def mean(self, values: Reals) -> Interval:
         """The mean of (n,) values."""
-        resampled = self.weights @ self.sums(values) / (self.weights @ self.sums(_ones(values)))
-        return _interval(float(values.mean()), resampled[:, 0])
+        sums = np.concatenate([self.sums(values), self.sums(np.ones_like(values))], axis=1)
+        whole, resampled = sums.sum(axis=0), self.weights @ sums
+        with np.errstate(invalid="ignore"):  # resamples may leave all of them out
+            return _interval(float(whole[0] / whole[1]), resampled[:, 0] / resampled[:, 1])
+
+
+@cache
+def _weights(prompts: int) -> Reals:
+    return bootstrap_weights(prompts)
 
 
 def scores(tokens: Tokens, predicted: Reals) -> Scores:
@@ -118,16 +130,16 @@ def scores(tokens: Tokens, predicted: Reals) -> Scores:
 
     from heads.loss import binary_kl
 
-    accept = tokens.accept
+    accept, counts = tokens.accept, tokens.counts
     odds = torch.logit(torch.from_numpy(predicted), eps=EDGE)
     return Scores(
-        tokens=len(accept),
+        tokens=round(counts.sum()),
         kl=tokens.mean(binary_kl(odds, torch.from_numpy(accept)).numpy()),
         auroc=_auroc(tokens, predicted),
         brier=tokens.mean(np.square(predicted - accept)),
         ece=_calibration_error(tokens, predicted),
-        mean_accept=float(accept.mean()),
-        mean_predicted=float(predicted.mean()),
+        mean_accept=float(np.average(accept, weights=counts)),
+        mean_predicted=float(np.average(predicted, weights=counts)),
     )
 
 
@@ -139,22 +151,18 @@ def reliability(tokens: Tokens, predicted: Reals) -> list[Bin]:
         predicted: (n,) probabilities.
     """
     index = _bin_of(predicted)
-    counts = np.bincount(index, minlength=BINS)
-    means = np.bincount(index, weights=predicted, minlength=BINS) / counts.clip(min=1)
-    shares = np.bincount(index, weights=tokens.accept, minlength=BINS) / counts.clip(min=1)
-    with np.errstate(invalid="ignore"):  # resamples may leave a bin empty
-        resampled = (tokens.weights @ tokens.sums(tokens.accept, index, BINS)) / (
-            tokens.weights @ tokens.sums(_ones(predicted), index, BINS)
+    bins = []
+    for i in np.unique(index):
+        chosen = index == i
+        some = replace(
+            tokens,
+            accept=tokens.accept[chosen],
+            prompt=tokens.prompt[chosen],
+            counts=tokens.counts[chosen],
         )
-    return [
-        Bin(
-            tokens=int(counts[i]),
-            predicted=float(means[i]),
-            accepted=_interval(float(shares[i]), resampled[:, i]),
-        )
-        for i in range(BINS)
-        if counts[i]
-    ]
+        mean = float(np.average(predicted[chosen], weights=some.counts))
+        bins.append(Bin(tokens=int(chosen.sum()), predicted=mean, accepted=some.mean(some.accept)))
+    return bins
 
 
 def _bin_of(predicted: Reals) -> Ids:
@@ -162,33 +170,26 @@ def _bin_of(predicted: Reals) -> Ids:
 
 
 def _calibration_error(tokens: Tokens, predicted: Reals) -> Interval:
-    import torch
-
-    from heads.loss import calibration_error
-
     gaps = tokens.sums(predicted - tokens.accept, _bin_of(predicted), BINS)
-    counts = tokens.weights @ tokens.sums(_ones(predicted))
-    resampled = np.abs(tokens.weights @ gaps).sum(axis=1) / counts[:, 0]
-    value = calibration_error(torch.from_numpy(predicted), torch.from_numpy(tokens.accept), BINS)
-    return _interval(value, resampled)
+    counts = tokens.sums(np.ones_like(predicted))
+    value = np.abs(gaps.sum(axis=0)).sum() / counts.sum()
+    resampled = np.abs(tokens.weights @ gaps).sum(axis=1) / (tokens.weights @ counts)[:, 0]
+    return _interval(float(value), resampled)
 
 
 def _auroc(tokens: Tokens, predicted: Reals) -> Interval | None:
-    import torch
-
-    from heads.loss import soft_auroc
-
-    value = soft_auroc(torch.from_numpy(predicted), torch.from_numpy(tokens.accept))
-    if value is None:
+    labels = tokens.accept, 1.0 - tokens.accept
+    _, rank = np.unique(predicted, return_inverse=True)
+    value = _ranked(*(_bincount(rank, label * tokens.counts) for label in labels))
+    if np.isnan(value):
         return None
     group = _grouped(predicted)
     groups = int(group.max()) + 1
-    accepted, rejected = (
-        tokens.sums(label, group, groups) for label in (tokens.accept, 1.0 - tokens.accept)
-    )
+    accepted, rejected = (tokens.sums(label, group, groups) for label in labels)
     # What ties within a group cost the whole, they cost the resamples, too.
-    lost = value - _ranked(accepted.sum(axis=0), rejected.sum(axis=0))
-    return _interval(value, lost + _ranked(tokens.weights @ accepted, tokens.weights @ rejected))
+    lost = float(value - _ranked(accepted.sum(axis=0), rejected.sum(axis=0)))
+    resampled = _ranked(tokens.weights @ accepted, tokens.weights @ rejected)
+    return _interval(float(value), lost + resampled)
 
 
 def _ranked(accepted: Reals, rejected: Reals) -> Reals:
@@ -209,10 +210,10 @@ def _grouped(scores: Reals) -> Ids:
     return np.asarray((first * GROUPS // len(scores))[rank], dtype=np.int64)
 
 
+def _bincount(index: Ids, values: Reals, length: int = 0) -> Reals:
+    return np.asarray(np.bincount(index, weights=values, minlength=length), dtype=np.float64)
+
+
 def _interval(value: float, resampled: Reals) -> Interval:
     low, high = interval(resampled)
     return Interval(value, low, high)
-
-
-def _ones(values: Reals) -> Reals:
-    return np.ones(len(values))

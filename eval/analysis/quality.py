@@ -7,6 +7,7 @@ neither draft nor head was trained on. The result is one value, `Quality`, kept 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,8 +21,7 @@ from eval.analysis.replay import fit_rules, replay_rules
 from eval.analysis.rivals import HEAD, Replayed, compare, prompt_sets
 from eval.drafting.stopping.calibration import Calibration, fit_logistic
 from eval.drafting.stopping.margin import UNFITTED
-from eval.drafting.stopping.numbers import Network
-from eval.drafting.stopping.numbers import _recorded_numbers as recorded_numbers
+from eval.drafting.stopping.numbers import Network, recorded_numbers
 from eval.drafting.stopping.recorded import Reals
 from eval.measuring.records import Strict
 from eval.measuring.results import Results
@@ -35,14 +35,18 @@ if TYPE_CHECKING:  # a rerun with nothing to do reads this without torch
     from specdata.sampling import SamplingConfig
 
 SCHEMA_VERSION: Literal[1] = 1
+KNOWN_BEFORE = ("margin", "logit", "constant")
+"""Rivals that predict before a token is drawn."""
 QUALITY = "quality.json"
+PLACES = (1, 2, 4, 8, 16)
+"""Positions in a draft that are looked at."""
 ROLLOUTS = 512
 """Most rollouts of a prompt set and split that are read."""
 Moment = Literal["before", "drawn", "consumed"]
 
 
 class PositionScores(Strict):
-    """How tokens at the positions `first` to `last` of rollouts, from 1, are predicted."""
+    """How tokens at the positions `first` to `last`, from 1, are predicted."""
 
     first: int
     last: int
@@ -62,6 +66,8 @@ class Prediction(Strict):
         scores: over all tokens.
         reliability: the bins of its reliability diagram.
         positions: the same scores by position in the rollout.
+        places: the same by position in a draft, where drafts begin at every position of a rollout
+            and a token counts with the chance that those before it in its draft were accepted.
     """
 
     domain: str
@@ -70,6 +76,7 @@ class Prediction(Strict):
     scores: Scores
     reliability: list[Bin]
     positions: list[PositionScores]
+    places: list[PositionScores]
 
 
 class Quality(Strict):
@@ -209,23 +216,40 @@ def _predictions(
     names: Sequence[str],
 ) -> Iterator[Prediction]:
     """Every predictor on every prompt set."""
-    inside, made = judged.inside, list(_predictors(dev, judged, fitted))
+    inside, predictors = judged.inside, list(_predictors(dev, judged, fitted))
     position = np.broadcast_to(np.arange(inside.shape[1]), inside.shape)
+    chances = _chances(judged)
     # Rollouts of one prompt are resampled together.
     numbers = np.unique(prompts, return_inverse=True)[1].astype(np.int64)
+    prompt = np.broadcast_to(numbers[:, None], inside.shape)
     for domain, rows in prompt_sets(names).items():
         chosen = inside & rows[:, None]
-        prompt = np.broadcast_to(numbers[:, None], inside.shape)[chosen]
-        for predictor, moment, predicted, label in made:
-            values, tokens = predicted[chosen], Tokens.of(label[chosen], prompt)
+        for each in predictors:
+            values, label = each.predicted[chosen], each.label[chosen]
+            tokens = Tokens.of(label, prompt[chosen])
             yield Prediction(
                 domain=domain,
-                predictor=predictor,
-                moment=moment,
+                predictor=each.name,
+                moment=each.moment,
                 scores=scores(tokens, values),
                 reliability=reliability(tokens, values),
-                positions=list(_by_position(label[chosen], prompt, values, position[chosen])),
+                positions=list(_by_position(label, prompt[chosen], values, position[chosen])),
+                places=[
+                    PositionScores(first=place, last=place, scores=_at(each, place, there, prompt))
+                    for place, chance in chances.items()
+                    if (there := np.where(chosen, chance, 0.0)).any()
+                ],
             )
+
+
+def _chances(judged: Traces) -> dict[int, Reals]:
+    """Position in a draft, from 1 -> (R, N) the chance that a token is drafted there and judged."""
+    chance, chances = np.where(judged.inside, 1.0, 0.0), {}
+    for place in range(1, PLACES[-1] + 1):
+        chances[place] = chance
+        further = (chance * judged.accept)[:, :-1]  # for the token after it
+        chance = np.where(judged.inside, np.pad(further, ((0, 0), (1, 0))), 0.0)
+    return {place: chances[place] for place in PLACES}
 
 
 def _by_position(
@@ -241,52 +265,82 @@ def _by_position(
         first = last
 
 
-def _predictors(
-    dev: Traces, judged: Traces, fitted: Mapping[str, Any]
-) -> Iterator[tuple[str, Moment, Reals, Reals]]:
-    """Name, moment, predictions and labels, both (R, N)."""
-    head = judged.tokens.head
+def _at(predictor: _Predictor, place: int, chance: Reals, prompt: Ids) -> Scores:
+    """Tokens at a position in a draft."""
+    chosen = chance > 0.0
+    tokens = Tokens.of(predictor.label[chosen], prompt[chosen], chance[chosen])
+    return scores(tokens, predictor.at(place)[chosen])
+
+
+@dataclass(frozen=True, slots=True)
+class _Predictor:
+    """Predictions and labels, both (R, N).
+
+    Attributes:
+        at_places: predictions where they depend on the position in the draft: from 1 on, the last
+            for all further ones.
+    """
+
+    name: str
+    moment: Moment
+    predicted: Reals
+    label: Reals
+    at_places: Sequence[Reals] = ()
+
+    def at(self, place: int) -> Reals:
+        """The predictions at a position in a draft."""
+        return (
+            self.at_places[min(place, len(self.at_places)) - 1]
+            if self.at_places
+            else self.predicted
+        )
+
+
+def _predictors(dev: Traces, judged: Traces, fitted: Mapping[str, Any]) -> Iterator[_Predictor]:
+    """The head at its moments, and its rivals at those at which there is something to predict."""
+    head, mean = judged.tokens.head, judged.overlap
     assert head is not None
-    moments: tuple[tuple[Moment, Reals | None], ...] = (
-        ("drawn", head.drawn),
-        ("consumed", head.consumed),
-        ("before", head.before if judged.overlap is not None else None),
-    )
-    for moment, logits in moments:
-        label = judged.overlap if moment == "before" else judged.accept
-        if logits is not None and label is not None:
-            yield HEAD, moment, head.probabilities(logits, calibrated=True), label
-    rivals = _rivals(dev, judged, fitted)
-    for name, (_, predicted) in rivals.items():
-        yield name, "drawn", predicted, judged.accept
-    if head.before is not None and judged.overlap is not None:
-        for name, (early, predicted) in rivals.items():
-            if early:
-                yield name, "before", predicted, judged.overlap
+    ex_post: tuple[tuple[Moment, Reals | None], ...]
+    ex_post = ("drawn", head.drawn), ("consumed", head.consumed)
+    for moment, logits in ex_post:
+        if logits is not None:
+            predicted = head.probabilities(logits, calibrated=True)
+            yield _Predictor(HEAD, moment, predicted, judged.accept)
+    yield from (rivals := _rivals(dev, judged, fitted))
+    if head.before is not None and mean is not None:
+        yield _Predictor(HEAD, "before", head.probabilities(head.before, calibrated=True), mean)
+        for rival in rivals:
+            if rival.name in KNOWN_BEFORE:
+                yield replace(rival, moment="before", label=mean)
 
 
-def _rivals(
-    dev: Traces, judged: Traces, fitted: Mapping[str, Any]
-) -> dict[str, tuple[bool, Reals]]:
-    """Name -> whether it knows its inputs before the token is drawn, and its predictions (R, N).
+def _rivals(dev: Traces, judged: Traces, fitted: Mapping[str, Any]) -> list[_Predictor]:
+    """What needs no head, fitted on dev.
 
-    The margin has one pair of coefficients here: along a rollout there is no place in a draft.
+    Along a rollout there is no position in a draft, so the margin has one model for all there.
     """
     from scipy.special import expit
 
     tokens, inside = judged.tokens, dev.inside
-    rivals = {}
+    made: dict[str, Reals] = {}
+    places: dict[str, Sequence[Reals]] = {}
     if dev.tokens.margin is not None and tokens.margin is not None:
         margins = dev.tokens.margin[inside]
-        intercept, slope = fit_logistic(dev.accept[inside], margins, prior=UNFITTED)
-        rivals["margin"] = True, np.asarray(expit(intercept + slope * tokens.margin))
-    rivals["logit"] = True, Calibration(*fitted["calibration"]).accept_all(tokens.q_max)
-    rivals["cumulative"] = False, tokens.q
+        pooled = fit_logistic(dev.accept[inside], margins, prior=UNFITTED)
+        made["margin"], *places["margin"] = (
+            np.asarray(expit(intercept + slope * tokens.margin))
+            for intercept, slope in (pooled, *fitted["coefficients"])
+        )
+    made["logit"] = Calibration(*fitted["calibration"]).accept_all(tokens.q_max)
+    made["cumulative"] = tokens.q
     numbers = recorded_numbers(tokens)
     if numbers is not None and "network" in fitted:
-        rivals["numbers"] = False, Network.read(fitted["network"]).accept(numbers)
-    rivals["constant"] = True, np.full_like(judged.accept, dev.mean_accept())
-    return rivals
+        made["numbers"] = Network.read(fitted["network"]).accept(numbers)
+    made["constant"] = np.full_like(judged.accept, dev.mean_accept())
+    return [
+        _Predictor(name, "drawn", predicted, judged.accept, places.get(name, ()))
+        for name, predicted in made.items()
+    ]
 
 
 def _replayed(

@@ -161,7 +161,7 @@ class _CachedDraft:
     def append(self, nodes: Sequence[int], builder: TreeBuilder) -> ForwardCoroutine[Tensor]:
         """Run n nodes of the draft, whose parents are in the cache: logits (n, V)."""
         parents = [self._cached_number[builder.parents[node - 1]] for node in nodes]
-        logits = yield self.sequence.append_tree(
+        logits: Tensor = yield self.sequence.append_tree(
             [builder.tokens[node - 1] for node in nodes], parents
         )
         for node in nodes:

@@ -23,7 +23,7 @@ from eval.analysis.quality import Quality
 from eval.measuring.results import Results
 from eval.reporting import charts
 from eval.reporting.charts import GRID, INK, LOOKS, MIN_ROUNDS, family, label, place_labels
-from eval.reporting.quality_charts import draw_positions, draw_reliability
+from eval.reporting.quality_charts import draw_places, draw_positions, draw_reliability
 from specdata.storage.files import atomic_write
 
 Draw = Callable[[Axes, Results, str], None]
@@ -113,6 +113,13 @@ QUALITY_PLOTS = {
         "AUROC by position in the rollout: 0.5 is chance, 1 is perfect. Bars are 95 % bootstrap"
         " intervals of the head's.",
         draw_positions,
+    ),
+    "auroc-draft": QualityPlot(
+        "And the further a draft goes?",
+        "AUROC by position in a draft, where drafts begin everywhere along the rollouts and a token"
+        " counts with the chance that those before it were accepted: it is there that a draft is"
+        " ended or goes on.",
+        draw_places,
     ),
 }
 

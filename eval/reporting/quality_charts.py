@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from matplotlib.axes import Axes
 
-from eval.analysis.quality import Prediction, Quality
+from eval.analysis.quality import PositionScores, Prediction, Quality
 from eval.analysis.rivals import HEAD
 from eval.reporting.charts import INK
 from eval.reporting.quality import predictor_name
@@ -57,10 +58,26 @@ def draw_reliability(axes: Axes, quality: Quality, domain: str) -> None:
 
 def draw_positions(axes: Axes, quality: Quality, domain: str) -> None:
     """AUROC by position in the rollout."""
+    _draw_auroc(axes, quality, domain, attrgetter("positions"))
+    axes.set_xlabel("position in the rollout")
+
+
+def draw_places(axes: Axes, quality: Quality, domain: str) -> None:
+    """AUROC by position in a draft."""
+    _draw_auroc(axes, quality, domain, attrgetter("places"))
+    axes.set_xlabel("position in a draft")
+
+
+def _draw_auroc(
+    axes: Axes,
+    quality: Quality,
+    domain: str,
+    parts: Callable[[Prediction], Sequence[PositionScores]],
+) -> None:
     ticks: dict[int, str] = {}
     for prediction, line in _drawn(quality, domain):
         x, y, ends = [], [], []
-        for place, part in enumerate(prediction.positions):
+        for place, part in enumerate(parts(prediction)):
             auroc = part.scores.auroc
             several = "" if part.first == part.last else f"-{part.last}"
             ticks[place] = f"{part.first}{several}"
@@ -72,7 +89,6 @@ def draw_positions(axes: Axes, quality: Quality, domain: str) -> None:
             axes.vlines(x, *zip(*ends, strict=True), color=line.colour, linewidth=1.0)
         _plot(axes, x, y, prediction, line)
     axes.set_xticks(list(ticks), list(ticks.values()))
-    axes.set_xlabel("position in the rollout")
     axes.set_ylabel("AUROC")
     _add_legend(axes)
 
@@ -105,12 +121,13 @@ def _add_legend(axes: Axes) -> None:
 
 def described(quality: Quality, domain: str, kind: str) -> str:
     """The data of a drawing in words, for those who cannot see it."""
-    parts = []
+    words = []
     for prediction, _ in _drawn(quality, domain):
         if kind == "reliability":
             values = [f"{b.predicted:.2f} {b.accepted.value:.2f}" for b in prediction.reliability]
         else:
-            shown = ((part.first, part.scores.auroc) for part in prediction.positions)
+            parts = prediction.places if kind == "auroc-draft" else prediction.positions
+            shown = ((part.first, part.scores.auroc) for part in parts)
             values = [f"{first} {auroc.value:.2f}" for first, auroc in shown if auroc is not None]
-        parts.append(f"{predictor_name(prediction)} {', '.join(values)}")
-    return "Values: " + "; ".join(parts) + "."
+        words.append(f"{predictor_name(prediction)} {', '.join(values)}")
+    return "Values: " + "; ".join(words) + "."

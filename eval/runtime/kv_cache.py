@@ -50,7 +50,12 @@ class KVCache(Cache):  # type: ignore[misc]
         return True
 
     def place(
-        self, slots: slice, start: int, end: int, cache_positions: Tensor | None = None
+        self,
+        slots: slice,
+        start: int,
+        end: int,
+        cache_positions: Tensor | None = None,
+        slot_of: Tensor | None = None,
     ) -> None:
         """Set where the tokens of the next forward go.
 
@@ -59,10 +64,12 @@ class KVCache(Cache):  # type: ignore[misc]
             start: cache positions in use before, in the fullest slot.
             end: cache positions that the forward may attend to; the new tokens take start to end.
             cache_positions: (B, n) where each new token is written, if the slots differ in it.
+            slot_of: (1, n) the slot of each new token, if all are in one row; the cache positions
+                are then (1, n), too.
         """
         for layer in self.layers:
             layer.slots, layer.start, layer.end = slots, start, end
-            layer.cache_positions = cache_positions
+            layer.cache_positions, layer.slot_of = cache_positions, slot_of
 
     def views(self, slot: int, end: int) -> list[Tensor] | None:
         """Keys and values of every layer, as views (1, heads, end, size) of one slot.
@@ -133,6 +140,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.start = 0
         self.end = 0
         self.cache_positions: Tensor | None = None
+        self.slot_of: Tensor | None = None
         # Empty keys and values of the right type and sizes, kept when the buffers are freed.
         self.template: tuple[Tensor, Tensor] | None = None
 
@@ -145,8 +153,8 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Store the new tokens.
 
         Args:
-            key_states: (B, heads, n, size).
-            value_states: (B, heads, n, size).
+            key_states: (B, heads, n, size); (1, heads, n, size) if all tokens are in one row.
+            value_states: as the keys.
 
         Returns:
             Keys and values of all positions that may be attended to, (B, heads, end, size).
@@ -159,7 +167,9 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
             keys[:, :, self.start :] = key_states
             values[:, :, self.start :] = value_states
         else:
-            row = torch.arange(len(self.cache_positions), device=keys.device).unsqueeze(1)
+            row = self.slot_of
+            if row is None:
+                row = torch.arange(len(self.cache_positions), device=keys.device).unsqueeze(1)
             keys[row, :, self.cache_positions] = key_states.transpose(1, 2)
             values[row, :, self.cache_positions] = value_states.transpose(1, 2)
         return keys, values

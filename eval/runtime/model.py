@@ -15,6 +15,7 @@ from eval.runtime.graphs import ForwardGraphs, shared_graphs
 from eval.runtime.kv_cache import KVCache
 from eval.runtime.layout import Layout, lay_out_batch
 from eval.runtime.model_checks import check_cache, check_forward, takes_masks
+from eval.runtime.packing import attending_packed, can_pack, pack
 from eval.runtime.sequence import CachedSequence, Forward
 from specdata.lm_head import capturing_hidden
 from specdata.models import known_ids
@@ -60,6 +61,7 @@ class CachedModel:
         self.refresh_graphs()
         # Flash attention takes no mask; its causal attention is aligned as ours is.
         self._takes_masks = takes_masks(model)
+        self.packs = can_pack(model)
         # Only SDPA needs no mask for a single token. Of a mask that the model makes for itself, a
         # graph would keep the length.
         self._sdpa = model.config._attn_implementation == "sdpa"
@@ -215,6 +217,7 @@ class CachedModel:
         positions: Tensor,
         mask: Tensor | None,
         logits_to_keep: int,
+        **packed: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """The model's own forward: logits (B, logits_to_keep, V') and hidden states."""
         hidden: list[Tensor] = []
@@ -230,6 +233,7 @@ class CachedModel:
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
+                **packed,
             ).logits
         return logits, hidden[0] if hidden else None
 
@@ -257,8 +261,47 @@ class CachedModel:
         mask = torch.nn.functional.pad(block, (start, 0))
         return mask[None, None].to(self.device)
 
+    def _run_packed(self, forwards: Sequence[Forward]) -> list[Tensor]:
+        """Run forwards of several sequences as one, all their tokens in one row."""
+        layouts = [forward.layout() for forward in forwards]
+        packing = pack(
+            {
+                forward.sequence.slot: (forward.tokens, layout)
+                for forward, layout in zip(forwards, layouts, strict=True)
+            }
+        )
+        slots = packing.slots.to(self.device)
+        self.kv_cache.place(
+            slice(0, len(packing.visible)),
+            max(layout.start for layout in layouts),
+            packing.visible.shape[-1],
+            packing.cache_positions.to(self.device),
+            slots,
+        )
+        with attending_packed(self.model):
+            logits, hidden = self._run_eager(
+                self.kv_cache,
+                packing.tokens.to(self.device),
+                packing.positions.to(self.device),
+                self._additive(packing.visible).unsqueeze(1),
+                packing.tokens.shape[1],
+                slots=slots[0],
+                columns=packing.columns[0].to(self.device),
+            )
+        return [
+            self._commit(
+                forward,
+                layout,
+                logits[0, : packing.ends[forward.sequence.slot]],
+                None if hidden is None else hidden[0, : packing.ends[forward.sequence.slot]],
+            )
+            for forward, layout in zip(forwards, layouts, strict=True)
+        ]
+
     def _run_batch(self, forwards: Sequence[Forward]) -> list[Tensor]:
         """Run forwards of several sequences as one, over all slots up to the last of theirs."""
+        if self.packs:
+            return self._run_packed(forwards)
         layouts = [forward.layout() for forward in forwards]
         slots = [forward.sequence.slot for forward in forwards]
         in_use = [

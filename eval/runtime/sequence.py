@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from eval.runtime.budget import Bid
 from eval.runtime.kv_cache import KVCache
 from eval.runtime.layout import Layout, lay_out
 from specdata.probability import SamplingConfig, probabilities
@@ -67,16 +68,18 @@ class Forward:
         return lay_out(sequence.length, sequence.ancestors, len(self.tokens), self.parents)
 
 
-ForwardCoroutine = Generator[Forward, Tensor, T]
+ForwardCoroutine = Generator[Forward | Bid, Any, T]
 """A generator that yields the forwards it needs, is sent the logits (logits_to_keep, V) of each,
-and returns a T. Whoever drives it decides which forwards run together."""
+and returns a T. Whoever drives it decides which forwards run together. Where a verification budget
+is shared, it also yields bids, and is sent whether each is admitted."""
 
 
 def drive(coroutine: ForwardCoroutine[T]) -> T:
-    """Run a coroutine to its end, each of its forwards by itself."""
+    """Run a coroutine that makes no bids to its end, each of its forwards by itself."""
     try:
         forward = next(coroutine)
         while True:
+            assert isinstance(forward, Forward), "bids need a scheduler: see run_together"
             forward = coroutine.send(forward.model.run(forward))
     except StopIteration as stopped:
         result: T = stopped.value

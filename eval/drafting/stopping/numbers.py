@@ -110,7 +110,7 @@ class Numbers(AdaptiveRule):
     @classmethod
     def fit(cls, tokens: RecordedTokens, accept: Reals) -> dict[str, Any]:
         """The network with the least binary cross-entropy on the labels."""
-        numbers = _recorded_numbers(tokens)
+        numbers = recorded_numbers(tokens)
         if numbers is None:
             raise ValueError("numbers of the drafted tokens are needed and were not recorded")
         return {"network": fit_network(numbers[tokens.inside], accept[tokens.inside]).written()}
@@ -121,7 +121,7 @@ class Numbers(AdaptiveRule):
 
         estimates = tokens.q_max
         if self.network is not None:
-            numbers = _recorded_numbers(tokens)
+            numbers = recorded_numbers(tokens)
             if numbers is None:
                 return None
             estimates = Network.read(self.network).accept(numbers)
@@ -198,7 +198,7 @@ def fit_network(numbers: Reals, accept: Reals) -> Network:
     return Network(tuple(part.double().numpy() for part in weights))
 
 
-def _recorded_numbers(tokens: RecordedTokens) -> Reals | None:
+def recorded_numbers(tokens: RecordedTokens) -> Reals | None:
     """(R, N, 5), in the order of `READS`; None if some were not recorded."""
     from heads.inputs import LEAST_CHANCE, LEAST_MASS
 
