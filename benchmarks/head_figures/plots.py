@@ -42,7 +42,7 @@ def draw_curve(points: Sequence[Mapping[str, Any]], path: Path) -> None:
         counts = sorted({point[domain]["rollouts"] for point in points for domain in NAMES})
         axes.set_xticks(counts, [str(count) for count in counts])
         axes.minorticks_off()
-        axes.set_xlabel("training rollouts of the domain, with as many of the others")
+        axes.set_xlabel("training rollouts of the domain")
         axes.set_ylabel(label)
     left.legend()
     with atomic_write(path) as temporary:
