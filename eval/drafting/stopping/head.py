@@ -90,10 +90,10 @@ class Head(AdaptiveRule):
 
 def check_asked_before(head: BaseHead | None) -> None:
     """Raise ConfigError unless there is a head that can judge a token before it is drawn."""
-    from heads.inputs import Moment
-
     if head is None:
         raise ConfigError("before_drawing asks an acceptance head, and there is none: leave it out")
+    from heads.inputs import Moment
+
     if Moment.BEFORE not in head.moments:
         knows = ", ".join(moment.name.lower() for moment in head.moments)
         raise ConfigError(
