@@ -142,6 +142,7 @@ def test_before_a_token_is_drawn_its_mean_acceptance_is_predicted() -> None:
     )
     assert made.domains() == ["d"]
     assert one(made, "d", "head", "before").scores.mean_accept == pytest.approx(0.25)
+    assert one(made, "d", "logit", "before").scores.mean_accept == pytest.approx(0.25)
     assert one(made, "d", "head").scores.mean_accept > 0.5
     early = {p.predictor for p in made.of("d", "before")}
     assert "cumulative" not in early, "q of the token needs the token"
