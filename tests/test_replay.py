@@ -180,8 +180,7 @@ def test_a_recorded_head_of_any_moments_drafts_as_far_as_its_rules_own_object(
 
 
 def test_a_cost_rule_that_measures_its_costs_cannot_be_recorded(folder: Path) -> None:
-    # Labels of an earlier version do not say more than this without the draft.
-    traces = acceptance_traces(load_stored(folder / "labels").remove_columns(list(NUMBERS)))
+    traces = acceptance_traces(load_stored(folder / "labels").remove_columns([*NUMBERS]))
     assert STOPPING_RULES["cost"]().recorded_lengths(traces.tokens) is None
     assert STOPPING_RULES["entropy"]().recorded_lengths(traces.tokens) is None  # no draft
     assert STOPPING_RULES["head"]().recorded_lengths(traces.tokens) is None  # no head
@@ -228,7 +227,7 @@ def test_a_draft_whose_logits_cannot_be_made_of_its_states_is_recorded_with_its_
     folder: Path,
 ) -> None:
     plain, rows = tiny_llama(1, vocab=12).float(), load_stored(folder / "labels").select([0, 1])
-    rows = rows.remove_columns(list(NUMBERS))  # so that the draft is asked
+    rows = rows.remove_columns([*NUMBERS])
     capped = Capped(plain.config).eval()
     capped.load_state_dict(plain.state_dict())
     traces = acceptance_traces(rows, draft=capped, sampling=SAMPLING, head=made_head())
@@ -306,6 +305,17 @@ def test_a_head_of_several_moments_is_recorded_at_each_as_in_a_draft_under_way(
                     assert inputs is not None
                     expected = float(head.logits(inputs))
                     assert values[number, position] == pytest.approx(expected, abs=1e-3)
+
+
+def test_numbers_that_older_labels_lack_come_from_the_draft(folder: Path) -> None:
+    draft, rows = tiny_llama(1, vocab=12).float(), load_stored(folder / "labels")
+    stored = acceptance_traces(rows).tokens
+    older = rows.remove_columns([*NUMBERS])
+    made = acceptance_traces(older, draft=draft, sampling=SAMPLING).tokens
+    for name in ("entropy", "margin", "log_mass_above"):
+        np.testing.assert_allclose(getattr(made, name), getattr(stored, name), atol=1e-4)
+        assert np.ptp(getattr(stored, name)) > 0.5
+        assert getattr(acceptance_traces(older).tokens, name) is None
 
 
 def simulated_traces(generator: torch.Generator) -> Traces:
