@@ -1,0 +1,453 @@
+"""Options, parts and the report of benchmarks/heads.py."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.head_figures.clock import clocked
+from benchmarks.head_figures.data import (
+    DEMO_PAIR,
+    DOMAINS,
+    MAX_NEW_TOKENS,
+    SEED,
+    Data,
+    of_domains,
+    prepare,
+    train_shipped,
+)
+from benchmarks.head_figures.plots import draw_curve
+from benchmarks.head_figures.replay import (
+    FEW,
+    Recorded,
+    Replayed,
+    Times,
+    best_length,
+    every_rule,
+    figures,
+    of_rules,
+    together,
+    with_head,
+)
+from benchmarks.head_figures.variants import (
+    ABLATION,
+    ALONE,
+    FULL,
+    PUBLISHED,
+    Variant,
+    trained,
+)
+from eval.analysis.savings import Interval, closes, saving
+from eval.measuring.environment import describe_environment
+from heads import BaseHead
+from heads.inputs import Moment
+from heads.loss import soft_auroc
+from recipes.run import prepare_libraries
+from specdata.storage.files import write_json
+
+SCHEMA_VERSION = 1
+PARTS = ("goals", "ablation", "curve", "clock")
+RIVALS = ("margin", "logit", "cumulative")
+# Time saved by the shipped head against the best fixed length and against each rival, its AUROC,
+# and time saved by a head that was trained on instructions alone.
+GOALS = {
+    "saving_over_best_k": (0.09, 0.075, 0.09),
+    **{f"saving_over_{rival}": (0.04, 0.04, 0.04) for rival in RIVALS},
+    "auroc": (0.86, 0.85, 0.88),
+    "instructions_alone": (0.075, 0.045, 0.045),
+}
+
+Judged = Mapping[str, tuple[Recorded, Recorded]]
+"""Domain -> its dev and test rows."""
+
+
+def main(description: str) -> None:
+    """Train, replay, decode, print, and write one JSON file."""
+    options = _options(description)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(options.threads)
+    prepare_libraries()
+    console = Console(highlight=False, stderr=True)
+    data = prepare(
+        run=options.run,
+        pair=options.pair,
+        draft=options.draft,
+        counts={
+            "train": dict(zip(DOMAINS, options.train, strict=True)),
+            "dev": dict.fromkeys(DOMAINS, options.dev),
+            "test": dict.fromkeys(DOMAINS, options.test),
+        },
+        draws=options.draws,
+        head=FULL.config(options.epochs),
+    )
+    times = Times(options.draft_seconds, options.target_seconds)
+    judged = {
+        domain: tuple(
+            Recorded.of(data, of_domains(rows, {domain: len(rows)}))
+            for rows in (data.dev, data.test)
+        )
+        for domain in DOMAINS
+    }
+    report = _begun(options, data)
+    parts = {
+        "goals": lambda: _goals_part(data, judged, times, options),
+        "clock": lambda: _clock_part(data, judged, times, options),
+        "ablation": lambda: _ablation_part(data, judged, times, options, console),
+        "curve": lambda: _curve_part(data, judged, times, options, console),
+    }
+    for part, measure in parts.items():
+        if part in options.parts:
+            made = report["environment"]
+            report["made"][part] = {key: made[key] for key in ("git_commit", "git_dirty", "date")}
+            for grown in measure():  # kept at each step, so that a killed run loses little
+                report |= grown
+                write_json(options.out, report)
+    if "curve" in options.parts:
+        draw_curve(report["curve"]["points"], options.out.with_name("heads-curve.png"))
+    _show(report, Console(highlight=False, width=110))
+    print(f"written: {options.out}")
+
+
+def _options(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--run", type=Path, default=Path("runs/heads"), help="what is made")
+    parser.add_argument("--pair", type=Path, default=DEMO_PAIR, help="holds the target")
+    parser.add_argument(
+        "--draft", type=Path, default=DEMO_PAIR.parent / "draft" / "model", help="the draft"
+    )
+    parser.add_argument(
+        "--train",
+        type=int,
+        nargs=len(DOMAINS),
+        default=(6144, 2048, 2048),
+        metavar="N",
+        help=f"training rollouts of {', '.join(DOMAINS)} (default: %(default)s)",
+    )
+    parser.add_argument("--dev", type=int, default=256, help="dev rollouts of each domain")
+    parser.add_argument("--test", type=int, default=512, help="test rollouts of each domain")
+    parser.add_argument("--draws", type=int, default=6, help="labelled draws of each position")
+    parser.add_argument("--epochs", type=int, help="passes of each head (default: the recipe's)")
+    parser.add_argument("--small", type=int, default=512, help="rollouts a domain of the ablation")
+    parser.add_argument("--passes", type=int, default=3, help="of the ablation's training")
+    parser.add_argument("--seeds", type=int, default=2, help="of each head of the ablation")
+    parser.add_argument(
+        "--curve",
+        type=int,
+        nargs="+",
+        default=(128, 256, 512, 1024),
+        metavar="N",
+        help="rollouts a domain; the last point is the shipped head on all (default: %(default)s)",
+    )
+    parser.add_argument("--curve-seeds", type=int, default=1, help="of each head of the curve")
+    parser.add_argument("--prompts", type=int, default=128, help="decoded of each domain")
+    parser.add_argument("--repeats", type=int, default=1, help="seeds of each decoded prompt")
+    parser.add_argument(
+        "--draft-seconds", type=float, default=0.182, help="t_d, as measured on the demo's pair"
+    )
+    parser.add_argument("--target-seconds", type=float, default=1.0, help="t_t")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/heads.json"))
+    return parser.parse_args()
+
+
+def _begun(options: argparse.Namespace, data: Data) -> dict[str, Any]:
+    """The report with the parts that it holds already, if they are of the same settings."""
+    about = _about(options, data)
+    if options.out.is_file():
+        stored = json.loads(options.out.read_text("utf-8"))
+        if all(stored.get(key) == about[key] for key in about if key != "environment"):
+            return {**stored, **about}
+    return {**about, "made": {}}
+
+
+def _about(options: argparse.Namespace, data: Data) -> dict[str, Any]:
+    """What was compared with what, and on what machine."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "environment": describe_environment(device="cpu", dtype="float32").model_dump(),
+        "settings": {
+            "train": dict(zip(DOMAINS, options.train, strict=True)),
+            "dev": options.dev,
+            "test": options.test,
+            "draws": options.draws,
+            "ablation_rollouts": options.small,
+            "ablation_passes": options.passes,
+            "seeds": options.seeds,
+            "head": FULL.config(options.epochs).model_dump(mode="json"),
+            "sampling": asdict(data.sampling),
+            "max_new_tokens": MAX_NEW_TOKENS,
+        },
+        "draft_seconds": options.draft_seconds,
+        "target_seconds": options.target_seconds,
+        "how": "replay by exact expectation; thresholds chosen on the domain's dev rows, judged on "
+        "its test rows; the best fixed length is the best on the test rows themselves; intervals "
+        "are 95 % bootstraps over prompts with common resamples",
+    }
+
+
+def _goals_part(
+    data: Data, judged: Judged, times: Times, options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """The shipped head, the one of instructions alone and every rule, and whether goals are met."""
+    train = dict(zip(DOMAINS, options.train, strict=True))
+    heads = {"head": train_shipped(data)} | {
+        variant.name: trained(
+            variant, data, train, passes=options.epochs, seed=SEED, name=variant.name
+        )
+        for variant in (ALONE, PUBLISHED)
+    }
+    domains = {domain: _domain(dev, test, heads, times) for domain, (dev, test) in judged.items()}
+    yield {"domains": domains, "goals": _goals(domains)}
+
+
+def _domain(
+    dev: Recorded, test: Recorded, heads: Mapping[str, BaseHead], times: Times
+) -> dict[str, Any]:
+    """All figures of one domain."""
+    shipped = heads["head"]
+    rules = every_rule(dev.with_head(shipped), test.with_head(shipped), times)
+    for name, head in heads.items():
+        if head is not shipped:
+            rules[name] = with_head(head, dev, test, times)
+    fixed = rules["fixed"]
+    ours, cost = rules["head"].counts, asdict(times)
+    oracle = rules["oracle"].counts
+    return {
+        "prompts": len(set(test.prompts)),
+        "tokens": len(test.accept),
+        "acceptance": test.traces.mean_accept(),
+        "best_k": int(fixed.setting),
+        "saving_over_best_k": figures(saving(ours, fixed.counts, **cost)),
+        **{
+            f"saving_over_{name}": figures(saving(ours, rules[name].counts, **cost))
+            for name in (*RIVALS, "numbers", PUBLISHED.name)
+        },
+        "closes_logit_to_oracle": figures(closes(ours, rules["logit"].counts, oracle, **cost)),
+        **_aurocs(shipped, test),
+        "instructions_alone": figures(saving(rules[ALONE.name].counts, fixed.counts, **cost)),
+        "auroc_of": {
+            **{name: _aurocs(head, test) for name, head in heads.items()},
+            "log q": figures(test.auroc(test.inputs["log_q"])),
+            "margin": figures(test.auroc(test.inputs["margin"])),
+        },
+        "rules": of_rules(rules, fixed.counts, times),
+    }
+
+
+def _aurocs(head: BaseHead, test: Recorded) -> dict[str, Any]:
+    """`auroc` as soon as the token is drawn if the head can tell, and at each later moment."""
+    areas = {
+        moment: figures(test.auroc(values))
+        for moment, values in _areas_of(test.logits(head)).items()
+    }
+    named = {f"auroc_{moment}": area for moment, area in areas.items()}
+    return {"auroc": next(iter(areas.values())), **named}
+
+
+def _areas_of(logits: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those that judge a token, at each moment once it is drawn."""
+    return {m: values for m, values in logits.items() if m != Moment.BEFORE.name.lower()}
+
+
+def _goals(domains: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "what": name,
+            "domain": domain,
+            "goal": goal,
+            **domains[domain][name],
+            "met": domains[domain][name]["value"] >= goal,
+        }
+        for name, goals in GOALS.items()
+        for domain, goal in zip(DOMAINS, goals, strict=True)
+    ]
+
+
+def _small(
+    variant: Variant,
+    rollouts: int,
+    passes: int | None,
+    data: Data,
+    judged: Judged,
+    times: Times,
+    seeds: int,
+) -> dict[str, tuple[list[Replayed], list[float]]]:
+    """Domain -> replayed rule and AUROC of each seed, for a head of so many rollouts a domain."""
+    found: dict[str, tuple[list[Replayed], list[float]]] = {d: ([], []) for d in DOMAINS}
+    for seed in range(seeds):
+        counts, name = dict.fromkeys(DOMAINS, rollouts), f"{variant.name}, {rollouts}"
+        head = trained(
+            variant, data, counts, passes=passes, seed=seed, name=f"{name}, {passes}, seed {seed}"
+        )
+        of_seed = _judged(head, judged, times, replayed=variant.replayed)
+        for domain, (rules, areas) in of_seed.items():
+            found[domain][0].extend(rules)
+            found[domain][1].extend(areas)
+    return found
+
+
+def _judged(
+    head: BaseHead, judged: Judged, times: Times, *, replayed: bool = True
+) -> dict[str, tuple[list[Replayed], list[float]]]:
+    """Domain -> the head's rule replayed, if it can be, and its AUROC once a token is drawn."""
+    found = {}
+    for domain, (dev, test) in judged.items():
+        area = soft_auroc(next(iter(_areas_of(test.logits(head)).values())), test.accept)
+        assert area is not None
+        found[domain] = [with_head(head, dev, test, times, FEW)] if replayed else [], [area]
+    return found
+
+
+def _mean(values: Sequence[float]) -> dict[str, float]:
+    """Of seeds: their mean, and the least and the greatest."""
+    return {"value": sum(values) / len(values), "low": min(values), "high": max(values)}
+
+
+def _against(
+    ours: Sequence[Replayed], others: Sequence[Replayed], test: Recorded, times: Times
+) -> dict[str, float]:
+    """What rules of several seeds save against others, resampled by prompt."""
+    counts = together([each.counts for each in ours])
+    rivals = together([each.counts for each in others])
+    prompts = [*test.prompts] * len(ours)
+    return figures(saving(counts, rivals, **asdict(times), prompts=prompts))
+
+
+def _ablation_part(
+    data: Data, judged: Judged, times: Times, options: argparse.Namespace, console: Console
+) -> Iterator[dict[str, Any]]:
+    """Each ingredient dropped, on few rollouts: what it saves, and loses against the whole."""
+    about = {
+        "rollouts": options.small,
+        "seeds": options.seeds,
+        "how": "AUROC: mean of seeds, least and greatest; savings: all seeds, resampled by prompt. "
+        "AUROC is that of the first moment after the token is drawn that the head can judge.",
+    }
+    rows: list[dict[str, Any]] = []
+    whole = _small(FULL, options.small, options.passes, data, judged, times, options.seeds)
+    fixed = {domain: best_length(test.traces, times) for domain, (_, test) in judged.items()}
+    for variant in ABLATION:
+        begun = time.perf_counter()
+        found = whole
+        if variant is not FULL:
+            found = _small(
+                variant, options.small, options.passes, data, judged, times, options.seeds
+            )
+        domains: dict[str, Any] = {}
+        for domain, (replayed, areas) in found.items():
+            test = judged[domain][1]
+            domains[domain] = {"auroc": _mean(areas)}
+            if replayed:
+                base = [fixed[domain]] * len(replayed)
+                domains[domain] |= {
+                    "saving_over_best_k": _against(replayed, base, test, times),
+                    "saving_over_shipped": _against(replayed, whole[domain][0], test, times),
+                }
+        rows.append({"variant": variant.name, "domains": domains})
+        console.print(f"ablation, {variant.name}: {time.perf_counter() - begun:.0f} s")
+        yield {"ablation": {**about, "rows": rows}}
+
+
+def _curve_part(
+    data: Data, judged: Judged, times: Times, options: argparse.Namespace, console: Console
+) -> Iterator[dict[str, Any]]:
+    """AUROC and saving against rollouts."""
+    fixed = {domain: best_length(test.traces, times) for domain, (_, test) in judged.items()}
+    points = []
+    for rollouts in options.curve:
+        begun = time.perf_counter()
+        found = _small(FULL, rollouts, options.epochs, data, judged, times, options.curve_seeds)
+        points.append(_point(dict.fromkeys(DOMAINS, rollouts), found, fixed, judged, times))
+        console.print(f"curve, {rollouts}: {time.perf_counter() - begun:.0f} s")
+    found = _judged(train_shipped(data), judged, times)
+    every = dict(zip(DOMAINS, options.train, strict=True))
+    points.append(_point(every, found, fixed, judged, times))
+    yield {"curve": {"seeds": options.curve_seeds, "points": points}}
+
+
+def _point(
+    rollouts: Mapping[str, int],
+    found: Mapping[str, tuple[list[Replayed], list[float]]],
+    fixed: Mapping[str, Replayed],
+    judged: Judged,
+    times: Times,
+) -> dict[str, Any]:
+    """A point of the curve: domain -> its rollouts, the AUROC and what is saved."""
+    return {
+        domain: {
+            "rollouts": rollouts[domain],
+            "auroc": _mean(areas),
+            "saving_over_best_k": _against(
+                replayed, [fixed[domain]] * len(replayed), judged[domain][1], times
+            ),
+        }
+        for domain, (replayed, areas) in found.items()
+    }
+
+
+def _clock_part(
+    data: Data, judged: Judged, times: Times, options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """The head against the best fixed length, by the clock."""
+    parts, shipped = {}, train_shipped(data)
+    for domain, (dev, test) in judged.items():
+        rows = of_domains(data.test, {domain: options.prompts})
+        rules = {
+            "fixed": best_length(test.traces, times),
+            "head": with_head(shipped, dev, test, times),
+        }
+        parts[domain] = {
+            "prompts": len(rows),
+            "repeats": options.repeats,
+            "rules": clocked(
+                data,
+                shipped,
+                {name: each.rule for name, each in rules.items() if each.rule is not None},
+                list(zip(rows["example_id"], rows["prompt_ids"], strict=True)),
+                max_new_tokens=MAX_NEW_TOKENS,
+                repeats=options.repeats,
+            ),
+        }
+    yield {"clock": parts}
+
+
+def _show(report: Mapping[str, Any], console: Console) -> None:
+    """Print the tables."""
+    if "domains" in report:
+        rules = Table("rule", *DOMAINS, title="time saved against the best fixed length")
+        names = next(iter(report["domains"].values()))["rules"]
+        for name in names:
+            found = [report["domains"][domain]["rules"][name] for domain in DOMAINS]
+            rules.add_row(name, *(_percent(each["saving_over_best_k"]) for each in found))
+        console.print(rules)
+        for goal in report["goals"]:
+            verdict = "met" if goal["met"] else "MISSED"
+            figure = Interval(goal["value"], goal["low"], goal["high"])
+            what = f"{goal['what']}, {goal['domain']}"
+            console.print(f"{verdict:7} {what:40} {figure}, goal {100 * goal['goal']:.3g} %")
+    for row in report.get("ablation", {}).get("rows", ()):
+        of_each = (row["domains"][domain] for domain in DOMAINS)
+        shown = [
+            f"{each['auroc']['value']:.3f} {_percent(each.get('saving_over_best_k'))}"
+            for each in of_each
+        ]
+        console.print(f"{row['variant']:46}", *shown)
+
+
+def _percent(figure: Mapping[str, float] | None) -> str:
+    if figure is None:
+        return ""
+    return f"{100 * figure['value']:.1f} [{100 * figure['low']:.1f}, {100 * figure['high']:.1f}]"

@@ -1,0 +1,238 @@
+"""Heads and rules without training, replayed along recorded rollouts by exact expectation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eval.analysis.expectation import Counts, Traces, expected_counts
+from eval.analysis.replay import COST_RULE, LENGTHS, THRESHOLDS, fit_rules, replay_rules
+from eval.analysis.savings import Interval, resamples, saving
+from eval.analysis.traces import acceptance_traces
+from eval.drafting.stopping import StoppingRule
+from eval.drafting.stopping.fixed import Fixed
+from eval.drafting.stopping.head import Head
+from eval.drafting.stopping.recorded import Reals, RecordedHead, pad
+from heads import BaseHead
+from heads.contexts import TargetContext
+from heads.immediate import ImmediateHead
+from heads.inputs import FEATURES, HeadInputs, logits_of_states
+from heads.loss import soft_auroc
+from heads.target_context import collate
+from specdata.models import positions
+
+if TYPE_CHECKING:
+    import datasets
+
+    from benchmarks.head_figures.data import Data
+
+LIMIT = 20
+FEW = tuple(h for h in THRESHOLDS if 0.25 < h < 0.75)
+"""Thresholds that are tried for the many heads of ablation and curve."""
+ROWS_AT_ONCE = 32
+AUROC_RESAMPLES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Rows of one domain, with every feature that a head may read, computed once for all heads.
+
+    Attributes:
+        traces: without a head.
+        inputs: of all tokens in one line, (n,).
+        accept: (n,) their labels.
+        prompts: (R,) which prompt each row is of.
+    """
+
+    traces: Traces
+    inputs: HeadInputs
+    accept: Tensor
+    prompts: Sequence[str]
+
+    @classmethod
+    def of(cls, data: Data, rows: datasets.Dataset) -> Recorded:
+        """Run the draft along the rows, in batches."""
+        embeddings = data.draft.get_input_embeddings().weight
+        # Never asked: it only says what is read, everything.
+        reader = ImmediateHead(
+            hidden_size=data.draft.get_output_embeddings().weight.shape[-1],
+            embedding_size=embeddings.shape[-1],
+            reads=tuple(FEATURES),
+            sampling=asdict(data.sampling),
+        )
+        context = TargetContext(
+            head=reader,
+            draft=data.draft,
+            draft_logits=logits_of_states(data.draft),
+            draws=1,
+            max_length=positions(data.draft.config),
+            seed=0,
+        )
+        read = [context.row(row, index, None) for index, row in enumerate(rows)]
+        batches = [
+            collate(read[start : start + ROWS_AT_ONCE])
+            for start in range(0, len(read), ROWS_AT_ONCE)
+        ]
+        with torch.inference_mode():
+            pieces = [context.inputs(batch) for batch in batches]
+        features = {
+            name: torch.cat([piece[name] for piece in pieces]).squeeze(1) for name in FEATURES
+        }
+        return cls(
+            acceptance_traces(rows, draft=data.draft, sampling=data.sampling),
+            HeadInputs(features),
+            torch.cat([batch.accept for batch in batches]).squeeze(1),
+            rows["example_id"],
+        )
+
+    @torch.inference_mode()
+    def logits(self, head: BaseHead) -> dict[str, Tensor]:
+        """Raw logits of a head at each of its moments: moment -> (n,)."""
+        return {
+            moment.name.lower(): head.logits(replace(self.inputs, moment=moment))
+            for moment in head.moments
+        }
+
+    def with_head(self, head: BaseHead) -> Traces:
+        """The traces with what a head says of their tokens."""
+        sizes = self.traces.tokens.lengths.tolist()
+        logits = {
+            name: pad([row.tolist() for row in values.split(sizes)])
+            for name, values in self.logits(head).items()
+        }
+        recorded = RecordedHead(**logits, rejection_weight=head.rejection_weight)
+        return replace(self.traces, tokens=replace(self.traces.tokens, head=recorded))
+
+    def auroc(self, scores: Tensor) -> Interval:
+        """Of scores (n,), with soft labels; resampled by prompt."""
+        sizes = self.traces.tokens.lengths
+        row = np.repeat(np.arange(len(sizes)), sizes)
+        order = np.argsort(scores.numpy(), kind="stable")
+        accept, row = self.accept.double().numpy()[order], row[order]
+
+        def area(times: Reals) -> float:
+            """With each row counted so often; ties between tokens count as ordered."""
+            weight = times[row]
+            accepted, rejected = weight * accept, weight * (1.0 - accept)
+            below = rejected.cumsum() - rejected
+            total = accepted.sum() * rejected.sum()
+            return float((accepted * (below + 0.5 * rejected)).sum() / total)
+
+        value = soft_auroc(scores, self.accept)
+        assert value is not None
+        many = [area(times) for times in resamples(len(sizes))[1 : 1 + AUROC_RESAMPLES]]
+        low, high = np.quantile(many, (0.025, 0.975))
+        return Interval(value, float(low), float(high))
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What a drafted token and a round cost.
+
+    Attributes:
+        draft_seconds: t_d.
+        target_seconds: t_t.
+    """
+
+    draft_seconds: float
+    target_seconds: float
+
+    def of(self, counts: Counts) -> float:
+        """Seconds a token."""
+        return counts.seconds_per_token(self.draft_seconds, self.target_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A rule at the setting that was chosen for it.
+
+    Attributes:
+        setting: in words.
+        counts: expected counts of each test row.
+        rule: the rule itself; None if it cannot be decoded with, as it knows the target.
+    """
+
+    setting: str
+    counts: Counts
+    rule: StoppingRule | None = None
+
+
+def tuned(rules: Sequence[StoppingRule], dev: Traces, test: Traces, times: Times) -> Replayed:
+    """The rule that takes least time on the dev rows, on the test rows."""
+
+    def counts(rule: StoppingRule, traces: Traces) -> Counts:
+        lengths = rule.recorded_lengths(traces.tokens)
+        assert lengths is not None
+        return expected_counts(traces, lengths)
+
+    best = min(rules, key=lambda rule: times.of(counts(rule, dev)))
+    setting = best.length if isinstance(best, Fixed) else getattr(best, "threshold", "")
+    return Replayed(f"{setting:g}", counts(best, test), best)
+
+
+def best_length(test: Traces, times: Times) -> Replayed:
+    """The fixed length that takes least time on the test rows themselves: no other is stronger."""
+    return tuned([Fixed(length=length) for length in LENGTHS], test, test, times)
+
+
+def with_head(
+    head: BaseHead,
+    dev: Recorded,
+    test: Recorded,
+    times: Times,
+    thresholds: Sequence[float] = THRESHOLDS,
+) -> Replayed:
+    """The threshold rule with a head, at the best of some thresholds."""
+    rules = [Head(threshold=h, limit=LIMIT) for h in thresholds]
+    return tuned(rules, dev.with_head(head), test.with_head(head), times)
+
+
+def every_rule(dev: Traces, test: Traces, times: Times) -> dict[str, Replayed]:
+    """Every rule that can be replayed, the perfect ones and the oracle.
+
+    Rules are fitted, and their settings chosen, on the domain's dev rows; cost rules have no
+    setting. The fixed length is the best on the test rows themselves.
+    """
+    fitted = fit_rules(dev)
+    on_dev, on_test = (
+        replay_rules(traces, fitted, limit=LIMIT, **asdict(times)) for traces in (dev, test)
+    )
+    chosen: dict[str, tuple[float, Replayed]] = {}
+    for known, result in zip(on_dev, on_test, strict=True):
+        name, seconds = result.family, times.of(known.counts)
+        if result.setting == COST_RULE:
+            name = f"{name}, {COST_RULE}"
+        if name not in chosen or seconds < chosen[name][0]:
+            chosen[name] = seconds, Replayed(result.setting, result.counts)
+    rules = {name: replayed for name, (_, replayed) in chosen.items()}
+    return {**rules, "fixed": best_length(test, times)}
+
+
+def together(counts: Sequence[Counts]) -> Counts:
+    """Those of several seeds on the same rollouts, one after the other."""
+    fields = [asdict(each) for each in counts]
+    return Counts(**{name: np.concatenate([f[name] for f in fields]) for name in fields[0]})
+
+
+def figures(interval: Interval) -> dict[str, float]:
+    """As JSON."""
+    return asdict(interval)
+
+
+def of_rules(results: Mapping[str, Replayed], best: Counts, times: Times) -> dict[str, Any]:
+    """A row for each rule."""
+    return {
+        name: {
+            "setting": result.setting,
+            "seconds_per_token": times.of(result.counts),
+            "tokens_per_round": float(result.counts.tokens.sum() / result.counts.n_target.sum()),
+            "discard_rate": float(result.counts.n_discarded.sum() / result.counts.tokens.sum()),
+            "saving_over_best_k": figures(saving(result.counts, best, **asdict(times))),
+        }
+        for name, result in results.items()
+    }
