@@ -89,9 +89,11 @@ def main() -> None:
         "repeats": options.repeats,
         "calibration": calibration,
         "costs": {name: asdict(table) for name, table in costs.items()},
-        "sizes": {str(size): _measure(methods, asked, size, options) for size in options.sizes},
+        "sizes": {},
     }
-    write_json(options.out, report)
+    for size in options.sizes:
+        report["sizes"][str(size)] = _measure(methods, asked, size, options)
+        write_json(options.out, report)  # what is measured stays if the rest is cut short
     _show(report, Console(highlight=False, width=120))
     print(f"written: {options.out}")
 

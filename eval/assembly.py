@@ -47,8 +47,7 @@ def make_drafters(
         )
     if config.stop.needs_head and head is None:
         raise ConfigError(f"stop={config.stop.name!r} needs an acceptance head: pass head=...")
-    if config.stop.reads_head and head is not None:
-        config.stop.check_head(head)
+    config.stop.check_head(head)
     if budget is not None:
         estimates = config.stop.shared_estimates(head)
         budget.learners.append(estimates.restart)

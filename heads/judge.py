@@ -33,6 +33,21 @@ from heads.inputs import (
 
 Reals = NDArray[np.float32]
 
+# The features that `NumpyJudge` has; a head that reads others is asked as it is.
+COPIED = frozenset(
+    {
+        "hidden_before",
+        "embedding",
+        "hidden",
+        "log_q",
+        "log_q_max",
+        "margin",
+        "entropy",
+        "log_mass_above",
+        "position",
+        "since_rejection",
+    }
+)
 LAYER_EPSILON = 1e-5  # of nn.LayerNorm
 # Added to every probability, so that the logarithm of 0 is finite; far below LEAST_CHANCE.
 TINY = np.float32(1e-37)
@@ -58,8 +73,8 @@ class Judge(Protocol):
 
 def judge_of(head: BaseHead) -> Judge:
     """How a head is asked fastest, with its weights as they are now."""
-    weight = next(head.parameters())
-    if isinstance(head, ImmediateHead) and weight.device.type == "cpu":
+    on_cpu = next(head.parameters()).device.type == "cpu"
+    if on_cpu and isinstance(head, ImmediateHead) and COPIED.issuperset(head.reads):
         return NumpyJudge(head)
     return TorchJudge(head)
 

@@ -20,6 +20,7 @@ from heads import AcceptanceHead
 from recipes import run_eval
 from recipes.config import parse
 from recipes.layout import eval_stage
+from specdata.config import read_config
 from specdata.errors import ConfigError, ManifestError
 from specdata.probability import SamplingConfig
 from specdata.prompts.config import PromptSet
@@ -185,13 +186,17 @@ def test_the_ablation_of_tree_attention_decodes_the_same_and_is_named(timed: Res
 def test_the_engine_reaches_every_method_of_ours_and_is_shown(
     timed: Results, tmp_path: Path
 ) -> None:
-    methods = [PLAIN, METHODS[1], MethodConfig(name="theirs", decoder="assisted", length=3)]
+    theirs = read_config(MethodConfig, {"name": "1", "decoder": "assisted", "threshold": 1})
+    methods = [PLAIN, METHODS[1], MethodConfig(name="theirs", decoder="assisted", length=3), theirs]
     results = evaluate(tmp_path, methods, engine="captured")
     assert {run.method: run.parameters.get("engine") for run in results.runs} == {
         "plain": "captured",
         "K=3": "captured",
         "theirs": None,
+        "1": None,
     }
+    for run in results.runs:  # one token ends a draft of transformers with a threshold of 1
+        assert run.method != "1" or len(run.acceptance_by_position) == 1
     for run, eager in zip(results.of("maths"), timed.of("maths")[:2], strict=False):
         assert counts(run) == counts(eager)
     assert ("engine", "captured") in environment_rows(results)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from heads import AcceptanceHead, BaseHead, ImmediateHead
-from heads.inputs import FEATURES, DraftedTokens, HeadInputs, Moment
+from heads.inputs import FEATURES, DraftedTokens, Feature, HeadInputs, Moment
 from heads.judge import NumpyJudge, TorchJudge, judge_of
 
 HIDDEN, EMBEDDING, VOCABULARY = 12, 8, 20
@@ -262,6 +262,16 @@ def test_numpy_refuses_what_the_head_refuses() -> None:
     wide = Drawn(1, torch.ones(3) / 3, torch.zeros(HIDDEN + 1), torch.zeros(EMBEDDING), 0, 0)
     with pytest.raises(ValueError, match="not aligned"):
         judge_of(make_head()).newest([wide], Moment.DRAWN)
+
+
+def test_a_feature_that_was_added_is_judged_by_the_head_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(FEATURES, "even", Feature(lambda drafted: 1.0 - drafted.tokens % 2))
+    head, drawn = make_head(reads=["even", "log_q"], moments=["drawn"]), drafted_tokens(1)
+    inputs = HeadInputs.from_drafted(head.reads, drawn, Moment.DRAWN)
+    found = judge_of(head).newest(drawn, Moment.DRAWN)
+    assert found == pytest.approx(float(head.logits(inputs).detach()), abs=1e-5)
 
 
 def test_other_heads_are_judged_by_themselves() -> None:

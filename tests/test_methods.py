@@ -163,6 +163,19 @@ def test_what_needs_times_is_refused_in_batches(method: str, message: str) -> No
         check_methods(config.eval, config.sampling, head=True)
 
 
+def test_a_cost_rule_that_counts_instead_of_timing_works_in_batches() -> None:
+    given = "{name: a, stop: cost, draft_seconds: 0.2, target_seconds: 1}"
+    flags = ["--method", given, "--eval.engine", "eager", "--eval.batch", "2"]
+    config = parse(flags, "").config
+    check_methods(config.eval, config.sampling, head=True)
+
+
+def test_asking_before_drawing_needs_a_head() -> None:
+    method = MethodConfig(name="odd", stop="cost", before_drawing=True)
+    with pytest.raises(ConfigError, match="method 'odd': before_drawing asks an acceptance head"):
+        check_methods(evaluation(method), SamplingConfig(), head=False)
+
+
 def test_batches_run_eagerly_and_hold_a_prompt() -> None:
     with pytest.raises(ConfigError, match=r"'compiled' needs eval\.batch 1, got 4"):
         parse(["--eval.batch", "4", "--eval.engine", "compiled"], "")

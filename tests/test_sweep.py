@@ -83,7 +83,7 @@ def test_the_sweep_compares_every_head_and_rival_on_every_prompt_set(
         assert max(speeds, key=speeds.__getitem__) == "oracle"
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
     ours = stored["heads"]["features: ours"]
-    assert ours["dev"].keys() == {"before", "drawn", "consumed"}
+    assert ours["dev"].keys() == set(HeadConfig.model_validate({"kind": "immediate"}).moments)
     assert ours["train_rows"] == 32
     # A head of two sweeps is one head.
     assert (tmp_path / "immediate-16" / "ours" / "metrics.json").is_file()

@@ -39,8 +39,8 @@ class Scores(Strict):
         kl: mean binary KL(label || prediction) in nats; a perfect predictor scores 0.
         auroc: chance that an accepted token outscores a rejected one; None if one kind is absent.
         brier: mean squared difference between prediction and label.
-        ece: expected calibration error. Resampling adds noise to every bin, so its interval lies
-            a little too high.
+        ece: expected calibration error. Resampling adds noise to every bin, so the interval of a
+            well calibrated predictor lies too high.
         mean_accept: mean label.
         mean_predicted: mean prediction.
     """

@@ -348,9 +348,9 @@ def draw(judged: Mapping[str, Mapping[str, Sequence[dict[str, Any]]]], path: Pat
                 continue
             points = [row for row in rows if row["rule"] == family]
             ours, marker = family == f"features: {OURS}", "*" if family == "oracle" else "."
-            width = 2.5 if ours else 1.0
+            drawn = {"linewidth": 2.5, "color": "black"} if ours else {"linewidth": 1.0}
             label = "our head" if ours else family
-            axes.plot(*_rates(points), marker=marker, linewidth=width, label=label)
+            axes.plot(*_rates(points), marker=marker, label=label, **drawn)
         axes.set_xlabel("discard rate  (N discarded / N)")
         axes.set_ylabel("verification rate  (N target / N)")
         axes.set_title(name)
@@ -376,17 +376,16 @@ def main(
     except (ConfigError, ManifestError, ValueError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    sets = [*rows[0]["sets"]]
+    sets = [name for name in rows[0]["sets"] if name != ALL_SETS] or [ALL_SETS]
     view = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for column in ("rule", "KL", "AUROC"):
-        view.add_column(column, no_wrap=True)
-    for name in sets:
-        view.add_column(name, no_wrap=True, justify="right")
+    for column, width in (("rule", 38), ("KL", 5), ("AUROC", 5), *((name, 23) for name in sets)):
+        view.add_column(column, no_wrap=True, min_width=width)
     for row in rows:
         judged = [f"{x:.3f}" if x is not None else "" for x in (row["kl"], row["auroc"])]
         cells = [_cell(row["sets"].get(name)) for name in sets]
         view.add_row(row["rule"], *judged, *cells)
     console = Console(highlight=False)
+    console.width = max(console.width, 60 + 24 * len(sets))  # wrapped cells could not be read
     console.print(view)
     console.print(
         "speeds are multiples of the target's alone, in brackets the setting, and what is saved "
@@ -402,7 +401,7 @@ def _cell(found: Mapping[str, Any] | None) -> str:
     saved = Interval(**found["saved"])
     setting = f" ({found['setting'].partition('=')[2] or found['setting']})".replace(" ()", "")
     setting = "" if found["setting"] == COST_RULE else setting
-    return f"{found['speed']:.2f}x{setting} {100 * saved.value:+.1f}%"
+    return f"{found['speed']:.2f}x{setting} {100 * saved.value:+.1f} %"
 
 
 def _run(given: argparse.Namespace) -> list[dict[str, Any]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import datasets
@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from eval.analysis.expectation import Traces
 from eval.drafting.stopping.recorded import BOUND, Reals, RecordedHead, RecordedTokens, pad
 from heads import BaseHead
-from heads.inputs import DraftedTokens, HeadInputs, Moment, logits_of_states
+from heads.inputs import FEATURES, DraftedTokens, HeadInputs, Moment, logits_of_states
 from heads.probe import check_head, warn_of_other_sampling
 from heads.target_context import simulated_rounds
 from heads.tree import check_tree_states, tree_states
@@ -149,39 +149,28 @@ def record_heads(
         sampling: how its tokens are drawn.
     """
     logits = [{moment: [[0.0]] * len(rows) for moment in head.moments} for head in heads]
-    # Found out once, not for each row: it is done by trying.
+    # Found out once, not for each batch: it is done by trying.
     to_logits, lm_head = logits_of_states(draft), find_lm_head(draft)
     states_of = _states_along(draft, heads, rows)
-    embedding = draft.get_input_embeddings()
-    in_rounds = any({"position", "since_rejection"} & {*head.reads} for head in heads)
+    # What any head reads is computed once, when all of it is known.
+    reads = tuple(dict.fromkeys(name for head in heads for name in head.reads))
+    latest = max(moment for head in heads for moment in head.moments)
 
-    def drafted(
-        here: slice, tokens: Tensor, before: Tensor, after: Tensor, rounds: tuple[Tensor, Tensor]
-    ) -> DraftedTokens:
-        tokens, before, after = tokens[here], before[here], after[here]
-        return DraftedTokens(
-            tokens=tokens,
-            before=lambda: before,
-            after=lambda: after,
-            distributions=lambda: probabilities(to_logits(before), sampling),
-            embeddings=lambda: embedding(known_ids(tokens, draft)),
-            position=lambda: rounds[0][here],
-            since_rejection=lambda: rounds[1][here],
-        )
+    def distributions(states: Tensor) -> Tensor:
+        return probabilities(to_logits(states), sampling)
 
     for indices, batch in _counted(rows, tokens_at_once(lm_head)):
-        states = zip(*states_of(batch), strict=True)
-        for index, row, (before, after) in zip(indices, batch, states, strict=True):
-            tokens = torch.tensor(row["draft_ids"], device=draft.device)
-            rounds = _rounds(row, draft.device) if in_rounds else (tokens, tokens)
-            pieces = [
-                drafted(slice(start, start + POSITIONS), tokens, before, after, rounds)
-                for start in range(0, len(tokens), POSITIONS)
-            ]
-            for head, own in zip(heads, logits, strict=True):
-                for moment, values in own.items():
-                    inputs = [HeadInputs.of(head.reads, piece, moment) for piece in pieces]
-                    values[index] = [x for each in inputs for x in head.logits(each).tolist()]
+        before, after = (torch.cat(states) for states in states_of(batch))
+        pieces = [
+            HeadInputs.of(reads, piece, latest).features
+            for piece in _drafted(draft, batch, before, after, distributions)
+        ]
+        sizes = [len(row["draft_ids"]) for row in batch]
+        for head, own in zip(heads, logits, strict=True):
+            for moment, values in own.items():
+                found = torch.cat([head.logits(_of(head, moment, each)) for each in pieces])
+                for index, mine in zip(indices, torch.split(found, sizes), strict=True):
+                    values[index] = mine.tolist()
     return [
         RecordedHead(
             **{moment.name.lower(): pad(values) for moment, values in own.items()},
@@ -191,7 +180,44 @@ def record_heads(
     ]
 
 
-def _rounds(row: Row, device: torch.device) -> tuple[Tensor, Tensor]:
+def _of(head: BaseHead, moment: Moment, features: Mapping[str, Tensor]) -> HeadInputs:
+    """What one head reads at one moment, of what all of them read at the latest."""
+    names = [name for name in head.reads if FEATURES[name].moment <= moment]
+    return HeadInputs({name: features[name] for name in names}, moment)
+
+
+def _drafted(
+    draft: PreTrainedModel,
+    rows: Sequence[Row],
+    before: Tensor,
+    after: Tensor,
+    distributions: Callable[[Tensor], Tensor],
+) -> Iterator[DraftedTokens]:
+    """The drafted tokens of rows, some at a time; states are (N, H) for all in one line."""
+    device, embedding = draft.device, draft.get_input_embeddings()
+    tokens = torch.tensor([token for row in rows for token in row["draft_ids"]], device=device)
+
+    @cache
+    def rounds() -> list[Tensor]:
+        pairs = zip(*(_rounds(row) for row in rows), strict=True)
+        return [torch.cat(each).to(device) for each in pairs]
+
+    def piece(here: slice) -> DraftedTokens:
+        return DraftedTokens(
+            tokens=tokens[here],
+            before=lambda: before[here],
+            after=lambda: after[here],
+            distributions=lambda: distributions(before[here]),
+            embeddings=lambda: embedding(known_ids(tokens[here], draft)),
+            position=lambda: rounds()[0][here],
+            since_rejection=lambda: rounds()[1][here],
+        )
+
+    for start in range(0, len(tokens), POSITIONS):
+        yield piece(slice(start, start + POSITIONS))
+
+
+def _rounds(row: Row) -> tuple[Tensor, Tensor]:
     """Where a rollout's tokens stand in their drafts, in the rounds that heads are judged on.
 
     What a rule would really draft depends on the head, so a head that reads this is replayed
@@ -199,7 +225,7 @@ def _rounds(row: Row, device: torch.device) -> tuple[Tensor, Tensor]:
     """
     generator = numpy_generator_for("rounds", "dev", row["example_id"], row["sample"])
     position, since = simulated_rounds(np.array(row["overlap"]), generator)
-    return torch.from_numpy(position).to(device), torch.from_numpy(since).to(device)
+    return torch.from_numpy(position), torch.from_numpy(since)
 
 
 StatesOf = Callable[[Sequence[Row]], tuple[list[Tensor], list[Tensor]]]

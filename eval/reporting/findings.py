@@ -61,7 +61,7 @@ def _of_replay(quality: Quality, replay: Replayed) -> Finding:
     )
     if replay.to_oracle is not None:
         basis += (
-            " From the rule `logit` to the oracle, which knows what will be accepted, the head goes"
+            " From the rule logit to the oracle, which knows what will be accepted, the head goes"
             f" {replay.to_oracle} of the way."
         )
     if replay.cost_rule is not None:

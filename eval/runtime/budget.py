@@ -125,8 +125,13 @@ class CostTable:
             sequences: how many.
             tokens: at least one of each.
         """
-        each = [_at(self.tokens, row, tokens / sequences) for row in self.target]
-        return _at(self.sequences, each, sequences)
+        return _at(self.tokens, self.of_batch(sequences), tokens / sequences)
+
+    def of_batch(self, sequences: int) -> tuple[float, ...]:
+        """The w times of the target for batches of one size, which need not be in the table."""
+        return tuple(
+            _at(self.sequences, column, sequences) for column in zip(*self.target, strict=True)
+        )
 
     def draft_seconds(self, sequences: int) -> float:
         """A drafting step over some sequences; none takes no time."""
@@ -213,6 +218,7 @@ class SharedBudget:
             forget()
         # Seconds by the table: what was spent, and what plain decoding would have taken.
         self._spent = self._plain = 0.0
+        self._of_batch: dict[int, tuple[float, ...]] = {}  # what was read of the table
         self._emitted = 0  # since the last forward of the target was charged
         self._known, self._accepted = float(PRIOR_TOKENS), PRIOR_TOKENS * MEAN_ACCEPTANCE
 
@@ -229,7 +235,7 @@ class SharedBudget:
     def admit(self, bids: Sequence[Bid], scored: Sequence[int]) -> list[bool]:
         """The likeliest bids, as many as pay together; see `Scheduler.admit`."""
         sequences = len(bids) + len(scored)
-        token = self.share_of_plain * self._costs.target_seconds(sequences, sequences) / sequences
+        token = self.share_of_plain * self._target_seconds(sequences, sequences, 1) / sequences
         gains = [bid.survival * (1.0 if bid.known else self.mean_acceptance) for bid in bids]
         ranked = sorted(range(len(bids)), key=lambda number: -gains[number])
         least = [*scored, *(bid.drafted + 1 for bid in bids)]
@@ -254,7 +260,7 @@ class SharedBudget:
         if not target:
             self._spent += self._costs.draft_seconds(sequences)
             return
-        plain = self._costs.target_seconds(sequences, sequences)
+        plain = self._target_seconds(sequences, sequences, 1)
         if not self._plain:  # begin as if some rounds of plain decoding had been before
             self._spent, self._plain = self._spent + PRIOR_ROUNDS * plain, PRIOR_ROUNDS * plain
         keep = 1.0 - 1.0 / MEMORY  # once a round: both sums forget at one rate
@@ -276,7 +282,10 @@ class SharedBudget:
         self._known += accepted + (accepted < drafted)
 
     def _target_seconds(self, sequences: int, total: int, longest: int) -> float:
-        return self._costs.target_seconds(sequences, total if self._packed else sequences * longest)
+        if sequences not in self._of_batch:
+            self._of_batch[sequences] = self._costs.of_batch(sequences)
+        each = total / sequences if self._packed else longest
+        return _at(self._costs.tokens, self._of_batch[sequences], each)
 
 
 class PlannedDrafts:

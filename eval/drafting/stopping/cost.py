@@ -127,7 +127,7 @@ class Cost(CalibratedRule):
         given = self.draft_seconds and (self.token_seconds or self.target_seconds)
         return () if given else ("draft_seconds", "token_seconds")
 
-    def check_head(self, head: BaseHead) -> None:
+    def check_head(self, head: BaseHead | None) -> None:
         """Raise ConfigError if it is to be asked before drawing and cannot."""
         if self.before_drawing:
             check_asked_before(head)

@@ -49,7 +49,7 @@ class Head(AdaptiveRule):
         "immediate that was trained for that moment",
     )
 
-    def check_head(self, head: BaseHead) -> None:
+    def check_head(self, head: BaseHead | None) -> None:
         """Raise ConfigError if it is to be asked before drawing and cannot."""
         if self.before_drawing:
             check_asked_before(head)
@@ -88,10 +88,12 @@ class Head(AdaptiveRule):
         return ActiveRule(self.limit, begin, before=before if self.before_drawing else None)
 
 
-def check_asked_before(head: BaseHead) -> None:
-    """Raise ConfigError unless a head can judge a token before it is drawn."""
+def check_asked_before(head: BaseHead | None) -> None:
+    """Raise ConfigError unless there is a head that can judge a token before it is drawn."""
     from heads.inputs import Moment
 
+    if head is None:
+        raise ConfigError("before_drawing asks an acceptance head, and there is none: leave it out")
     if Moment.BEFORE not in head.moments:
         knows = ", ".join(moment.name.lower() for moment in head.moments)
         raise ConfigError(

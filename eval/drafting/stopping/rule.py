@@ -131,8 +131,8 @@ class StoppingRule(Config):
         """Whether it reads an acceptance head, if there is one."""
         return self.needs_head
 
-    def check_head(self, head: BaseHead) -> None:
-        """Raise ConfigError if it cannot work with a head; most can with any."""
+    def check_head(self, head: BaseHead | None) -> None:
+        """Raise ConfigError if it cannot work with a head, or without one; most can with any."""
 
     @property
     def needs_fit(self) -> bool:
