@@ -57,6 +57,8 @@ def clocked(
         )
         for name, rule in rules.items()
     }
+    for decoder in decoders.values():
+        decoder.warm_up()  # or drafts of a new length would be traced while the clock runs
     sums = {name: np.zeros((len(prompts), 3)) for name in rules}  # seconds, tokens, rounds
     order = list(decoders)
     for repeat in range(-1, repeats):  # the first time unmeasured
