@@ -1,6 +1,6 @@
 """Decoding speed of batches: a shared verification budget against fixed lengths and own rules.
 
-    python benchmarks/batch.py [--head FOLDER] [--sizes 1 4 8 16] [--repeats 5] [--out FILE]
+    python benchmarks/batch.py [--head FOLDER] [--sizes 1 4 8 16] [--repeats 2] [--out FILE]
 
 Each repeat decodes a group of prompts of all three embedded domains with every method, in turns,
 at each size of the batch. A speed is tokens over seconds of all repeats, prompt processing
@@ -108,9 +108,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--head", help="an acceptance head of the draft")
     parser.add_argument("--verifier", default="block")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--prompts", type=int, default=64, help="prompts of each embedded set")
-    parser.add_argument("--repeats", type=int, default=5, help="groups of prompts at each size")
-    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--prompts", type=int, default=16, help="prompts of each embedded set")
+    parser.add_argument("--repeats", type=int, default=2, help="groups of prompts at each size")
+    parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--seed", type=int, default=0)

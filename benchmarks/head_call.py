@@ -1,6 +1,6 @@
 """What an acceptance head costs a draft: microseconds a drafted token, on the decoder's own path.
 
-    python benchmarks/head_call.py --draft runs/toy/draft/model --out docs/head_call.json
+    python benchmarks/head_call.py [--draft FOLDER] [--out FILE]     # by default the demo's draft
 
 Drafts of a fixed length are timed with and without a head that is asked about every token and never
 stops: all else is the same, so the difference is the head's, with what is captured for it. Heads
@@ -11,7 +11,6 @@ processor time of many drafts counts, so that what else runs on the machine matt
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import time
@@ -28,6 +27,7 @@ from eval.runtime.sequence import drive
 from heads import AcceptanceHead, BaseHead, ImmediateHead
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig
+from specdata.storage.files import write_json
 
 LENGTH, PROMPT = 8, 60
 
@@ -94,10 +94,10 @@ def measure(draft: Any, engine: str, drafts: int) -> dict[str, float]:
 def main() -> None:
     """Measure, print and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--draft", required=True, help="folder or Hub id of the draft")
+    parser.add_argument("--draft", default="runs/toy/draft/model", help="folder or Hub id")
     parser.add_argument("--drafts", type=int, default=400, help="drafts a method")
     parser.add_argument("--engines", nargs="+", default=["eager", "captured"])
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/head_call.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     draft = load_model(options.draft, dtype="float32").eval()
@@ -119,9 +119,7 @@ def main() -> None:
         }
         for name, value in times.items():
             print(f"{engine:9} {name:36} {value:8.1f} us {value / step - 1.0:+7.1%}")
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(results, indent=2) + "\n")
+    write_json(options.out, results)
 
 
 if __name__ == "__main__":
