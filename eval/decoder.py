@@ -297,6 +297,7 @@ class SpeculativeDecoder:
         # On a CPU, what other processes take from this one is left out.
         clock = time.thread_time if self._target.device.type == "cpu" else time.perf_counter
         planned = PlannedDrafts(SCORED, clock)
+        tokens = min(planned.most_tokens, self._positions - MEASURED_PROMPT)
         generator = torch.Generator().manual_seed(0)
         vocabulary = self._target.model.get_input_embeddings().num_embeddings
         for sequences in sizes:
@@ -306,7 +307,7 @@ class SpeculativeDecoder:
                 partial(
                     endless._decode,
                     prompt_ids=prompt,
-                    max_new_tokens=planned.most_tokens,
+                    max_new_tokens=tokens,
                     generator=generator,
                     stopwatch=None,
                 )
@@ -321,6 +322,12 @@ class SpeculativeDecoder:
         self._slots.clear()
         budget.measured = planned.table()
         return budget.measured
+
+    @property
+    def _positions(self) -> int:
+        """Most tokens of a sequence that all models can read."""
+        configs = [m.model.config.get_text_config() for m in (self._target, *self._drafts)]
+        return min(getattr(each, "max_position_embeddings", None) or 2**30 for each in configs)
 
     @property
     def costs(self) -> CostTable | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import NemotronConfig, NemotronForCausalLM
 
 from eval.assembly import make_drafters
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
@@ -160,6 +161,31 @@ def test_scoring_without_tree_attention_gives_the_same_tokens_for_the_same_draws
         assert counts(masked) == counts(unrolled)
         accepted += sum(r.accepted for r in masked.rounds)
     assert accepted > 20, "only accepted nodes move in the cache"
+
+
+def test_sequences_are_packed_where_a_model_keeps_arguments_from_its_attention() -> None:
+    torch.manual_seed(0)
+    config = NemotronConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    model = CachedModel(NemotronForCausalLM(config).eval(), 40)
+    assert model.packs
+    logits = []
+    for together in (False, True):
+        model.reset()
+        sequences = [model.sequence(slot, SamplingConfig()) for slot in range(2)]
+        for slot, sequence in enumerate(sequences):
+            model.run(sequence.append([2 + slot] * (3 + 2 * slot), 1))
+        forwards = [sequences[0].append([4, 5, 6], 3), sequences[1].append([7], 1)]
+        with torch.inference_mode():
+            logits.append(model.run_all(forwards) if together else [*map(model.run, forwards)])
+    torch.testing.assert_close(logits[1], logits[0])
 
 
 def test_sequences_of_different_lengths_are_run_without_padding() -> None:

@@ -23,6 +23,7 @@ from eval.verifiers import VERIFIERS
 from heads import BaseHead
 from specdata.errors import ConfigError
 from tests.chi_square import LEVEL, p_value
+from tests.families import tiny
 from tests.oracles import (
     Prefix,
     TabularModel,
@@ -271,6 +272,12 @@ def test_costs_are_measured_once_and_again_for_a_larger_batch() -> None:
     )
     with pytest.raises(ConfigError, match="shared"):
         SpeculativeDecoder.from_config(target, draft, DecodeConfig()).measure_costs(2)
+
+
+def test_costs_are_measured_within_the_positions_that_both_models_have() -> None:
+    target, draft = tiny("gpt2", 2, n_positions=96), tiny("gpt2", 1, n_positions=80)
+    table = SpeculativeDecoder.from_config(target, draft, SHARED["logit"]).measure_costs(1)
+    assert table.tokens[:2] == (1, 2)
 
 
 @pytest.mark.parametrize("stop", ["fixed", "confidence", "entropy"])

@@ -137,6 +137,9 @@ def test_a_head_that_cannot_judge_a_token_before_it_is_drawn_is_refused() -> Non
                 ConfigError, match=r"before_drawing needs a head .* consumed: leave"
             ):
                 SpeculativeDecoder.from_config(target, draft, config, unable)
+    early = ImmediateHead(hidden_size=16, moments=("before",))
+    with pytest.raises(ConfigError, match="only trained to judge tokens before: set before_draw"):
+        SpeculativeDecoder.from_config(target, draft, DecodeConfig(stop="head"), early)
     with pytest.raises(ConfigError, match="give verify_seconds beside draft_seconds"):
         DecodeConfig(stop="cost", before_drawing=True, **COSTS)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="before_drawing asks the head"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import datasets
@@ -122,6 +123,13 @@ def test_the_network_learns_what_made_the_labels_and_is_the_same_each_time() -> 
     assert again.written() == network.written()
     kept = Network.read(network.written())
     assert np.abs(kept.accept(numbers) - network.accept(numbers)).max() < 0.02
+
+
+def test_a_network_on_greedy_drafts_whose_numbers_are_all_alike_predicts_their_mean_label() -> None:
+    numbers = np.tile([0.0, 0.0, 30.0, 0.0, math.log(1e-6)], (2000, 1))
+    accepted = (np.arange(2000) % 10 < 7).astype(np.float64)
+    kept = Network.read(fit_network(numbers, accepted).written())
+    assert kept.accept(numbers[0]) == pytest.approx(0.7, abs=0.02)
 
 
 def test_a_network_is_kept_as_text_and_other_text_is_refused() -> None:

@@ -97,6 +97,20 @@ def test_a_head_that_judges_drawn_tokens_alone_keeps_those_estimates() -> None:
         assert survival.after(token) == pytest.approx(product)
 
 
+@pytest.mark.parametrize("late", [(), ("consumed",)])
+def test_a_token_that_is_judged_before_it_is_drawn_counts_so_until_more_is_known(
+    late: tuple[str, ...],
+) -> None:
+    head, drafted = immediate("before", *late), tokens(4)
+    known, survival, older = estimates(head, drafted), Survival(head), 1.0
+    final = known[Moment.CONSUMED if late else Moment.BEFORE]
+    for place, token in enumerate(drafted):
+        older *= final[place - 1] if place else 1.0
+        expected = older * known[Moment.BEFORE][place]
+        assert survival.before(upcoming(token)) == pytest.approx(expected)
+        assert survival.after(token) == pytest.approx(expected)
+
+
 def test_specdecs_head_is_one_token_late_and_its_bias_is_undone_only_if_asked() -> None:
     torch.manual_seed(2)
     head, drafted = AcceptanceHead(hidden_size=WIDTH, depth=1, rejection_weight=6.0), tokens(4)

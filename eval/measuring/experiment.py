@@ -235,17 +235,17 @@ class _Experiment:
         """Decode the prompts in batches: the same tokens and counts, but no times.
 
         Groups do not depend on what is stored: a batch rounds differently with other neighbours,
-        and an interrupted evaluation must end as it would have.
+        and an interrupted evaluation must end as it would have. For that, too, each has decoders of
+        its own: stopping rules may learn from what was decoded before.
         """
-        decoders = {method.name: self._decoder(method) for method in self.config.methods}
         size = BATCHES * self.config.batch
         for group in (prompts[start : start + size] for start in range(0, len(prompts), size)):
             if all(store.has(prompt) for prompt in group):
-                self.report(len(group) * len(decoders))
+                self.report(len(group) * len(self.config.methods))
                 continue
             records: list[dict[str, PromptRecord]] = [{} for _ in group]
             for method in self.config.methods:
-                outs = decoders[method.name].generate_batch(
+                outs = self._decoder(method).generate_batch(
                     [torch.tensor(prompt.ids) for prompt in group],
                     max_new_tokens=self.config.max_new_tokens,
                     generators=[

@@ -217,7 +217,6 @@ class CachedModel:
         positions: Tensor,
         mask: Tensor | None,
         logits_to_keep: int,
-        **packed: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """The model's own forward: logits (B, logits_to_keep, V') and hidden states."""
         hidden: list[Tensor] = []
@@ -233,7 +232,6 @@ class CachedModel:
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
-                **packed,
             ).logits
         return logits, hidden[0] if hidden else None
 
@@ -278,15 +276,14 @@ class CachedModel:
             packing.cache_positions.to(self.device),
             slots,
         )
-        with attending_packed(self.model):
+        columns = packing.columns[0].to(self.device)
+        with attending_packed(self.model, slots[0], columns):
             logits, hidden = self._run_eager(
                 self.kv_cache,
                 packing.tokens.to(self.device),
                 packing.positions.to(self.device),
                 self._additive(packing.visible).unsqueeze(1),
                 packing.tokens.shape[1],
-                slots=slots[0],
-                columns=packing.columns[0].to(self.device),
             )
         return [
             self._commit(

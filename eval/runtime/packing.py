@@ -3,13 +3,15 @@
 Sequences whose drafts differ in length would fill a rectangle with padding. Packed, their tokens
 follow each other in one row through every layer of the model; only the attention lays them out by
 slot, because each slot attends to its own keys and values. It is called through transformers'
-`AttentionInterface`, to which models pass on the keyword arguments of their forward.
+`AttentionInterface`. Not all models pass on keyword arguments to it, so it is told in a context
+variable which token is whose.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,8 @@ from eval.runtime.layout import Layout
 
 PACKED = "draftsmith_packed"
 """What transformers knows the attention by."""
+
+_PLACES: ContextVar[tuple[Tensor, Tensor]] = ContextVar("places of packed tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +86,23 @@ def can_pack(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def attending_packed(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model attends by `packed_attention`; its forward must be given `slots`, too."""
+def attending_packed(model: PreTrainedModel, slots: Tensor, columns: Tensor) -> Iterator[None]:
+    """Inside, the model attends by `packed_attention`.
+
+    Args:
+        model: the model.
+        slots: (n,) of each token.
+        columns: (n,) its place among the tokens of its slot.
+    """
     config = model.config.get_text_config()
     before = config._attn_implementation
     AttentionInterface.register(PACKED, packed_attention)
     config._attn_implementation = PACKED
+    places = _PLACES.set((slots, columns))
     try:
         yield
     finally:
+        _PLACES.reset(places)
         config._attn_implementation = before
 
 
@@ -100,9 +112,6 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor,
-    *,
-    slots: Tensor,
-    columns: Tensor,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend from packed tokens to the keys and values of their own slots.
@@ -113,13 +122,12 @@ def packed_attention(
         key: (B, key heads, end, size), of every slot.
         value: (B, key heads, end, size).
         attention_mask: (B, 1, m, end), additive.
-        slots: (n,) of each token.
-        columns: (n,) its place among the tokens of its slot.
         **kwargs: what else the model passes to its attention, such as its scaling.
 
     Returns:
         (1, n, heads, size).
     """
+    slots, columns = _PLACES.get()
     _, heads, _, size = query.shape
     by_slot = query.new_zeros(len(key), attention_mask.shape[2], heads, size)
     by_slot[slots, columns] = query[0].transpose(0, 1)

@@ -50,9 +50,14 @@ class Head(AdaptiveRule):
     )
 
     def check_head(self, head: BaseHead | None) -> None:
-        """Raise ConfigError if it is to be asked before drawing and cannot."""
+        """Raise ConfigError if it is asked at a moment for which it was not trained."""
         if self.before_drawing:
             check_asked_before(head)
+        elif head is not None and [moment.name for moment in head.moments] == ["BEFORE"]:
+            raise ConfigError(
+                "stop 'head' asks after a token is drawn, and this head was only trained to judge "
+                "tokens before: set before_drawing, or train one for the moment `drawn` as well"
+            )
 
     def recorded_lengths(self, tokens: RecordedTokens) -> Lengths | None:
         """Until a rejection is too probable by the head's raw output.

@@ -26,6 +26,8 @@ WIDTH = 16
 SHAPES = ((WIDTH, len(READS)), (WIDTH,), (WIDTH, WIDTH), (WIDTH,), (1, WIDTH), (1,))
 """Of the weights and biases of the three layers, in the order in which they are written."""
 STEPS, BATCH, LEARNING_RATE = 1000, 1024, 1e-2
+LEAST_SPREAD = 1e-3
+"""Standard deviation of a number that tells tokens apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +170,10 @@ def fit_network(numbers: Reals, accept: Reals) -> Network:
 
     inputs = torch.from_numpy(numbers).float()
     labels = torch.from_numpy(accept).float().clamp(0.0, 1.0)
-    mean, spread = inputs.mean(dim=0), inputs.std(dim=0, correction=0).clamp(min=1e-3)
+    mean, spread = inputs.mean(dim=0), inputs.std(dim=0, correction=0)
+    # A number that does not vary (greedy drafts: all of them) gets no weight, which half precision
+    # would multiply with its mean.
+    spread = torch.where(spread < LEAST_SPREAD, torch.inf, spread)
     inputs = (inputs - mean) / spread
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)

@@ -47,6 +47,7 @@ class Survival:
         self._tokens: list[DraftedToken] = []
         # The product over tokens whose estimate is final, and how many those are.
         self._known, self._final = 1.0, 0
+        self._expected: float | None = None  # of the next token, if that was asked
         # What was estimated: the moment, the token's place in the draft, and the head's logit.
         self._estimates: list[tuple[Moment, int, float]] = []
 
@@ -55,16 +56,20 @@ class Survival:
 
         Args:
             drafted: the token, in order.
-            newest: the probability that it is accepted, if the head cannot judge it yet.
+            newest: the probability that it is accepted, if the head cannot judge it yet and was not
+                asked before it was drawn.
         """
         moments = self._moments
         self._tokens.append(drafted)
         place = len(self._tokens) - 1
         if Moment.CONSUMED in moments and place > self._final:
             self._consume(drafted)
-        if Moment.DRAWN not in moments:
-            return self._known * newest
-        newest = self._estimate(Moment.DRAWN, place, self._judge.newest([drafted], Moment.DRAWN))
+        if Moment.DRAWN in moments:
+            logit = self._judge.newest([drafted], Moment.DRAWN)
+            newest = self._estimate(Moment.DRAWN, place, logit)
+        elif self._expected is not None:
+            newest = self._expected
+        self._expected = None
         if Moment.CONSUMED not in moments:
             self._known, self._final = self._known * newest, place + 1
             return self._known
@@ -79,7 +84,8 @@ class Survival:
         if Moment.CONSUMED in self._moments and self._tokens:
             self._consume(upcoming)
         logit = self._judge.upcoming(upcoming)
-        return self._known * self._estimate(Moment.BEFORE, len(self._tokens), logit)
+        self._expected = self._estimate(Moment.BEFORE, len(self._tokens), logit)
+        return self._known * self._expected
 
     def observe(self, record: Round) -> None:
         """Learn from the finished round: its accepted tokens, and the first that was not."""
