@@ -242,7 +242,7 @@ def prompt_set(name: str, split: str, count: int) -> dict[str, Any]:
     return {"name": name, "split": split, "count": count, **absent, "turns": "all"}
 
 
-FIRST_ROLLOUTS = {
+FIRST_ROLLOUTS: dict[str, Any] = {
     "rollouts": {
         "sets": [
             prompt_set("instruct", "train", 512),
@@ -269,8 +269,16 @@ FIRST_LABELS = {
 }
 
 
+def first_demo() -> PipelineConfig:
+    """Today's demo with the data of the first release's."""
+    first = FIRST_ROLLOUTS["rollouts"]
+    sets = [{name: each[name] for name in ("name", "split", "count")} for each in first["sets"]]
+    sizes = ["--rollouts.batch_size=64", "--rollouts.shard_size=64", "--labels.draws=1"]
+    return parse([f"--rollouts.sets={json.dumps(sets)}", *sizes], "").config
+
+
 def test_stages_of_the_demo_that_the_first_release_stored_are_the_same_now() -> None:
-    config, defaults = parse([], "").config, defaults_of(PipelineConfig)
+    config, defaults = first_demo(), defaults_of(PipelineConfig)
     assert differences(FIRST_ROLLOUTS, rollouts_stage(config).settings.values, defaults) == []
     assert differences(FIRST_LABELS, labels_stage(config).settings.values, defaults) == []
 
@@ -302,7 +310,7 @@ def test_a_dataset_that_the_first_release_stored_is_finished_and_one_it_began_go
         "finished": True,
     }
     write_json(tmp_path / "manifest.json", manifest)
-    stage = rollouts_stage(parse([], "").config)
+    stage = rollouts_stage(first_demo())
     settings = Settings({**stage.settings.values, **made_of}, defaults_of(PipelineConfig))
 
     def never() -> list[Rollout]:
