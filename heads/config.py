@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -25,6 +25,15 @@ FeatureName = Literal[
     "position",
     "since_rejection",
 ]
+
+# Features that are not known before the token is drawn, and the moment from which they are; those
+# of `heads.inputs.FEATURES`, which imports torch.
+KNOWN_FROM: dict[FeatureName, MomentName] = {
+    "embedding": "drawn",
+    "hidden": "consumed",
+    "log_q": "drawn",
+    "log_mass_above": "drawn",
+}
 
 # What differs from the defaults of specdec++, which the fields have.
 IMMEDIATE: dict[str, Any] = {
@@ -170,9 +179,22 @@ class HeadConfig(Config):
             values = getattr(self, name)
             if len({*values}) < len(values):
                 raise ValueError(f"{name} must name each once, got {list(values)}")
+        if self.kind == "immediate":
+            self._check_first_moment()
         if self.kind == "immediate" and self.mixing is not None:
             self._check_mixing()
         return self
+
+    def _check_first_moment(self) -> None:
+        """Raise ValueError if the head would be asked before it can read anything."""
+        order: tuple[MomentName, ...] = get_args(MomentName)
+        first = min(self.moments, key=order.index)
+        known = [KNOWN_FROM.get(name, "before") for name in self.features]
+        if not any(order.index(moment) <= order.index(first) for moment in known):
+            raise ValueError(
+                f"of the features {', '.join(self.features)} none is known at the moment {first}: "
+                "name one that is, or leave the moment out"
+            )
 
     def _check_mixing(self) -> None:
         """Raise ValueError for what needs the target's own text, without mixing."""

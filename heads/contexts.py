@@ -21,6 +21,7 @@ from heads.mixing import collate as collate_mixed
 from heads.target_context import TargetBatch, TargetRow, collate, draws_of, target_row
 from heads.tree import tree_states
 from specdata.lm_head import hidden_states
+from specdata.models import known_ids
 from specdata.probability import probabilities
 
 if TYPE_CHECKING:
@@ -109,7 +110,8 @@ class MixedContext:
         head, batch = self.head, collate_mixed(rows).to(self.draft.device)
         inputs = HeadInputs.from_batch(
             head.reads,
-            input_ids=batch.input_ids,
+            # The draft's distributions end where its vocabulary does; drafted tokens are in it.
+            input_ids=known_ids(batch.input_ids, self.draft),
             states=hidden_states(self.draft, batch.input_ids, batch.attention_mask),
             logits=self.draft_logits,
             sampling=head.sampling_config,

@@ -126,6 +126,7 @@ def target_row(
         ValueError: if the row's columns do not fit each other.
     """
     check_labels(row)
+    _check_draws(row)
     if not row["prompt_ids"]:
         raise ValueError(
             f"example {row['example_id']!r}, sample {row['sample']}: prompt_ids must hold a token, "
@@ -148,6 +149,18 @@ def target_row(
         index=index,
         draws=tuple(draws),
     )
+
+
+def _check_draws(row: LabelRow) -> None:
+    """Raise ValueError if the columns that mixing does not read do not fit the others."""
+    size, sums = len(row["draft_ids"]), len(row["overlap"])
+    ids, labels = len(row.get("more_draft_ids") or ()), len(row.get("more_accept_prob") or ())
+    if sums != size or ids != labels or ids % size:
+        raise ValueError(
+            f"example {row['example_id']!r}, sample {row['sample']}: for {size} draft_ids there "
+            f"must be as many values of overlap, and equally many of more_draft_ids and "
+            f"more_accept_prob for each, got {sums}, {ids} and {labels}; label the rollouts again"
+        )
 
 
 def draws_of(row: LabelRow) -> int:

@@ -31,7 +31,8 @@ def quality_of(config: PipelineConfig, results: Results) -> Quality | None:
         results: its evaluation.
 
     Returns:
-        None without a head, or without labels of dev rollouts.
+        None without a head, without labels of dev rollouts, or if those were made under another
+        sampler than this evaluation's: they say nothing of it.
     """
     where = folder(config, "labels")
     head = head_in_use(config)
@@ -40,9 +41,11 @@ def quality_of(config: PipelineConfig, results: Results) -> Quality | None:
     if known := known_quality(config):
         return known
     from heads import BaseHead
-    from specdata.labels.make import load_labels
+    from specdata.labels.make import load_labels, sampling_of
     from specdata.models import load_model
 
+    if sampling_of(where) != config.sampling:
+        return None
     draft = load_model(draft_in_use(config), dtype=config.models.dtype)
     return head_quality(
         load_labels(where, config.sampling),

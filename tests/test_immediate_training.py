@@ -19,8 +19,8 @@ from accelerate.utils import is_tensorboard_available
 
 import heads.cache
 from heads import BaseHead, ImmediateHead
-from heads.config import HeadConfig
-from heads.contexts import TargetContext
+from heads.config import KNOWN_FROM, HeadConfig
+from heads.contexts import MixedContext, TargetContext
 from heads.inputs import FEATURES, DraftedTokens, HeadInputs, Moment, logits_of_states
 from heads.probe import probe_of
 from heads.target_context import LONGEST_DRAFT, simulated_rounds, target_row
@@ -195,6 +195,19 @@ def test_a_mixed_context_is_still_to_be_had(tmp_path: Path) -> None:
     assert result.after.kl < 0.5 * result.after.kl_constant
 
 
+def test_a_mixed_context_may_hold_ids_that_only_the_target_has() -> None:
+    """Matrices of one family are padded to different sizes."""
+    draft, row = tiny_draft().eval(), synthetic_rows(1, seed=1)[0]
+    row["completion_ids"] = [draft.config.vocab_size + 3] * len(row["completion_ids"])
+    head = ImmediateHead(hidden_size=32, reads=["log_q", "embedding"], moments=["drawn"])
+    context = MixedContext(head, draft, logits_of_states(draft), rate=0.5, max_length=99, seed=0)
+    mixed = context.row(row, 0, epoch=0)
+    assert int(mixed.input_ids.max()) >= draft.config.vocab_size
+    _, log_q, _ = context.questions([mixed]).arguments
+    assert log_q is not None
+    assert bool(log_q.isfinite().all())
+
+
 # --- invariance
 
 
@@ -340,6 +353,7 @@ def test_whole_rows_are_learned_from_by_default(tmp_path: Path) -> None:
         ({"kind": "immediate", "mixing": 0.1, "draws": 2}, "mixing 0.1 cannot be with draws 2"),
         ({"kind": "immediate", "features": ["log_q", "log_q"]}, "features must name each once"),
         ({"kind": "immediate", "features": ["log_p"]}, "head.features"),
+        ({"kind": "immediate", "features": ["hidden"]}, "hidden none is known at the moment drawn"),
         ({"kind": "linear"}, "head.kind: must be 'specdec\\+\\+' or 'immediate'"),
     ],
 )
@@ -354,6 +368,8 @@ def test_every_feature_and_moment_can_be_named() -> None:
     everything = HeadConfig(kind="immediate", features=[*FEATURES], moments=ALL)  # type: ignore[arg-type]
     assert {*everything.features} == {*FEATURES}
     assert [name.upper() for name in everything.moments] == [moment.name for moment in Moment]
+    for name, feature in FEATURES.items():
+        assert KNOWN_FROM.get(name, "before") == feature.moment.name.lower()  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("rows", [48, 512, 1536, 40_000])
@@ -448,4 +464,23 @@ def test_a_tracker_that_is_not_installed_is_named_before_any_work(tmp_path: Path
 def test_a_row_without_a_prompt_is_refused() -> None:
     row = {**synthetic_rows(1, seed=1)[0], "prompt_ids": []}
     with pytest.raises(ValueError, match="prompt_ids must hold a token"):
+        target_row(row, index=0, draws=(0,), max_length=99, key=())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [("overlap", r"for 2 draft_ids.*got 3, 4 and 4"), ("more_draft_ids", "got 2, 5 and 4")],
+)
+def test_columns_that_do_not_fit_each_other_are_refused(column: str, message: str) -> None:
+    row = {
+        **synthetic_rows(1, seed=1)[0],
+        "completion_ids": [1, 2],
+        "draft_ids": [1, 2],
+        "accept_prob": [0.5, 0.5],
+        "overlap": [0.5, 0.5],
+        "more_draft_ids": [1, 2, 3, 4],
+        "more_accept_prob": [0.5] * 4,
+    }
+    row[column] = [*row[column], 1]
+    with pytest.raises(ValueError, match=message):
         target_row(row, index=0, draws=(0,), max_length=99, key=())  # type: ignore[arg-type]

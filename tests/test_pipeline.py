@@ -212,6 +212,18 @@ def test_an_evaluation_in_batches_measures_counts_and_is_published(
         assert "two drafts" not in card
 
 
+def test_a_head_is_evaluated_under_another_sampler_than_its_labels(
+    finished: Path, tmp_path: Path
+) -> None:
+    subprocess.run(["cp", "-r", f"{finished}/out", str(tmp_path)], check=True)
+    flags = ["--eval.folder", "eval-cooler", "--sampling.temperature", "0.5", "--method", "K=3"]
+    done = run(tmp_path, "run_eval.py", *flags)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "eval-cooler" / "report.html").is_file()
+    # Labels under another sampler say nothing of this one.
+    assert not (tmp_path / "out" / "eval-cooler" / "quality.json").exists()
+
+
 def test_a_warm_run_does_nothing_again(finished: Path) -> None:
     run(finished, "pipeline.py")  # removes the caches that evaluations of earlier tests left
     before = {path: path.stat().st_mtime_ns for path in (finished / "out").rglob("*")}
