@@ -198,7 +198,7 @@ class TargetContext:
         reads = [name for name in self.head.reads if name in OF_DRAFT]
         before, after = draft_states(self.draft, batch, "hidden" in reads)
         values = self.draft.get_output_embeddings().weight.shape[0]
-        step = max(1, VALUES_AT_ONCE // values)
+        step = max(1, VALUES_AT_ONCE // (values * batch.tokens.shape[1]))
         pieces = []
         for start in range(0, len(before), step):
             here = slice(start, start + step)
