@@ -26,6 +26,17 @@ FeatureName = Literal[
     "since_rejection",
 ]
 
+# What pays, by the ablation (`benchmarks/heads.py`): position and since_rejection do not.
+DEFAULT_FEATURES: tuple[FeatureName, ...] = (
+    "hidden_before",
+    "embedding",
+    "hidden",
+    "log_q",
+    "log_q_max",
+    "margin",
+    "entropy",
+    "log_mass_above",
+)
 # Features that are not known before the token is drawn, and the moment from which they are; those
 # of `heads.inputs.FEATURES`, which imports torch.
 KNOWN_FROM: dict[FeatureName, MomentName] = {
@@ -71,16 +82,7 @@ class HeadConfig(Config):
     depth: int = Field(3, ge=0, description="residual blocks; 0 is a linear head [immediate: 2]")
     width: int = Field(128, ge=1, description="width of the residual blocks [immediate alone]")
     features: tuple[FeatureName, ...] = Field(
-        (
-            "hidden_before",
-            "embedding",
-            "hidden",
-            "log_q",
-            "log_q_max",
-            "margin",
-            "entropy",
-            "log_mass_above",
-        ),
+        DEFAULT_FEATURES,
         min_length=1,
         description="what the head reads of a drafted token [immediate alone]",
     )

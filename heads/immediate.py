@@ -10,19 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from heads.base import BaseHead
+from heads.config import DEFAULT_FEATURES
 from heads.inputs import FEATURES, HeadInputs, Moment
 
-DEFAULT_READS = (
-    "hidden_before",
-    "embedding",
-    "hidden",
-    "log_q",
-    "log_q_max",
-    "margin",
-    "entropy",
-    "log_mass_above",
-)
-"""What pays, by the ablation (`benchmarks/heads.py`): position and since_rejection do not."""
 EXPANSION = 2
 
 
@@ -82,7 +72,7 @@ class ImmediateHead(BaseHead):
         *,
         hidden_size: int,
         embedding_size: int = 0,
-        reads: Sequence[str] = DEFAULT_READS,
+        reads: Sequence[str] = DEFAULT_FEATURES,
         moments: Sequence[str] = ("before", "drawn", "consumed"),
         width: int = 128,
         depth: int = 2,

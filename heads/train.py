@@ -47,6 +47,7 @@ from specdata.processes import is_main
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import write_json
 from specdata.storage.resume import Settings, defaults_of, read_record
+from specdata.storage.schema import MORE_DRAWS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,7 +59,6 @@ CHECKPOINTS_NAME = "checkpoints"
 STATES_NAME = "states"
 LOGS_NAME = "logs"
 RUN_ALONE = ("micro_batch_size", "save_steps")
-MORE_DRAWS = ("more_draft_ids", "more_accept_prob")
 Scales = Mapping[str, tuple[float, float]]
 # Rows by which numbers are standardised.
 SCALED_ROWS = 128
@@ -168,7 +168,7 @@ def read_rows(
     required: tuple[str, ...] = COLUMNS
     optional: tuple[str, ...] = ()
     if config.kind == "immediate":
-        required, optional = (*COLUMNS, "overlap"), MORE_DRAWS
+        required, optional = (*COLUMNS, "overlap"), MORE_DRAWS.names
 
     def read(name: str, rows: datasets.Dataset) -> LabelRows:
         return LabelRows.read(name, rows, longest, required=required, optional=optional)
