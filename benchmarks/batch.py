@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from embedded import make_demo
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -57,6 +58,8 @@ def main() -> None:
     """Measure, print, and write one JSON file."""
     options = _options()
     torch.set_num_threads(options.threads)
+    if options.labels == TOY / "labels" and not (TOY / "labels").exists():
+        make_demo("make_rollouts", "train_draft", "train_head")
     target, draft = load_model(options.target), load_model(options.draft)
     sets = [PromptSet(name, split="test", count=options.prompts) for name in SETS]
     prompts = load_prompts(sets, load_tokenizer(options.target), seed=options.seed).prompts

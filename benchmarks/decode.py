@@ -22,8 +22,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from embedded import make_demo
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -151,9 +150,7 @@ def _fastest() -> Engine:
 
 def _load(options: argparse.Namespace) -> Pair:
     if options.target.startswith(str(TOY)) and not Path(options.draft).exists():
-        print("the demo's pair is not there: making it (some minutes)", file=sys.stderr)
-        for recipe in ("make_rollouts", "train_draft"):
-            subprocess.run([sys.executable, f"recipes/{recipe}.py"], check=True)
+        make_demo("make_rollouts", "train_draft")
     target, draft = load_model(options.target), load_model(options.draft)
     sets = [
         PromptSet(name=name, split="test", count=options.prompts)

@@ -1,7 +1,9 @@
-"""The embedded pair and its prompts, or a stand-in for them, for benchmarks/rollouts.py."""
+"""The embedded pair and its prompts, or a stand-in for them, for the other benchmarks."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -24,6 +26,13 @@ def pair(folder: Path) -> tuple[PreTrainedModel, PreTrainedModel, str]:
         return load_model(str(folder / "target")), load_model(str(folder / "draft")), str(folder)
     stand_in = "random weights of the same shape: no text ends before its longest length"
     return llama(256, 12, 672, seed=0), llama(128, 1, 336, seed=1), stand_in
+
+
+def make_demo(*recipes: str) -> None:
+    """Run stages of the demo, in their order; those that are finished take no time."""
+    print("part of the demo is not there: making it (some minutes)", file=sys.stderr)
+    for recipe in recipes:
+        subprocess.run([sys.executable, f"recipes/{recipe}.py"], check=True)
 
 
 def llama(width: int, layers: int, inner: int, *, seed: int) -> LlamaForCausalLM:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from embedded import make_demo
 
 from eval.drafting.drafters import ChainDrafter
 from eval.drafting.stopping import STOPPING_RULES
@@ -30,6 +31,7 @@ from specdata.sampling import SamplingConfig
 from specdata.storage.files import write_json
 
 LENGTH, PROMPT = 8, 60
+DRAFT = "runs/toy/draft/model"
 
 
 def heads_for(draft: Any) -> dict[str, BaseHead | None]:
@@ -94,12 +96,14 @@ def measure(draft: Any, engine: str, drafts: int) -> dict[str, float]:
 def main() -> None:
     """Measure, print and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--draft", default="runs/toy/draft/model", help="folder or Hub id")
+    parser.add_argument("--draft", default=DRAFT, help="folder or Hub id")
     parser.add_argument("--drafts", type=int, default=400, help="drafts a method")
     parser.add_argument("--engines", nargs="+", default=["eager", "captured"])
     parser.add_argument("--out", type=Path, default=Path("runs/bench/head_call.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.draft == DRAFT and not Path(DRAFT).exists():
+        make_demo("make_rollouts", "train_draft")
     draft = load_model(options.draft, dtype="float32").eval()
     results: dict[str, Any] = {
         "about": "microseconds a drafted token; share: of a step of the draft without a head",
