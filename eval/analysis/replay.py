@@ -409,6 +409,8 @@ def rows_of_split(
     """
     from datasets import Dataset
 
+    if most < 1:
+        raise ConfigError(f"at least one rollout of a prompt set must be read, got {most}")
     taken: Counter[str] = Counter()
     rows = []
     for row in labels:

@@ -2,8 +2,8 @@
 
 Every rate is a ratio of sums over prompts, never a mean of ratios: a prompt weighs as much as the
 work it caused. Every interval is a 95 % percentile bootstrap that resamples prompts, because the
-tokens of one prompt depend on each other: `bootstrap_weights` and `interval`; replayed times have their own
-(`eval.analysis.savings`). All functions are pure.
+tokens of one prompt depend on each other: `bootstrap_weights` and `interval`. Replayed times have
+their own (`eval.analysis.savings`). All functions are pure.
 """
 
 from __future__ import annotations
