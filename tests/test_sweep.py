@@ -140,7 +140,7 @@ def test_sweeps_name_what_they_vary() -> None:
     ("flags", "message"),
     [
         (["--draft-seconds", "0"], "must be positive"),
-        (["--rows", "0"], "no rows of split 'train'"),
+        (["--rows", "0"], "at least one rollout"),
         (["--depths", "-1"], "depth"),
     ],
 )

@@ -168,7 +168,8 @@ def _acquire_in_its_folder(lock: UnixFileLock, wait: bool) -> None:
     for tries_left in reversed(range(LOCK_TRIES)):
         try:
             lock.acquire(blocking=wait)
-        except FileNotFoundError:
+        except (FileNotFoundError, FileExistsError):
+            # FileExistsError: `mkdir` found the folder, and it was gone when it looked again.
             if not tries_left:
                 raise
         else:
