@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -12,19 +12,125 @@ TOY_POSITIONS = 1024
 """The context of the embedded pair, in tokens."""
 Objective = Literal["forward_kl", "reverse_kl", "js", "tv", "neg_log_overlap", "lk_hybrid"]
 """Names of the losses in `distill.losses.LOSSES`."""
+Architecture = Literal["llama-68m", "llama-160m", "toy"]
+"""Names of the configurations in `distill.initial.ARCHITECTURES`."""
+
+
+class InitConfig(Config):
+    """Where a draft comes from: what it is before it is trained."""
+
+    kind: Literal["model", "fresh", "target"] = Field(
+        default="model",
+        description="model (models.draft), fresh (random weights) or target (layers of the target)",
+    )
+    architecture: Architecture = Field(default="llama-68m", description="of a fresh draft")
+    layers: int | list[int] = Field(
+        default=2, description="layers cut from the target: how many, or which (0 is the first)"
+    )
+    choose: Literal["first", "last", "even", "search"] = Field(
+        default="even",
+        description="which layers are cut: the first, the last, evenly spaced (first and last "
+        "included), or those found by one-step acceptance on a few rollouts",
+    )
+    vocabulary: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens that the draft can propose: the most frequent in the rollouts "
+        "(default: all)",
+    )
+
+
+class FinetuneConfig(Config):
+    """Training on texts, before distillation: next-token prediction of what the assistant says."""
+
+    conversations: list[str] = Field(
+        default=[],
+        description="JSON-lines files of conversations, or Hub ids (default: the rollouts, which "
+        "is sequence-level distillation)",
+    )
+    epochs: float = Field(default=3.0, gt=0.0, description="passes over the conversations")
+    max_length: int = Field(
+        default=2048, ge=2, description="tokens of a row; conversations are packed"
+    )
+    packing: bool = Field(default=True, description="put several conversations into one row")
+    batch_size: int = Field(default=8, ge=1, description="rows in a batch, over all processes")
+    accumulation: int = Field(
+        default=1, ge=1, description="batches added up before an optimizer step"
+    )
+    learning_rate: float = Field(default=2e-5, gt=0.0, description="largest learning rate")
+    warmup_ratio: float = Field(
+        default=0.03,
+        ge=0.0,
+        lt=1.0,
+        description="share of the steps over which the learning rate rises",
+    )
+    save_steps: int = Field(
+        default=100, ge=1, description="steps between checkpoints, from which a killed run goes on"
+    )
+
+
+class LoraConfig(Config):
+    """Low-rank adapters in place of full weights, merged when the draft is saved."""
+
+    rank: int = Field(default=16, ge=1, description="rank of the adapters")
+    alpha: float = Field(default=32.0, gt=0.0, description="adapters are scaled by alpha / rank")
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0, description="dropout before the adapters")
+    bits: Literal[4, 8] | None = Field(
+        default=None,
+        description="load the frozen weights in so many bits (QLoRA; needs bitsandbytes)",
+    )
+
+
+class OnPolicyConfig(Config):
+    """Texts that the draft itself writes while it trains."""
+
+    share: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="share of the rollouts of a batch with the draft's text",
+    )
+    text: Literal["blocks", "completions"] = Field(
+        default="blocks",
+        description="what the draft writes: a block after a part of the target's completion, as in "
+        "decoding, or a whole completion of the prompt",
+    )
+    length: int = Field(default=8, ge=1, description="tokens of a block")
 
 
 class DistilConfig(Config):
-    """What the draft is trained to minimise, how long and how fast."""
+    """What the draft is trained to minimise, on what, how long and how fast."""
 
+    init: InitConfig = Field(InitConfig(), description="where the draft comes from")
+    finetune: FinetuneConfig | None = Field(
+        None, description="training on texts before distillation"
+    )
+    lora: LoraConfig | None = Field(
+        None, description="train low-rank adapters (default: all weights)"
+    )
+    on_policy: OnPolicyConfig = Field(
+        OnPolicyConfig(), description="texts that the draft itself writes"
+    )
     objective: Objective = Field("lk_hybrid", description="the loss")
+    warp: Literal["sampler", "raw"] = Field(
+        "sampler",
+        description="the distributions compared: those that serving draws from (sampling), or the "
+        "models' own at temperature 1",
+    )
     sets: list[str] | None = Field(
         None,
         min_length=1,
         description="names of the prompt sets whose rollouts it is trained and measured on, of "
         "those in rollouts.sets (default: all)",
     )
-    epochs: float = Field(3.0, gt=0.0, description="passes over the training rollouts")
+    epochs: float = Field(
+        3.0,
+        ge=0.0,
+        description="passes over the training rollouts; 0 keeps the draft as it starts",
+    )
+    max_length: int | None = Field(
+        None, ge=2, description="tokens of a rollout; what is longer is cut (default: nothing is)"
+    )
     batch_size: int = Field(8, ge=1, description="rollouts in a batch, over all processes")
     accumulation: int = Field(1, ge=1, description="batches added up before an optimizer step")
     learning_rate: float = Field(1e-4, gt=0.0, description="largest learning rate")
@@ -34,6 +140,28 @@ class DistilConfig(Config):
     save_steps: int = Field(
         100, ge=1, description="steps between checkpoints, from which a killed run goes on"
     )
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="of the draft's forward; its weights and their updates stay float32",
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="compute activations again in the backward pass, to save memory"
+    )
+    eval_steps: int = Field(
+        50, ge=1, description="steps between measurements on rollouts that are not trained on"
+    )
+    keep: Literal["best", "last"] = Field(
+        "best", description="the checkpoint that becomes the draft, best by expected tokens a round"
+    )
+    report_to: list[str] | None = Field(
+        None,
+        description="where losses are reported, by the Trainer's names; [] is nowhere (default: "
+        "tensorboard if it is installed)",
+    )
+
+    def decisive(self) -> dict[str, Any]:
+        """The settings that the draft depends on, as JSON values."""
+        return self.model_dump(mode="json", exclude={"report_to"})
 
 
 class ToyPairConfig(Config):

@@ -89,7 +89,7 @@ def check_evaluation(config: PipelineConfig) -> None:
     """Refuse an evaluation that cannot be made. Raises ConfigError."""
     check_machine(config.eval)
     check_methods(config.eval, config.sampling, head=config.head is not None)
-    models = [config.models.target, config.models.draft, *path_drafts(config.eval)]
+    models = [*given_models(config), *path_drafts(config.eval)]
     _check_room(config, "eval", config.eval.max_new_tokens, models)
     _check_sets(config, config.eval.sets)
 
@@ -103,7 +103,7 @@ def check_hub(config: PipelineConfig) -> None:
     from specdata.prompts.loading import check_sets
     from specdata.prompts.reading import is_remote
 
-    names = [config.models.target, config.models.draft, *path_drafts(config.eval)]
+    names = [*given_models(config), *path_drafts(config.eval)]
     for name in names:
         if not is_made_here(config, name):
             longest_prompt(name, config.eval.max_new_tokens)
@@ -127,6 +127,11 @@ def _check_room(config: PipelineConfig, section: str, new: int, models: Iterable
                 f"{section}.max_new_tokens must leave room for a prompt: {model} has positions "
                 f"for {limit} tokens, prompt included, got {new}; set it to {limit - 1} or less"
             )
+
+
+def given_models(config: PipelineConfig) -> list[str]:
+    """The target, and the draft unless this run makes it."""
+    return [model for model in (config.models.target, config.models.draft) if model is not None]
 
 
 def positions_of(config: PipelineConfig, model: str) -> int | None:

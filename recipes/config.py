@@ -18,7 +18,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from distill.config import DistilConfig, ToyPairConfig
@@ -42,7 +42,11 @@ class ModelsConfig(Config):
     """The pair."""
 
     target: str = Field(min_length=1, description="folder or Hub id of the target, or ID@REVISION")
-    draft: str = Field(min_length=1, description="folder or Hub id of the draft to start from")
+    draft: str | None = Field(
+        default=None,
+        min_length=1,
+        description="folder or Hub id of the draft to start from (left out if draft.init makes it)",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="precision that both are loaded in"
     )
@@ -85,6 +89,22 @@ class PipelineConfig(Config):
     publish: PublishConfig = Field(
         default=PublishConfig(), description="stage 5: cards and uploads"
     )
+
+    @model_validator(mode="after")
+    def _has_a_draft(self) -> PipelineConfig:
+        """Refuse a pair of one model, unless its draft is made by this run."""
+        makes_it = self.draft is not None and self.draft.init.kind != "model"
+        if self.models.draft is None and not makes_it:
+            raise ValueError(
+                "models.draft is missing: name a draft, or let this run make one with draft.init "
+                "(kind: target or fresh)"
+            )
+        if self.models.draft is not None and makes_it and self.toy is None:
+            raise ValueError(
+                f"models.draft ({self.models.draft}) and draft.init (kind: "
+                f"{self.draft.init.kind}) name two drafts to start from: leave one of them out"  # type: ignore[union-attr]
+            )
+        return self
 
     @field_validator("output")
     @classmethod

@@ -18,7 +18,7 @@ from specdata.prompts.reading import prompt_inputs, source_of
 from specdata.storage.resume import Settings, defaults_of
 
 # Folders of a run's output; what a stage makes is read by later ones only.
-ORDER = ("pair", "rollouts", "draft", "labels", "head", "eval", "release")
+ORDER = ("pair", "rollouts", "initial", "finetuned", "draft", "labels", "head", "eval", "release")
 # Version of what release folders hold: raise it when cards or files change, so that finished runs
 # make theirs again. Runs that stored none are older than it.
 RELEASE_FORMAT = 3
@@ -41,9 +41,30 @@ def eval_folder(config: PipelineConfig) -> Path:
     return folder(config, config.eval.folder)
 
 
+def is_cut(config: PipelineConfig) -> bool:
+    """Whether this run makes the draft that its training starts from (`draft.init`)."""
+    made = config.draft and (config.draft.init.kind != "model" or config.draft.init.vocabulary)
+    return bool(made)
+
+
+def initial_draft(config: PipelineConfig) -> str:
+    """The draft before it is trained: made by this run, or given."""
+    if is_cut(config):
+        return str(folder(config, "initial") / "model")
+    assert config.models.draft is not None  # the configuration's own check
+    return config.models.draft
+
+
+def draft_to_distil(config: PipelineConfig) -> str:
+    """The draft that distillation starts from: fine-tuned by this run, or as it was."""
+    if config.draft and config.draft.finetune:
+        return str(folder(config, "finetuned") / "model")
+    return initial_draft(config)
+
+
 def draft_in_use(config: PipelineConfig) -> str:
     """The distilled draft, or the given one if this run distils none."""
-    return str(folder(config, "draft") / "model") if config.draft else config.models.draft
+    return str(folder(config, "draft") / "model") if config.draft else initial_draft(config)
 
 
 def head_in_use(config: PipelineConfig) -> str | None:
@@ -56,7 +77,7 @@ def pair_stage(config: PipelineConfig) -> Stage:
     assert config.toy is not None
     here = folder(config, "pair")
     for name, path in (("target", config.models.target), ("draft", config.models.draft)):
-        if absolute(path) != absolute(here / name):
+        if path is None or absolute(path) != absolute(here / name):
             raise ConfigError(
                 f"with a toy section, models.{name} must be {here / name}, got {path}: change it, "
                 "or set toy to null and use your own pair"
@@ -77,13 +98,49 @@ def rollouts_stage(config: PipelineConfig) -> Stage:
     return _stage(config, "rollouts", values, inputs, size)
 
 
+def initial_stage(config: PipelineConfig) -> Stage:
+    """Make the draft that training starts from."""
+    assert config.draft is not None
+    values = {"init": config.draft.init.model_dump(mode="json"), **_sampled(config)}
+    values["sets"] = config.draft.sets
+    inputs = {"target": config.models.target, "rollouts": str(folder(config, "rollouts"))}
+    if config.draft.init.kind == "model":
+        assert config.models.draft is not None  # the configuration's own check
+        inputs["draft"] = config.models.draft
+    return _stage(config, "initial", values, inputs, f"the draft, {_draft_size(config)}")
+
+
+def finetuned_stage(config: PipelineConfig) -> Stage:
+    """Train the draft on texts."""
+    assert config.draft is not None
+    assert config.draft.finetune is not None
+    tuning = config.draft.finetune.model_dump(mode="json")
+    lora = config.draft.lora.model_dump(mode="json") if config.draft.lora else None
+    values = {"finetune": tuning, "lora": lora, "sets": config.draft.sets, "seed": config.seed}
+    inputs = {
+        "target": config.models.target,
+        "draft": initial_draft(config),
+        "rollouts": str(folder(config, "rollouts")),
+    }
+    return _stage(config, "finetuned", values, inputs, f"the draft, {_draft_size(config)}")
+
+
+def draft_stages(config: PipelineConfig) -> list[Stage]:
+    """Everything that makes the draft, in order."""
+    if config.draft is None:
+        return []
+    stages = [initial_stage(config)] if is_cut(config) else []
+    stages += [finetuned_stage(config)] if config.draft.finetune else []
+    return [*stages, draft_stage(config)]
+
+
 def draft_stage(config: PipelineConfig) -> Stage:
     """Distil the draft on the rollouts."""
     assert config.draft is not None
-    values = {"draft": config.draft.model_dump(mode="json"), **_sampled(config)}
+    values = {"draft": config.draft.decisive(), **_sampled(config)}
     inputs = {
         "target": config.models.target,
-        "draft": config.models.draft,
+        "draft": draft_to_distil(config),
         "rollouts": str(folder(config, "rollouts")),
     }
     return _stage(config, "draft", values, inputs, f"the draft, {_draft_size(config)}")
@@ -184,7 +241,7 @@ def all_stages(config: PipelineConfig) -> list[Stage]:
     """Every stage of a run, in order."""
     stages = [pair_stage(config)] if config.toy else []
     stages += [rollouts_stage(config)] if config.toy or config.draft or config.head else []
-    stages += [draft_stage(config)] if config.draft else []
+    stages += draft_stages(config)
     stages += [labels_stage(config), head_stage(config)] if config.head else []
     return [*stages, eval_stage(config), release_stage(config)]
 
@@ -279,6 +336,8 @@ def _draft_size(config: PipelineConfig) -> str:
     """The size of the draft's weights, if it is on this machine or will be made here."""
     if toy := config.toy:
         return _bytes(_toy_bytes(toy.vocab_size, toy.draft_layers, toy.draft_width))
+    if is_cut(config) or config.models.draft is None:
+        return "its size follows from draft.init"
     here = on_this_machine(config.models.draft)
     weights = [path.stat().st_size for path in here.glob("*.safetensors")] if here else []
     return _bytes(sum(weights)) if weights else f"as large as {config.models.draft}"
@@ -287,10 +346,10 @@ def _draft_size(config: PipelineConfig) -> str:
 def _head_size(config: PipelineConfig) -> str:
     """The size of the head's weights, if the draft's hidden size is known on this machine."""
     assert config.head is not None
-    width = config.toy.draft_width if config.toy else _hidden_size(config.models.draft)
+    width = config.toy.draft_width if config.toy else _hidden_size(source_model(config))
     head = config.head
     if width is None:
-        return f"depth {head.depth}; its width is that of {config.models.draft}"
+        return f"depth {head.depth}; its width is that of {source_model(config)}"
     if head.kind == "specdec++":
         return _bytes(4 * (head.depth * (width * width + width) + width + 1))
     vectors = sum(name in VECTORS for name in head.features)
@@ -302,10 +361,17 @@ def _head_size(config: PipelineConfig) -> str:
     return _bytes(4 * weights)
 
 
+def source_model(config: PipelineConfig) -> str:
+    """The model that the draft has its hidden size from, if it is not a fresh one."""
+    if config.models.draft is None or (config.draft and config.draft.init.kind == "target"):
+        return config.models.target
+    return config.models.draft
+
+
 def _kept(config: PipelineConfig) -> str:
     """How much at most a head's training keeps of the draft: its states, in bfloat16."""
     assert config.head is not None
-    width = config.toy.draft_width if config.toy else _hidden_size(config.models.draft)
+    width = config.toy.draft_width if config.toy else _hidden_size(source_model(config))
     rollouts = [wanted for wanted in config.rollouts.sets if wanted.split == "train"]
     if width is None or not all(wanted.count for wanted in rollouts):
         return "two bytes for each label, moment and unit of the draft's hidden size"

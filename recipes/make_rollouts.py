@@ -71,7 +71,8 @@ def _rollouts(config: PipelineConfig) -> dict[str, Any]:
 
     tokenizer = load_tokenizer(config.models.target)
     # Found out now rather than after hours of sampling.
-    check_shared_vocabulary(tokenizer, load_tokenizer(config.models.draft))
+    if config.models.draft is not None:
+        check_shared_vocabulary(tokenizer, load_tokenizer(config.models.draft))
     with ExitStack() as stack:
         return _complete(config, tokenizer, *_backend(config, stack))
 

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 from eval.measuring.results import Results, check_metrics
 from recipes.config import PipelineConfig
 from recipes.head_quality import quality_of
-from recipes.layout import draft_in_use, eval_folder, folder, head_in_use, release_stage
+from recipes.layout import (
+    draft_in_use,
+    eval_folder,
+    folder,
+    head_in_use,
+    release_stage,
+    source_model,
+)
 from recipes.measured import RESULTS, measured_results
 from recipes.next_steps import after_release
 from recipes.recipe import Recipe
@@ -114,7 +121,7 @@ def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]
         trained = stage_record(folder(config, "draft"))["results"]
         about = replace(
             shared,
-            base_model=config.models.draft,
+            base_model=source_model(config),
             datasets=_training_sets(config, config.draft.sets),
             measures={
                 "acceptance before distillation": trained["acceptance_before"],

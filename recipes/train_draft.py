@@ -1,4 +1,4 @@
-"""Stage 2: distil the draft on the target's rollouts.
+"""Stage 2: make or take a draft, fine-tune it, and distil it on the target's rollouts.
 
 python recipes/train_draft.py --config FILE.yaml
 draftsmith train-draft --config FILE.yaml       # draftsmith launch PROFILE: in several processes
@@ -8,31 +8,37 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from recipes.checks import check_draft_sets
 from recipes.config import PipelineConfig
-from recipes.layout import draft_stage, folder
+from recipes.layout import draft_stages, draft_to_distil, folder, initial_draft
 from recipes.next_steps import after_draft
 from recipes.recipe import Recipe
 from recipes.run import Stage, made_as_asked, need, run_stage, say
 from specdata.errors import ConfigError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
     """What this recipe does. Raises ConfigError without a draft section."""
     if config.draft is None:
         raise ConfigError("this configuration has no draft section, so there is no draft to train")
-    return [draft_stage(config)]
+    return draft_stages(config)
 
 
 def main(config: PipelineConfig) -> dict[str, Any]:
-    """Distil, and print the acceptance before and after."""
-    (stage,) = stages(config)
-    if not made_as_asked(stage):
+    """Make, fine-tune and distil, as asked; print the acceptance before and after."""
+    planned = stages(config)
+    if not all(map(made_as_asked, planned)):
         check_draft_sets(config)
     need(folder(config, "rollouts"), "make_rollouts.py")
-    result = run_stage(stage, config, lambda: _distil(config, stage))
+    work = {"initial": _make_initial, "finetuned": _finetune, "draft": _distil}
+    for stage in planned:
+        result = run_stage(stage, config, partial(work[stage.name], config, stage))
     say(
         f"  acceptance on held-out rollouts: {result['acceptance_before']:.3f} before, "
         f"{result['acceptance_after']:.3f} after distillation"
@@ -40,20 +46,46 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     return result
 
 
-def _distil(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
-    from distill.offline import distil
-    from specdata.prompts.reading import short_name
-    from specdata.storage.dataset import load_stored, of_split
+def _make_initial(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
+    from distill.initial import make_initial
 
     assert config.draft is not None
-    source, wanted = folder(config, "rollouts"), config.draft.sets
-    rollouts = load_stored(source)
-    sets = None if wanted is None else [short_name(name) for name in wanted]
+    return make_initial(
+        target=config.models.target,
+        draft=config.models.draft if config.draft.init.kind == "model" else None,
+        rollouts=_rollouts(config, "train"),
+        out=stage.folder / "model",
+        config=config.draft.init,
+        sampling=config.sampling,
+        seed=config.seed,
+    )
+
+
+def _finetune(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
+    from distill.finetune import finetune
+
+    assert config.draft is not None
+    assert config.draft.finetune is not None
+    return finetune(
+        target=config.models.target,
+        draft=initial_draft(config),
+        rollouts=_rollouts(config, "train"),
+        out=stage.folder / "model",
+        config=config.draft.finetune,
+        lora=config.draft.lora,
+        seed=config.seed,
+    )
+
+
+def _distil(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
+    from distill.distillation import distil
+
+    assert config.draft is not None
     result = distil(
         target=config.models.target,
-        draft=config.models.draft,
-        train=of_split(rollouts, "train", source, sets=sets),
-        dev=of_split(rollouts, "dev", source, sets=sets),
+        draft=draft_to_distil(config),
+        train=_rollouts(config, "train"),
+        dev=_rollouts(config, "dev"),
         out=stage.folder / "model",
         config=config.draft,
         sampling=config.sampling,
@@ -61,6 +93,17 @@ def _distil(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         teacher_dtype=config.models.dtype,
     )
     return asdict(result)
+
+
+def _rollouts(config: PipelineConfig, split: str) -> Dataset:
+    """The rollouts of a split that the draft is trained or measured on."""
+    from specdata.prompts.reading import short_name
+    from specdata.storage.dataset import load_stored, of_split
+
+    assert config.draft is not None
+    source, wanted = folder(config, "rollouts"), config.draft.sets
+    sets = None if wanted is None else [short_name(name) for name in wanted]
+    return of_split(load_stored(source), split, source, sets=sets)
 
 
 RECIPE = Recipe(

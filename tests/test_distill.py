@@ -22,19 +22,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
 
+from distill.batches import IGNORED, collate
 from distill.checkpoint import complete, newest_checkpoint
 from distill.config import DistilConfig, Objective, ToyPairConfig
+from distill.distillation import DistilResult, distil
 from distill.losses import LOSSES
-from distill.offline import (
-    IGNORED,
-    DistilResult,
-    collate,
-    distil,
-    draft_trainer,
-    mean_acceptance,
-)
 from distill.toy import train_toy_pair
+from distill.trainer import draft_trainer
 from distill.training import train_resumably
+from distill.watch import mean_acceptance
 from specdata.config import Config, read_config
 from specdata.errors import ManifestError, TrainingDivergedError, VocabularyMismatchError
 from specdata.models import load_model, load_tokenizer
@@ -510,7 +506,7 @@ def stepwise_trainer(pair: Path, folder: Path, *, steps: int) -> tuple[Trainer, 
         load_model(str(pair / "target")),
         load_model(str(pair / "draft")),
         rollouts(pair, 8, seed=1),
-        folder / "out",
+        folder / "out.training",
         changed(QUICK, epochs=steps),
         SamplingConfig(),
         seed=0,

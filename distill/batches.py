@@ -1,0 +1,42 @@
+"""Batches of rollouts: which tokens a model reads, and at which of them the loss is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # the Trainer counts the labels that differ from it
+
+
+def collate(
+    pad_id: int, *, process: int = 0, processes: int = 1
+) -> Callable[[Sequence[Mapping[str, list[int]]]], dict[str, Tensor]]:
+    """Return the collator of rollouts: (B, T) `input_ids`, `attention_mask` and `labels`.
+
+    Rows are padded on the right; `labels` are the completion's tokens, `IGNORED` elsewhere.
+
+    Args:
+        pad_id: fills up `input_ids`.
+        process: which of the `processes` shares of the rows to collate. A share without a row
+            becomes one row without labels, because collective operations need a batch.
+        processes: among how many the rows are divided.
+    """
+
+    def batch(rows: Sequence[Mapping[str, list[int]]]) -> dict[str, Tensor]:
+        nothing = {"prompt_ids": rows[0]["prompt_ids"][:1], "completion_ids": []}
+        rows = rows[process::processes] or [nothing]
+        longest = max(len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows)
+        shape = (len(rows), longest)
+        ids, labels = torch.full(shape, pad_id), torch.full(shape, IGNORED)
+        attention = torch.zeros(shape, dtype=torch.long)
+        for index, row in enumerate(rows):
+            begin = len(row["prompt_ids"])
+            end = begin + len(row["completion_ids"])
+            ids[index, :end] = torch.tensor(row["prompt_ids"] + row["completion_ids"])
+            labels[index, begin:end] = ids[index, begin:end]
+            attention[index, :end] = 1
+        return {"input_ids": ids, "attention_mask": attention, "labels": labels}
+
+    return batch

@@ -1,0 +1,165 @@
+"""Stage 2: distil a draft on completions that its target wrote earlier.
+
+The target runs beside the draft as a frozen teacher; the loss is taken at completion positions
+only, between the very distributions that serving will compare.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from datasets import Dataset
+
+from distill.checkpoint import newest_complete
+from distill.config import DistilConfig
+from distill.trainer import draft_trainer
+from distill.training import save_model, train_resumably
+from distill.watch import mean_acceptance, positions
+from specdata.errors import TrainingDivergedError
+from specdata.model_folder import copy_tokenizer
+from specdata.models import load_model, load_tokenizer
+from specdata.processes import join_processes
+from specdata.sampling import SamplingConfig
+from specdata.storage.files import atomic_folder, fingerprint, write_json
+from specdata.storage.resume import Settings, defaults_of
+from specdata.vocabulary import check_shared_vocabulary
+
+SETTINGS_FILE = "training.json"
+RESULT_FILE = "distillation.json"
+
+
+@dataclass(frozen=True, slots=True)
+class DistilResult:
+    """What distillation changed, on rollouts that were not trained on.
+
+    `acceptance_before` and `acceptance_after` are means of sum_x min(p, q) over `positions`
+    completion positions: the probability that a drafted token is accepted there.
+    """
+
+    acceptance_before: float
+    acceptance_after: float
+    positions: int
+    steps: int
+
+
+def distil(
+    *,
+    target: str | Path,
+    draft: str | Path,
+    train: Dataset,
+    dev: Dataset,
+    out: Path,
+    config: DistilConfig,
+    sampling: SamplingConfig,
+    seed: int,
+    teacher_dtype: str = "float32",
+) -> DistilResult:
+    """Train a copy of the draft on rollouts of the target and save it as a model folder.
+
+    A killed run goes on from its last checkpoint when called again; a finished one returns its
+    stored result. Works in one process, under `accelerate launch` and under DeepSpeed. Each step
+    is taken on the same rollouts however many processes there are, so a run may go on in another
+    number of them (not under DeepSpeed, whose checkpoints are in as many parts).
+
+    Args:
+        target: folder or Hub id of the teacher.
+        draft: folder or Hub id of the draft to start from.
+        train: rollouts with `prompt_ids` and `completion_ids`.
+        dev: rollouts that acceptance is measured on.
+        out: the new model folder; it appears once it is complete.
+        config: loss and schedule.
+        sampling: the warp of serving, applied to both models.
+        seed: decides the order of the rollouts.
+        teacher_dtype: precision of the frozen target: the one it is served in.
+
+    Raises:
+        ConfigError: if a model cannot be loaded.
+        TrainingDivergedError: if a loss, gradient or weight is not finite.
+        VocabularyMismatchError: if the models do not share a vocabulary.
+        ManifestError: if `out` or its checkpoints were made with other settings, or its checkpoints
+            are damaged.
+        ValueError: if a data set is empty.
+    """
+    for name, rollouts in (("train", train), ("dev", dev)):
+        if len(rollouts) == 0:
+            raise ValueError(f"{name} must hold at least one rollout, it is empty")
+    settings = Settings(
+        {
+            "target": fingerprint(str(target)),
+            "draft": fingerprint(str(draft)),
+            "config": config.decisive(),
+            "sampling": asdict(sampling),
+            "seed": seed,
+            "train": _content(train),
+            "dev": _content(dev),
+            "teacher_dtype": teacher_dtype,
+        },
+        defaults_of(DistilConfig, "config") | defaults_of(SamplingConfig, "sampling"),
+        remedy=f"choose another output folder, or remove {out} and {_work(out)}",
+        rewrite=_by_content,
+    )
+    if out.exists():
+        shutil.rmtree(_work(out), ignore_errors=True)  # of a run killed right before its end
+        settings.check_file(out / SETTINGS_FILE)
+        return DistilResult(**json.loads((out / RESULT_FILE).read_text("utf-8")))
+    state = join_processes()
+    tokenizer = load_tokenizer(str(target))
+    check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
+    # Before any training arguments exist, or ZeRO-3 would split the frozen teacher too.
+    teacher = load_model(str(target), dtype=teacher_dtype)
+    student = load_model(str(draft))
+    plain = copy.deepcopy(student)  # no engine ever wraps this one
+    before = mean_acceptance(teacher, plain, dev, sampling) if state.is_main_process else None
+
+    trainer = draft_trainer(teacher, student, train, _work(out), config, sampling, seed)
+    train_resumably(trainer, _work(out), settings, label="distilling the draft")
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    after = None
+    if state.is_main_process:
+        plain.load_state_dict(weights)
+        after = mean_acceptance(teacher, plain, dev, sampling)
+    (after,) = broadcast_object_list([after])
+    if not math.isfinite(after):
+        raise TrainingDivergedError(
+            f"distilling the draft: its acceptance is {after} after the last step",
+            kept=newest_complete(_work(out)),
+            learning_rate=config.learning_rate,
+            remedy=settings.remedy,
+        )
+    if before is not None:
+        result = DistilResult(before, after, positions(dev), trainer.state.global_step)
+        with atomic_folder(out) as temporary:
+            save_model(plain, temporary)
+            copy_tokenizer(str(target), temporary)
+            settings.write(temporary / SETTINGS_FILE)
+            write_json(temporary / RESULT_FILE, asdict(result))
+        shutil.rmtree(_work(out))
+    state.wait_for_everyone()
+    return DistilResult(**json.loads((out / RESULT_FILE).read_text("utf-8")))
+
+
+def _by_content(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with models by what they hold; they were stored by name once."""
+    models = {role: fingerprint(settings[role]) for role in ("target", "draft") if role in settings}
+    return {**settings, **models}
+
+
+def _work(out: Path) -> Path:
+    return out.with_name(f"{out.name}.training")
+
+
+def _content(rollouts: Dataset) -> str:
+    """A short hash of the token ids, the same wherever and however the rows are stored."""
+    digest = hashlib.sha256()
+    for row in rollouts:
+        digest.update(json.dumps([row["prompt_ids"], row["completion_ids"]]).encode())
+    return digest.hexdigest()[:16]

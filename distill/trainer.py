@@ -1,0 +1,136 @@
+"""The Trainer of a draft that learns from its target."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.data_loader import prepare_data_loader
+from datasets import Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler
+from transformers import PreTrainedModel, Trainer
+
+from distill.batches import IGNORED, collate
+from distill.config import DistilConfig, Objective
+from distill.losses import LOSSES
+from distill.training import Schedule, training_arguments
+from specdata.models import known_ids
+from specdata.probability import probabilities, to_vocabulary
+from specdata.processes import join_processes
+from specdata.sampling import SamplingConfig
+
+
+class DistilTrainer(Trainer):  # type: ignore[misc]
+    """The Trainer with two methods changed.
+
+    The loss compares the draft with its teacher, and a batch is one over all processes.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        teacher: PreTrainedModel,
+        objective: Objective,
+        sampling: SamplingConfig,
+        **rest: Any,
+    ) -> None:
+        super().__init__(**rest)
+        self.student: PreTrainedModel = rest["model"]  # `model` may be wrapped by an engine
+        self.teacher = teacher.eval().requires_grad_(False)
+        self.objective = LOSSES[objective]
+        self.sampling = sampling
+        self.batch_size = batch_size
+
+    def get_train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """Whole batches, the same on every process; the collator takes this process's rows.
+
+        accelerate would divide them, and fill up the last batch of an epoch with rows of its
+        beginning. Told of one process, it orders rows as it does for one.
+        """
+        loader = DataLoader(
+            self.train_dataset,
+            batch_size=self.batch_size,
+            sampler=RandomSampler(self.train_dataset),
+            collate_fn=self.data_collator,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+        prepared: DataLoader[dict[str, Tensor]] = prepare_data_loader(
+            loader,
+            self.args.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=True,
+            use_seedable_sampler=True,
+            data_seed=self.args.data_seed,
+        )
+        return prepared
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Any]:
+        """Mean divergence over the completion positions of the whole (accumulated, global) batch.
+
+        Weighting by positions makes the result independent of how a batch is split.
+        """
+        labels = inputs["labels"]
+        tokens = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        chosen = labels[:, 1:] != IGNORED
+        outputs = model(**{**tokens, "input_ids": known_ids(tokens["input_ids"], self.student)})
+        with torch.no_grad():
+            p_logits = self.teacher(**tokens).logits[:, :-1][chosen]
+            p = probabilities(p_logits, self.sampling)
+        q_logits = to_vocabulary(outputs.logits[:, :-1][chosen], p.shape[-1])
+        # Truncation applies to p alone: a token cut from q would get no gradient to come back.
+        loss = self.objective(
+            q_logits / (self.sampling.temperature or 1.0), p.log(), torch.ones_like(p[:, 0])
+        )
+        if num_items_in_batch is not None:
+            # Gradients are averaged over processes, positions are counted over all of them.
+            share = chosen.sum() * self.accelerator.num_processes / num_items_in_batch
+            loss = loss * share
+        return (loss, outputs) if return_outputs else loss
+
+
+def draft_trainer(
+    teacher: PreTrainedModel,
+    student: PreTrainedModel,
+    train: Dataset,
+    work: Path,
+    config: DistilConfig,
+    sampling: SamplingConfig,
+    seed: int,
+) -> Trainer:
+    """The trainer of a draft: `config.batch_size` rollouts a batch, checkpoints in `work`."""
+    state = join_processes()
+    schedule = Schedule(
+        steps=math.ceil(config.epochs * len(train) / (config.batch_size * config.accumulation)),
+        batch_size=math.ceil(config.batch_size / state.num_processes),
+        accumulation=config.accumulation,
+        learning_rate=config.learning_rate,
+        warmup_ratio=config.warmup_ratio,
+        save_steps=config.save_steps,
+    )
+    pad_id = teacher.generation_config.pad_token_id
+    return DistilTrainer(
+        batch_size=config.batch_size,
+        teacher=teacher,
+        objective=config.objective,
+        sampling=sampling,
+        model=student,
+        args=training_arguments(work, schedule, seed=seed),
+        train_dataset=train,
+        data_collator=collate(
+            # Padding is masked everywhere, so any id will do where a model names none.
+            0 if pad_id is None else pad_id,
+            process=state.process_index,
+            processes=state.num_processes,
+        ),
+    )
