@@ -33,10 +33,11 @@ Weights = dict[str, Tensor]
 class Pace(TrainerCallback):  # type: ignore[misc]
     """Logs the tokens that a second of training reads, measurements and checkpoints left out.
 
-    The Trainer must count tokens (`include_num_input_tokens_seen`).
+    Tokens are those of all processes, padding left out.
     """
 
     def __init__(self, trainer: Trainer) -> None:
+        trainer.args.include_num_input_tokens_seen = "non_padding"
         self.trainer = trainer
         self.began = self.seconds = 0.0
         self.tokens = 0

@@ -29,6 +29,7 @@ Every engine verifies token by token unless it is told otherwise, and small draf
 about four tokens a round, so this is nearest to what serving gains; block verification emits at
 least as many, and more only where a draft's joint ratio recovers.
 """
+SCORE_IN_WORDS = "expected tokens of a round that drafts 4, verified token by token"
 FIRST_BIN = 8
 """Positions 1 to 8 of a completion are the first bin; each further one ends twice as far."""
 # Teacher's states that are kept between measurements, in bytes; others are computed again.
