@@ -185,8 +185,16 @@ class DistilConfig(Config):
     eval_steps: int = Field(
         50, ge=1, description="steps between measurements on rollouts that are not trained on"
     )
+    eval_rollouts: int = Field(
+        128,
+        ge=1,
+        description="how many of these are read each time, evenly over prompt sets; all are before "
+        "and after",
+    )
     keep: Literal["best", "last"] = Field(
-        "best", description="the checkpoint that becomes the draft, best by expected tokens a round"
+        "best",
+        description="the weights that become the draft: the best by expected tokens a round, of "
+        "those measured, or the last",
     )
     report_to: list[str] | None = Field(
         None,

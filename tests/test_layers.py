@@ -48,6 +48,8 @@ BELOW = {
         "models": "draft_vocabulary errors hub storage",
         "lm_head": "errors models",
         "storage": "config errors processes",
+        "expected_tokens": "",
+        "history": "errors storage",
         "prompts": "errors hub seeds storage toy",
         "rollouts": "config errors models probability prompts sampling seeds storage",
         "model_folder": "errors hub models storage",
