@@ -49,23 +49,7 @@ def load_model(name: str, *, dtype: str = "float32") -> Any:
     check_dtype(dtype)
     source, revision = hub_source(name)
 
-    def load() -> tuple[Any, dict[str, Any]]:
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-        kind: Any = AutoModelForCausalLM
-        if is_reduced(config):
-            with torch.device("meta"):
-                architecture = type(AutoModelForCausalLM.from_config(config))
-            kind = reduced_class(architecture, getattr(config, SIZE))
-        model, info = kind.from_pretrained(
-            source,
-            dtype=DTYPES[dtype],
-            revision=revision,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-        return settle(model, architecture) if is_reduced(config) else model, info
-
-    model, info = _from_hub("model", name, load)
+    model, info = _from_hub("model", name, lambda: read_model(source, revision, DTYPES[dtype]))
     if missing := sorted(info["missing_keys"]):
         # transformers would fill them with random numbers and only log it.
         raise ConfigError(
@@ -73,6 +57,38 @@ def load_model(name: str, *, dtype: str = "float32") -> Any:
             f"(first: {missing[0]}); save the model again with save_pretrained"
         )
     return model.to(device()).eval()
+
+
+def read_model(
+    source: str, revision: str | None, dtype: torch.dtype | str
+) -> tuple[Any, dict[str, Any]]:
+    """Load as transformers does, drafts with a reduced vocabulary, too.
+
+    Args:
+        source: folder or Hub id.
+        revision: on the Hub.
+        dtype: of the weights, or "auto".
+
+    Returns:
+        The model, and what transformers says of keys that are missing, unexpected or misfit.
+
+    Raises:
+        OSError, ValueError: of transformers.
+    """
+    config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    kind: Any = AutoModelForCausalLM
+    if is_reduced(config):
+        with torch.device("meta"):
+            architecture = type(AutoModelForCausalLM.from_config(config))
+        kind = reduced_class(architecture, getattr(config, SIZE))
+    model, info = kind.from_pretrained(
+        source,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    return settle(model, architecture) if is_reduced(config) else model, info
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
