@@ -6,7 +6,6 @@ only, between the very distributions that serving will compare.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import math
@@ -19,6 +18,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 
+from distill.adapters import load_student, with_weights
 from distill.checkpoint import newest_complete
 from distill.config import DistilConfig
 from distill.trainer import draft_trainer
@@ -82,7 +82,7 @@ def distil(
         teacher_dtype: precision of the frozen target: the one it is served in.
 
     Raises:
-        ConfigError: if a model cannot be loaded.
+        ConfigError: if a model cannot be loaded, or `config.lora` does not fit the draft.
         TrainingDivergedError: if a loss, gradient or weight is not finite.
         VocabularyMismatchError: if the models do not share a vocabulary.
         ManifestError: if `out` or its checkpoints were made with other settings, or its checkpoints
@@ -116,8 +116,8 @@ def distil(
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
     # Before any training arguments exist, or ZeRO-3 would split the frozen teacher too.
     teacher = load_model(str(target), dtype=teacher_dtype)
-    student = load_model(str(draft))
-    plain = copy.deepcopy(student)  # no engine ever wraps this one
+    student = load_student(str(draft), config.lora, seed=seed)
+    plain = load_model(str(draft))  # no engine ever wraps this one
     before = mean_acceptance(teacher, plain, dev, sampling) if state.is_main_process else None
 
     trainer = draft_trainer(teacher, student, train, _work(out), config, sampling, seed)
@@ -125,7 +125,7 @@ def distil(
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     after = None
     if state.is_main_process:
-        plain.load_state_dict(weights)
+        plain = with_weights(plain, weights, config.lora)
         after = mean_acceptance(teacher, plain, dev, sampling)
     (after,) = broadcast_object_list([after])
     if not math.isfinite(after):
