@@ -189,8 +189,12 @@ def best_folder(work: Path, step: int) -> Path:
 def store_best(work: Path, step: int, weights: Weights, needed: set[int]) -> None:
     """Keep weights whole or not at all, and drop those of other steps that are not needed."""
     with atomic_folder(best_folder(work, step), replace=True) as folder:
+        # Of a draft with adapters only those were trained.
+        adapters = {name: value for name, value in weights.items() if ".lora_" in name}
         # Tied matrices share memory, which the format refuses.
-        apart = {name: value.detach().cpu().clone() for name, value in weights.items()}
+        apart = {
+            name: value.detach().cpu().clone() for name, value in (adapters or weights).items()
+        }
         save_file(apart, folder / WEIGHTS)
     for former in work.glob("best-*"):
         if int(former.name.partition("-")[2]) not in needed:

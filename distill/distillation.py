@@ -6,7 +6,6 @@ only, between the very distributions that serving will compare.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import math
@@ -20,6 +19,7 @@ from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from pydantic import TypeAdapter
 
+from distill.adapters import load_student, with_weights
 from distill.callbacks import (
     Pace,
     Watch,
@@ -98,7 +98,7 @@ def distil(
         teacher_dtype: precision of the frozen target: the one it is served in.
 
     Raises:
-        ConfigError: if a model cannot be loaded.
+        ConfigError: if a model cannot be loaded, or `config.lora` does not fit the draft.
         TrainingDivergedError: if a loss, gradient or weight is not finite.
         VocabularyMismatchError: if the models do not share a vocabulary.
         ManifestError: if `out` or its checkpoints were made with other settings, or its checkpoints
@@ -133,15 +133,14 @@ def distil(
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
     # Before any training arguments exist, or ZeRO-3 would split the frozen teacher too.
     teacher = load_model(str(target), dtype=teacher_dtype)
-    student = load_model(str(draft))
-    plain = copy.deepcopy(student)  # no engine ever wraps this one
+    student = load_student(str(draft), config.lora, seed=seed)
+    plain = load_model(str(draft))  # no engine ever wraps this one
     held_out = HeldOut(teacher, dev, sampling, watched=config.eval_rollouts)
     before = held_out.measure(plain) if state.is_main_process else None
 
     def measure(weights: Weights | None, step: int) -> Measurement:
-        if weights is not None:
-            plain.load_state_dict(weights)
-        return held_out.measure(plain, step=step, watched_only=True)
+        model = plain if weights is None else with_weights(plain, weights, config.lora)
+        return held_out.measure(model, step=step, watched_only=True)
 
     history, weights = History([]), None
     if config.epochs > 0:
@@ -167,7 +166,7 @@ def distil(
             kept = best_step(history.measurements)
             weights = load_best(_work(out), kept)
         if weights is not None:
-            plain.load_state_dict(weights)
+            plain = with_weights(plain, weights, config.lora)
         after = held_out.measure(plain, step=kept)
     (after,) = broadcast_object_list([after])
     assert after is not None
@@ -195,9 +194,9 @@ def distil(
             settings.write(temporary / SETTINGS_FILE)
             write_json(temporary / RESULT_FILE, asdict(result))
             kept_by = SCORE_IN_WORDS if config.keep == "best" else None
-            replace(
-                history, before=before, after=after, kept_step=kept, kept_by=kept_by
-            ).write(temporary)
+            replace(history, before=before, after=after, kept_step=kept, kept_by=kept_by).write(
+                temporary
+            )
         shutil.rmtree(_work(out), ignore_errors=True)
     state.wait_for_everyone()
     return _stored(out)

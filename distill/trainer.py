@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import PreTrainedModel, Trainer
 
+from distill.adapters import base_of
 from distill.batches import IGNORED, collate
 from distill.config import DistilConfig, Objective
 from distill.losses import LOSSES
@@ -39,7 +40,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         **rest: Any,
     ) -> None:
         super().__init__(**rest)
-        self.student: PreTrainedModel = rest["model"]  # `model` may be wrapped by an engine
+        self.student = base_of(rest["model"])  # `model` may be wrapped by an engine
         self.teacher = teacher.eval().requires_grad_(False)
         self.objective = LOSSES[objective]
         self.sampling = sampling

@@ -141,7 +141,9 @@ class HeldOut:
         """
         head = find_lm_head(draft)
         batches = self._batches[: self._watched] if watched_only else self._batches
-        values = torch.cat([self._values(index, batch, head) for index, batch in enumerate(batches)])
+        values = torch.cat(
+            [self._values(index, batch, head) for index, batch in enumerate(batches)]
+        )
         places = torch.cat([batch.place for batch in batches])
         sets = [name for batch in batches for name in _sets_of_positions(batch)]
         return Measurement(
@@ -213,7 +215,9 @@ def _evenly(sets: Sequence[str], count: int | None) -> list[int]:
     """Indices of `count` rows, as many of each set as it has, spread over its rows."""
     if count is None or count >= len(sets):
         return list(range(len(sets)))
-    members = {name: [i for i, each in enumerate(sets) if each == name] for name in dict.fromkeys(sets)}
+    members = {
+        name: [i for i, each in enumerate(sets) if each == name] for name in dict.fromkeys(sets)
+    }
     chosen: list[int] = []
     smallest_first = sorted(members.values(), key=len)
     for done, rows in enumerate(smallest_first):

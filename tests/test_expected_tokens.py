@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import product
-
-import pytest
 import torch
 from torch import Tensor
-
-from eval.drafts import chain
-from eval.verifiers import make_verifier
-from specdata.expected_tokens import Verification, expected_tokens, log_ratios
 
 V = 3
 END = 0
