@@ -45,12 +45,14 @@ class Pace(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        """Start the clock."""
         self.began, self.seconds = time.perf_counter(), 0.0
         self.tokens = state.num_input_tokens_seen
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        """Count the step's seconds, its data and the draft's own text included."""
         self.seconds += time.perf_counter() - self.began
         self.began = time.perf_counter()
 
@@ -62,6 +64,7 @@ class Pace(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
+        """Log the rate since the last log beside the loss."""
         if logs is not None and "loss" in logs and self.seconds > 0:
             rate = (state.num_input_tokens_seen - self.tokens) / self.seconds
             self.tokens, self.seconds = state.num_input_tokens_seen, 0.0
@@ -71,6 +74,7 @@ class Pace(TrainerCallback):  # type: ignore[misc]
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        """Leave out what the checkpoint took."""
         self.began = time.perf_counter()
 
 
@@ -114,6 +118,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        """Measure what training starts from, or find the best weights so far."""
         if state.global_step == 0:
             self._measure(args, state)
         elif self.keep == "best":
@@ -122,6 +127,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        """Measure, if it is time."""
         if state.global_step % self.every == 0 or state.global_step >= state.max_steps:
             self._measure(args, state)
 
@@ -189,8 +195,12 @@ def best_folder(work: Path, step: int) -> Path:
 def store_best(work: Path, step: int, weights: Weights, needed: set[int]) -> None:
     """Keep weights whole or not at all, and drop those of other steps that are not needed."""
     with atomic_folder(best_folder(work, step), replace=True) as folder:
+        # Of a draft with adapters only those were trained.
+        adapters = {name: value for name, value in weights.items() if ".lora_" in name}
         # Tied matrices share memory, which the format refuses.
-        apart = {name: value.detach().cpu().clone() for name, value in weights.items()}
+        apart = {
+            name: value.detach().cpu().clone() for name, value in (adapters or weights).items()
+        }
         save_file(apart, folder / WEIGHTS)
     for former in work.glob("best-*"):
         if int(former.name.partition("-")[2]) not in needed:
