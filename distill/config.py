@@ -11,7 +11,7 @@ from specdata.config import Config
 
 TOY_POSITIONS = 1024
 """The context of the embedded pair, in tokens."""
-Objective = Literal["forward_kl", "reverse_kl", "js", "tv", "neg_log_overlap", "lk_hybrid"]
+Objective = Literal["forward_kl", "reverse_kl", "js", "tv", "tvd++", "neg_log_overlap", "lk_hybrid"]
 """Names of the losses in `distill.losses.LOSSES`."""
 Architecture = Literal["llama-68m", "llama-160m", "toy"]
 """Names of the configurations in `ARCHITECTURES`."""
