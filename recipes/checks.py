@@ -7,17 +7,21 @@ sets and configurations of models that are on the Hub are checked when a pipelin
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from distill.config import TOY_POSITIONS
 from eval.measuring.methods import check_machine, check_methods, path_drafts
 from recipes.config import PipelineConfig
-from recipes.layout import described, is_made_here
+from recipes.layout import described, is_cut, is_made_here, on_this_machine
 from specdata.config import nearest
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
 from specdata.rollouts.config import check_samples
+
+# Beside a tokenizer; other versions keep it in tokenizer_config.json.
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
 def check_rollouts(config: PipelineConfig) -> None:
@@ -42,6 +46,7 @@ def check_training_splits(config: PipelineConfig) -> None:
             f"{', '.join(sorted(splits))}"
         )
     check_draft_sets(config)
+    check_finetuning(config)
 
 
 def check_draft_sets(config: PipelineConfig) -> None:
@@ -60,6 +65,36 @@ def check_draft_sets(config: PipelineConfig) -> None:
         raise ConfigError(
             f"draft.sets names no set of split {' or '.join(missing)} ({', '.join(chosen)}): the "
             "draft is trained on train and measured on dev; name a set of each"
+        )
+
+
+def check_finetuning(config: PipelineConfig) -> None:
+    """Refuse conversations that cannot be trained on, and rows longer than a draft's context.
+
+    Of conversations on the Hub only the names are checked. Raises ConfigError.
+    """
+    from specdata.prompts.conversations import check_conversations
+
+    if config.draft is None or config.draft.finetune is None:
+        return
+    tuning = config.draft.finetune
+    check_conversations(tuning.conversations, config.seed, here_alone=True)
+    if tuning.conversations and has_chat_template(config) is False:
+        raise ConfigError(
+            f"draft.finetune.conversations are rendered with the target's chat template, and "
+            f"{config.models.target} has none: save one beside its tokenizer (chat_template.jinja; "
+            "recipes/configs/vicuna.jinja is Vicuna's), take a target that was tuned to chat, or "
+            "leave conversations out to train on the target's rollouts"
+        )
+    if is_cut(config):
+        return  # its context is known once it is made
+    assert config.models.draft is not None  # the configuration's own check
+    limit = positions_of(config, config.models.draft)
+    if limit is not None and tuning.max_length > limit:
+        raise ConfigError(
+            f"draft.finetune.max_length must be at most {limit}, the positions of "
+            f"{config.models.draft}, got {tuning.max_length}: lower it, or take a draft with a "
+            "longer context"
         )
 
 
@@ -97,9 +132,11 @@ def check_evaluation(config: PipelineConfig) -> None:
 def check_hub(config: PipelineConfig) -> None:
     """Refuse what only the Hub tells: prompt sets there, and the contexts of models.
 
-    Downloads the sets, and of models config.json alone. Raises ConfigError.
+    Downloads the sets (conversations, too), and of models config.json alone. Raises ConfigError.
     """
-    from specdata.models import longest_prompt
+    from specdata.models import load_tokenizer, longest_prompt
+    from specdata.prompts.chat_templates import require_template
+    from specdata.prompts.conversations import check_conversations
     from specdata.prompts.loading import check_sets
     from specdata.prompts.reading import is_remote
 
@@ -107,6 +144,10 @@ def check_hub(config: PipelineConfig) -> None:
     for name in names:
         if not is_made_here(config, name):
             longest_prompt(name, config.eval.max_new_tokens)
+    if config.draft and config.draft.finetune and config.draft.finetune.conversations:
+        check_conversations(config.draft.finetune.conversations, config.seed)
+        if has_chat_template(config) is None:
+            require_template(load_tokenizer(config.models.target))
     trained = config.rollouts.sets if config.draft or config.head or config.toy else []
     for sets in (trained, config.eval.sets):
         check_sets([wanted for wanted in sets if is_remote(wanted)], config.seed)
@@ -132,6 +173,22 @@ def _check_room(config: PipelineConfig, section: str, new: int, models: Iterable
 def given_models(config: PipelineConfig) -> list[str]:
     """The target, and the draft unless this run makes it."""
     return [model for model in (config.models.target, config.models.draft) if model is not None]
+
+
+def has_chat_template(config: PipelineConfig) -> bool | None:
+    """Whether the target has a chat template; None if its tokenizer is not on this machine."""
+    if is_made_here(config, config.models.target):
+        return False
+    here = on_this_machine(config.models.target)
+    if here is None:
+        return None
+    if any((here / name).exists() for name in CHAT_TEMPLATES):
+        return True
+    try:
+        settings = json.loads((here / "tokenizer_config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return bool(settings.get("chat_template"))
 
 
 def positions_of(config: PipelineConfig, model: str) -> int | None:
