@@ -18,7 +18,14 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 
-from distill.adapters import load_student, with_weights
+from distill.adapters import (
+    base_of,
+    load_plain,
+    load_student,
+    merged,
+    set_weights,
+    trained_weights,
+)
 from distill.checkpoint import newest_complete
 from distill.config import DistilConfig
 from distill.trainer import draft_trainer
@@ -117,15 +124,18 @@ def distil(
     # Before any training arguments exist, or ZeRO-3 would split the frozen teacher too.
     teacher = load_model(str(target), dtype=teacher_dtype)
     student = load_student(str(draft), config.lora, seed=seed)
-    plain = load_model(str(draft))  # no engine ever wraps this one
-    before = mean_acceptance(teacher, plain, dev, sampling) if state.is_main_process else None
+    plain = load_plain(str(draft), config.lora)
+    before = None
+    if state.is_main_process:
+        before = mean_acceptance(teacher, base_of(plain), dev, sampling)
 
     trainer = draft_trainer(teacher, student, train, _work(out), config, sampling, seed)
     train_resumably(trainer, _work(out), settings, label="distilling the draft")
-    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    weights = trained_weights(trainer)
     after = None
     if state.is_main_process:
-        plain = with_weights(plain, weights, config.lora)
+        set_weights(plain, weights)
+        plain = merged(plain)
         after = mean_acceptance(teacher, plain, dev, sampling)
     (after,) = broadcast_object_list([after])
     if not math.isfinite(after):

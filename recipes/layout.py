@@ -347,7 +347,7 @@ def _draft_size(config: PipelineConfig) -> str:
 def _head_size(config: PipelineConfig) -> str:
     """The size of the head's weights, if the draft's hidden size is known on this machine."""
     assert config.head is not None
-    width = config.toy.draft_width if config.toy else _hidden_size(source_model(config))
+    width = hidden_size(config)
     head = config.head
     if width is None:
         return f"depth {head.depth}; its width is that of {source_model(config)}"
@@ -372,7 +372,7 @@ def source_model(config: PipelineConfig) -> str:
 def _kept(config: PipelineConfig) -> str:
     """How much at most a head's training keeps of the draft: its states, in bfloat16."""
     assert config.head is not None
-    width = config.toy.draft_width if config.toy else _hidden_size(source_model(config))
+    width = hidden_size(config)
     rollouts = [wanted for wanted in config.rollouts.sets if wanted.split == "train"]
     if width is None or not all(wanted.count for wanted in rollouts):
         return "two bytes for each label, moment and unit of the draft's hidden size"
@@ -382,9 +382,12 @@ def _kept(config: PipelineConfig) -> str:
     return _bytes(2 * labels * states * width)
 
 
-def _hidden_size(model: str) -> int | None:
-    """The hidden size in a model's config.json, if that is on this machine."""
-    known = described(model)
+def hidden_size(config: PipelineConfig) -> int | None:
+    """The draft's hidden size, as far as it is known on this machine."""
+    if config.toy:
+        cut = config.draft is not None and config.draft.init.kind == "target"
+        return config.toy.target_width if cut else config.toy.draft_width
+    known = described(source_model(config))
     return next((known[name] for name in ("hidden_size", "n_embd") if name in known), None)
 
 
