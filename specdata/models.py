@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from specdata.adapter_folder import base_of_adapters, merge_adapters
+from specdata.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
 from specdata.errors import ConfigError, full_disk
 from specdata.hub import hub_source
 from specdata.storage.files import fingerprint
@@ -36,7 +37,8 @@ def load_model(
 ) -> Any:
     """Load a causal LM from a folder or the Hub, in eval mode, on the GPU if there is one.
 
-    Code that comes with a model is never run: see `asks_for_remote_code`.
+    Code that comes with a model is never run: see `asks_for_remote_code`. A draft with a reduced
+    vocabulary (`specdata.draft_vocabulary`) gets logits as wide as its vocabulary all the same.
 
     Args:
         name: a folder, or a Hub id, which may carry a revision: OWNER/NAME@REVISION. Adapters in a
@@ -60,10 +62,15 @@ def load_model(
         model = _of_base(name, base, lambda: load_model(base, dtype=dtype))
         return merge_adapters(model, name, base).eval()
     source, revision = hub_source(name)
-    model, info = _from_hub(
-        "model",
-        name,
-        lambda: AutoModelForCausalLM.from_pretrained(
+
+    def load() -> tuple[Any, dict[str, Any]]:
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+        kind: Any = AutoModelForCausalLM
+        if is_reduced(config):
+            with torch.device("meta"):
+                architecture = type(AutoModelForCausalLM.from_config(config))
+            kind = reduced_class(architecture, getattr(config, SIZE))
+        model, info = kind.from_pretrained(
             source,
             dtype=DTYPES[dtype],
             revision=revision,
@@ -71,8 +78,10 @@ def load_model(
             output_loading_info=True,
             quantization_config=quantization,
             device_map={"": device()} if quantization else None,
-        ),
-    )
+        )
+        return settle(model, architecture) if is_reduced(config) else model, info
+
+    model, info = _from_hub("model", name, load)
     if missing := sorted(info["missing_keys"]):
         # transformers would fill them with random numbers and only log it.
         raise ConfigError(
@@ -134,19 +143,25 @@ def load_generation(name: str) -> tuple[PreTrainedConfig, frozenset[int]]:
     Raises:
         ConfigError: if it cannot be had.
     """
+    config, generation = load_configs(name)
+    return config, _ends(generation)
+
+
+def load_configs(name: str) -> tuple[PreTrainedConfig, GenerationConfig]:
+    """A model's configuration and its generation configuration, without its weights.
+
+    Raises:
+        ConfigError: if they cannot be had.
+    """
     if base := base_of_adapters(name):
-        return _of_base(name, base, lambda: load_generation(base))
+        return _of_base(name, base, lambda: load_configs(base))
     source, revision = hub_source(name)
 
     def load() -> tuple[PreTrainedConfig, GenerationConfig]:
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-        try:
-            return config, GenerationConfig.from_pretrained(source, revision=revision)
-        except OSError:  # it has no generation_config.json
-            return config, GenerationConfig.from_model_config(config)
+        return config, _generation(source, revision, config)
 
-    config, generation = _from_hub("model configuration", name, load)
-    return config, _ends(generation)
+    return _from_hub("model configuration", name, load)
 
 
 def positions(config: PreTrainedConfig) -> int:
@@ -207,6 +222,13 @@ def remote_code_refused(what: str, name: str) -> ConfigError:
         "tokenizer_config.json), and such code is never run here: give one whose architecture "
         "transformers itself has"
     )
+
+
+def _generation(source: str, revision: str | None, config: PreTrainedConfig) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(source, revision=revision)
+    except OSError:  # it has no generation_config.json
+        return GenerationConfig.from_model_config(config)
 
 
 def _ends(generation: GenerationConfig) -> frozenset[int]:

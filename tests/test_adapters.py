@@ -208,7 +208,7 @@ def test_adapters_that_cannot_be_trained_are_refused_by_a_plan(pair: Path, tmp_p
         asked(pair, "--draft.lora.rank=17", "--draft.init.kind=target", "--models.draft=null")
     )
     with pytest.raises(ConfigError, match=r"those of draft\.init\.kind fresh are random"):
-        check_lora(asked(pair, "--draft.init.kind=fresh", no_draft))
+        check_lora(asked(pair, "--draft.init.kind=fresh", "--models.draft=null"))
     randomly_adapted(pair / "draft", tmp_path / "adapters")
     with pytest.raises(ConfigError, match="hidden size, 16, got 17"):  # that of their base
         check_lora(asked(pair, "--draft.lora.rank=17", f"--models.draft={tmp_path / 'adapters'}"))
