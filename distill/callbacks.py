@@ -46,12 +46,14 @@ class Pace(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        """Start the clock."""
         self.began, self.seconds = time.perf_counter(), 0.0
         self.tokens = state.num_input_tokens_seen
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        """Count the step's seconds, its data and the draft's own text included."""
         self.seconds += time.perf_counter() - self.began
         self.began = time.perf_counter()
 
@@ -63,6 +65,7 @@ class Pace(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
+        """Log the rate since the last log beside the loss."""
         if logs is not None and "loss" in logs and self.seconds > 0:
             rate = (state.num_input_tokens_seen - self.tokens) / self.seconds
             self.tokens, self.seconds = state.num_input_tokens_seen, 0.0
@@ -72,6 +75,7 @@ class Pace(TrainerCallback):  # type: ignore[misc]
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        """Leave out what the checkpoint took."""
         self.began = time.perf_counter()
 
 
@@ -115,6 +119,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        """Measure what training starts from, or find the best weights so far."""
         if state.global_step == 0:
             self._measure(args, state)
         elif self.keep == "best":
@@ -123,6 +128,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        """Measure, if it is time."""
         if state.global_step % self.every == 0 or state.global_step >= state.max_steps:
             self._measure(args, state)
 

@@ -131,6 +131,11 @@ class OnPolicyConfig(Config):
         "decoding, or a whole completion of the prompt",
     )
     length: int = Field(default=8, ge=1, description="tokens of a block")
+    cuts: int = Field(
+        default=1,
+        ge=1,
+        description="blocks of a rollout, each after another part of it, which is read again",
+    )
 
 
 class DistilConfig(Config):

@@ -18,6 +18,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from pydantic import TypeAdapter
+from transformers import PreTrainedModel, Trainer
 
 from distill.adapters import (
     base_of,
@@ -105,7 +106,7 @@ def distil(
         teacher_dtype: precision of the frozen target: the one it is served in.
 
     Raises:
-        ConfigError: if a model cannot be loaded, or `config.lora` does not fit the draft.
+        ConfigError: if a model cannot be loaded.
         TrainingDivergedError: if a loss, gradient or weight is not finite.
         VocabularyMismatchError: if the models do not share a vocabulary.
         ManifestError: if `out` or its checkpoints were made with other settings, or its checkpoints
@@ -145,38 +146,18 @@ def distil(
     held_out = HeldOut(teacher, dev, sampling, watched=config.eval_rollouts)
     before = held_out.measure(base_of(plain)) if state.is_main_process else None
 
-    def measure(weights: Weights | None, step: int) -> Measurement:
-        if weights is not None:
-            set_weights(plain, weights)
-        return held_out.measure(base_of(plain), step=step, watched_only=True)
-
-    history, weights = History([]), None
+    history = History([], kept_step=0)
     if config.epochs > 0:
         trainer = draft_trainer(teacher, student, train, _work(out), config, sampling, seed)
-        label = "distilling the draft"
-        watch = Watch(
-            trainer,
-            measure,
-            every=config.eval_steps,
-            keep=config.keep,
-            label=label,
-            remedy=settings.remedy,
-        )
-        for callback in (*reports, Pace(trainer), watch):
+        for callback in (*reports, Pace(trainer)):
             trainer.add_callback(callback)
-        train_resumably(trainer, _work(out), settings, label=label)
-        weights = trained_weights(trainer)
-        history = history_of(trainer.state)
-    after = None
-    kept = steps = history.measurements[-1].step if history.measurements else 0
-    if state.is_main_process:
-        if config.keep == "best" and steps:
-            kept = best_step(history.measurements)
-            weights = load_best(_work(out), kept)
-        if weights is not None:
+        history, weights = _trained(trainer, plain, held_out, config, settings)
+        if state.is_main_process:
             set_weights(plain, weights)
-        plain = merged(plain)
-        after = held_out.measure(plain, step=kept)
+    after = None
+    plain = merged(plain)
+    if state.is_main_process:
+        after = held_out.measure(plain, step=history.kept_step or 0)
     (after,) = broadcast_object_list([after])
     assert after is not None
     if not math.isfinite(after.overall.acceptance):
@@ -188,27 +169,69 @@ def distil(
             remedy=settings.remedy,
         )
     if before is not None:
-        result = DistilResult(
-            acceptance_before=before.overall.acceptance,
-            acceptance_after=after.overall.acceptance,
-            positions=after.overall.positions,
-            steps=steps,
-            kept_step=kept,
-            before=before,
-            after=after,
-        )
-        with atomic_folder(out) as temporary:
-            save_model(plain, temporary)
-            copy_tokenizer(str(target), temporary)
-            settings.write(temporary / SETTINGS_FILE)
-            write_json(temporary / RESULT_FILE, asdict(result))
-            kept_by = SCORE_IN_WORDS if config.keep == "best" else None
-            replace(history, before=before, after=after, kept_step=kept, kept_by=kept_by).write(
-                temporary
-            )
-        shutil.rmtree(_work(out), ignore_errors=True)
+        _save(replace(history, before=before, after=after), plain, target, out, settings)
     state.wait_for_everyone()
     return _stored(out)
+
+
+def _trained(
+    trainer: Trainer,
+    plain: PreTrainedModel,
+    held_out: HeldOut,
+    config: DistilConfig,
+    settings: Settings,
+) -> tuple[History, Weights]:
+    """Train; return what is known of it, and the weights to keep (on the main process)."""
+    work, label = Path(trainer.args.output_dir), "distilling the draft"
+
+    def measure(weights: Weights | None, step: int) -> Measurement:
+        if weights is not None:
+            set_weights(plain, weights)
+        return held_out.measure(base_of(plain), step=step, watched_only=True)
+
+    watch = Watch(
+        trainer,
+        measure,
+        every=config.eval_steps,
+        keep=config.keep,
+        label=label,
+        remedy=settings.remedy,
+    )
+    trainer.add_callback(watch)
+    train_resumably(trainer, work, settings, label=label)
+    weights = trained_weights(trainer)
+    history = history_of(trainer.state)
+    if config.keep == "last":
+        return replace(history, kept_step=trainer.state.global_step), weights
+    kept = best_step(history.measurements)
+    if trainer.is_world_process_zero():
+        weights = load_best(work, kept)
+    return replace(history, kept_step=kept, kept_by=SCORE_IN_WORDS), weights
+
+
+def _save(
+    history: History, plain: PreTrainedModel, target: str | Path, out: Path, settings: Settings
+) -> None:
+    """Make the model folder, with the result and the history beside the weights."""
+    before, after = history.before, history.after
+    assert before is not None
+    assert after is not None
+    result = DistilResult(
+        acceptance_before=before.overall.acceptance,
+        acceptance_after=after.overall.acceptance,
+        positions=after.overall.positions,
+        steps=history.measurements[-1].step if history.measurements else 0,
+        kept_step=history.kept_step,
+        before=before,
+        after=after,
+    )
+    with atomic_folder(out) as temporary:
+        save_model(plain, temporary)
+        copy_tokenizer(str(target), temporary)
+        settings.write(temporary / SETTINGS_FILE)
+        write_json(temporary / RESULT_FILE, asdict(result))
+        history.write(temporary)
+    shutil.rmtree(_work(out), ignore_errors=True)
 
 
 def _stored(out: Path) -> DistilResult:

@@ -168,7 +168,8 @@ class HeldOut:
             for start in range(0, len(tokens), step)
         ]
         acceptance, kl, ratios = torch.cat(compared).double().cpu().unbind(dim=-1)
-        padded = pad_sequence(ratios.split(batch.lengths.tolist()), batch_first=True)
+        texts = torch.split(ratios, batch.lengths.tolist())
+        padded = pad_sequence(list(texts), batch_first=True)
         rounds = [
             expected_tokens(padded, batch.lengths, drafted, verification)[batch.row, batch.place]
             for verification in get_args(Verification)

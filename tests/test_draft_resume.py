@@ -52,11 +52,15 @@ def trained(pair: Path, out: Path, changes: dict[str, Any]) -> None:
     )
 
 
+COMPLETIONS = {"on_policy": {"share": 0.4, "text": "completions"}, "epochs": 3}
 CASES: dict[str, tuple[Train, dict[str, Any]]] = {
     "accumulated": (trained, {"accumulation": 2, "epochs": 10, "save_steps": 4}),
     "adapters": (trained, LORA),
+    "blocks of the draft": (trained, {"on_policy": {"share": 0.5}, "epochs": 3}),
+    "completions of the draft": (trained, COMPLETIONS),
+    "the last weights": (trained, {"keep": "last"}),
 }
-COMBINED = {**LORA, "epochs": 4}
+COMBINED = {**LORA, "epochs": 3, "on_policy": {"share": 0.5, "text": "blocks"}, "eval_steps": 3}
 
 
 @pytest.fixture(scope="module")
