@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from eval.measuring.methods import check_machine, check_methods, path_drafts
 from recipes.config import PipelineConfig
-from recipes.layout import is_cut, is_made_here, on_this_machine, sizes_of
+from recipes.layout import draft_width, is_cut, is_made_here, on_this_machine, sizes_of
+from specdata.adapter_folder import base_of_adapters
 from specdata.config import nearest
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
@@ -53,6 +55,7 @@ def check_draft(config: PipelineConfig) -> None:
     check_draft_sets(config)
     check_finetuning(config)
     check_initial(config)
+    check_lora(config)
     if config.draft and config.models.draft and config.draft.init.kind == "model":
         limit = positions_of(config, config.models.draft)
         if limit is None or limit < (config.draft.max_length or sys.maxsize):
@@ -89,6 +92,37 @@ def check_initial(config: PipelineConfig) -> None:
             f"draft.init.vocabulary must be at most {size}, the vocabulary of {source}, got "
             f"{init.vocabulary}"
         )
+
+def check_lora(config: PipelineConfig) -> None:
+    """Refuse adapters that cannot be trained, or would train nothing. Raises ConfigError."""
+    if config.draft is None or (lora := config.draft.lora) is None:
+        return
+    if config.draft.init.kind == "fresh":
+        raise ConfigError(
+            "draft.lora trains adapters beside frozen weights, and those of draft.init.kind fresh "
+            "are random: leave out draft.lora, or start from a model or from layers of the target"
+        )
+    if lora.bits and find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"draft.lora.bits: {lora.bits} needs bitsandbytes, which is not installed: pip install "
+            "'draftsmith[qlora]' (CUDA GPUs; on the CPU it works too, slowly), or leave bits out "
+            "to keep the frozen weights in full precision"
+        )
+    if lora.bits and config.draft.init.kind == "model" and _is_adapted(config.models.draft):
+        raise ConfigError(
+            f"draft.lora.bits: {lora.bits} needs whole weights to quantise, and models.draft "
+            f"({config.models.draft}) holds adapters: leave bits out, or merge them first"
+        )
+    width = draft_width(config)
+    if width is not None and lora.rank > width:
+        raise ConfigError(
+            f"draft.lora.rank must not exceed the draft's hidden size, {width}, got {lora.rank}: "
+            "lower it, or leave out draft.lora to train all weights"
+        )
+
+
+def _is_adapted(model: str | None) -> bool:
+    return model is not None and base_of_adapters(model) is not None
 
 
 def check_draft_sets(config: PipelineConfig) -> None:
