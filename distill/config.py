@@ -14,6 +14,23 @@ Objective = Literal["forward_kl", "reverse_kl", "js", "tv", "neg_log_overlap", "
 """Names of the losses in `distill.losses.LOSSES`."""
 Architecture = Literal["llama-68m", "llama-160m", "toy"]
 """Names of the configurations in `distill.initial.ARCHITECTURES`."""
+Reporter = Literal[
+    "azure_ml",
+    "clearml",
+    "codecarbon",
+    "comet_ml",
+    "dagshub",
+    "dvclive",
+    "flyte",
+    "kubeflow",
+    "mlflow",
+    "neptune",
+    "swanlab",
+    "tensorboard",
+    "trackio",
+    "wandb",
+]
+"""The Trainer's names of what it reports to."""
 
 
 class InitConfig(Config):
@@ -161,7 +178,7 @@ class DistilConfig(Config):
         description="the weights that become the draft: the best by expected tokens a round, of "
         "those measured, or the last",
     )
-    report_to: list[str] | None = Field(
+    report_to: list[Reporter] | None = Field(
         None,
         description="where losses are reported, by the Trainer's names; [] is nowhere (default: "
         "tensorboard if it is installed)",

@@ -1,4 +1,4 @@
-"""What is watched while a draft trains: figures, best weights, history, and where it is reported."""
+"""What is watched while a draft trains: figures, best weights, history, reports."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from distill import callbacks, watch
 from distill.callbacks import best_step, store_best
 from distill.config import DistilConfig
+from distill.config import Reporter as Reporting
 from distill.distillation import DistilResult, distil
 from distill.watch import HeldOut, mean_acceptance
+from specdata.config import read_config
 from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
 from specdata.expected_tokens import expected_tokens, log_ratios
 from specdata.history import Figures, History, LoggedStep, Measurement, read_history
@@ -44,7 +47,7 @@ __all__ = ["pair"]  # a fixture
 
 WATCHED = DistilConfig(epochs=2, learning_rate=5e-3, save_steps=4, eval_steps=3, report_to=[])
 """12 steps: checkpoints after 4, 8 and 12, measurements after 0, 3, 6, 9 and 12."""
-TOO_FAST = changed(WATCHED, learning_rate=0.2)
+TOO_FAST = changed(WATCHED, learning_rate=3.0)
 """The draft gets worse."""
 
 
@@ -59,6 +62,31 @@ def dev(pair: Path) -> Dataset:
     sets = {"maths": rollouts(pair, 6, seed=2), "sums": rollouts(pair, 3, seed=3)}
     named = [rows.add_column("dataset", [name] * len(rows)) for name, rows in sets.items()]
     return concatenate_datasets(named)
+
+
+@pytest.fixture(scope="module")
+def whole(
+    pair: Path, dev: Dataset, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, DistilResult, Reporter]:
+    """An uninterrupted training: its folder, its result, and what it reported."""
+    out, reporter = tmp_path_factory.mktemp("whole") / "out", Reporter()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distill.distillation.reporters", lambda *_: [reporter])
+        return out, trained(pair, dev, out), reporter
+
+
+class Reporter(TrainerCallback):
+    """Keeps the steps at which each name was reported."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[int]] = {}
+
+    def on_log(
+        self, _: object, state: Any, __: object, logs: dict[str, float], **___: object
+    ) -> None:
+        for name, value in logs.items():
+            assert isinstance(value, (int, float)), name  # what reporters take
+            self.seen.setdefault(name, []).append(state.global_step)
 
 
 def by_hand(
@@ -176,7 +204,7 @@ def test_the_target_is_run_once_and_its_distributions_are_never_whole(
 ) -> None:
     target, draft = models
     monkeypatch.setattr(watch, "VALUES_AT_ONCE", 32 * 400)
-    held_out = HeldOut(target, dev, SamplingConfig())
+    held_out, again = (HeldOut(target, dev, SamplingConfig()) for _ in range(2))
     bodies, widest = [], [0]
     handles = [
         target.base_model.register_forward_hook(lambda *_: bodies.append(1)),
@@ -190,7 +218,6 @@ def test_the_target_is_run_once_and_its_distributions_are_never_whole(
     assert len(bodies) == runs > 0
     assert max(widest) == 32 * 400
     monkeypatch.setattr(watch, "KEPT_BYTES", 0)
-    again = HeldOut(target, dev, SamplingConfig())
     assert again.measure(draft) == again.measure(draft) == first
     assert len(bodies) == 3 * runs
     for handle in handles:
@@ -221,7 +248,7 @@ def test_a_rollout_longer_than_a_context_is_named(
 
 def measurement(step: int, tokens: float) -> Measurement:
     figures = Figures(1, 0.5, 0.1, {"token_4": tokens, "token_8": 1, "block_4": 1, "block_8": 9})
-    return Measurement(step, 1, figures, {}, [])
+    return Measurement(step, 1, figures, {}, ())
 
 
 def test_the_earliest_of_equally_good_weights_are_the_best() -> None:
@@ -244,20 +271,20 @@ def test_weights_that_got_worse_are_not_kept(pair: Path, tmp_path: Path) -> None
 
 
 def test_the_result_tells_of_every_prompt_set_and_is_stored(
-    pair: Path, dev: Dataset, tmp_path: Path
+    pair: Path, dev: Dataset, whole: tuple[Path, DistilResult, Reporter]
 ) -> None:
-    result = trained(pair, dev, tmp_path / "out")
+    out, result, _ = whole
     before, after = result.before, result.after
     assert before is not None
     assert after is not None
-    assert result.kept_step == after.step == best_step(kept(tmp_path / "out").measurements) > 0
+    assert result.kept_step == after.step == best_step(kept(out).measurements) > 0
     assert result.acceptance_before == before.overall.acceptance < result.acceptance_after
     assert set(after.sets) == {"maths", "sums"}
     assert after.rollouts == 9
-    target, draft = load_model(str(pair / "target")), load_model(str(tmp_path / "out"))
+    target, draft = load_model(str(pair / "target")), load_model(str(out))
     stored = mean_acceptance(target, draft, dev, SamplingConfig())
     assert stored == pytest.approx(result.acceptance_after, abs=1e-6)
-    assert trained(pair, dev, tmp_path / "out") == result
+    assert trained(pair, dev, out) == result
 
 
 def test_a_result_of_an_earlier_version_is_read(pair: Path, tmp_path: Path) -> None:
@@ -274,7 +301,7 @@ def test_no_epochs_keep_the_draft_as_it_starts_and_measure_it(pair: Path, tmp_pa
     assert result.acceptance_before == result.acceptance_after > 0
     assert result.before == result.after
     assert_same_weights(tmp_path / "out", pair / "draft")
-    assert kept(tmp_path / "out").steps == []
+    assert kept(tmp_path / "out").steps == ()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -299,15 +326,14 @@ def kept(folder: Path) -> History:
     history = read_history(folder)
     assert history is not None
     assert all(step.tokens_per_second > 0 for step in history.steps if step.tokens_per_second)
-    timeless = [replace(step, tokens_per_second=None) for step in history.steps]
+    timeless = tuple(replace(step, tokens_per_second=None) for step in history.steps)
     return replace(history, steps=timeless)
 
 
 def test_history_has_every_step_that_was_logged_and_every_measurement(
-    pair: Path, dev: Dataset, tmp_path: Path
+    pair: Path, whole: tuple[Path, DistilResult, Reporter]
 ) -> None:
-    trained(pair, dev, tmp_path / "out")
-    history = read_history(tmp_path / "out")
+    history = read_history(whole[0])
     assert history is not None
     assert [step.step for step in history.steps] == [4, 8, 10, 12]
     assert all(isinstance(step, LoggedStep) and step.loss > 0 for step in history.steps)
@@ -327,12 +353,16 @@ class Killed(BaseException):
     """Stands for a kill: nothing catches it."""
 
 
-@pytest.mark.parametrize("stored", [1, 2, 3, 5])
+@pytest.mark.parametrize("stored", [1, 3, 5])
 def test_a_training_killed_after_it_stored_weights_goes_on_to_the_same_result(
-    pair: Path, dev: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: int
+    pair: Path,
+    dev: Dataset,
+    whole: tuple[Path, DistilResult, Reporter],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stored: int,
 ) -> None:
     """Weights of a step beyond the last checkpoint lie there then, and those before it as well."""
-    whole = trained(pair, dev, tmp_path / "whole")
     times = []
 
     def store_and_die(*given: Any) -> None:
@@ -346,9 +376,9 @@ def test_a_training_killed_after_it_stored_weights_goes_on_to_the_same_result(
         with pytest.raises(Killed):
             trained(pair, dev, tmp_path / "out")
     assert times == [0, 3, 6, 9, 12][:stored]  # it gets better all the time
-    assert trained(pair, dev, tmp_path / "out") == whole
-    assert_same_weights(tmp_path / "out", tmp_path / "whole")
-    assert kept(tmp_path / "out") == kept(tmp_path / "whole")
+    assert trained(pair, dev, tmp_path / "out") == whole[1]
+    assert_same_weights(tmp_path / "out", whole[0])
+    assert kept(tmp_path / "out") == kept(whole[0])
     assert not (tmp_path / "out.training").exists()
 
 
@@ -412,8 +442,8 @@ def test_a_history_is_damaged_or_missing_and_the_model_is_the_same_without_it(
 ) -> None:
     assert read_history(pair / "draft") is None
     folder = shutil.copytree(pair / "draft", tmp_path / "draft")
-    History([LoggedStep(1, 0.5)]).write(folder)
-    assert read_history(folder) == History([LoggedStep(1, 0.5)])
+    History((LoggedStep(1, 0.5),)).write(folder)
+    assert read_history(folder) == History((LoggedStep(1, 0.5),))
     assert fingerprint(str(folder)) == fingerprint(str(pair / "draft"))
     (folder / "history.json").write_text('{"steps": [{"step": 1}]}')
     with pytest.raises(ManifestError, match=r"history\.json is damaged .*: remove it"):
@@ -431,30 +461,18 @@ def test_figures_that_are_not_finite_end_a_training(pair: Path, tmp_path: Path) 
 
 
 def test_reports_go_to_names_that_exist_and_are_installed(pair: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"got 'tensorbord': did you mean 'tensorboard'\?"):
-        distilled(pair, tmp_path / "out", changed(WATCHED, report_to=["tensorbord"]))
-    with pytest.raises(ConfigError, match=r"'neptune', which cannot be used: .* Or take it out"):
-        distilled(pair, tmp_path / "out", changed(WATCHED, report_to=["neptune"]))
+    assert set(get_args(Reporting)) == set(INTEGRATION_TO_CALLBACK)
+    with pytest.raises(ConfigError, match=r"report_to\.0: .*'tensorboard'.* \(got 'tensorbord'\)"):
+        read_config(DistilConfig, {"report_to": ["tensorbord"]})
+    with pytest.raises(ConfigError, match=r"'wandb', which cannot be used: .* Or take it out"):
+        distilled(pair, tmp_path / "out", changed(WATCHED, report_to=["wandb"]))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_losses_and_measurements_are_reported_under_their_names(
-    pair: Path, dev: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: tuple[Path, DistilResult, Reporter],
 ) -> None:
-    class Reporter(TrainerCallback):
-        def __init__(self) -> None:
-            self.seen: dict[str, list[int]] = {}
-
-        def on_log(
-            self, _: object, state: Any, __: object, logs: dict[str, float], **___: object
-        ) -> None:
-            for name, value in logs.items():
-                assert isinstance(value, (int, float)), name  # what reporters take
-                self.seen.setdefault(name, []).append(state.global_step)
-
-    reporter = Reporter()
-    monkeypatch.setattr("distill.distillation.reporters", lambda *_: [reporter])
-    trained(pair, dev, tmp_path / "out")
+    reporter = whole[2]
     assert reporter.seen["loss"] == reporter.seen["tokens_per_second"] == [4, 8, 10, 12]
     for name in ("acceptance", "kl", "expected_tokens_block_8", "acceptance_sums"):
         assert reporter.seen[f"eval_{name}"] == [0, 3, 6, 9, 12]
