@@ -234,7 +234,8 @@ def history_of(state: TrainerState) -> History:
             }
         elif "tokens_per_second" in entry and entry["step"] in steps:
             steps[entry["step"]]["tokens_per_second"] = entry["tokens_per_second"]
-    return History([LoggedStep(**values) for values in steps.values()], measurements(state))
+    logged = tuple(LoggedStep(**values) for values in steps.values())
+    return History(logged, tuple(measurements(state)))
 
 
 def _number(value: Any) -> float | None:

@@ -146,7 +146,7 @@ def distil(
     held_out = HeldOut(teacher, dev, sampling, watched=config.eval_rollouts)
     before = held_out.measure(base_of(plain)) if state.is_main_process else None
 
-    history = History([], kept_step=0)
+    history = History(kept_step=0)
     if config.epochs > 0:
         trainer = draft_trainer(teacher, student, train, _work(out), config, sampling, seed)
         for callback in (*reports, Pace(trainer)):
