@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 
+from distill.adapters import base_of
 from distill.batches import IGNORED, collate
 from distill.config import DistilConfig, Objective
 from distill.losses import LOSSES
-from distill.training import Schedule, training_arguments
-from specdata.models import known_ids
+from distill.on_policy import DraftTexts, whole_model
+from distill.training import Schedule, training_arguments, whole_batches
+from specdata.models import end_ids, known_ids, positions
 from specdata.probability import probabilities, to_vocabulary
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
 
 
 class DistilTrainer(Trainer):  # type: ignore[misc]
-    """The Trainer with two methods changed.
+    """The Trainer with three methods changed.
 
-    The loss compares the draft with its teacher, and a batch is one over all processes.
+    The loss compares the draft with its teacher, a batch is one over all processes, and some of its
+    rows may carry text that the draft has just written.
     """
 
     def __init__(
@@ -36,38 +40,31 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         teacher: PreTrainedModel,
         objective: Objective,
         sampling: SamplingConfig,
+        texts: DraftTexts | None = None,
         **rest: Any,
     ) -> None:
         super().__init__(**rest)
-        self.student: PreTrainedModel = rest["model"]  # `model` may be wrapped by an engine
+        self.student = base_of(rest["model"])  # `model` may be wrapped by an engine
         self.teacher = teacher.eval().requires_grad_(False)
         self.objective = LOSSES[objective]
         self.sampling = sampling
         self.batch_size = batch_size
+        self.texts = texts
 
     def get_train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Whole batches, the same on every process; the collator takes this process's rows.
+        """Whole batches, the same on every process; the collator takes this process's rows."""
+        return whole_batches(self, self.batch_size)
 
-        accelerate would divide them, and fill up the last batch of an epoch with rows of its
-        beginning. Told of one process, it orders rows as it does for one.
-        """
-        loader = DataLoader(
-            self.train_dataset,
-            batch_size=self.batch_size,
-            sampler=RandomSampler(self.train_dataset),
-            collate_fn=self.data_collator,
-            pin_memory=self.args.dataloader_pin_memory,
-        )
-        prepared: DataLoader[dict[str, Tensor]] = prepare_data_loader(
-            loader,
-            self.args.device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=True,
-            use_seedable_sampler=True,
-            data_seed=self.args.data_seed,
-        )
-        return prepared
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Tensor]], Tensor | None]:
+        """The batches of one step, the draft's text in its rows, and their labels counted."""
+        if self.texts is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
+        batches = list(islice(epoch_iterator, num_batches))
+        with whole_model(self.model_wrapped, self.accelerator) as draft:
+            batches = self.texts.into(batches, draft, self.state.global_step)
+        return super().get_batch_samples(iter(batches), len(batches), device)  # type: ignore[no-any-return]
 
     def compute_loss(
         self,
@@ -119,18 +116,44 @@ def draft_trainer(
         save_steps=config.save_steps,
     )
     pad_id = teacher.generation_config.pad_token_id
+    # Padding is masked everywhere, so any id will do where a model names none.
+    pad_id = 0 if pad_id is None else pad_id
     return DistilTrainer(
         batch_size=config.batch_size,
         teacher=teacher,
         objective=config.objective,
         sampling=sampling,
+        texts=_draft_texts(teacher, student, config, sampling, seed, pad_id),
         model=student,
         args=training_arguments(work, schedule, seed=seed),
         train_dataset=train,
         data_collator=collate(
-            # Padding is masked everywhere, so any id will do where a model names none.
-            0 if pad_id is None else pad_id,
+            pad_id,
             process=state.process_index,
             processes=state.num_processes,
         ),
+    )
+
+
+def _draft_texts(
+    teacher: PreTrainedModel,
+    student: PreTrainedModel,
+    config: DistilConfig,
+    sampling: SamplingConfig,
+    seed: int,
+    pad_id: int,
+) -> DraftTexts | None:
+    """What the draft writes while it trains; None if it writes nothing."""
+    if config.on_policy.share == 0.0:
+        return None
+    longest = min(positions(teacher.config), positions(student.config))
+    return DraftTexts(
+        config.on_policy,
+        sampling,
+        seed,
+        ends=end_ids(teacher),
+        vocabulary=teacher.config.get_text_config().vocab_size,
+        longest=longest if config.max_length is None else min(longest, config.max_length),
+        batch_size=config.batch_size,
+        pad_id=pad_id,
     )
