@@ -15,7 +15,9 @@ def collate(
 ) -> Callable[[Sequence[Mapping[str, list[int]]]], dict[str, Tensor]]:
     """Return the collator of rollouts: (B, T) `input_ids`, `attention_mask` and `labels`.
 
-    Rows are padded on the right; `labels` are the completion's tokens, `IGNORED` elsewhere.
+    Rows are padded on the right and ordered by length; `labels` are the completion's tokens,
+    `IGNORED` elsewhere. `rows` (B,) is each row's index in the global batch, as the data set gave
+    it, whatever the order and the number of processes; -1 for a row that fills an empty share.
 
     Args:
         pad_id: fills up `input_ids`.
@@ -24,11 +26,12 @@ def collate(
         processes: among how many the rows are divided.
     """
 
-    def batch(rows: Sequence[Mapping[str, list[int]]]) -> dict[str, Tensor]:
-        nothing = {"prompt_ids": rows[0]["prompt_ids"][:1], "completion_ids": []}
-        rows = rows[process::processes] or [nothing]
-        longest = max(len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows)
-        shape = (len(rows), longest)
+    def batch(given: Sequence[Mapping[str, list[int]]]) -> dict[str, Tensor]:
+        nothing = {"prompt_ids": given[0]["prompt_ids"][:1], "completion_ids": []}
+        order = sorted(range(len(given)), key=lambda index: _length(given[index]))
+        share = order[process::processes] or [-1]
+        rows = [nothing if index < 0 else given[index] for index in share]
+        shape = (len(rows), max(map(_length, rows)))
         ids, labels = torch.full(shape, pad_id), torch.full(shape, IGNORED)
         attention = torch.zeros(shape, dtype=torch.long)
         for index, row in enumerate(rows):
@@ -37,6 +40,15 @@ def collate(
             ids[index, :end] = torch.tensor(row["prompt_ids"] + row["completion_ids"])
             labels[index, begin:end] = ids[index, begin:end]
             attention[index, :end] = 1
-        return {"input_ids": ids, "attention_mask": attention, "labels": labels}
+        return {
+            "input_ids": ids,
+            "attention_mask": attention,
+            "labels": labels,
+            "rows": torch.tensor(share),
+        }
 
     return batch
+
+
+def _length(row: Mapping[str, list[int]]) -> int:
+    return len(row["prompt_ids"]) + len(row["completion_ids"])

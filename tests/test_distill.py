@@ -201,6 +201,7 @@ def test_collator_labels_the_completion_and_hides_the_padding() -> None:
         {"prompt_ids": [8], "completion_ids": [9, 5, 6]},
     ]
     batch = collate(pad_id=1)(rows)
+    assert batch["rows"].tolist() == [0, 1]
     assert batch["input_ids"].tolist() == [[5, 6, 7, 1], [8, 9, 5, 6]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
     assert batch["labels"].tolist() == [[IGNORED, IGNORED, 7, IGNORED], [IGNORED, 9, 5, 6]]
@@ -215,6 +216,18 @@ def test_processes_divide_the_rows_of_a_batch_and_have_a_batch_without_labels_if
     assert shares[3]["input_ids"].tolist() == [[5]]
     pair_of = [collate(1, process=index, processes=2)(rows) for index in range(2)]
     assert [share["labels"][:, 1].tolist() for share in pair_of] == [[6, 8], [7]]
+    assert [share["rows"].tolist() for share in shares] == [[0], [1], [2], [-1]]
+
+
+def test_rows_of_a_batch_are_ordered_by_length_and_known_by_their_place_in_the_global_batch() -> (
+    None
+):
+    rows = [{"prompt_ids": [5] * length, "completion_ids": [6]} for length in (4, 2, 3, 1)]
+    alone = collate(pad_id=1)(rows)
+    assert alone["rows"].tolist() == [3, 1, 2, 0]
+    assert alone["attention_mask"].sum(dim=1).tolist() == [2, 3, 4, 5]
+    shares = [collate(1, process=index, processes=2)(rows) for index in range(2)]
+    assert [share["rows"].tolist() for share in shares] == [[3, 2], [1, 0]]
 
 
 class GradientRecorder(TrainerCallback):
