@@ -66,6 +66,11 @@ def newest_complete(work: Path) -> Path | None:
     return whole[-1] if whole else None
 
 
+def complete_steps(work: Path) -> list[int]:
+    """Steps of the checkpoints that were written to their end, in order."""
+    return [_step(path) for path in _by_step(work) if (path / COMPLETE).is_file()]
+
+
 def newest_checkpoint(work: Path, *, engine: str) -> Path | None:
     """Find the checkpoint to go on from, and remove torn and damaged ones; main process only.
 

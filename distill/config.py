@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from specdata.config import Config
 
@@ -13,7 +14,26 @@ TOY_POSITIONS = 1024
 Objective = Literal["forward_kl", "reverse_kl", "js", "tv", "tvd++", "neg_log_overlap", "lk_hybrid"]
 """Names of the losses in `distill.losses.LOSSES`."""
 Architecture = Literal["llama-68m", "llama-160m", "toy"]
-"""Names of the configurations in `distill.initial.ARCHITECTURES`."""
+"""Names of the configurations in `ARCHITECTURES`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaSizes:
+    """The sizes of a fresh Llama, in the words of its config.json."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    intermediate_size: int
+
+
+# The first two are those of JackFram/llama-68m and llama-160m (SpecInfer, arXiv:2305.09781), whose
+# matrices are untied; the third is the draft of the embedded pair, which ties them.
+ARCHITECTURES: dict[Architecture, LlamaSizes] = {
+    "llama-68m": LlamaSizes(2, 768, 12, 3072),
+    "llama-160m": LlamaSizes(12, 768, 12, 3072),
+    "toy": LlamaSizes(1, 128, 4, 336),
+}
 
 
 class InitConfig(Config):
@@ -25,7 +45,8 @@ class InitConfig(Config):
     )
     architecture: Architecture = Field(default="llama-68m", description="of a fresh draft")
     layers: int | list[int] = Field(
-        default=2, description="layers cut from the target: how many, or which (0 is the first)"
+        default=2,
+        description="layers cut from the target: how many, or which ([0, 5]; 0 is the first)",
     )
     choose: Literal["first", "last", "even", "search"] = Field(
         default="even",
@@ -38,6 +59,20 @@ class InitConfig(Config):
         description="tokens that the draft can propose: the most frequent in the rollouts "
         "(default: all)",
     )
+
+    @field_validator("layers")
+    @classmethod
+    def _are_layers(cls, layers: int | list[int]) -> int | list[int]:
+        """Refuse what is neither a number of layers nor their numbers in order."""
+        if isinstance(layers, int) and layers < 1:
+            raise ValueError(f"must be at least 1, got {layers}")
+        if isinstance(layers, list) and (
+            not layers or layers[0] < 0 or layers != sorted(set(layers))
+        ):
+            raise ValueError(
+                f"must be the numbers of layers in order, each once and 0 or more, got {layers}"
+            )
+        return layers
 
 
 class FinetuneConfig(Config):
@@ -96,6 +131,11 @@ class OnPolicyConfig(Config):
         "decoding, or a whole completion of the prompt",
     )
     length: int = Field(default=8, ge=1, description="tokens of a block")
+    cuts: int = Field(
+        default=1,
+        ge=1,
+        description="blocks of a rollout, each after another part of it, which is read again",
+    )
 
 
 class DistilConfig(Config):
@@ -150,8 +190,16 @@ class DistilConfig(Config):
     eval_steps: int = Field(
         50, ge=1, description="steps between measurements on rollouts that are not trained on"
     )
+    eval_rollouts: int = Field(
+        128,
+        ge=1,
+        description="how many of these are read each time, evenly over prompt sets; all are before "
+        "and after",
+    )
     keep: Literal["best", "last"] = Field(
-        "best", description="the checkpoint that becomes the draft, best by expected tokens a round"
+        "best",
+        description="the weights that become the draft: the best by expected tokens a round, of "
+        "those measured, or the last",
     )
     report_to: list[str] | None = Field(
         None,

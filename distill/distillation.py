@@ -6,25 +6,37 @@ only, between the very distributions that serving will compare.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
+from pydantic import TypeAdapter
+from transformers import PreTrainedModel, Trainer
 
+from distill.adapters import load_student, with_weights
+from distill.callbacks import (
+    Pace,
+    Watch,
+    Weights,
+    best_step,
+    history_of,
+    load_best,
+)
 from distill.checkpoint import newest_complete
 from distill.config import DistilConfig
+from distill.reporting import reporters
 from distill.trainer import draft_trainer
 from distill.training import save_model, train_resumably
-from distill.watch import mean_acceptance, positions
+from distill.watch import SCORE_IN_WORDS, HeldOut
 from specdata.errors import TrainingDivergedError
+from specdata.history import History, Measurement
 from specdata.model_folder import copy_tokenizer
 from specdata.models import load_model, load_tokenizer
 from specdata.processes import join_processes
@@ -42,13 +54,18 @@ class DistilResult:
     """What distillation changed, on rollouts that were not trained on.
 
     `acceptance_before` and `acceptance_after` are means of sum_x min(p, q) over `positions`
-    completion positions: the probability that a drafted token is accepted there.
+    completion positions: the probability that a drafted token is accepted there. `before` and
+    `after` have more, for each prompt set, too. The draft's weights are those after `kept_step` of
+    `steps` optimizer steps; 0 are those it started from. Earlier versions stored the first four.
     """
 
     acceptance_before: float
     acceptance_after: float
     positions: int
     steps: int
+    kept_step: int | None = None
+    before: Measurement | None = None
+    after: Measurement | None = None
 
 
 def distil(
@@ -107,44 +124,110 @@ def distil(
         remedy=f"choose another output folder, or remove {out} and {_work(out)}",
         rewrite=_by_content,
     )
+    reports = reporters(config.report_to, out.with_name(f"{out.name}.logs"))
     if out.exists():
         shutil.rmtree(_work(out), ignore_errors=True)  # of a run killed right before its end
         settings.check_file(out / SETTINGS_FILE)
-        return DistilResult(**json.loads((out / RESULT_FILE).read_text("utf-8")))
+        return _stored(out)
     state = join_processes()
     tokenizer = load_tokenizer(str(target))
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
     # Before any training arguments exist, or ZeRO-3 would split the frozen teacher too.
     teacher = load_model(str(target), dtype=teacher_dtype)
-    student = load_model(str(draft))
-    plain = copy.deepcopy(student)  # no engine ever wraps this one
-    before = mean_acceptance(teacher, plain, dev, sampling) if state.is_main_process else None
+    student = load_student(str(draft), config.lora, seed=seed)
+    plain = load_model(str(draft))  # no engine ever wraps this one
+    held_out = HeldOut(teacher, dev, sampling, watched=config.eval_rollouts)
+    before = held_out.measure(plain) if state.is_main_process else None
 
-    trainer = draft_trainer(teacher, student, train, _work(out), config, sampling, seed)
-    train_resumably(trainer, _work(out), settings, label="distilling the draft")
-    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    history = History([], kept_step=0)
+    if config.epochs > 0:
+        trainer = draft_trainer(teacher, student, train, _work(out), config, sampling, seed)
+        for callback in (*reports, Pace(trainer)):
+            trainer.add_callback(callback)
+        history, weights = _trained(trainer, plain, held_out, config, settings)
+        if state.is_main_process:
+            plain = with_weights(plain, weights, config.lora)
     after = None
     if state.is_main_process:
-        plain.load_state_dict(weights)
-        after = mean_acceptance(teacher, plain, dev, sampling)
+        after = held_out.measure(plain, step=history.kept_step or 0)
     (after,) = broadcast_object_list([after])
-    if not math.isfinite(after):
+    assert after is not None
+    if not math.isfinite(after.overall.acceptance):
         raise TrainingDivergedError(
-            f"distilling the draft: its acceptance is {after} after the last step",
+            f"distilling the draft: its acceptance is {after.overall.acceptance} after the last "
+            "step",
             kept=newest_complete(_work(out)),
             learning_rate=config.learning_rate,
             remedy=settings.remedy,
         )
     if before is not None:
-        result = DistilResult(before, after, positions(dev), trainer.state.global_step)
-        with atomic_folder(out) as temporary:
-            save_model(plain, temporary)
-            copy_tokenizer(str(target), temporary)
-            settings.write(temporary / SETTINGS_FILE)
-            write_json(temporary / RESULT_FILE, asdict(result))
-        shutil.rmtree(_work(out))
+        _save(replace(history, before=before, after=after), plain, target, out, settings)
     state.wait_for_everyone()
-    return DistilResult(**json.loads((out / RESULT_FILE).read_text("utf-8")))
+    return _stored(out)
+
+
+def _trained(
+    trainer: Trainer,
+    plain: PreTrainedModel,
+    held_out: HeldOut,
+    config: DistilConfig,
+    settings: Settings,
+) -> tuple[History, Weights]:
+    """Train; return what is known of it, and the weights to keep (on the main process)."""
+    work, label = Path(trainer.args.output_dir), "distilling the draft"
+
+    def measure(weights: Weights | None, step: int) -> Measurement:
+        model = plain if weights is None else with_weights(plain, weights, config.lora)
+        return held_out.measure(model, step=step, watched_only=True)
+
+    watch = Watch(
+        trainer,
+        measure,
+        every=config.eval_steps,
+        keep=config.keep,
+        label=label,
+        remedy=settings.remedy,
+    )
+    trainer.add_callback(watch)
+    train_resumably(trainer, work, settings, label=label)
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    history = history_of(trainer.state)
+    if config.keep == "last":
+        return replace(history, kept_step=trainer.state.global_step), weights
+    kept = best_step(history.measurements)
+    if trainer.is_world_process_zero():
+        weights = load_best(work, kept)
+    return replace(history, kept_step=kept, kept_by=SCORE_IN_WORDS), weights
+
+
+def _save(
+    history: History, plain: PreTrainedModel, target: str | Path, out: Path, settings: Settings
+) -> None:
+    """Make the model folder, with the result and the history beside the weights."""
+    before, after = history.before, history.after
+    assert before is not None
+    assert after is not None
+    result = DistilResult(
+        acceptance_before=before.overall.acceptance,
+        acceptance_after=after.overall.acceptance,
+        positions=after.overall.positions,
+        steps=history.measurements[-1].step if history.measurements else 0,
+        kept_step=history.kept_step,
+        before=before,
+        after=after,
+    )
+    with atomic_folder(out) as temporary:
+        save_model(plain, temporary)
+        copy_tokenizer(str(target), temporary)
+        settings.write(temporary / SETTINGS_FILE)
+        write_json(temporary / RESULT_FILE, asdict(result))
+        history.write(temporary)
+    shutil.rmtree(_work(out), ignore_errors=True)
+
+
+def _stored(out: Path) -> DistilResult:
+    stored = json.loads((out / RESULT_FILE).read_text("utf-8"))
+    return TypeAdapter(DistilResult).validate_python(stored)
 
 
 def _by_content(settings: Mapping[str, Any]) -> dict[str, Any]:

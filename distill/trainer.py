@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,12 +15,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import PreTrainedModel, Trainer
 
+from distill.adapters import base_of
 from distill.batches import IGNORED, collate
 from distill.chunked import chunked_loss
 from distill.config import DistilConfig
 from distill.losses import LOSSES
+from distill.on_policy import DraftTexts, whole_model
 from distill.training import Schedule, training_arguments
 from specdata.lm_head import find_lm_head
+from specdata.models import end_ids, positions
 from specdata.probability import probabilities, to_vocabulary
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
@@ -28,9 +32,10 @@ T = TypeVar("T")
 
 
 class DistilTrainer(Trainer):  # type: ignore[misc]
-    """The Trainer with two methods changed.
+    """The Trainer with three methods changed.
 
-    The loss compares the draft with its teacher, and a batch is one over all processes.
+    The loss compares the draft with its teacher, a batch is one over all processes, and some of its
+    rows may carry text that the draft has just written.
     """
 
     def __init__(
@@ -39,18 +44,20 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         teacher: PreTrainedModel,
         config: DistilConfig,
         sampling: SamplingConfig,
+        texts: DraftTexts | None = None,
         **rest: Any,
     ) -> None:
         super().__init__(**rest)
         self.student: torch.nn.Module = rest["model"]  # `model` may be wrapped by an engine
         self.teacher = teacher.eval().requires_grad_(False)
         self.teacher_head = find_lm_head(teacher)
-        self.student_head = find_lm_head(_language_model(self.student.eval()))
+        self.student_head = find_lm_head(base_of(self.student.eval()))
         self.objective = LOSSES[config.objective]
         self.warp = config.warp
         self.in_bfloat16 = config.precision == "bfloat16"
         self.sampling = sampling
         self.batch_size = config.batch_size
+        self.texts = texts
         self.model_accepts_loss_kwargs = True  # whatever the model: it is our loss that counts
 
     def get_train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
@@ -76,6 +83,17 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
             data_seed=self.args.data_seed,
         )
         return prepared
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Tensor]], Tensor | None]:
+        """The batches of one step, the draft's text in its rows, and their labels counted."""
+        if self.texts is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
+        batches = list(islice(epoch_iterator, num_batches))
+        with whole_model(self.model_wrapped, self.accelerator) as draft:
+            batches = self.texts.into(batches, draft, self.state.global_step)
+        return super().get_batch_samples(iter(batches), len(batches), device)  # type: ignore[no-any-return]
 
     def compute_loss(
         self,
@@ -153,11 +171,6 @@ def inside_forward(model: torch.nn.Module, inner: torch.nn.Module, work: Callabl
     return result
 
 
-def _language_model(student: torch.nn.Module) -> PreTrainedModel:
-    """The model itself, or that around which there are adapters."""
-    return next(each for each in student.modules() if isinstance(each, PreTrainedModel))
-
-
 def draft_trainer(
     teacher: PreTrainedModel,
     student: torch.nn.Module,
@@ -178,17 +191,43 @@ def draft_trainer(
         save_steps=config.save_steps,
     )
     pad_id = teacher.generation_config.pad_token_id
+    # Padding is masked everywhere, so any id will do where a model names none.
+    pad_id = 0 if pad_id is None else pad_id
     return DistilTrainer(
         teacher=teacher,
         config=config,
         sampling=sampling,
+        texts=_draft_texts(teacher, student, config, sampling, seed, pad_id),
         model=student,
         args=training_arguments(work, schedule, seed=seed),
         train_dataset=train,
         data_collator=collate(
-            # Padding is masked everywhere, so any id will do where a model names none.
-            0 if pad_id is None else pad_id,
+            pad_id,
             process=state.process_index,
             processes=state.num_processes,
         ),
+    )
+
+
+def _draft_texts(
+    teacher: PreTrainedModel,
+    student: PreTrainedModel,
+    config: DistilConfig,
+    sampling: SamplingConfig,
+    seed: int,
+    pad_id: int,
+) -> DraftTexts | None:
+    """What the draft writes while it trains; None if it writes nothing."""
+    if config.on_policy.share == 0.0:
+        return None
+    longest = min(positions(teacher.config), positions(student.config))
+    return DraftTexts(
+        config.on_policy,
+        sampling,
+        seed,
+        ends=end_ids(teacher),
+        vocabulary=teacher.config.get_text_config().vocab_size,
+        longest=longest if config.max_length is None else min(longest, config.max_length),
+        batch_size=config.batch_size,
+        pad_id=pad_id,
     )

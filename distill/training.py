@@ -211,7 +211,8 @@ class _StopDiverged(TrainerCallback):  # type: ignore[misc]
                 raise self._error(
                     args, f"{words} is {value} in steps {first} to {state.global_step}"
                 )
-        self.healthy_steps = state.global_step
+        if "loss" in (logs or {}):
+            self.healthy_steps = state.global_step
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

@@ -2,35 +2,262 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
 import torch
 from datasets import Dataset
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from specdata.models import known_ids
+from specdata.expected_tokens import Verification, expected_tokens, log_ratios
+from specdata.history import Figures, Measurement, PositionFigures
+from specdata.labels.labeller import by_length, tokens_at_once
+from specdata.lm_head import LMHead, find_lm_head
+from specdata.models import check_length
 from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.sampling import SamplingConfig
 
+DRAFTED = (4, 8)
+"""Tokens drafted in the rounds whose expected tokens are measured."""
+SCORE = "token_4"
+"""The figure by which the best weights are told: expected tokens of a round, over all positions.
 
-@torch.inference_mode()
+Every engine verifies token by token unless it is told otherwise, and small drafts are fastest at
+about four tokens a round, so this is nearest to what serving gains; block verification emits at
+least as many, and more only where a draft's joint ratio recovers.
+"""
+SCORE_IN_WORDS = "expected tokens of a round that drafts 4, verified token by token"
+FIRST_BIN = 8
+"""Positions 1 to 8 of a completion are the first bin; each further one ends twice as far."""
+# Teacher's states that are kept between measurements, in bytes; others are computed again.
+KEPT_BYTES = 1 << 30
+# Probabilities of a distribution over the vocabulary that are held at once, of each model.
+VALUES_AT_ONCE = 1 << 22
+
+COLUMNS = ("acceptance", "kl", *(f"{v}_{k}" for v in get_args(Verification) for k in DRAFTED))
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Rollouts that go through the models together, and their N completion positions in a line.
+
+    Attributes:
+        ids: (B, T) prompts and completions without their last tokens, padded on the right.
+        row: (N,) the row of each position.
+        column: (N,) where a model's output predicts the token of that position.
+        place: (N,) the position's number in its completion, from 0.
+        tokens: (N,) the completions' own tokens.
+        lengths: (B,) tokens of each completion.
+        sets: B names of prompt sets.
+    """
+
+    ids: Tensor
+    row: Tensor
+    column: Tensor
+    place: Tensor
+    tokens: Tensor
+    lengths: Tensor
+    sets: Sequence[str]
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]]) -> _Batch:
+        whole = [torch.tensor(row["prompt_ids"] + row["completion_ids"]) for row in rows]
+        lengths = torch.tensor([len(row["completion_ids"]) for row in rows])
+        row = torch.arange(len(rows)).repeat_interleave(lengths)
+        place = torch.cat([torch.arange(int(length)) for length in lengths])
+        # Position t predicts token t + 1, so the first completion token is read off the prompt.
+        column = place + torch.tensor([len(row["prompt_ids"]) - 1 for row in rows])[row]
+        return cls(
+            pad_sequence([ids[:-1] for ids in whole], batch_first=True),
+            row,
+            column,
+            place,
+            torch.cat([torch.tensor(row["completion_ids"]) for row in rows]),
+            lengths,
+            [str(row.get("dataset", "")) for row in rows],
+        )
+
+    def states(self, head: LMHead) -> Tensor:
+        """(N, H) states of a model at the positions. Raises ConfigError for too long a row."""
+        check_length(head.model.config, self.ids.shape[1])
+        device = head.model.device
+        return head.states(self.ids.to(device))[self.row.to(device), self.column.to(device)]
+
+
+class HeldOut:
+    """Rollouts that drafts are measured on, and what their target says there.
+
+    Models run on batches of rows of like length; distributions over the vocabulary are made for a
+    few positions at a time. The target says the same of them at every measurement, so its states
+    are kept, as far as `KEPT_BYTES` go: then a measurement runs only the draft.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        rollouts: Dataset,
+        sampling: SamplingConfig,
+        *,
+        watched: int | None = None,
+    ) -> None:
+        """Choose the rollouts that are watched while training.
+
+        Args:
+            target: the model of p.
+            rollouts: with `prompt_ids`, `completion_ids`; prompt sets by `dataset`, if there.
+            sampling: the warp of serving, applied to both models.
+            watched: how many of them are watched, evenly over prompt sets; None for all.
+        """
+        self.sampling = sampling
+        self._target = find_lm_head(target)
+        self._kept: dict[int, Tensor] = {}
+        at_once = tokens_at_once(self._target)
+        rows = rollouts.to_list()
+        chosen = _evenly([row.get("dataset", "") for row in rows], watched)
+        others = [index for index in range(len(rows)) if index not in set(chosen)]
+        self._batches = _in_batches([rows[index] for index in chosen], at_once)
+        self._watched = len(self._batches)
+        self._batches += _in_batches([rows[index] for index in others], at_once)
+
+    @torch.inference_mode()
+    def measure(
+        self, draft: PreTrainedModel, *, step: int = 0, watched_only: bool = False
+    ) -> Measurement:
+        """Measure a draft.
+
+        Args:
+            draft: the model of q, in eval mode.
+            step: optimizer steps that it has taken.
+            watched_only: whether to read only the rollouts that are watched.
+
+        Returns:
+            Its figures. They are NaN if its weights are.
+
+        Raises:
+            ConfigError: if a rollout is longer than a model's context.
+        """
+        head = find_lm_head(draft)
+        batches = self._batches[: self._watched] if watched_only else self._batches
+        values = torch.cat(
+            [self._values(index, batch, head) for index, batch in enumerate(batches)]
+        )
+        places = torch.cat([batch.place for batch in batches])
+        sets = [name for batch in batches for name in _sets_of_positions(batch)]
+        return Measurement(
+            step=step,
+            rollouts=sum(len(batch.sets) for batch in batches),
+            overall=_figures(values),
+            sets=_of_sets(values, sets),
+            by_position=_of_places(values[:, 0], places),
+        )
+
+    def _values(self, index: int, batch: _Batch, draft: LMHead) -> Tensor:
+        """(N, C) values of COLUMNS at a batch's positions, float64 on the CPU."""
+        p_states, q_states = self._target_states(index, batch), batch.states(draft)
+        tokens = batch.tokens.to(q_states.device)
+        step = max(1, VALUES_AT_ONCE // self._target.vocabulary)
+        compared = [
+            self._compare(
+                self._target.logits(p_states[start : start + step].to(q_states.device)),
+                draft.logits(q_states[start : start + step]),
+                tokens[start : start + step],
+            )
+            for start in range(0, len(tokens), step)
+        ]
+        acceptance, kl, ratios = torch.cat(compared).double().cpu().unbind(dim=-1)
+        texts = torch.split(ratios, batch.lengths.tolist())
+        padded = pad_sequence(list(texts), batch_first=True)
+        rounds = [
+            expected_tokens(padded, batch.lengths, drafted, verification)[batch.row, batch.place]
+            for verification in get_args(Verification)
+            for drafted in DRAFTED
+        ]
+        return torch.stack([acceptance, kl, *rounds], dim=-1)
+
+    def _target_states(self, index: int, batch: _Batch) -> Tensor:
+        if index in self._kept:
+            return self._kept[index]
+        states = batch.states(self._target)
+        kept = sum(each.numel() * each.element_size() for each in self._kept.values())
+        if kept + states.numel() * states.element_size() <= KEPT_BYTES:
+            self._kept[index] = states.cpu()
+        return states
+
+    def _compare(self, p_logits: Tensor, q_logits: Tensor, tokens: Tensor) -> Tensor:
+        """(C, 3): sum min(p, q), KL(p || q), log q/p of the text's token, of C positions."""
+        p = probabilities(p_logits, self.sampling)
+        q_logits = to_vocabulary(q_logits, p.shape[-1])
+        q = probabilities(q_logits, self.sampling)
+        text = tokens.unsqueeze(-1)
+        ratios = log_ratios(p.gather(-1, text), q.gather(-1, text)).squeeze(-1)
+        # Of q before truncation, as in the losses: else it would be infinite nearly everywhere.
+        log_q = (q_logits.to(p.dtype) / (self.sampling.temperature or 1.0)).log_softmax(dim=-1)
+        counted = (p > 0) & (log_q > float("-inf"))
+        kl = torch.where(counted, p * (p.log() - log_q), 0.0).sum(dim=-1)
+        return torch.stack([overlap(p, q), kl, ratios], dim=-1)
+
+
 def mean_acceptance(
     target: PreTrainedModel, draft: PreTrainedModel, rollouts: Dataset, sampling: SamplingConfig
 ) -> float:
     """Mean of sum_x min(p, q) over all completion positions, both distributions as in serving."""
-    total = 0.0
-    for row in rollouts:
-        length = len(row["completion_ids"])
-        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=target.device)
-        # Position t predicts token t + 1: the last position predicts beyond the completion.
-        p_logits, q_logits = (
-            model(input_ids=known_ids(ids[:, :-1], model), logits_to_keep=length).logits[0]
-            for model in (target, draft)
-        )
-        q_logits = to_vocabulary(q_logits, p_logits.shape[-1])
-        p, q = probabilities(p_logits, sampling), probabilities(q_logits, sampling)
-        total += overlap(p, q).sum().item()
-    return total / positions(rollouts)
+    return HeldOut(target, rollouts, sampling).measure(draft).overall.acceptance
 
 
-def positions(rollouts: Dataset) -> int:
-    """Completion tokens of rollouts."""
-    return sum(map(len, rollouts["completion_ids"]))
+def score(measurement: Measurement) -> float:
+    """The number that the best weights have most of."""
+    return measurement.overall.expected_tokens[SCORE]
+
+
+def _evenly(sets: Sequence[str], count: int | None) -> list[int]:
+    """Indices of `count` rows, as many of each set as it has, spread over its rows."""
+    if count is None or count >= len(sets):
+        return list(range(len(sets)))
+    members = {
+        name: [i for i, each in enumerate(sets) if each == name] for name in dict.fromkeys(sets)
+    }
+    chosen: list[int] = []
+    smallest_first = sorted(members.values(), key=len)
+    for done, rows in enumerate(smallest_first):
+        share = min(len(rows), (count - len(chosen)) // (len(members) - done))
+        chosen += [rows[place * len(rows) // share] for place in range(share)]
+    return sorted(chosen)
+
+
+def _in_batches(rows: Sequence[Mapping[str, Any]], at_once: int) -> list[_Batch]:
+    lengths = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
+    return [_Batch.of([rows[i] for i in chosen]) for chosen in by_length(lengths, at_once)]
+
+
+def _sets_of_positions(batch: _Batch) -> list[str]:
+    """The prompt set of each of a batch's positions."""
+    return [batch.sets[row] for row in batch.row.tolist()]
+
+
+def _figures(values: Tensor) -> Figures:
+    """Means of (N, C) values of COLUMNS."""
+    means = dict(zip(COLUMNS, values.mean(dim=0).tolist(), strict=True))
+    acceptance, kl = means.pop("acceptance"), means.pop("kl")
+    return Figures(len(values), acceptance, kl, means)
+
+
+def _of_sets(values: Tensor, sets: Sequence[str]) -> dict[str, Figures]:
+    """Of each prompt set, in order of name; none where rollouts do not name theirs."""
+    return {
+        name: _figures(values[torch.tensor([each == name for each in sets])])
+        for name in sorted(set(sets) - {""})
+    }
+
+
+def _of_places(acceptance: Tensor, places: Tensor) -> list[PositionFigures]:
+    """Mean acceptance of positions 1-8, 9-16, 17-32, ... of a completion."""
+    bins = []
+    first, last = 0, FIRST_BIN
+    while first <= int(places.max()):
+        inside = acceptance[(places >= first) & (places < last)]
+        bins.append(PositionFigures(first + 1, last, len(inside), float(inside.mean())))
+        first, last = last, 2 * last
+    return bins

@@ -12,6 +12,7 @@ from eval.measuring.methods import method_defaults, needs_fit, path_drafts, rewr
 from heads.config import as_stored_today
 from recipes.config import PipelineConfig
 from recipes.run import Stage, absolute, is_within
+from specdata.adapter_folder import base_of_adapters
 from specdata.errors import ConfigError
 from specdata.hub import hub_source
 from specdata.prompts.reading import prompt_inputs, source_of
@@ -389,6 +390,8 @@ def _hidden_size(model: str) -> int | None:
 
 def described(model: str) -> Mapping[str, Any]:
     """What a model's config.json says of the language model; empty if it is not on this machine."""
+    if base := base_of_adapters(model):
+        return described(base)
     here = on_this_machine(model)
     try:
         known = json.loads((here / "config.json").read_text("utf-8")) if here else {}

@@ -205,15 +205,21 @@ def _agrees(
 ) -> bool:
     """Whether embedding and transform give the model's own logits, as they are or scaled up."""
     states = hidden_states(model, ids)
-    factor = LARGE / float(embedding(states).float().abs().amax().clamp(min=1e-6)) if large else 1.0
+    bare = _finite(embedding(states).float())
+    factor = LARGE / float(bare.abs().amax().clamp(min=1e-6)) if large else 1.0
     with _scaled(embedding, factor):
         own = model(input_ids=ids, use_cache=False).logits
         ours = logit_transform(embedding(states))
-    if own.shape != ours.shape:
+    if own.shape != ours.shape or not torch.equal(own.isneginf(), ours.isneginf()):
         return False
     accuracy = 1e-2 if own.dtype in (torch.bfloat16, torch.float16) else 1e-4
-    own, ours = own.float(), ours.float()
+    own, ours = _finite(own.float()), _finite(ours.float())
     return bool((own - ours).abs().amax() <= accuracy * own.abs().amax())
+
+
+def _finite(logits: Tensor) -> Tensor:
+    """Logits with 0 where they are -inf, as at tokens that a reduced vocabulary leaves out."""
+    return logits.masked_fill(logits.isneginf(), 0.0)
 
 
 @contextmanager

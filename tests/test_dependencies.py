@@ -20,8 +20,7 @@ DEVELOPMENT = [Requirement(line) for line in PROJECT["optional-dependencies"]["d
 PACKAGES = ("specdata", "distill", "heads", "eval", "recipes")
 MODULES = {"pyyaml": "yaml"}
 PARTS = {"pydantic_core", "markupsafe"}  # of pydantic and of jinja2, which pin them
-# Fine-tuning is to be built on them; peft is used by a test of drafts with adapters.
-NOT_YET_IMPORTED = {"trl", "peft"}
+NOT_YET_IMPORTED = {"trl"}  # fine-tuning is to be built on it
 
 # What engines ask for (their packages' metadata), and a version that a resolver chose for both.
 ENGINES = {

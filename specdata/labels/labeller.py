@@ -122,7 +122,8 @@ class Labeller:
                 the target's distributions.
         """
         labels: dict[int, Label] = {}
-        for indices in _batches(rows, self.tokens_at_once):
+        whole = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
+        for indices in by_length(whole, self.tokens_at_once):
             chosen = [rows[index] for index in indices]
             batch = Batch.of(chosen, self.seed, self.draws, self.draft.model.device)
             lengths = [len(row["completion_ids"]) for row in batch.rows]
@@ -219,10 +220,14 @@ def tokens_at_once(*models: LMHead) -> int:
     return TOKENS_AT_ONCE.get(models[0].model.device.type, TOKENS_AT_ONCE["cpu"])
 
 
-def _batches(rows: Sequence[Rollout], tokens_at_once: int) -> Iterator[list[int]]:
-    """Indices of rows that go together: of like length, longest first."""
-    lengths = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
-    order = sorted(range(len(rows)), key=lambda index: -lengths[index])
+def by_length(lengths: Sequence[int], tokens_at_once: int) -> Iterator[list[int]]:
+    """Indices of rows that go together: of like length, longest first.
+
+    Args:
+        lengths: tokens of each row.
+        tokens_at_once: most tokens of a batch, padding included; a longer row goes by itself.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     while order:
         count = max(1, tokens_at_once // lengths[order[0]])
         yield order[:count]

@@ -20,6 +20,8 @@ from filelock import Timeout, UnixFileLock
 # Larger files are recognised by their size, their first megabyte and their last.
 WHOLE_FILE = 64 << 20
 END = 1 << 20
+# Records of how an artefact was made, with the times that it took.
+TIMED = ("run.json", "history.json")
 # Times that the folder of a lock is made again if it has just been removed.
 LOCK_TRIES = 10
 
@@ -208,8 +210,8 @@ def sha256(path: Path) -> str:
 def fingerprint(source: str) -> str:
     """Identify an input by its content.
 
-    run.json is left out, because it holds times; checkpoints and hidden files (a lock, what a
-    killed run left) are not part of an artefact.
+    run.json and history.json are left out, because they hold times; checkpoints and hidden files (a
+    lock, what a killed run left) are not part of an artefact.
 
     Args:
         source: a file, a folder or a Hub id.
@@ -225,7 +227,7 @@ def fingerprint(source: str) -> str:
     parts = [
         f"{file.name} {file.stat().st_size} {_digest(file)}"
         for file in sorted(path.iterdir())
-        if file.is_file() and file.name != "run.json" and not file.name.startswith(".")
+        if file.is_file() and file.name not in TIMED and not file.name.startswith(".")
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 

@@ -1,0 +1,244 @@
+"""What watches a training: the pace of its steps, and measurements that tell the best weights."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from accelerate.utils import broadcast_object_list
+from pydantic import TypeAdapter
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from distill.checkpoint import complete_steps, newest_complete
+from distill.watch import SCORE, score
+from specdata.errors import ManifestError, TrainingDivergedError
+from specdata.history import History, LoggedStep, Measurement
+from specdata.storage.files import atomic_folder
+
+MEASURED = "measured"
+"""Key of a measurement in the Trainer's `log_history`, which its checkpoints hold."""
+WEIGHTS = "weights.safetensors"
+
+Weights = dict[str, Tensor]
+
+
+class Pace(TrainerCallback):  # type: ignore[misc]
+    """Logs the tokens that a second of training reads, measurements and checkpoints left out.
+
+    Tokens are those of all processes, padding left out.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        trainer.args.include_num_input_tokens_seen = "non_padding"
+        self.trainer = trainer
+        self.began = self.seconds = 0.0
+        self.tokens = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Start the clock."""
+        self.began, self.seconds = time.perf_counter(), 0.0
+        self.tokens = state.num_input_tokens_seen
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Count the step's seconds, its data and the draft's own text included."""
+        self.seconds += time.perf_counter() - self.began
+        self.began = time.perf_counter()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        """Log the rate since the last log beside the loss."""
+        if logs is not None and "loss" in logs and self.seconds > 0:
+            rate = (state.num_input_tokens_seen - self.tokens) / self.seconds
+            self.tokens, self.seconds = state.num_input_tokens_seen, 0.0
+            self.trainer.log({"tokens_per_second": rate})
+        self.began = time.perf_counter()
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Leave out what the checkpoint took."""
+        self.began = time.perf_counter()
+
+
+class Watch(TrainerCallback):  # type: ignore[misc]
+    """Measures the draft at the start, every `every` steps and at the end, and keeps the best.
+
+    Measurements are entries of the Trainer's log, so a checkpoint holds those up to its step, and a
+    resumed training goes on with them. The best weights lie in `best-STEP` beside the checkpoints.
+    Those that a checkpoint would go on with stay as long as the checkpoint does, so that whatever a
+    killed training did after it makes no difference.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        measure: Callable[[Weights | None, int], Measurement],
+        *,
+        every: int,
+        keep: Literal["best", "last"],
+        label: str,
+        remedy: str,
+    ) -> None:
+        """Prepare to watch.
+
+        Args:
+            trainer: the one that this is a callback of.
+            measure: weights and their step -> their figures; called on the main process only, with
+                None for the weights that training starts from.
+            every: steps between measurements.
+            keep: whether to store the best weights.
+            label: of the training, in errors.
+            remedy: what to do about its folder if it diverged.
+        """
+        self.trainer = trainer
+        self.measure = measure
+        self.every = every
+        self.keep = keep
+        self.label = label
+        self.remedy = remedy
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Measure what training starts from, or find the best weights so far."""
+        if state.global_step == 0:
+            self._measure(args, state)
+        elif self.keep == "best":
+            self._check_best(Path(args.output_dir), state)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Measure, if it is time."""
+        if state.global_step % self.every == 0 or state.global_step >= state.max_steps:
+            self._measure(args, state)
+
+    def _measure(self, args: TrainingArguments, state: TrainerState) -> None:
+        # All processes take part where each holds only a share of the weights.
+        weights = self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)
+        main, step = state.is_world_process_zero, state.global_step
+        mine = self.measure(weights if step else None, step) if main else None
+        (measured,) = broadcast_object_list([mine])
+        assert measured is not None
+        if not math.isfinite(score(measured)):
+            raise TrainingDivergedError(
+                f"{self.label}: acceptance on held-out rollouts is {measured.overall.acceptance} "
+                f"after step {step}",
+                kept=newest_complete(Path(args.output_dir)),
+                learning_rate=args.learning_rate,
+                remedy=self.remedy,
+            )
+        state.log_history.append({"step": step, MEASURED: asdict(measured)})
+        self.trainer.log(_scalars(measured))
+        is_best = best_step(measurements(state)) == step
+        if main and self.keep == "best" and is_best:
+            store_best(Path(args.output_dir), step, weights, _needed(args, state))
+
+    def _check_best(self, work: Path, state: TrainerState) -> None:
+        """Refuse to go on without the best weights so far. Raises ManifestError."""
+        load_best(work, best_step(measurements(state)))
+
+
+def _needed(args: TrainingArguments, state: TrainerState) -> set[int]:
+    """Steps of best weights that this training or a checkpoint of it would go on with."""
+    known = measurements(state)
+    ends = [*complete_steps(Path(args.output_dir)), state.global_step]
+    # Checkpoints beyond this step are of a training that was killed and goes on from before them.
+    return {best_step([m for m in known if m.step <= end]) for end in ends}
+
+
+def measurements(state: TrainerState) -> list[Measurement]:
+    """The measurements in a Trainer's log, in order."""
+    found = [entry[MEASURED] for entry in state.log_history if MEASURED in entry]
+    return TypeAdapter(list[Measurement]).validate_python(found)
+
+
+def best_step(measured: Sequence[Measurement]) -> int:
+    """The step of the best measurement, the earliest of equals."""
+    return max(measured, key=score).step
+
+
+def _scalars(measured: Measurement) -> dict[str, float]:
+    """A measurement as names and numbers; reports show `eval_x` as `eval/x`."""
+    whole = measured.overall
+    named = {"acceptance": whole.acceptance, "kl": whole.kl}
+    named |= {f"expected_tokens_{name}": value for name, value in whole.expected_tokens.items()}
+    for name, figures in measured.sets.items():
+        named[f"acceptance_{name}"] = figures.acceptance
+        named[f"expected_tokens_{SCORE}_{name}"] = figures.expected_tokens[SCORE]
+    return {f"eval_{name}": value for name, value in named.items()}
+
+
+def best_folder(work: Path, step: int) -> Path:
+    """Where the weights of a step are kept."""
+    return work / f"best-{step}"
+
+
+def store_best(work: Path, step: int, weights: Weights, needed: set[int]) -> None:
+    """Keep weights whole or not at all, and drop those of other steps that are not needed."""
+    with atomic_folder(best_folder(work, step), replace=True) as folder:
+        # Of a draft with adapters only those were trained.
+        adapters = {name: value for name, value in weights.items() if ".lora_" in name}
+        # Tied matrices share memory, which the format refuses.
+        apart = {
+            name: value.detach().cpu().clone() for name, value in (adapters or weights).items()
+        }
+        save_file(apart, folder / WEIGHTS)
+    for former in work.glob("best-*"):
+        if int(former.name.partition("-")[2]) not in needed:
+            shutil.rmtree(former)
+
+
+def load_best(work: Path, step: int) -> Weights:
+    """The weights of a step.
+
+    Raises:
+        ManifestError: if they are missing or damaged.
+    """
+    path = best_folder(work, step) / WEIGHTS
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ManifestError(
+            f"{path}, the best weights so far, cannot be read ({error}): remove {work} to train "
+            "from the start"
+        ) from error
+
+
+def history_of(state: TrainerState) -> History:
+    """What a Trainer has logged: its steps, and what `Watch` and `Pace` added."""
+    steps: dict[int, dict[str, Any]] = {}
+    for entry in state.log_history:
+        if "loss" in entry:
+            steps[entry["step"]] = {
+                "step": entry["step"],
+                "loss": float(entry["loss"]),
+                "grad_norm": _number(entry.get("grad_norm")),
+                "learning_rate": _number(entry.get("learning_rate")),
+                "tokens": entry.get("num_input_tokens_seen"),
+            }
+        elif "tokens_per_second" in entry and entry["step"] in steps:
+            steps[entry["step"]]["tokens_per_second"] = entry["tokens_per_second"]
+    return History([LoggedStep(**values) for values in steps.values()], measurements(state))
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

@@ -1,0 +1,48 @@
+"""Where a training's losses and measurements are reported, besides the model's history.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback, is_tensorboard_available
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from specdata.config import nearest
+from specdata.errors import ConfigError
+
+TENSORBOARD = "tensorboard"
+
+
+def reporters(wanted: Sequence[str] | None, folder: Path) -> list[TrainerCallback]:
+    """The Trainer's callbacks that report to these, made before anything takes long.
+
+    Args:
+        wanted: the Trainer's names; None is TensorBoard if it is installed, else nothing.
+        folder: where TensorBoard's files go, if its own environment variable names no other. By
+            default they would lie among the checkpoints, and go with them.
+
+    Raises:
+        ConfigError: if a name is unknown, or what it names is not installed.
+    """
+    if wanted is None:
+        wanted = [TENSORBOARD] if is_tensorboard_available() else []
+    callbacks = []
+    for name in dict.fromkeys(wanted):
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise ConfigError(
+                f"report_to must name what the Trainer reports to, got {name!r}: "
+                f"{nearest(name, dict.fromkeys(INTEGRATION_TO_CALLBACK))}"
+            )
+        try:
+            callback = INTEGRATION_TO_CALLBACK[name]()
+        except (RuntimeError, ImportError) as error:
+            raise ConfigError(
+                f"report_to names {name!r}, which cannot be used: {error} Or take it out; [] "
+                "reports nowhere"
+            ) from error
+        if isinstance(callback, TensorBoardCallback):
+            callback.logging_dir = callback.logging_dir or str(folder)
+        callbacks.append(callback)
+    return callbacks
