@@ -16,6 +16,7 @@ from recipes.run import Stage, absolute, is_within
 from specdata.adapter_folder import base_of_adapters
 from specdata.errors import ConfigError
 from specdata.hub import hub_source
+from specdata.prompts.conversations import conversation_inputs
 from specdata.prompts.reading import prompt_inputs, source_of
 from specdata.storage.resume import Settings, defaults_of
 
@@ -116,14 +117,16 @@ def finetuned_stage(config: PipelineConfig) -> Stage:
     """Train the draft on texts."""
     assert config.draft is not None
     assert config.draft.finetune is not None
-    tuning = config.draft.finetune.model_dump(mode="json")
+    tuning = config.draft.finetune
     lora = config.draft.lora.model_dump(mode="json") if config.draft.lora else None
-    values = {"finetune": tuning, "lora": lora, "sets": config.draft.sets, "seed": config.seed}
-    inputs = {
-        "target": config.models.target,
-        "draft": initial_draft(config),
-        "rollouts": str(folder(config, "rollouts")),
-    }
+    values: dict[str, Any] = {"finetune": tuning.model_dump(mode="json"), "lora": lora}
+    values["seed"] = config.seed
+    inputs = {"target": config.models.target, "draft": initial_draft(config)}
+    if tuning.conversations:
+        inputs |= conversation_inputs(tuning.conversations)
+    else:
+        values["sets"] = config.draft.sets
+        inputs["rollouts"] = str(folder(config, "rollouts"))
     return _stage(config, "finetuned", values, inputs, f"the draft, {_draft_size(config)}")
 
 
