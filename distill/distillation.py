@@ -19,7 +19,14 @@ from datasets import Dataset
 from pydantic import TypeAdapter
 from transformers import PreTrainedModel, Trainer
 
-from distill.adapters import load_student, with_weights
+from distill.adapters import (
+    base_of,
+    load_plain,
+    load_student,
+    merged,
+    set_weights,
+    trained_weights,
+)
 from distill.batches import content_of
 from distill.callbacks import (
     Pace,
@@ -135,19 +142,20 @@ def distil(
     # Before any training arguments exist, or ZeRO-3 would split the frozen teacher too.
     teacher = load_model(str(target), dtype=teacher_dtype)
     student = load_student(str(draft), config.lora, seed=seed)
-    plain = load_model(str(draft))  # no engine ever wraps this one
+    plain = load_plain(str(draft), config.lora)
     held_out = HeldOut(teacher, dev, sampling, watched=config.eval_rollouts)
-    before = held_out.measure(plain) if state.is_main_process else None
+    before = held_out.measure(base_of(plain)) if state.is_main_process else None
 
-    history = History([], kept_step=0)
+    history = History(kept_step=0)
     if config.epochs > 0:
         trainer = draft_trainer(teacher, student, train, _work(out), config, sampling, seed)
         for callback in (*reports, Pace(trainer)):
             trainer.add_callback(callback)
         history, weights = _trained(trainer, plain, held_out, config, settings)
         if state.is_main_process:
-            plain = with_weights(plain, weights, config.lora)
+            set_weights(plain, weights)
     after = None
+    plain = merged(plain)
     if state.is_main_process:
         after = held_out.measure(plain, step=history.kept_step or 0)
     (after,) = broadcast_object_list([after])
@@ -177,8 +185,9 @@ def _trained(
     work, label = Path(trainer.args.output_dir), "distilling the draft"
 
     def measure(weights: Weights | None, step: int) -> Measurement:
-        model = plain if weights is None else with_weights(plain, weights, config.lora)
-        return held_out.measure(model, step=step, watched_only=True)
+        if weights is not None:
+            set_weights(plain, weights)
+        return held_out.measure(base_of(plain), step=step, watched_only=True)
 
     watch = Watch(
         trainer,
@@ -190,7 +199,7 @@ def _trained(
     )
     trainer.add_callback(watch)
     train_resumably(trainer, work, settings, label=label)
-    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    weights = trained_weights(trainer)
     history = history_of(trainer.state)
     if config.keep == "last":
         return replace(history, kept_step=trainer.state.global_step), weights

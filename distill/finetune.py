@@ -18,7 +18,14 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
-from distill.adapters import base_of, load_student, with_weights
+from distill.adapters import (
+    base_of,
+    load_plain,
+    load_student,
+    merged,
+    set_weights,
+    trained_weights,
+)
 from distill.batches import content_of
 from distill.callbacks import history_of
 from distill.checkpoint import newest_complete
@@ -34,7 +41,7 @@ from distill.training import (
 from specdata.draft_vocabulary import kept_tokens
 from specdata.errors import ConfigError, TrainingDivergedError
 from specdata.model_folder import copy_tokenizer
-from specdata.models import load_generation, load_model, load_tokenizer, positions
+from specdata.models import load_generation, load_tokenizer, positions
 from specdata.processes import join_processes
 from specdata.prompts.conversations import conversation_inputs
 from specdata.storage.files import atomic_folder, fingerprint, write_json
@@ -106,12 +113,12 @@ def finetune(
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
     rows = stored_rows(_rows(out), settings, tokenizer, rollouts, config, seed)
     student = load_student(str(draft), lora, seed=seed)
-    plain = load_model(str(draft))  # no engine ever wraps this one
+    plain = load_plain(str(draft), lora)
     if config.packing:
-        check_packing(plain, rows.dataset)
+        check_packing(base_of(plain), rows.dataset)
     trainer = finetune_trainer(student, tokenizer, rows, _work(out), config, seed)
     train_resumably(trainer, _work(out), settings, label=LABEL)
-    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    weights = trained_weights(trainer)
     if not all(parameter.isfinite().all() for parameter in student.parameters()):
         raise TrainingDivergedError(
             f"{LABEL}: weights are not finite after the last step",
@@ -128,7 +135,8 @@ def finetune(
             "loss_last": history.steps[-1].loss,
         }
         with atomic_folder(out) as temporary:
-            save_model(with_weights(plain, weights, lora), temporary)
+            set_weights(plain, weights)
+            save_model(merged(plain), temporary)
             copy_tokenizer(str(target), temporary)
             settings.write(temporary / SETTINGS_FILE)
             write_json(temporary / RESULT_FILE, result)

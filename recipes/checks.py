@@ -8,13 +8,15 @@ sets and configurations of models that are on the Hub are checked when a pipelin
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
-from distill.config import TOY_POSITIONS
 from eval.measuring.methods import check_machine, check_methods, path_drafts
 from recipes.config import PipelineConfig
-from recipes.layout import described, is_cut, is_made_here, on_this_machine
+from recipes.layout import draft_width, is_cut, is_made_here, on_this_machine, sizes_of
+from specdata.adapter_folder import base_of_adapters
 from specdata.config import nearest
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
@@ -45,8 +47,83 @@ def check_training_splits(config: PipelineConfig) -> None:
             "rollouts.sets must hold splits train and dev to train on, got "
             f"{', '.join(sorted(splits))}"
         )
+    check_draft(config)
+
+
+def check_draft(config: PipelineConfig) -> None:
+    """Refuse a draft that cannot be made or trained. Raises ConfigError."""
     check_draft_sets(config)
     check_finetuning(config)
+    check_initial(config)
+    check_lora(config)
+    if config.draft and config.models.draft and config.draft.init.kind == "model":
+        limit = positions_of(config, config.models.draft)
+        if limit is None or limit < (config.draft.max_length or sys.maxsize):
+            _check_room(config, "rollouts", config.rollouts.max_new_tokens, [config.models.draft])
+
+
+def check_initial(config: PipelineConfig) -> None:
+    """Refuse a draft that `draft.init` cannot make, as far as is known here. Raises ConfigError."""
+    if config.draft is None:
+        return
+    init, target = config.draft.init, config.models.target
+    if init.kind == "target":
+        known = sizes_of(config, target)
+        layers = known.get("num_hidden_layers", known.get("n_layer"))
+        wanted = init.layers if isinstance(init.layers, int) else init.layers[-1] + 1
+        if layers is not None and wanted > layers:
+            numbers = f"0 to {layers - 1}" if isinstance(init.layers, list) else f"1 to {layers}"
+            raise ConfigError(
+                f"draft.init.layers must be {numbers}, because {target} has {layers} layers; got "
+                f"{init.layers}"
+            )
+    if init.vocabulary is None:
+        return
+    source = config.models.draft if init.kind == "model" else target
+    known = sizes_of(config, str(source))
+    if (had := known.get("draft_vocab_size")) is not None:
+        raise ConfigError(
+            f"{source} can propose {had} tokens already: leave draft.init.vocabulary out, or give "
+            "the draft that it was made of"
+        )
+    size = known.get("vocab_size")
+    if size is not None and init.vocabulary > size:
+        raise ConfigError(
+            f"draft.init.vocabulary must be at most {size}, the vocabulary of {source}, got "
+            f"{init.vocabulary}"
+        )
+
+
+def check_lora(config: PipelineConfig) -> None:
+    """Refuse adapters that cannot be trained, or would train nothing. Raises ConfigError."""
+    if config.draft is None or (lora := config.draft.lora) is None:
+        return
+    if config.draft.init.kind == "fresh":
+        raise ConfigError(
+            "draft.lora trains adapters beside frozen weights, and those of draft.init.kind fresh "
+            "are random: leave out draft.lora, or start from a model or from layers of the target"
+        )
+    if lora.bits and find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"draft.lora.bits: {lora.bits} needs bitsandbytes, which is not installed: pip install "
+            "'draftsmith[qlora]' (CUDA GPUs; on the CPU it works too, slowly), or leave bits out "
+            "to keep the frozen weights in full precision"
+        )
+    if lora.bits and config.draft.init.kind == "model" and _is_adapted(config.models.draft):
+        raise ConfigError(
+            f"draft.lora.bits: {lora.bits} needs whole weights to quantise, and models.draft "
+            f"({config.models.draft}) holds adapters: leave bits out, or merge them first"
+        )
+    width = draft_width(config)
+    if width is not None and lora.rank > width:
+        raise ConfigError(
+            f"draft.lora.rank must not exceed the draft's hidden size, {width}, got {lora.rank}: "
+            "lower it, or leave out draft.lora to train all weights"
+        )
+
+
+def _is_adapted(model: str | None) -> bool:
+    return model is not None and base_of_adapters(model) is not None
 
 
 def check_draft_sets(config: PipelineConfig) -> None:
@@ -193,9 +270,7 @@ def has_chat_template(config: PipelineConfig) -> bool | None:
 
 def positions_of(config: PipelineConfig, model: str) -> int | None:
     """A model's context in tokens, as its config.json on this machine has it; None if unknown."""
-    if is_made_here(config, model):
-        return TOY_POSITIONS
-    known = described(model)
+    known = sizes_of(config, model)
     # GPT-2 and its kin call it n_positions.
     found = known.get("max_position_embeddings", known.get("n_positions"))
     return found if isinstance(found, int) else None

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from recipes.checks import check_draft_sets, check_finetuning
+from recipes.checks import check_draft
 from recipes.config import PipelineConfig
 from recipes.layout import draft_stages, draft_to_distil, folder, initial_draft
 from recipes.next_steps import after_draft
@@ -36,7 +36,7 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     """Make, fine-tune and distil, as asked; print the acceptance before and after."""
     planned = stages(config)
     if not all(map(made_as_asked, planned)):
-        _check(config)
+        check_draft(config)
     need(folder(config, "rollouts"), "make_rollouts.py")
     work = {"initial": _make_initial, "finetuned": _finetune, "draft": _distil}
     for stage in planned:
@@ -126,19 +126,13 @@ def _rollouts(config: PipelineConfig, split: str) -> Dataset:
     return of_split(load_stored(source), split, source, sets=sets)
 
 
-def _check(config: PipelineConfig) -> None:
-    """What is refused before a stage starts. Raises ConfigError."""
-    check_draft_sets(config)
-    check_finetuning(config)
-
-
 RECIPE = Recipe(
     main,
     stages,
     "Distil the draft on the target's rollouts.",
     ("draft",),
     after_draft,
-    _check,
+    check_draft,
 )
 
 if __name__ == "__main__":
