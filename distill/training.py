@@ -56,6 +56,7 @@ class Schedule:
         warmup_ratio: share of the steps over which it rises from 0.
         save_steps: optimizer steps between checkpoints.
         accumulation: forwards added up before an optimizer step.
+        gradient_checkpointing: compute activations again in the backward pass, to save memory.
     """
 
     steps: int
@@ -64,6 +65,7 @@ class Schedule:
     warmup_ratio: float
     save_steps: int
     accumulation: int = 1
+    gradient_checkpointing: bool = False
 
 
 def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> TrainingArguments:
@@ -86,6 +88,8 @@ def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> Training
         warmup_steps=round(schedule.steps * schedule.warmup_ratio),
         adam_beta2=0.95,  # the runs are short: forget old gradients within some 20 steps
         max_grad_norm=1.0,
+        gradient_checkpointing=schedule.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
         save_strategy="steps",
         save_steps=schedule.save_steps,
         logging_strategy="steps",
