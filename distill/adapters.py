@@ -11,7 +11,6 @@ function than the trained one; what is measured and saved is the merged one.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ import peft
 import torch
 from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel, Trainer
 from transformers.utils import is_bitsandbytes_available
 
 from distill.config import LoraConfig
@@ -29,6 +28,9 @@ from specdata.errors import ConfigError
 from specdata.hub import hub_source
 from specdata.models import load_model
 from specdata.seeds import seed_for
+
+ADAPTER = ".lora_"
+"""In the names of an adapter's weights, and of no others."""
 
 
 def load_student(name: str, lora: LoraConfig | None, *, seed: int) -> PreTrainedModel:
@@ -79,32 +81,49 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
     return model.get_base_model() if isinstance(model, peft.PeftModel) else model
 
 
-def with_weights(
-    plain: PreTrainedModel, trained: Mapping[str, Tensor], lora: LoraConfig | None
-) -> PreTrainedModel:
-    """Give the draft that training started from its trained weights.
+def load_plain(name: str, lora: LoraConfig | None) -> PreTrainedModel:
+    """Load the draft in full precision, to measure and save it with the weights of a training.
+
+    No engine ever wraps this one.
 
     Args:
-        plain: the draft as it was before training, in full precision; without adapters it is
-            changed in place.
-        trained: weights of the trained `load_student(...)`, by its names. With adapters all but
-            theirs are ignored.
-        lora: the adapters, None if there are none.
+        name: folder or Hub id of the draft that training starts from.
+        lora: the adapters of the training.
 
     Returns:
-        An ordinary model, with adapters merged into its weights.
+        The draft, with room for adapters that are no change yet.
     """
-    if lora is None:
+    model = load_model(name)
+    return _with_adapters(model, lora, seed=0).eval() if lora else model
+
+
+def trained_weights(trainer: Trainer) -> dict[str, Tensor]:
+    """The weights that a trainer trains: all, or those of adapters alone; on every process.
+
+    All processes must call this together.
+    """
+    weights: dict[str, Tensor] = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if not isinstance(trainer.accelerator.unwrap_model(trainer.model), peft.PeftModel):
+        return weights
+    return {name: weight for name, weight in weights.items() if ADAPTER in name}
+
+
+def set_weights(plain: PreTrainedModel, trained: Mapping[str, Tensor]) -> None:
+    """Give a draft of `load_plain` the weights of a training, any number of times.
+
+    Raises:
+        RuntimeError: if they are not those of such a draft.
+    """
+    if not isinstance(plain, peft.PeftModel):
         plain.load_state_dict(trained)
-        return plain
-    adapted = _with_adapters(copy.deepcopy(plain), lora, seed=0)
-    adapters = {name: weight for name, weight in trained.items() if ".lora_" in name}
-    loaded = adapted.load_state_dict(adapters, strict=False)
-    missing = [name for name in loaded.missing_keys if ".lora_" in name]
-    if missing or loaded.unexpected_keys:
-        raise ValueError(f"adapters do not fit: {[*missing, *loaded.unexpected_keys]}")
-    merged: PreTrainedModel = adapted.merge_and_unload()
-    return merged.eval()
+        return
+    # What is no adapter is as it was.
+    plain.load_state_dict({**plain.state_dict(), **trained})
+
+
+def merged(plain: PreTrainedModel) -> PreTrainedModel:
+    """The draft as an ordinary model: adapters are added to its weights, in place."""
+    return plain.merge_and_unload() if isinstance(plain, peft.PeftModel) else plain
 
 
 def _with_adapters(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> peft.PeftModel:

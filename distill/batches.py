@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -154,3 +156,11 @@ def collate(
 
 def _length(row: Row) -> int:
     return len(row["prompt_ids"]) + len(row["completion_ids"])
+
+
+def content_of(rollouts: Dataset) -> str:
+    """A short hash of the token ids, the same wherever and however the rows are stored."""
+    digest = hashlib.sha256()
+    for row in rollouts:
+        digest.update(json.dumps([row["prompt_ids"], row["completion_ids"]]).encode())
+    return digest.hexdigest()[:16]

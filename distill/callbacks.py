@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from distill.adapters import trained_weights
 from distill.checkpoint import complete_steps, newest_complete
 from distill.watch import SCORE, score
 from specdata.errors import ManifestError, TrainingDivergedError
@@ -133,7 +134,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     def _measure(self, args: TrainingArguments, state: TrainerState) -> None:
         # All processes take part where each holds only a share of the weights.
-        weights = self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)
+        weights = trained_weights(self.trainer)
         main, step = state.is_world_process_zero, state.global_step
         mine = self.measure(weights if step else None, step) if main else None
         (measured,) = broadcast_object_list([mine])
@@ -195,12 +196,8 @@ def best_folder(work: Path, step: int) -> Path:
 def store_best(work: Path, step: int, weights: Weights, needed: set[int]) -> None:
     """Keep weights whole or not at all, and drop those of other steps that are not needed."""
     with atomic_folder(best_folder(work, step), replace=True) as folder:
-        # Of a draft with adapters only those were trained.
-        adapters = {name: value for name, value in weights.items() if ".lora_" in name}
         # Tied matrices share memory, which the format refuses.
-        apart = {
-            name: value.detach().cpu().clone() for name, value in (adapters or weights).items()
-        }
+        apart = {name: value.detach().cpu().clone() for name, value in weights.items()}
         save_file(apart, folder / WEIGHTS)
     for former in work.glob("best-*"):
         if int(former.name.partition("-")[2]) not in needed:
@@ -237,7 +234,8 @@ def history_of(state: TrainerState) -> History:
             }
         elif "tokens_per_second" in entry and entry["step"] in steps:
             steps[entry["step"]]["tokens_per_second"] = entry["tokens_per_second"]
-    return History([LoggedStep(**values) for values in steps.values()], measurements(state))
+    logged = tuple(LoggedStep(**values) for values in steps.values())
+    return History(logged, tuple(measurements(state)))
 
 
 def _number(value: Any) -> float | None:

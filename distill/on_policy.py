@@ -116,7 +116,8 @@ class DraftTexts:
             indices: of the rows in the step, over all its batches and processes.
             step: optimizer steps taken before.
         """
-        prompts, uniforms = [], []
+        prompts: list[list[int]] = []
+        uniforms: list[Tensor] = []
         places: list[list[tuple[int, int]]] = []  # (tokens of the completion kept, text) of a row
         for row, index in zip(rows, indices, strict=True):
             cuts: list[tuple[int, int]] = []

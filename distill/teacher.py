@@ -101,7 +101,6 @@ class Teacher:
         attention = batch["attention_mask"][rows]
         longest = int(attention.sum(dim=1).max())
         chosen = batch["labels"][rows, 1:longest] != IGNORED
-        states = self.head.trained_states(
-            batch["input_ids"][rows, :longest], attention[:, :longest]
-        )
-        return states[:, :-1][chosen].split(chosen.sum(dim=1).tolist())
+        ids = batch["input_ids"][rows, :longest]
+        states = self.head.trained_states(ids, attention[:, :longest])[:, :-1][chosen]
+        return states.split_with_sizes(chosen.sum(dim=1).tolist())

@@ -252,7 +252,7 @@ def _of_sets(values: Tensor, sets: Sequence[str]) -> dict[str, Figures]:
     }
 
 
-def _of_places(acceptance: Tensor, places: Tensor) -> list[PositionFigures]:
+def _of_places(acceptance: Tensor, places: Tensor) -> tuple[PositionFigures, ...]:
     """Mean acceptance of positions 1-8, 9-16, 17-32, ... of a completion."""
     bins = []
     first, last = 0, FIRST_BIN
@@ -260,4 +260,4 @@ def _of_places(acceptance: Tensor, places: Tensor) -> list[PositionFigures]:
         inside = acceptance[(places >= first) & (places < last)]
         bins.append(PositionFigures(first + 1, last, len(inside), float(inside.mean())))
         first, last = last, 2 * last
-    return bins
+    return tuple(bins)

@@ -64,22 +64,7 @@ def load_model(
     source, revision = hub_source(name)
 
     def load() -> tuple[Any, dict[str, Any]]:
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-        kind: Any = AutoModelForCausalLM
-        if is_reduced(config):
-            with torch.device("meta"):
-                architecture = type(AutoModelForCausalLM.from_config(config))
-            kind = reduced_class(architecture, getattr(config, SIZE))
-        model, info = kind.from_pretrained(
-            source,
-            dtype=DTYPES[dtype],
-            revision=revision,
-            trust_remote_code=False,
-            output_loading_info=True,
-            quantization_config=quantization,
-            device_map={"": device()} if quantization else None,
-        )
-        return settle(model, architecture) if is_reduced(config) else model, info
+        return read_model(source, revision, DTYPES[dtype], quantization)
 
     model, info = _from_hub("model", name, load)
     if missing := sorted(info["missing_keys"]):
@@ -89,6 +74,44 @@ def load_model(
             f"(first: {missing[0]}); save the model again with save_pretrained"
         )
     return model.eval() if quantization else model.to(device()).eval()
+
+
+def read_model(
+    source: str,
+    revision: str | None,
+    dtype: torch.dtype | str,
+    quantization: BitsAndBytesConfig | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """Load as transformers does, drafts with a reduced vocabulary, too.
+
+    Args:
+        source: folder or Hub id.
+        revision: on the Hub.
+        dtype: of the weights, or "auto".
+        quantization: stores matrices in fewer bits, on `device()`.
+
+    Returns:
+        The model, and what transformers says of keys that are missing, unexpected or misfit.
+
+    Raises:
+        OSError, ValueError: of transformers.
+    """
+    config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    kind: Any = AutoModelForCausalLM
+    if is_reduced(config):
+        with torch.device("meta"):
+            architecture = type(AutoModelForCausalLM.from_config(config))
+        kind = reduced_class(architecture, getattr(config, SIZE))
+    model, info = kind.from_pretrained(
+        source,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=False,
+        output_loading_info=True,
+        quantization_config=quantization,
+        device_map={"": device()} if quantization else None,
+    )
+    return settle(model, architecture) if is_reduced(config) else model, info
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -13,12 +13,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils import is_bitsandbytes_available
 
-from distill.adapters import base_of, check_bits, load_student, with_weights
+from distill.adapters import (
+    base_of,
+    check_bits,
+    load_plain,
+    load_student,
+    merged,
+    set_weights,
+    trained_weights,
+)
 from distill.config import DistilConfig, LoraConfig
 from distill.distillation import DistilResult, distil
 from distill.toy import language_model
 from distill.trainer import draft_trainer
 from distill.training import save_model, train_resumably
+from recipes.checks import check_lora
+from recipes.config import PipelineConfig, parse
 from specdata.errors import ConfigError, ManifestError
 from specdata.lm_head import find_lm_head
 from specdata.model_folder import copy_tokenizer
@@ -131,15 +141,18 @@ def test_the_saved_draft_is_an_ordinary_folder_with_the_distribution_of_the_trai
     )
     trainer.train()
     student = trainer.model.eval()
-    trained = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    merged = with_weights(load_model(str(pair / "draft")), trained, LORA)
+    trained = trained_weights(trainer)
+    assert all(".lora_" in name for name in trained)
+    plain = load_plain(str(pair / "draft"), LORA)
+    for _ in range(2):  # as measurements while training do
+        set_weights(plain, trained)
     result = distilled(pair, tmp_path / "draft")
-    stored = load_model(str(tmp_path / "draft"))
     with torch.no_grad():
         expected = student(input_ids=IDS).logits
         start = load_model(str(pair / "draft"))(input_ids=IDS).logits
         assert (expected - start).abs().max() > 0.1
-        for model in (merged, stored):
+        assert torch.equal(base_of(plain)(input_ids=IDS).logits, expected)
+        for model in (merged(plain), load_model(str(tmp_path / "draft"))):
             torch.testing.assert_close(model(input_ids=IDS).logits, expected)
     assert result.acceptance_after > result.acceptance_before
     assert weights(tmp_path / "draft").keys() == weights(pair / "draft").keys()
@@ -180,14 +193,37 @@ def test_a_rank_beyond_the_hidden_size_is_refused(pair: Path) -> None:
         load_student(str(pair / "draft"), LoraConfig(rank=17), seed=0)
 
 
+def asked(pair: Path, *more: str) -> PipelineConfig:
+    """A configuration of this pair with adapters, as the command line makes it."""
+    models = [f"--models.target={pair / 'target'}", f"--models.draft={pair / 'draft'}"]
+    return parse(["--toy=null", *models, "--draft.lora.rank=4", *more]).config
+
+
+def test_adapters_that_cannot_be_trained_are_refused_by_a_plan(pair: Path, tmp_path: Path) -> None:
+    check_lora(asked(pair))
+    check_lora(asked(pair, "--draft.lora.rank=16"))
+    with pytest.raises(ConfigError, match="must not exceed the draft's hidden size, 16, got 17"):
+        check_lora(asked(pair, "--draft.lora.rank=17"))
+    check_lora(
+        asked(pair, "--draft.lora.rank=17", "--draft.init.kind=target", "--models.draft=null")
+    )
+    with pytest.raises(ConfigError, match=r"those of draft\.init\.kind fresh are random"):
+        check_lora(asked(pair, "--draft.init.kind=fresh", "--models.draft=null"))
+    randomly_adapted(pair / "draft", tmp_path / "adapters")
+    with pytest.raises(ConfigError, match="hidden size, 16, got 17"):  # that of their base
+        check_lora(asked(pair, "--draft.lora.rank=17", f"--models.draft={tmp_path / 'adapters'}"))
+
+
 # --- bits
 
 
 @pytest.mark.skipif(is_bitsandbytes_available(), reason="bitsandbytes is installed")
 def test_quantised_weights_without_bitsandbytes_are_refused_before_a_model_is_loaded(
-    tmp_path: Path,
+    pair: Path, tmp_path: Path
 ) -> None:
     check_bits(LORA)
+    with pytest.raises(ConfigError, match=r"bits: 4 needs bitsandbytes, .*draftsmith\[qlora\]"):
+        check_lora(asked(pair, "--draft.lora.bits=4"))
     with pytest.raises(ConfigError, match=r"bits: 4 needs bitsandbytes, .*draftsmith\[qlora\]"):
         load_student(str(tmp_path / "no model"), LoraConfig(bits=4), seed=0)
 
