@@ -195,10 +195,10 @@ def whole_model(wrapped: nn.Module, accelerator: Accelerator) -> Iterator[PreTra
     if plugin is None or plugin.zero_stage != 3:
         yield model
         return
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
     from trl.models.utils import add_hooks, remove_hooks
 
-    with GatheredParameters(list(wrapped.parameters())):
+    with deepspeed.zero.GatheredParameters(list(wrapped.parameters())):
         remove_hooks(wrapped)
         try:
             yield model
