@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from distill.adapters import trained_weights
 from distill.checkpoint import complete_steps, newest_complete
 from distill.watch import SCORE, score
 from specdata.errors import ManifestError, TrainingDivergedError
@@ -45,12 +46,14 @@ class Pace(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        """Start the clock."""
         self.began, self.seconds = time.perf_counter(), 0.0
         self.tokens = state.num_input_tokens_seen
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        """Count the step's seconds, its data and the draft's own text included."""
         self.seconds += time.perf_counter() - self.began
         self.began = time.perf_counter()
 
@@ -62,6 +65,7 @@ class Pace(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, float] | None = None,
         **_: Any,
     ) -> None:
+        """Log the rate since the last log beside the loss."""
         if logs is not None and "loss" in logs and self.seconds > 0:
             rate = (state.num_input_tokens_seen - self.tokens) / self.seconds
             self.tokens, self.seconds = state.num_input_tokens_seen, 0.0
@@ -71,6 +75,7 @@ class Pace(TrainerCallback):  # type: ignore[misc]
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        """Leave out what the checkpoint took."""
         self.began = time.perf_counter()
 
 
@@ -114,6 +119,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        """Measure what training starts from, or find the best weights so far."""
         if state.global_step == 0:
             self._measure(args, state)
         elif self.keep == "best":
@@ -122,12 +128,13 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        """Measure, if it is time."""
         if state.global_step % self.every == 0 or state.global_step >= state.max_steps:
             self._measure(args, state)
 
     def _measure(self, args: TrainingArguments, state: TrainerState) -> None:
         # All processes take part where each holds only a share of the weights.
-        weights = self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)
+        weights = trained_weights(self.trainer)
         main, step = state.is_world_process_zero, state.global_step
         mine = self.measure(weights if step else None, step) if main else None
         (measured,) = broadcast_object_list([mine])
@@ -227,7 +234,8 @@ def history_of(state: TrainerState) -> History:
             }
         elif "tokens_per_second" in entry and entry["step"] in steps:
             steps[entry["step"]]["tokens_per_second"] = entry["tokens_per_second"]
-    return History([LoggedStep(**values) for values in steps.values()], measurements(state))
+    logged = tuple(LoggedStep(**values) for values in steps.values())
+    return History(logged, tuple(measurements(state)))
 
 
 def _number(value: Any) -> float | None:

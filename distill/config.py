@@ -11,7 +11,7 @@ from specdata.config import Config
 
 TOY_POSITIONS = 1024
 """The context of the embedded pair, in tokens."""
-Objective = Literal["forward_kl", "reverse_kl", "js", "tv", "neg_log_overlap", "lk_hybrid"]
+Objective = Literal["forward_kl", "reverse_kl", "js", "tv", "tvd++", "neg_log_overlap", "lk_hybrid"]
 """Names of the losses in `distill.losses.LOSSES`."""
 Architecture = Literal["llama-68m", "llama-160m", "toy"]
 """Names of the configurations in `ARCHITECTURES`."""
@@ -34,6 +34,23 @@ ARCHITECTURES: dict[Architecture, LlamaSizes] = {
     "llama-160m": LlamaSizes(12, 768, 12, 3072),
     "toy": LlamaSizes(1, 128, 4, 336),
 }
+Reporter = Literal[
+    "azure_ml",
+    "clearml",
+    "codecarbon",
+    "comet_ml",
+    "dagshub",
+    "dvclive",
+    "flyte",
+    "kubeflow",
+    "mlflow",
+    "neptune",
+    "swanlab",
+    "tensorboard",
+    "trackio",
+    "wandb",
+]
+"""The Trainer's names of what it reports to."""
 
 
 class InitConfig(Config):
@@ -80,14 +97,16 @@ class FinetuneConfig(Config):
 
     conversations: list[str] = Field(
         default=[],
-        description="JSON-lines files of conversations, or Hub ids (default: the rollouts, which "
-        "is sequence-level distillation)",
+        description="conversations: JSONL, JSON or parquet files, folders, sharegpt or Hub ids "
+        "(default: the rollouts, which is sequence-level distillation)",
     )
-    epochs: float = Field(default=3.0, gt=0.0, description="passes over the conversations")
+    epochs: float = Field(default=3.0, gt=0.0, description="passes over the texts")
     max_length: int = Field(
-        default=2048, ge=2, description="tokens of a row; conversations are packed"
+        default=2048, ge=2, description="tokens of a row; longer texts become several"
     )
-    packing: bool = Field(default=True, description="put several conversations into one row")
+    packing: bool = Field(
+        default=True, description="put several texts into one row, where they do not see each other"
+    )
     batch_size: int = Field(default=8, ge=1, description="rows in a batch, over all processes")
     accumulation: int = Field(
         default=1, ge=1, description="batches added up before an optimizer step"
@@ -201,7 +220,7 @@ class DistilConfig(Config):
         description="the weights that become the draft: the best by expected tokens a round, of "
         "those measured, or the last",
     )
-    report_to: list[str] | None = Field(
+    report_to: list[Reporter] | None = Field(
         None,
         description="where losses are reported, by the Trainer's names; [] is nowhere (default: "
         "tensorboard if it is installed)",

@@ -6,8 +6,6 @@ only, between the very distributions that serving will compare.
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import json
 import math
 import shutil
@@ -19,7 +17,17 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from pydantic import TypeAdapter
+from transformers import PreTrainedModel, Trainer
 
+from distill.adapters import (
+    base_of,
+    load_plain,
+    load_student,
+    merged,
+    set_weights,
+    trained_weights,
+)
+from distill.batches import content_of
 from distill.callbacks import (
     Pace,
     Watch,
@@ -115,8 +123,8 @@ def distil(
             "config": config.decisive(),
             "sampling": asdict(sampling),
             "seed": seed,
-            "train": _content(train),
-            "dev": _content(dev),
+            "train": content_of(train),
+            "dev": content_of(dev),
             "teacher_dtype": teacher_dtype,
         },
         defaults_of(DistilConfig, "config") | defaults_of(SamplingConfig, "sampling"),
@@ -133,42 +141,23 @@ def distil(
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
     # Before any training arguments exist, or ZeRO-3 would split the frozen teacher too.
     teacher = load_model(str(target), dtype=teacher_dtype)
-    student = load_model(str(draft))
-    plain = copy.deepcopy(student)  # no engine ever wraps this one
+    student = load_student(str(draft), config.lora, seed=seed)
+    plain = load_plain(str(draft), config.lora)
     held_out = HeldOut(teacher, dev, sampling, watched=config.eval_rollouts)
-    before = held_out.measure(plain) if state.is_main_process else None
+    before = held_out.measure(base_of(plain)) if state.is_main_process else None
 
-    def measure(weights: Weights | None, step: int) -> Measurement:
-        if weights is not None:
-            plain.load_state_dict(weights)
-        return held_out.measure(plain, step=step, watched_only=True)
-
-    history, weights = History([]), None
+    history = History(kept_step=0)
     if config.epochs > 0:
         trainer = draft_trainer(teacher, student, train, _work(out), config, sampling, seed)
-        label = "distilling the draft"
-        watch = Watch(
-            trainer,
-            measure,
-            every=config.eval_steps,
-            keep=config.keep,
-            label=label,
-            remedy=settings.remedy,
-        )
-        for callback in (*reports, Pace(trainer), watch):
+        for callback in (*reports, Pace(trainer)):
             trainer.add_callback(callback)
-        train_resumably(trainer, _work(out), settings, label=label)
-        weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-        history = history_of(trainer.state)
+        history, weights = _trained(trainer, plain, held_out, config, settings)
+        if state.is_main_process:
+            set_weights(plain, weights)
     after = None
-    kept = steps = history.measurements[-1].step if history.measurements else 0
+    plain = merged(plain)
     if state.is_main_process:
-        if config.keep == "best" and steps:
-            kept = best_step(history.measurements)
-            weights = load_best(_work(out), kept)
-        if weights is not None:
-            plain.load_state_dict(weights)
-        after = held_out.measure(plain, step=kept)
+        after = held_out.measure(plain, step=history.kept_step or 0)
     (after,) = broadcast_object_list([after])
     assert after is not None
     if not math.isfinite(after.overall.acceptance):
@@ -180,27 +169,69 @@ def distil(
             remedy=settings.remedy,
         )
     if before is not None:
-        result = DistilResult(
-            acceptance_before=before.overall.acceptance,
-            acceptance_after=after.overall.acceptance,
-            positions=after.overall.positions,
-            steps=steps,
-            kept_step=kept,
-            before=before,
-            after=after,
-        )
-        with atomic_folder(out) as temporary:
-            save_model(plain, temporary)
-            copy_tokenizer(str(target), temporary)
-            settings.write(temporary / SETTINGS_FILE)
-            write_json(temporary / RESULT_FILE, asdict(result))
-            kept_by = SCORE_IN_WORDS if config.keep == "best" else None
-            replace(
-                history, before=before, after=after, kept_step=kept, kept_by=kept_by
-            ).write(temporary)
-        shutil.rmtree(_work(out), ignore_errors=True)
+        _save(replace(history, before=before, after=after), plain, target, out, settings)
     state.wait_for_everyone()
     return _stored(out)
+
+
+def _trained(
+    trainer: Trainer,
+    plain: PreTrainedModel,
+    held_out: HeldOut,
+    config: DistilConfig,
+    settings: Settings,
+) -> tuple[History, Weights]:
+    """Train; return what is known of it, and the weights to keep (on the main process)."""
+    work, label = Path(trainer.args.output_dir), "distilling the draft"
+
+    def measure(weights: Weights | None, step: int) -> Measurement:
+        if weights is not None:
+            set_weights(plain, weights)
+        return held_out.measure(base_of(plain), step=step, watched_only=True)
+
+    watch = Watch(
+        trainer,
+        measure,
+        every=config.eval_steps,
+        keep=config.keep,
+        label=label,
+        remedy=settings.remedy,
+    )
+    trainer.add_callback(watch)
+    train_resumably(trainer, work, settings, label=label)
+    weights = trained_weights(trainer)
+    history = history_of(trainer.state)
+    if config.keep == "last":
+        return replace(history, kept_step=trainer.state.global_step), weights
+    kept = best_step(history.measurements)
+    if trainer.is_world_process_zero():
+        weights = load_best(work, kept)
+    return replace(history, kept_step=kept, kept_by=SCORE_IN_WORDS), weights
+
+
+def _save(
+    history: History, plain: PreTrainedModel, target: str | Path, out: Path, settings: Settings
+) -> None:
+    """Make the model folder, with the result and the history beside the weights."""
+    before, after = history.before, history.after
+    assert before is not None
+    assert after is not None
+    result = DistilResult(
+        acceptance_before=before.overall.acceptance,
+        acceptance_after=after.overall.acceptance,
+        positions=after.overall.positions,
+        steps=history.measurements[-1].step if history.measurements else 0,
+        kept_step=history.kept_step,
+        before=before,
+        after=after,
+    )
+    with atomic_folder(out) as temporary:
+        save_model(plain, temporary)
+        copy_tokenizer(str(target), temporary)
+        settings.write(temporary / SETTINGS_FILE)
+        write_json(temporary / RESULT_FILE, asdict(result))
+        history.write(temporary)
+    shutil.rmtree(_work(out), ignore_errors=True)
 
 
 def _stored(out: Path) -> DistilResult:
@@ -216,11 +247,3 @@ def _by_content(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _work(out: Path) -> Path:
     return out.with_name(f"{out.name}.training")
-
-
-def _content(rollouts: Dataset) -> str:
-    """A short hash of the token ids, the same wherever and however the rows are stored."""
-    digest = hashlib.sha256()
-    for row in rollouts:
-        digest.update(json.dumps([row["prompt_ids"], row["completion_ids"]]).encode())
-    return digest.hexdigest()[:16]

@@ -304,8 +304,8 @@ def _make(
         check_shared_vocabulary(load_tokenizer(target), load_tokenizer(str(draft)))
         return load_model(str(draft)), {"kind": "model"}
     if config.kind == "fresh":
-        made = {"kind": "fresh", "architecture": config.architecture}
-        return _fresh(target, rollouts, config, seed), made
+        fresh = _fresh(target, rollouts, config, seed)
+        return fresh, {"kind": "fresh", "architecture": config.architecture}
     whole = load_model(target)
     acceptance = None
     if isinstance(config.layers, list):

@@ -141,7 +141,9 @@ class HeldOut:
         """
         head = find_lm_head(draft)
         batches = self._batches[: self._watched] if watched_only else self._batches
-        values = torch.cat([self._values(index, batch, head) for index, batch in enumerate(batches)])
+        values = torch.cat(
+            [self._values(index, batch, head) for index, batch in enumerate(batches)]
+        )
         places = torch.cat([batch.place for batch in batches])
         sets = [name for batch in batches for name in _sets_of_positions(batch)]
         return Measurement(
@@ -166,7 +168,8 @@ class HeldOut:
             for start in range(0, len(tokens), step)
         ]
         acceptance, kl, ratios = torch.cat(compared).double().cpu().unbind(dim=-1)
-        padded = pad_sequence(ratios.split(batch.lengths.tolist()), batch_first=True)
+        texts = torch.split(ratios, batch.lengths.tolist())
+        padded = pad_sequence(list(texts), batch_first=True)
         rounds = [
             expected_tokens(padded, batch.lengths, drafted, verification)[batch.row, batch.place]
             for verification in get_args(Verification)
@@ -213,7 +216,9 @@ def _evenly(sets: Sequence[str], count: int | None) -> list[int]:
     """Indices of `count` rows, as many of each set as it has, spread over its rows."""
     if count is None or count >= len(sets):
         return list(range(len(sets)))
-    members = {name: [i for i, each in enumerate(sets) if each == name] for name in dict.fromkeys(sets)}
+    members = {
+        name: [i for i, each in enumerate(sets) if each == name] for name in dict.fromkeys(sets)
+    }
     chosen: list[int] = []
     smallest_first = sorted(members.values(), key=len)
     for done, rows in enumerate(smallest_first):
@@ -247,7 +252,7 @@ def _of_sets(values: Tensor, sets: Sequence[str]) -> dict[str, Figures]:
     }
 
 
-def _of_places(acceptance: Tensor, places: Tensor) -> list[PositionFigures]:
+def _of_places(acceptance: Tensor, places: Tensor) -> tuple[PositionFigures, ...]:
     """Mean acceptance of positions 1-8, 9-16, 17-32, ... of a completion."""
     bins = []
     first, last = 0, FIRST_BIN
@@ -255,4 +260,4 @@ def _of_places(acceptance: Tensor, places: Tensor) -> list[PositionFigures]:
         inside = acceptance[(places >= first) & (places < last)]
         bins.append(PositionFigures(first + 1, last, len(inside), float(inside.mean())))
         first, last = last, 2 * last
-    return bins
+    return tuple(bins)

@@ -121,7 +121,7 @@ def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]
         trained = stage_record(folder(config, "draft"))["results"]
         about = replace(
             shared,
-            base_model=source_model(config),
+            base_model=None if config.draft.init.kind == "fresh" else source_model(config),
             datasets=_training_sets(config, config.draft.sets),
             measures={
                 "acceptance before distillation": trained["acceptance_before"],

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 SIZE = "draft_vocab_size"
 """The key of config.json by which a reduced draft is known."""
+RIDGE = 1e-3
+"""What `substitute_row` adds to the diagonal, as a share of its mean."""
 
 
 class ReducedOutput(nn.Module):
@@ -139,12 +141,36 @@ def settle(model: PreTrainedModel, architecture: type[PreTrainedModel]) -> PreTr
 
 
 @torch.no_grad()
+def substitute_row(states: Tensor, logits: Tensor) -> Tensor:
+    """The row that stands for all tokens that a reduced draft left out, in a plain model.
+
+    A plain model gives every token a probability. This row's logit is, as nearly as one row's can
+    be (least squares), the smallest that any kept token has in the same state, so that what was
+    left out gets next to nothing, and the draft goes on proposing what it has learned.
+
+    Args:
+        states: (n, H) what the output embedding read.
+        logits: (n, V) what it gave.
+
+    Returns:
+        (H,) the row.
+    """
+    smallest = logits.masked_fill(logits.isneginf(), float("inf")).amin(dim=-1)
+    states, smallest = states.double(), smallest.double()
+    gram = states.T @ states
+    # States of a small sample may not span the space; this keeps the row short where they do not.
+    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+    row: Tensor = torch.linalg.solve(gram, states.T @ smallest)
+    return row
+
+
+@torch.no_grad()
 def restore_vocabulary(model: PreTrainedModel, others: Tensor) -> None:
     """Give a reduced draft all rows of its output matrix again, in place.
 
     Args:
         model: with a reduced vocabulary.
-        others: (H,) the row of every token that was not kept.
+        others: (H,) the row of every token that was not kept; see `substitute_row`.
 
     Raises:
         ConfigError: if its vocabulary is not reduced.

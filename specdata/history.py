@@ -6,7 +6,7 @@ Kept with the model as `history.json`; trainings write it, the report draws it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -62,7 +62,7 @@ class Measurement:
     rollouts: int
     overall: Figures
     sets: Mapping[str, Figures]
-    by_position: Sequence[PositionFigures]
+    by_position: tuple[PositionFigures, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ class History:
         kept_by: which figure decided, in words; None if the last weights are kept whatever it is.
     """
 
-    steps: Sequence[LoggedStep]
-    measurements: Sequence[Measurement] = ()
+    steps: tuple[LoggedStep, ...] = ()
+    measurements: tuple[Measurement, ...] = ()
     before: Measurement | None = None
     after: Measurement | None = None
     kept_step: int | None = None

@@ -32,6 +32,27 @@ LogitTransform = Callable[[Tensor], Tensor]
 LARGE = 100.0
 
 
+def last_states(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    past_key_values: Cache | None = None,
+    *,
+    position_ids: Tensor | None = None,
+) -> Tensor:
+    """As `hidden_states`, but a gradient reaches the model where gradients are enabled."""
+    # Not every model takes positions, so they are passed only where they are given.
+    placed = {} if position_ids is None else {"position_ids": position_ids}
+    states: Tensor = model.base_model(
+        input_ids=known_ids(input_ids, model),
+        attention_mask=attention_mask,
+        past_key_values=past_key_values,
+        use_cache=past_key_values is not None,
+        **placed,
+    )[0]
+    return states
+
+
 @torch.no_grad()  # not inference_mode: what is trained on the states must be allowed to keep them
 def hidden_states(
     model: PreTrainedModel,
@@ -57,16 +78,7 @@ def hidden_states(
     Returns:
         (B, T, H) in the model's precision.
     """
-    # Not every model takes positions, so they are passed only where they are given.
-    placed = {} if position_ids is None else {"position_ids": position_ids}
-    states: Tensor = model.base_model(
-        input_ids=known_ids(input_ids, model),
-        attention_mask=attention_mask,
-        past_key_values=past_key_values,
-        use_cache=past_key_values is not None,
-        **placed,
-    )[0]
-    return states
+    return last_states(model, input_ids, attention_mask, past_key_values, position_ids=position_ids)
 
 
 @contextmanager
@@ -141,6 +153,15 @@ class LMHead:
             ).logits
             return logits
         return hidden_states(self.model, ids)
+
+    def trained_states(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """As `states`, of rows with padding, and a gradient reaches the model."""
+        if self.embedding is None:
+            logits: Tensor = self.model(
+                input_ids=known_ids(ids, self.model), attention_mask=attention_mask, use_cache=False
+            ).logits
+            return logits
+        return last_states(self.model, ids, attention_mask)
 
     def logits(self, states: Tensor) -> Tensor:
         """(..., H) states -> (..., V) logits, equal to the model's own."""

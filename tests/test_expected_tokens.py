@@ -1,39 +1,150 @@
-"""Expected tokens of a round, estimated from the target's text: exact where all is enumerated."""
+"""Expected tokens of a round, read off the target's text: exact where every text is enumerated."""
 
 from __future__ import annotations
 
-from itertools import product
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from eval.drafts import chain
-from eval.verifiers import make_verifier
+from eval.verifiers import VERIFIERS
 from specdata.expected_tokens import Verification, expected_tokens, log_ratios
+from tests.oracles import (
+    Prefix,
+    TabularModel,
+    chain_drafts,
+    constant_model,
+    continuations,
+    expected_accepted,
+    markov_model,
+    random_model,
+    target_rows,
+)
 
-V = 3
 END = 0
-"""The token that ends a text."""
+VERIFICATIONS = get_args(Verification)
 
 
-def models(seed: int, *, cut: bool = False) -> tuple[Tensor, Tensor]:
-    """Two Markov chains, (V + 1, V) in float64: rows by the token before, the last at the start.
-
-    With `cut` the draft cannot propose token 2, and the target never writes 1 after 1.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    p, q = (torch.rand(V + 1, V, generator=generator, dtype=torch.float64) for _ in "pq")
-    if cut:
-        q[:, 2] = 0.0
-        p[1, 1] = 0.0
-    return p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+def ratios_of(text: Prefix, p: TabularModel, q: TabularModel) -> Tensor:
+    """(1, T) log ratios of a text's tokens."""
+    p_at, q_at = (
+        torch.stack([model[text[:place]][token] for place, token in enumerate(text)])
+        for model in (p, q)
+    )
+    return log_ratios(p_at, q_at).unsqueeze(0)
 
 
-def rows(model: Tensor, text: tuple[int, ...]) -> Tensor:
-    """(T, V) distributions of the tokens of a text."""
-    return model[[V, *text[:-1]]] if text else model[:0]
+def estimate(text: Prefix, p: TabularModel, q: TabularModel, k: int, how: Verification) -> float:
+    """Of a round that starts with the text's first token."""
+    emitted = expected_tokens(ratios_of(text, p, q), torch.tensor([len(text)]), k, how)
+    return float(emitted[0, 0])
 
 
-def probability(model: Tensor, text: tuple[int, ...]) -> float:
-    return float(rows(model, text).gather(-1, torch.tensor(text).unsqueeze(-1)).prod())
+@pytest.mark.parametrize("verification", VERIFICATIONS)
+@pytest.mark.parametrize("zeros", [0.0, 0.4])
+@pytest.mark.parametrize("k", [1, 3])
+def test_its_mean_over_the_targets_texts_is_what_the_verifier_emits(
+    verification: Verification, zeros: float, k: int
+) -> None:
+    """Also where the draft cannot propose what the target writes, and the other way round."""
+    p, q = random_model(3, k, 11, zeros), random_model(3, k, 12, zeros)
+    # One token more than is drafted, so that the text does not end the round.
+    estimated = sum(
+        weight * estimate(text, p, q, k, verification) for weight, text in continuations(p, k + 1)
+    )
+    exact = 1 + expected_accepted(VERIFIERS[verification].make(), chain_drafts(q, k), p)
+    assert estimated == pytest.approx(exact, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "k", "token", "block"),
+    [
+        (
+            constant_model((1 / 3, 2 / 3), 4),
+            constant_model((2 / 3, 1 / 3), 4),
+            4,
+            1.604938,
+            2.049383,
+        ),
+        (
+            markov_model((0.5, 0.5), [[0.7, 0.3], [0.2, 0.8]], 3),
+            markov_model((0.8, 0.2), [[0.4, 0.6], [0.5, 0.5]], 3),
+            3,
+            1.533,
+            1.794,
+        ),
+    ],
+)
+def test_goldens(p: TabularModel, q: TabularModel, k: int, token: float, block: float) -> None:
+    for verification, golden in zip(VERIFICATIONS, (token, block), strict=True):
+        found = [
+            weight * estimate(text, p, q, k, verification)
+            for weight, text in continuations(p, k + 1)
+        ]
+        assert sum(found) - 1 == pytest.approx(golden, abs=1e-6)
+
+
+def texts(p: TabularModel, limit: int) -> list[tuple[float, Prefix]]:
+    """Every text of the target: up to an end token, or as long as it may be."""
+    merged: dict[Prefix, float] = {}
+    for weight, tokens in continuations(p, limit):
+        text = tokens[: tokens.index(END) + 1] if END in tokens else tokens
+        merged[text] = merged.get(text, 0.0) + weight
+    return [(weight, text) for text, weight in merged.items()]
+
+
+@pytest.mark.parametrize("verification", VERIFICATIONS)
+@pytest.mark.parametrize("k", [2, 4])
+def test_a_round_at_the_end_of_a_text_is_counted_as_it_is_decoded(
+    verification: Verification, k: int
+) -> None:
+    """A draft ends with an end token, after which nothing is emitted, and before the limit."""
+    limit = 4
+    p, q = random_model(3, limit, 21), random_model(3, limit, 22)
+    estimated = sum(
+        weight * estimate(text, p, q, k, verification) for weight, text in texts(p, limit)
+    )
+    emitted = 0.0
+    ends = chain_drafts(q, min(k, limit - 1), lambda drafted: drafted[-1:] == (END,))
+    for weight, tree in ends:
+        verdict = VERIFIERS[verification].make()(tree, target_rows(tree, p))
+        for accepted, chance in enumerate(verdict.stop.tolist()):
+            has_ended = accepted > 0 and tree.token_list[accepted - 1] == END
+            emitted += weight * chance * (accepted + 1 - has_ended)
+    assert estimated == pytest.approx(emitted, abs=1e-12)
+
+
+def test_block_is_at_least_token_on_every_text_and_both_are_between_one_and_all() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ratios = 2 * torch.randn(50, 12, generator=generator)
+    lengths = torch.randint(1, 13, (50,), generator=generator)
+    token, block = (expected_tokens(ratios, lengths, 4, how) for how in VERIFICATIONS)
+    inside = torch.arange(12) < lengths.unsqueeze(1)
+    assert (block >= token - 1e-6).all()
+    assert (block > token + 0.1).any()
+    for emitted in (token, block):
+        assert (emitted[inside] >= 1).all()
+        assert (emitted <= 5 + 1e-6).all()
+        assert (emitted[~inside] == 0).all()
+        assert (emitted[torch.arange(50), lengths - 1] == 1).all()  # the text's last token
+
+
+def test_padding_and_later_texts_do_not_matter() -> None:
+    ratios = torch.tensor([[-0.5, 0.3, -0.2], [-1.0, float("nan"), float("-inf")]])
+    for how in VERIFICATIONS:
+        both = expected_tokens(ratios, torch.tensor([3, 1]), 8, how)
+        alone = expected_tokens(ratios[:1], torch.tensor([3]), 8, how)
+        assert both[:1].equal(alone)
+        assert both[1].tolist() == [1, 0, 0]
+
+
+def test_tokens_that_one_model_gives_nothing() -> None:
+    p, q = torch.tensor([0.5, 0.5, 0.0, 0.0]), torch.tensor([0.25, 0.0, 0.5, 0.0])
+    ratios = log_ratios(p, q)
+    assert ratios[:2].tolist() == [pytest.approx(-0.6931472), float("-inf")]
+    assert ratios[2:].tolist() == [0.0, float("-inf")]  # written at the edge of a truncation
+    for how in VERIFICATIONS:
+        emitted = expected_tokens(ratios.roll(1).unsqueeze(0), torch.tensor([4]), 3, how)
+        assert emitted.isfinite().all()
+        assert float(emitted[0, 0]) == 1  # nothing is accepted after what cannot be proposed

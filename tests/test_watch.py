@@ -1,0 +1,478 @@
+"""What is watched while a draft trains: figures, best weights, history, reports."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from datasets import Dataset, concatenate_datasets
+from torch import Tensor
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from distill import callbacks, watch
+from distill.callbacks import best_step, store_best
+from distill.config import DistilConfig
+from distill.config import Reporter as Reporting
+from distill.distillation import DistilResult, distil
+from distill.watch import HeldOut, mean_acceptance
+from specdata.config import read_config
+from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
+from specdata.expected_tokens import expected_tokens, log_ratios
+from specdata.history import Figures, History, LoggedStep, Measurement, read_history
+from specdata.models import load_model
+from specdata.probability import overlap, probabilities, to_vocabulary
+from specdata.sampling import SamplingConfig
+from specdata.storage.files import fingerprint
+from tests.test_distill import (
+    TWO_PROCESSES,
+    assert_same_weights,
+    changed,
+    command,
+    distilled,
+    kill_after_checkpoint,
+    launched,
+    pair,
+    rollouts,
+    weights,
+)
+
+__all__ = ["pair"]  # a fixture
+
+WATCHED = DistilConfig(epochs=2, learning_rate=5e-3, save_steps=4, eval_steps=3, report_to=[])
+"""12 steps: checkpoints after 4, 8 and 12, measurements after 0, 3, 6, 9 and 12."""
+TOO_FAST = changed(WATCHED, learning_rate=3.0)
+"""The draft gets worse."""
+
+
+@pytest.fixture(scope="module")
+def models(pair: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
+    return load_model(str(pair / "target")), load_model(str(pair / "draft"))
+
+
+@pytest.fixture(scope="module")
+def dev(pair: Path) -> Dataset:
+    """Nine rollouts of two prompt sets, unequally many."""
+    sets = {"maths": rollouts(pair, 6, seed=2), "sums": rollouts(pair, 3, seed=3)}
+    named = [rows.add_column("dataset", [name] * len(rows)) for name, rows in sets.items()]
+    return concatenate_datasets(named)
+
+
+@pytest.fixture(scope="module")
+def whole(
+    pair: Path, dev: Dataset, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, DistilResult, Reporter]:
+    """An uninterrupted training: its folder, its result, and what it reported."""
+    out, reporter = tmp_path_factory.mktemp("whole") / "out", Reporter()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distill.distillation.reporters", lambda *_: [reporter])
+        return out, trained(pair, dev, out), reporter
+
+
+class Reporter(TrainerCallback):
+    """Keeps the steps at which each name was reported."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[int]] = {}
+
+    def on_log(
+        self, _: object, state: Any, __: object, logs: dict[str, float], **___: object
+    ) -> None:
+        for name, value in logs.items():
+            assert isinstance(value, (int, float)), name  # what reporters take
+            self.seen.setdefault(name, []).append(state.global_step)
+
+
+def by_hand(
+    models: tuple[PreTrainedModel, PreTrainedModel], dev: Dataset, sampling: SamplingConfig
+) -> list[dict[str, Any]]:
+    """The figures of every position, row by row, with all of p and q in memory."""
+    found = []
+    for row in dev:
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+        here = slice(len(row["prompt_ids"]) - 1, ids.shape[1] - 1)
+        with torch.no_grad():
+            p_logits, q_logits = (model(ids).logits[0, here] for model in models)
+        q_logits = to_vocabulary(q_logits, p_logits.shape[-1])
+        p, q = probabilities(p_logits, sampling), probabilities(q_logits, sampling)
+        text = torch.tensor(row["completion_ids"]).unsqueeze(-1)
+        ratios = log_ratios(p.gather(-1, text), q.gather(-1, text)).T
+        rounds = {
+            f"{how}_{k}": expected_tokens(ratios, torch.tensor([len(text)]), k, how)[0].tolist()
+            for how in ("token", "block")
+            for k in (4, 8)
+        }
+        for place, acceptance in enumerate(overlap(p, q).tolist()):
+            tokens = {name: values[place] for name, values in rounds.items()}
+            found.append(
+                {"set": row["dataset"], "place": place, "acceptance": acceptance, "tokens": tokens}
+            )
+    return found
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def assert_figures(figures: Figures, expected: list[dict[str, Any]]) -> None:
+    assert figures.positions == len(expected)
+    acceptance = mean([each["acceptance"] for each in expected])
+    assert figures.acceptance == pytest.approx(acceptance, abs=1e-5)
+    assert figures.expected_tokens.keys() == expected[0]["tokens"].keys()
+    for name, value in figures.expected_tokens.items():
+        assert value == pytest.approx(mean([each["tokens"][name] for each in expected]), abs=1e-4)
+
+
+# --- figures
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingConfig(), SamplingConfig(temperature=0.7, top_p=0.9), SamplingConfig(temperature=0.0)],
+    ids=["sampled", "truncated", "greedy"],
+)
+def test_figures_are_those_of_whole_distributions_row_by_row(
+    models: tuple[PreTrainedModel, PreTrainedModel],
+    dev: Dataset,
+    sampling: SamplingConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch, "VALUES_AT_ONCE", 7 * 400)  # pieces of 7 positions
+    monkeypatch.setattr(watch, "FIRST_BIN", 4)
+    expected = by_hand(models, dev, sampling)
+    measured = HeldOut(models[0], dev, sampling).measure(models[1], step=5)
+    assert (measured.step, measured.rollouts) == (5, 9)
+    assert_figures(measured.overall, expected)
+    assert list(measured.sets) == ["maths", "sums"]
+    for name, figures in measured.sets.items():
+        assert_figures(figures, [each for each in expected if each["set"] == name])
+    assert [(b.first, b.last) for b in measured.by_position][:3] == [(1, 4), (5, 8), (9, 16)]
+    assert sum(b.positions for b in measured.by_position) == len(expected)
+    for part in measured.by_position:
+        inside = [e["acceptance"] for e in expected if part.first <= e["place"] + 1 <= part.last]
+        assert part.acceptance == pytest.approx(mean(inside), abs=1e-5)
+
+
+def test_kl_is_the_divergence_of_the_models_and_0_of_equal_ones(
+    models: tuple[PreTrainedModel, PreTrainedModel], dev: Dataset
+) -> None:
+    target, draft = models
+    measured = HeldOut(target, dev, SamplingConfig(temperature=0.5)).measure(draft)
+    terms = []
+    for row in dev:
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+        here = slice(len(row["prompt_ids"]) - 1, ids.shape[1] - 1)
+        with torch.no_grad():
+            log_p, log_q = ((m(ids).logits[0, here] / 0.5).log_softmax(-1) for m in models)
+        terms += (log_p.exp() * (log_p - log_q)).sum(-1).tolist()
+    assert measured.overall.kl == pytest.approx(mean(terms), rel=1e-4)
+    same = HeldOut(target, dev, SamplingConfig()).measure(target).overall
+    assert same.kl == pytest.approx(0.0, abs=1e-5)
+    assert same.acceptance == pytest.approx(1.0, abs=1e-5)
+    assert same.expected_tokens["token_4"] <= same.expected_tokens["block_8"] + 1e-4 <= 9.001
+
+
+def test_a_draft_that_cannot_propose_every_token_has_finite_figures(
+    models: tuple[PreTrainedModel, PreTrainedModel], dev: Dataset
+) -> None:
+    target, draft = models
+
+    def hide(_module: object, _inputs: object, logits: Tensor) -> Tensor:
+        return logits.index_fill(-1, torch.arange(1, 400, 2), -math.inf)
+
+    handle = draft.get_output_embeddings().register_forward_hook(hide)
+    try:
+        expected = by_hand(models, dev, SamplingConfig())
+        measured = HeldOut(target, dev, SamplingConfig()).measure(draft)
+    finally:
+        handle.remove()
+    assert_figures(measured.overall, expected)
+    assert math.isfinite(measured.overall.kl)
+    assert measured.overall.expected_tokens["token_4"] < 3
+
+
+def test_the_target_is_run_once_and_its_distributions_are_never_whole(
+    models: tuple[PreTrainedModel, PreTrainedModel],
+    dev: Dataset,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, draft = models
+    monkeypatch.setattr(watch, "VALUES_AT_ONCE", 32 * 400)
+    held_out, again = (HeldOut(target, dev, SamplingConfig()) for _ in range(2))
+    bodies, widest = [], [0]
+    handles = [
+        target.base_model.register_forward_hook(lambda *_: bodies.append(1)),
+        target.get_output_embeddings().register_forward_hook(
+            lambda _module, _inputs, logits: widest.append(logits.numel())
+        ),
+    ]
+    first = held_out.measure(draft)
+    runs = len(bodies)
+    assert held_out.measure(draft) == first
+    assert len(bodies) == runs > 0
+    assert max(widest) == 32 * 400
+    monkeypatch.setattr(watch, "KEPT_BYTES", 0)
+    assert again.measure(draft) == again.measure(draft) == first
+    assert len(bodies) == 3 * runs
+    for handle in handles:
+        handle.remove()
+
+
+def test_rollouts_that_are_watched_are_evenly_of_all_sets_and_always_the_same() -> None:
+    sets = ["a"] * 100 + ["b"] * 10 + ["c"] * 2
+    chosen = watch._evenly(sets, 30)
+    assert chosen == watch._evenly(sets, 30)
+    assert [sum(sets[index] == name for index in chosen) for name in "abc"] == [18, 10, 2]
+    assert chosen[:2] == [0, 5]  # over all of a set's rows
+    assert max(index for index in chosen if sets[index] == "a") > 90
+    assert watch._evenly(sets, None) == watch._evenly(sets, 500) == list(range(112))
+    assert len(watch._evenly(sets, 2)) == 2
+
+
+def test_a_rollout_longer_than_a_context_is_named(
+    models: tuple[PreTrainedModel, PreTrainedModel],
+) -> None:
+    long = Dataset.from_list([{"prompt_ids": [5] * 1000, "completion_ids": [6] * 100}])
+    with pytest.raises(ConfigError, match="1099 tokens"):
+        HeldOut(models[0], long, SamplingConfig()).measure(models[1])
+
+
+# --- what is kept
+
+
+def measurement(step: int, tokens: float) -> Measurement:
+    figures = Figures(1, 0.5, 0.1, {"token_4": tokens, "token_8": 1, "block_4": 1, "block_8": 9})
+    return Measurement(step, 1, figures, {}, ())
+
+
+def test_the_earliest_of_equally_good_weights_are_the_best() -> None:
+    values = [2.0, 3.5, 3.0, 3.5]
+    assert best_step([measurement(10 * step, value) for step, value in enumerate(values)]) == 10
+
+
+def test_weights_that_got_worse_are_not_kept(pair: Path, tmp_path: Path) -> None:
+    best = distilled(pair, tmp_path / "best", TOO_FAST)
+    last = distilled(pair, tmp_path / "last", changed(TOO_FAST, keep="last"))
+    assert (best.steps, last.steps, last.kept_step) == (12, 12, 12)
+    assert best.kept_step == 0
+    assert last.acceptance_after < last.acceptance_before == best.acceptance_after
+    assert_same_weights(tmp_path / "best", pair / "draft")
+    history = read_history(tmp_path / "best")
+    assert history is not None
+    assert history.kept_step == 0
+    assert history.kept_by is not None
+    assert [m.step for m in history.measurements] == [0, 3, 6, 9, 12]
+
+
+def test_the_result_tells_of_every_prompt_set_and_is_stored(
+    pair: Path, dev: Dataset, whole: tuple[Path, DistilResult, Reporter]
+) -> None:
+    out, result, _ = whole
+    before, after = result.before, result.after
+    assert before is not None
+    assert after is not None
+    assert result.kept_step == after.step == best_step(kept(out).measurements) > 0
+    assert result.acceptance_before == before.overall.acceptance < result.acceptance_after
+    assert set(after.sets) == {"maths", "sums"}
+    assert after.rollouts == 9
+    target, draft = load_model(str(pair / "target")), load_model(str(out))
+    stored = mean_acceptance(target, draft, dev, SamplingConfig())
+    assert stored == pytest.approx(result.acceptance_after, abs=1e-6)
+    assert trained(pair, dev, out) == result
+
+
+def test_a_result_of_an_earlier_version_is_read(pair: Path, tmp_path: Path) -> None:
+    config = changed(WATCHED, epochs=0)
+    distilled(pair, tmp_path / "out", config)
+    old = {"acceptance_before": 0.5, "acceptance_after": 0.6, "positions": 9, "steps": 4}
+    (tmp_path / "out" / "distillation.json").write_text(json.dumps(old))
+    assert distilled(pair, tmp_path / "out", config) == DistilResult(**old)
+
+
+def test_no_epochs_keep_the_draft_as_it_starts_and_measure_it(pair: Path, tmp_path: Path) -> None:
+    result = distilled(pair, tmp_path / "out", changed(WATCHED, epochs=0))
+    assert (result.steps, result.kept_step) == (0, 0)
+    assert result.acceptance_before == result.acceptance_after > 0
+    assert result.before == result.after
+    assert_same_weights(tmp_path / "out", pair / "draft")
+    assert kept(tmp_path / "out").steps == ()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# --- history and resume
+
+
+def trained(pair: Path, dev: Dataset, out: Path, config: DistilConfig = WATCHED) -> DistilResult:
+    return distil(
+        target=pair / "target",
+        draft=pair / "draft",
+        train=rollouts(pair, 48, seed=1),
+        dev=dev,
+        out=out,
+        config=changed(config, eval_rollouts=4),
+        sampling=SamplingConfig(),
+        seed=0,
+    )
+
+
+def kept(folder: Path) -> History:
+    """The history in a model's folder, without what depends on the clock."""
+    history = read_history(folder)
+    assert history is not None
+    assert all(step.tokens_per_second > 0 for step in history.steps if step.tokens_per_second)
+    timeless = tuple(replace(step, tokens_per_second=None) for step in history.steps)
+    return replace(history, steps=timeless)
+
+
+def test_history_has_every_step_that_was_logged_and_every_measurement(
+    pair: Path, whole: tuple[Path, DistilResult, Reporter]
+) -> None:
+    history = read_history(whole[0])
+    assert history is not None
+    assert [step.step for step in history.steps] == [4, 8, 10, 12]
+    assert all(isinstance(step, LoggedStep) and step.loss > 0 for step in history.steps)
+    assert all(step.grad_norm and step.tokens_per_second for step in history.steps)
+    rates = [step.learning_rate for step in history.steps]
+    assert rates == sorted(rates, reverse=True)  # of a cosine, after its warm-up
+    rows = rollouts(pair, 48, seed=1)
+    read = sum(len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows)
+    assert history.steps[-1].tokens == 2 * read
+    assert [m.step for m in history.measurements] == [0, 3, 6, 9, 12]
+    assert {m.rollouts for m in history.measurements} == {4}
+    assert history.before is not None
+    assert history.before.rollouts == 9
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing catches it."""
+
+
+@pytest.mark.parametrize("stored", [1, 3, 5])
+def test_a_training_killed_after_it_stored_weights_goes_on_to_the_same_result(
+    pair: Path,
+    dev: Dataset,
+    whole: tuple[Path, DistilResult, Reporter],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stored: int,
+) -> None:
+    """Weights of a step beyond the last checkpoint lie there then, and those before it as well."""
+    times = []
+
+    def store_and_die(*given: Any) -> None:
+        store_best(*given)
+        times.append(given[1])
+        if len(times) == stored:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(callbacks, "store_best", store_and_die)
+        with pytest.raises(Killed):
+            trained(pair, dev, tmp_path / "out")
+    assert times == [0, 3, 6, 9, 12][:stored]  # it gets better all the time
+    assert trained(pair, dev, tmp_path / "out") == whole[1]
+    assert_same_weights(tmp_path / "out", whole[0])
+    assert kept(tmp_path / "out") == kept(whole[0])
+    assert not (tmp_path / "out.training").exists()
+
+
+def test_best_weights_stay_as_long_as_a_checkpoint_goes_on_with_them(
+    pair: Path, dev: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lying: list[set[str]] = []
+
+    def store_and_look(*given: Any) -> None:
+        store_best(*given)
+        lying.append({path.name for path in given[0].glob("best-*")})
+
+    monkeypatch.setattr(callbacks, "store_best", store_and_look)
+    trained(pair, dev, tmp_path / "out")
+    # Checkpoints of steps 4 and 8 go on with the best weights of steps 3 and 6.
+    assert lying == [
+        {"best-0"},
+        {"best-3"},
+        {"best-3", "best-6"},
+        {"best-3", "best-6", "best-9"},
+        {"best-3", "best-6", "best-12"},
+    ]
+
+
+def test_a_training_without_its_best_weights_is_refused(
+    pair: Path, dev: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dies(TrainerCallback):
+        def on_step_begin(self, _: object, state: Any, *__: object, **___: object) -> None:
+            if state.global_step == 5:
+                raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("distill.distillation.reporters", lambda *_: [Dies()])
+        with pytest.raises(Killed):
+            trained(pair, dev, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out.training" / "best-3")
+    with pytest.raises(ManifestError, match=r"best-3/weights.safetensors, the best weights so far"):
+        trained(pair, dev, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_two_processes_killed_and_continued_end_in_the_same_bits(
+    pair: Path, tmp_path: Path
+) -> None:
+    config = changed(WATCHED, epochs=4)
+    arguments = {name: command("distil", pair, tmp_path / name, config) for name in ("a", "b")}
+    launched(TWO_PROCESSES, arguments["a"])
+    kill_after_checkpoint([*TWO_PROCESSES, *arguments["b"]], tmp_path / "b.training")
+    assert not (tmp_path / "b").exists()
+    launched(TWO_PROCESSES, arguments["b"])
+    assert weights(tmp_path / "a").keys() == weights(tmp_path / "b").keys()
+    assert_same_weights(tmp_path / "a", tmp_path / "b")
+    assert kept(tmp_path / "a") == kept(tmp_path / "b")
+    result = (tmp_path / "a" / "distillation.json").read_bytes()
+    assert (tmp_path / "b" / "distillation.json").read_bytes() == result
+
+
+def test_a_history_is_damaged_or_missing_and_the_model_is_the_same_without_it(
+    pair: Path, tmp_path: Path
+) -> None:
+    assert read_history(pair / "draft") is None
+    folder = shutil.copytree(pair / "draft", tmp_path / "draft")
+    History((LoggedStep(1, 0.5),)).write(folder)
+    assert read_history(folder) == History((LoggedStep(1, 0.5),))
+    assert fingerprint(str(folder)) == fingerprint(str(pair / "draft"))
+    (folder / "history.json").write_text('{"steps": [{"step": 1}]}')
+    with pytest.raises(ManifestError, match=r"history\.json is damaged .*: remove it"):
+        read_history(folder)
+
+
+def test_figures_that_are_not_finite_end_a_training(pair: Path, tmp_path: Path) -> None:
+    config = changed(WATCHED, learning_rate=1e6, save_steps=100, eval_steps=2)
+    with pytest.raises(TrainingDivergedError, match="acceptance on held-out rollouts is nan after"):
+        distilled(pair, tmp_path / "out", config)
+    assert not (tmp_path / "out").exists()
+
+
+# --- reports
+
+
+def test_reports_go_to_names_that_exist_and_are_installed(pair: Path, tmp_path: Path) -> None:
+    assert set(get_args(Reporting)) == set(INTEGRATION_TO_CALLBACK)
+    with pytest.raises(ConfigError, match=r"report_to\.0: .*'tensorboard'.* \(got 'tensorbord'\)"):
+        read_config(DistilConfig, {"report_to": ["tensorbord"]})
+    with pytest.raises(ConfigError, match=r"'wandb', which cannot be used: .* Or take it out"):
+        distilled(pair, tmp_path / "out", changed(WATCHED, report_to=["wandb"]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_losses_and_measurements_are_reported_under_their_names(
+    whole: tuple[Path, DistilResult, Reporter],
+) -> None:
+    reporter = whole[2]
+    assert reporter.seen["loss"] == reporter.seen["tokens_per_second"] == [4, 8, 10, 12]
+    for name in ("acceptance", "kl", "expected_tokens_block_8", "acceptance_sums"):
+        assert reporter.seen[f"eval_{name}"] == [0, 3, 6, 9, 12]
