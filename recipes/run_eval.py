@@ -21,6 +21,7 @@ from eval.reporting.report import PAGE, Context, terminal, write_report
 from eval.reporting.verdict import judge
 from recipes.checks import check_evaluation
 from recipes.config import PipelineConfig
+from recipes.draft_training import trainings_of
 from recipes.head_quality import known_quality, quality_file, quality_of
 from recipes.layout import draft_in_use, eval_stage, folder, head_in_use
 from recipes.measured import RESULTS, measured_results, names_then
@@ -305,6 +306,7 @@ def _context(config: PipelineConfig, results: Results, quality: Quality | None) 
         if config.head
         else None,
         quality=quality,
+        trainings=trainings_of(config),
     )
 
 

@@ -18,7 +18,9 @@ from eval.measuring.results import Results, Run, fastest
 from eval.reporting.findings import Finding, findings
 from eval.reporting.quality import QUALITY_COLUMNS, basis, quality_rows
 from eval.reporting.rendering import NOT_MEASURED, render
+from eval.reporting.training import TRAINING_COLUMNS, training_rows, training_summary
 from eval.reporting.verdict import HeadVerdict
+from specdata.history import History
 from specdata.storage.files import write_text
 
 PAGE = "report.html"
@@ -62,6 +64,7 @@ class Context:
         head: measure of the acceptance head -> value.
         verdict: whether the head pays by the clock.
         quality: how good its probabilities are, and what it saves in replay.
+        trainings: name of a training of the draft -> its history.
     """
 
     title: str = "Speculative decoding report"
@@ -70,6 +73,7 @@ class Context:
     head: Mapping[str, float | None] = field(default_factory=dict)
     verdict: HeadVerdict | None = None
     quality: Quality | None = None
+    trainings: Mapping[str, History] = field(default_factory=dict)
 
     @property
     def findings(self) -> list[Finding]:
@@ -254,6 +258,8 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
         kinds,
         plot,
         plot_quality,
+        plot_training,
+        training_kinds,
         write_png,
     )
 
@@ -263,6 +269,9 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
     if quality := context.quality:
         for kind in QUALITY_PLOTS:
             write_png(folder / f"{kind}.png", plot_quality(kind, quality, quality.domains()))
+    for name, history in context.trainings.items():
+        if drawn := training_kinds(history):
+            write_png(folder / f"training-{name}.png", plot_training(history, drawn))
     path = folder / PAGE
     write_text(path, render_page(results, context))
     return path
@@ -293,6 +302,7 @@ def render_page(results: Results, context: Context) -> str:
         environment=environment_rows(results),
         models=_models(results),
         quality=None if context.quality is None else _quality_section(context.quality),
+        trainings=[_training_section(*each) for each in context.trainings.items()],
     )
 
 
@@ -320,6 +330,31 @@ def _quality_section(quality: Quality) -> dict[str, Any]:
         "columns": QUALITY_COLUMNS,
         "plots": plots,
         "footnote": basis(quality),
+    }
+
+
+def _training_section(name: str, history: History) -> dict[str, Any]:
+    """Table and drawings of how the draft was trained."""
+    from eval.reporting.plots import plot_training, to_svg, training_kinds
+    from eval.reporting.training_charts import described_training
+
+    drawings = [
+        Markup(  # safe as above
+            to_svg(
+                plot_training(history, [kind]),
+                prefix=f"training-{name}{index}",
+                title=f"{name}, {kind}",
+                description=described_training(history, kind),
+            )
+        )
+        for index, kind in enumerate(training_kinds(history))
+    ]
+    return {
+        "name": name,
+        "summary": training_summary(history),
+        "rows": training_rows(history),
+        "columns": TRAINING_COLUMNS,
+        "drawings": drawings,
     }
 
 
