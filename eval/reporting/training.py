@@ -18,9 +18,9 @@ TRAINING_COLUMNS = (
         "Expected tokens of a round that drafts 4, verified token by token, if it starts anywhere"
         " in the target's own text; it ends with the text.",
     ),
-    ("token K=8", "token_8", "The same of rounds that draft 8."),
-    ("block K=4", "block_4", "Of rounds that draft 4, by block verification."),
-    ("block K=8", "block_8", "Of rounds that draft 8, by block verification."),
+    ("tokens a round, token K=8", "token_8", "The same of rounds that draft 8."),
+    ("tokens a round, block K=4", "block_4", "Of rounds that draft 4, by block verification."),
+    ("tokens a round, block K=8", "block_8", "Of rounds that draft 8, by block verification."),
 )
 
 
