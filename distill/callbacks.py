@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from distill.adapters import trained_weights
 from distill.checkpoint import complete_steps, newest_complete
 from distill.watch import SCORE, score
 from specdata.errors import ManifestError, TrainingDivergedError
@@ -135,7 +136,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
     def _measure(self, args: TrainingArguments, state: TrainerState) -> None:
         # All processes take part where each holds only a share of the weights.
-        weights = self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)
+        weights = trained_weights(self.trainer)
         main, step = state.is_world_process_zero, state.global_step
         mine = self.measure(weights if step else None, step) if main else None
         (measured,) = broadcast_object_list([mine])

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from specdata.config import Config
 
 TOY_POSITIONS = 1024
 """The context of the embedded pair, in tokens."""
-Objective = Literal["forward_kl", "reverse_kl", "js", "tv", "neg_log_overlap", "lk_hybrid"]
+Objective = Literal["forward_kl", "reverse_kl", "js", "tv", "tvd++", "neg_log_overlap", "lk_hybrid"]
 """Names of the losses in `distill.losses.LOSSES`."""
 Architecture = Literal["llama-68m", "llama-160m", "toy"]
-"""Names of the configurations in `distill.initial.ARCHITECTURES`."""
+"""Names of the configurations in `ARCHITECTURES`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaSizes:
+    """The sizes of a fresh Llama, in the words of its config.json."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    intermediate_size: int
+
+
+# The first two are those of JackFram/llama-68m and llama-160m (SpecInfer, arXiv:2305.09781), whose
+# matrices are untied; the third is the draft of the embedded pair, which ties them.
+ARCHITECTURES: dict[Architecture, LlamaSizes] = {
+    "llama-68m": LlamaSizes(2, 768, 12, 3072),
+    "llama-160m": LlamaSizes(12, 768, 12, 3072),
+    "toy": LlamaSizes(1, 128, 4, 336),
+}
 Reporter = Literal[
     "azure_ml",
     "clearml",
@@ -42,7 +62,8 @@ class InitConfig(Config):
     )
     architecture: Architecture = Field(default="llama-68m", description="of a fresh draft")
     layers: int | list[int] = Field(
-        default=2, description="layers cut from the target: how many, or which (0 is the first)"
+        default=2,
+        description="layers cut from the target: how many, or which ([0, 5]; 0 is the first)",
     )
     choose: Literal["first", "last", "even", "search"] = Field(
         default="even",
@@ -56,20 +77,36 @@ class InitConfig(Config):
         "(default: all)",
     )
 
+    @field_validator("layers")
+    @classmethod
+    def _are_layers(cls, layers: int | list[int]) -> int | list[int]:
+        """Refuse what is neither a number of layers nor their numbers in order."""
+        if isinstance(layers, int) and layers < 1:
+            raise ValueError(f"must be at least 1, got {layers}")
+        if isinstance(layers, list) and (
+            not layers or layers[0] < 0 or layers != sorted(set(layers))
+        ):
+            raise ValueError(
+                f"must be the numbers of layers in order, each once and 0 or more, got {layers}"
+            )
+        return layers
+
 
 class FinetuneConfig(Config):
     """Training on texts, before distillation: next-token prediction of what the assistant says."""
 
     conversations: list[str] = Field(
         default=[],
-        description="JSON-lines files of conversations, or Hub ids (default: the rollouts, which "
-        "is sequence-level distillation)",
+        description="conversations: JSONL, JSON or parquet files, folders, sharegpt or Hub ids "
+        "(default: the rollouts, which is sequence-level distillation)",
     )
-    epochs: float = Field(default=3.0, gt=0.0, description="passes over the conversations")
+    epochs: float = Field(default=3.0, gt=0.0, description="passes over the texts")
     max_length: int = Field(
-        default=2048, ge=2, description="tokens of a row; conversations are packed"
+        default=2048, ge=2, description="tokens of a row; longer texts become several"
     )
-    packing: bool = Field(default=True, description="put several conversations into one row")
+    packing: bool = Field(
+        default=True, description="put several texts into one row, where they do not see each other"
+    )
     batch_size: int = Field(default=8, ge=1, description="rows in a batch, over all processes")
     accumulation: int = Field(
         default=1, ge=1, description="batches added up before an optimizer step"
@@ -113,6 +150,11 @@ class OnPolicyConfig(Config):
         "decoding, or a whole completion of the prompt",
     )
     length: int = Field(default=8, ge=1, description="tokens of a block")
+    cuts: int = Field(
+        default=1,
+        ge=1,
+        description="blocks of a rollout, each after another part of it, which is read again",
+    )
 
 
 class DistilConfig(Config):

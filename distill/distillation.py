@@ -6,8 +6,6 @@ only, between the very distributions that serving will compare.
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import json
 import math
 import shutil
@@ -21,6 +19,15 @@ from datasets import Dataset
 from pydantic import TypeAdapter
 from transformers import PreTrainedModel, Trainer
 
+from distill.adapters import (
+    base_of,
+    load_plain,
+    load_student,
+    merged,
+    set_weights,
+    trained_weights,
+)
+from distill.batches import content_of
 from distill.callbacks import (
     Pace,
     Watch,
@@ -116,8 +123,8 @@ def distil(
             "config": config.decisive(),
             "sampling": asdict(sampling),
             "seed": seed,
-            "train": _content(train),
-            "dev": _content(dev),
+            "train": content_of(train),
+            "dev": content_of(dev),
             "teacher_dtype": teacher_dtype,
         },
         defaults_of(DistilConfig, "config") | defaults_of(SamplingConfig, "sampling"),
@@ -134,10 +141,10 @@ def distil(
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
     # Before any training arguments exist, or ZeRO-3 would split the frozen teacher too.
     teacher = load_model(str(target), dtype=teacher_dtype)
-    student = load_model(str(draft))
-    plain = copy.deepcopy(student)  # no engine ever wraps this one
+    student = load_student(str(draft), config.lora, seed=seed)
+    plain = load_plain(str(draft), config.lora)
     held_out = HeldOut(teacher, dev, sampling, watched=config.eval_rollouts)
-    before = held_out.measure(plain) if state.is_main_process else None
+    before = held_out.measure(base_of(plain)) if state.is_main_process else None
 
     history = History(kept_step=0)
     if config.epochs > 0:
@@ -146,8 +153,9 @@ def distil(
             trainer.add_callback(callback)
         history, weights = _trained(trainer, plain, held_out, config, settings)
         if state.is_main_process:
-            plain.load_state_dict(weights)
+            set_weights(plain, weights)
     after = None
+    plain = merged(plain)
     if state.is_main_process:
         after = held_out.measure(plain, step=history.kept_step or 0)
     (after,) = broadcast_object_list([after])
@@ -178,8 +186,8 @@ def _trained(
 
     def measure(weights: Weights | None, step: int) -> Measurement:
         if weights is not None:
-            plain.load_state_dict(weights)
-        return held_out.measure(plain, step=step, watched_only=True)
+            set_weights(plain, weights)
+        return held_out.measure(base_of(plain), step=step, watched_only=True)
 
     watch = Watch(
         trainer,
@@ -191,7 +199,7 @@ def _trained(
     )
     trainer.add_callback(watch)
     train_resumably(trainer, work, settings, label=label)
-    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    weights = trained_weights(trainer)
     history = history_of(trainer.state)
     if config.keep == "last":
         return replace(history, kept_step=trainer.state.global_step), weights
@@ -239,11 +247,3 @@ def _by_content(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _work(out: Path) -> Path:
     return out.with_name(f"{out.name}.training")
-
-
-def _content(rollouts: Dataset) -> str:
-    """A short hash of the token ids, the same wherever and however the rows are stored."""
-    digest = hashlib.sha256()
-    for row in rollouts:
-        digest.update(json.dumps([row["prompt_ids"], row["completion_ids"]]).encode())
-    return digest.hexdigest()[:16]

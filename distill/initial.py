@@ -2,13 +2,55 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
+from torch import Tensor, nn
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    set_seed,
+)
 
-from distill.config import InitConfig
+from distill.config import ARCHITECTURES, InitConfig
+from distill.toy import language_model
+from distill.training import save_model
+from specdata.draft_vocabulary import reduce_vocabulary
+from specdata.errors import ConfigError
+from specdata.model_folder import copy_tokenizer
+from specdata.models import known_ids, load_configs, load_model, load_tokenizer, positions
+from specdata.probability import overlap, probabilities
+from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
+from specdata.storage.files import atomic_folder, fingerprint, write_json
+from specdata.storage.resume import Settings, defaults_of
+from specdata.terminal import progress
+from specdata.vocabulary import check_shared_vocabulary
+
+SETTINGS_FILE = "initial_settings.json"
+RESULT_FILE = "initial.json"
+# A search compares drafts at so many completion positions of so many rollouts. The target's
+# distributions there are kept: (512, V) floats.
+SEARCH_ROWS, SEARCH_POSITIONS = 16, 32
+# Layers that are tried at each step of a search after the first: the best of the step before.
+SEARCH_WIDTH = 16
+# The context of a fresh draft whose target has no limit, unless the rollouts are longer.
+LEAST_POSITIONS = 2048
+# Ids that the layers of a cut draft are tried on.
+PROBE = 8
 
 
 def make_initial(
@@ -21,7 +63,10 @@ def make_initial(
     sampling: SamplingConfig,
     seed: int,
 ) -> dict[str, Any]:
-    """Make the draft that training starts from and save it as a model folder.
+    """Make the draft that training starts from and save it as a model folder, in float32.
+
+    It has the target's tokenizer; made ones also its padded vocabulary, context and special ids.
+    One process works, others wait for it. A finished folder is kept and its stored result returned.
 
     Args:
         target: folder or Hub id of the target.
@@ -35,5 +80,393 @@ def make_initial(
 
     Returns:
         What was made, as JSON values.
+
+    Raises:
+        ConfigError: if a model cannot be loaded, the target's layers cannot be cut or are fewer, or
+            the vocabulary cannot be reduced as asked.
+        VocabularyMismatchError: if an existing draft has another vocabulary.
+        ManifestError: if `out` was made with other settings.
+        ValueError: if there are no rollouts.
     """
-    raise NotImplementedError
+    if len(rollouts) == 0:
+        raise ValueError("rollouts must hold at least one rollout of split train, they are empty")
+    settings = Settings(
+        {
+            "target": fingerprint(str(target)),
+            "draft": None if draft is None else fingerprint(str(draft)),
+            "config": config.model_dump(mode="json"),
+            "sampling": asdict(sampling),
+            "seed": seed,
+            "rollouts": _content(rollouts),
+        },
+        defaults_of(InitConfig, "config") | defaults_of(SamplingConfig, "sampling"),
+        remedy=f"choose another output folder, or remove {out}",
+    )
+    state = join_processes()
+    if out.exists():
+        settings.check_file(out / SETTINGS_FILE)
+    elif state.is_main_process:
+        model, made = _make(str(target), draft, rollouts, config, sampling, seed)
+        if config.vocabulary is not None:
+            made |= _reduce(model, rollouts, config.vocabulary)
+        made["parameters"] = sum(weight.numel() for weight in model.parameters())
+        with atomic_folder(out) as temporary:
+            save_model(model, temporary)
+            copy_tokenizer(str(target), temporary)
+            _check_saved(model, temporary)
+            settings.write(temporary / SETTINGS_FILE)
+            write_json(temporary / RESULT_FILE, made)
+    state.wait_for_everyone()
+    result: dict[str, Any] = json.loads((out / RESULT_FILE).read_text("utf-8"))
+    return result
+
+
+def frequent_tokens(
+    rollouts: Dataset, count: int, vocabulary: int, ends: Iterable[int]
+) -> list[int]:
+    """The tokens that a reduced vocabulary keeps, in the order in which they are chosen.
+
+    End tokens first, then the most frequent of the completions, equal ones by id. If these are
+    fewer than `count`, the most frequent of the prompts follow, then the lowest ids, which are
+    the earliest merges of a byte-pair vocabulary.
+
+    Args:
+        rollouts: with `prompt_ids` and `completion_ids`.
+        count: how many.
+        vocabulary: tokens that the draft has ids for; rollouts may hold others.
+        ends: ids that end a text.
+
+    Raises:
+        ConfigError: if there are fewer tokens, or more ends.
+    """
+    ends = sorted(token for token in ends if token < vocabulary)
+    if not len(ends) <= count <= vocabulary:
+        raise ConfigError(
+            f"draft.init.vocabulary must be from {max(1, len(ends))} to {vocabulary}, the tokens "
+            f"that the draft has, got {count}"
+        )
+    chosen = dict.fromkeys(ends)
+    for column in ("completion_ids", "prompt_ids"):
+        counts = Counter(chain.from_iterable(rollouts[column]))
+        ranked = sorted(counts, key=lambda token: (-counts[token], token))
+        chosen |= dict.fromkeys(token for token in ranked if token < vocabulary)
+    return list(chosen | dict.fromkeys(range(vocabulary)))[:count]
+
+
+def coverage(rollouts: Dataset, kept: Iterable[int]) -> float:
+    """The share of the completions' tokens that are among some."""
+    counts, known = Counter(chain.from_iterable(rollouts["completion_ids"])), {*kept}
+    return sum(count for token, count in counts.items() if token in known) / counts.total()
+
+
+def choose_layers(choose: str, count: int, layers: int) -> list[int]:
+    """Numbers of the layers to cut: `count` of `layers`.
+
+    Args:
+        choose: "first", "last" or "even": evenly spaced, the first and the last among them (of
+            one, the first).
+        count: how many.
+        layers: how many there are.
+
+    Raises:
+        ConfigError: if there are fewer.
+    """
+    if count > layers:
+        raise ConfigError(f"draft.init.layers is {count}, but the target has {layers} layers")
+    if choose == "first":
+        return list(range(count))
+    if choose == "last":
+        return list(range(layers - count, layers))
+    return [round(index * (layers - 1) / max(1, count - 1)) for index in range(count)]
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The name and the list of a model's decoder layers, found by their number.
+
+    Raises:
+        ConfigError: if there is not one list of as many modules as the configuration says.
+    """
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) == count
+        and not any(part.isdigit() for part in name.split("."))  # within a layer
+    ]
+    if len(found) != 1:
+        names = ", ".join(name for name, _ in found) or "none"
+        raise ConfigError(
+            f"{type(model).__name__} must have one list of {count} decoder layers to cut a draft "
+            f"from, found: {names}. Give draft.init another kind: model or fresh"
+        )
+    return found[0]
+
+
+def cut(model: PreTrainedModel, chosen: Sequence[int]) -> PreTrainedModel:
+    """A model of some of the layers of another, all other weights as they are there.
+
+    Args:
+        model: the model to cut. Its weights are shared, not copied.
+        chosen: numbers of the layers, in order.
+
+    Returns:
+        A model of the same class, in eval mode.
+
+    Raises:
+        ConfigError: if a layer does not exist, or would be another one in its new place.
+    """
+    name, layers = decoder_layers(model)
+    if outside := [index for index in chosen if not 0 <= index < len(layers)]:
+        raise ConfigError(
+            f"draft.init.layers names layer {outside[0]}, but the target has {len(layers)} layers, "
+            f"0 to {len(layers) - 1}"
+        )
+    with torch.device("meta"):
+        made: PreTrainedModel = type(model)(_cut_config(model.config, chosen, len(layers)))
+    places = dict(zip(range(len(chosen)), chosen, strict=True))
+    for here, module in made.named_modules():
+        new = _number_in(name, here)
+        old = None if new is None else places[new]
+        there = here if old is None else f"{name}.{old}{here.removeprefix(f'{name}.{new}')}"
+        try:
+            source = model.get_submodule(there)
+            _share(source, module, {(old, new), (len(layers), len(chosen))})
+        except (AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"{type(model).__name__} cannot be cut: {there} depends on its place ({error}). "
+                "Choose other layers, or give draft.init another kind: model or fresh"
+            ) from error
+    made.generation_config = _special(model.generation_config)
+    return made.eval()
+
+
+def search_layers(
+    model: PreTrainedModel, count: int, rollouts: Dataset, sampling: SamplingConfig
+) -> tuple[list[int], float]:
+    """Choose layers of the target one after the other, each by the acceptance of the cut draft.
+
+    Acceptance is the mean of sum_x min(p, q) at `SEARCH_POSITIONS` completion positions of
+    `SEARCH_ROWS` rollouts. At each step every candidate is put among the layers that are chosen
+    already, in the target's order; after the first step, candidates are the `SEARCH_WIDTH` best of
+    the step before. So with L layers at most L + SEARCH_WIDTH (count - 1) drafts of at most
+    `count` layers read the rollouts once. Nothing is drawn.
+
+    Args:
+        model: the target.
+        count: how many layers.
+        rollouts: with `prompt_ids` and `completion_ids`.
+        sampling: the warp of serving.
+
+    Returns:
+        The numbers of the layers in order, and the acceptance of that draft.
+    """
+    _, layers = decoder_layers(model)
+    choose_layers("first", count, len(layers))  # refuses too many
+    wanted = min(SEARCH_ROWS, len(rollouts))
+    rows = rollouts.select([index * len(rollouts) // wanted for index in range(wanted)])
+    expected = list(_distributions(model, rows, sampling))
+    counted = sum(map(len, expected))
+
+    def acceptance(chosen: list[int]) -> float:
+        found = _distributions(cut(model, chosen), rows, sampling)
+        pairs = zip(expected, found, strict=True)
+        return sum(float(overlap(p, q).sum()) for p, q in pairs) / counted
+
+    chosen: list[int] = []
+    best, candidates = 0.0, list(range(len(layers)))
+    tried = len(layers) + sum(min(SEARCH_WIDTH, len(layers) - step) for step in range(1, count))
+    with progress(tried, "searching layers", "draft") as bar:
+        for _ in range(count):
+            scores: dict[int, float] = {}
+            for layer in sorted(candidates):
+                scores[layer] = acceptance(sorted([*chosen, layer]))
+                bar.update()
+            ranked = sorted(scores, key=lambda layer: (-scores[layer], layer))
+            chosen, best = sorted([*chosen, ranked[0]]), scores[ranked[0]]
+            # Fewer than there are left only if all of them have been tried before.
+            candidates = ranked[1 : 1 + SEARCH_WIDTH]
+    return chosen, best
+
+
+def _make(
+    target: str,
+    draft: str | Path | None,
+    rollouts: Dataset,
+    config: InitConfig,
+    sampling: SamplingConfig,
+    seed: int,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The draft with its whole vocabulary, and what was made."""
+    if config.kind == "model":
+        if draft is None:
+            raise ConfigError("draft.init.kind is model, but no draft is given: set models.draft")
+        check_shared_vocabulary(load_tokenizer(target), load_tokenizer(str(draft)))
+        return load_model(str(draft)), {"kind": "model"}
+    if config.kind == "fresh":
+        fresh = _fresh(target, rollouts, config, seed)
+        return fresh, {"kind": "fresh", "architecture": config.architecture}
+    whole = load_model(target)
+    acceptance = None
+    if isinstance(config.layers, list):
+        layers = config.layers
+    elif config.choose == "search":
+        layers, acceptance = search_layers(whole, config.layers, rollouts, sampling)
+    else:
+        _, found = decoder_layers(whole)
+        layers = choose_layers(config.choose, config.layers, len(found))
+    made: dict[str, Any] = {"kind": "target", "layers": layers}
+    return cut(whole, layers), made | ({} if acceptance is None else {"acceptance": acceptance})
+
+
+def _fresh(target: str, rollouts: Dataset, config: InitConfig, seed: int) -> PreTrainedModel:
+    """A Llama with random weights, for the target's vocabulary and context."""
+    theirs, generation = load_configs(target)
+    vocabulary, context = theirs.get_text_config().vocab_size, positions(theirs)
+    if context == sys.maxsize:
+        texts = zip(rollouts["prompt_ids"], rollouts["completion_ids"], strict=True)
+        context = max(LEAST_POSITIONS, *(len(prompt) + len(text) for prompt, text in texts))
+    sizes = ARCHITECTURES[config.architecture]
+    if config.architecture == "toy":
+        model = language_model(
+            load_tokenizer(target),
+            layers=sizes.num_hidden_layers,
+            width=sizes.hidden_size,
+            seed=seed,
+            vocabulary=vocabulary,
+            positions=context,
+        )
+    else:
+        set_seed(seed)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                **asdict(sizes),
+                vocab_size=vocabulary,
+                max_position_embeddings=context,
+                tie_word_embeddings=False,
+            )
+        )
+    special = _special(generation)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(model.config, name, getattr(special, name))
+    model.generation_config = special
+    return model.eval()
+
+
+def _special(generation: GenerationConfig) -> GenerationConfig:
+    """The special ids of a generation configuration, without what it says of sampling."""
+    return GenerationConfig(
+        bos_token_id=generation.bos_token_id,
+        eos_token_id=generation.eos_token_id,
+        pad_token_id=generation.pad_token_id,
+    )
+
+
+def _reduce(model: PreTrainedModel, rollouts: Dataset, count: int) -> dict[str, Any]:
+    """Reduce a draft's vocabulary, and make sure that nothing else has a probability then."""
+    ends = model.generation_config.eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
+    vocabulary = model.config.get_text_config().vocab_size
+    kept = frequent_tokens(rollouts, count, vocabulary, ends)
+    reduce_vocabulary(model, kept)
+    with torch.inference_mode():
+        logits = model(input_ids=_probe(model), use_cache=False).logits
+    if not bool(logits[..., ~model.t2d].isneginf().all()):
+        raise ConfigError(
+            f"{type(model).__name__} changes the logits that its output embedding gives, so that "
+            "tokens left out of its vocabulary would have a probability: leave "
+            "draft.init.vocabulary out"
+        )
+    return {"vocabulary": count, "coverage": coverage(rollouts, kept)}
+
+
+def _cut_config(config: PreTrainedConfig, chosen: Sequence[int], layers: int) -> PreTrainedConfig:
+    """The configuration of a cut model: fewer layers, and lists with an entry a layer cut alike."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for key, value in list(vars(text).items()):
+        is_of_layers = isinstance(value, list | tuple) and len(value) == layers
+        if is_of_layers and "token" not in key and key != "architectures":
+            setattr(text, key, type(value)(value[index] for index in chosen))
+    text.num_hidden_layers = len(chosen)
+    config.name_or_path = ""
+    return config
+
+
+def _number_in(name: str, module: str) -> int | None:
+    """The number of the layer that a module is or is part of; None if it is of no layer."""
+    return int(module[len(name) + 1 :].split(".")[0]) if module.startswith(f"{name}.") else None
+
+
+def _share(
+    source: nn.Module, module: nn.Module, places: set[tuple[int | None, int | None]]
+) -> None:
+    """Give a module (not those in it) the weights of another of the same kind.
+
+    `places` are numbers, there and here, that may differ. Raises ValueError if more does.
+    """
+    for kind in ("_parameters", "_buffers"):
+        theirs, ours = getattr(source, kind), getattr(module, kind)
+        if {key: _shape(value) for key, value in theirs.items()} != {
+            key: _shape(value) for key, value in ours.items()
+        }:
+            raise ValueError("its weights have other shapes")
+        ours.update(theirs)
+    # What a whole model notes of itself, such as its folder, decides nothing.
+    for key, value in [] if isinstance(module, PreTrainedModel) else list(vars(module).items()):
+        there = vars(source).get(key)
+        if isinstance(value, Tensor):
+            setattr(module, key, there)
+        elif (
+            isinstance(value, bool | int | float | str | None)
+            and key != "training"
+            and value != there
+            and (there, value) not in places
+        ):
+            raise ValueError(f"its {key} is {there} there and would be {value}")
+
+
+def _shape(value: Tensor | None) -> torch.Size | None:
+    return None if value is None else value.shape
+
+
+@torch.inference_mode()
+def _distributions(
+    model: PreTrainedModel, rows: Dataset, sampling: SamplingConfig
+) -> Iterator[Tensor]:
+    """(n, V) distributions at the first `SEARCH_POSITIONS` completion positions of each row."""
+    for row in rows:
+        if not (count := min(SEARCH_POSITIONS, len(row["completion_ids"]))):
+            continue
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"][: count - 1]])
+        ids = known_ids(ids.to(model.device), model)
+        yield probabilities(
+            model(input_ids=ids, logits_to_keep=count, use_cache=False).logits[0], sampling
+        )
+
+
+def _probe(model: PreTrainedModel) -> Tensor:
+    """(1, n) ids to try a model on."""
+    size: int = model.config.get_text_config().vocab_size
+    return (torch.arange(PROBE, device=model.device) * 7919 % size).unsqueeze(0)
+
+
+@torch.inference_mode()
+def _check_saved(model: PreTrainedModel, folder: Path) -> None:
+    """Raise ConfigError unless what was saved is the same model when it is loaded."""
+    ids = _probe(model)
+    expected = model(input_ids=ids, use_cache=False).logits
+    found = load_model(str(folder))(input_ids=ids, use_cache=False).logits
+    if not torch.equal(expected, found):
+        raise ConfigError(
+            f"{type(model).__name__} gives other logits once it is saved and loaded again, so no "
+            "draft can be made of it: give draft.init another kind, or leave its vocabulary whole"
+        )
+
+
+def _content(rollouts: Dataset) -> str:
+    """A short hash of the token ids, the same wherever and however the rows are stored."""
+    digest = hashlib.sha256()
+    for column in ("prompt_ids", "completion_ids"):
+        digest.update(json.dumps(list(rollouts[column])).encode())
+    return digest.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""What a draft is distilled with: six divergences between the distributions p and q.
+"""What a draft is distilled with: seven divergences between the distributions p and q.
 
 All share one signature, `(draft_logits, target_logits, mask) -> scalar`: the mean over the
 positions where `mask` is true of a divergence between the target's p = softmax(target_logits) and
@@ -8,6 +8,11 @@ as in serving (temperature; for p also truncation, a logit of -inf is a probabil
 Everything is computed from log probabilities in float32 (float64 stays float64), so that saturated
 logits give finite values and gradients. z are the draft's logits, s_j = 1[q_j > p_j] and
 alpha = sum_x min(p, q) is the probability that a drafted token is accepted.
+
+A token whose draft logit is -inf is one that the draft cannot propose: q is 0 there, whatever is
+learnt. What it adds to a loss is a constant; it gets no gradient, and where the constant would be
+infinite (`forward_kl`, `lk_hybrid`, and `neg_log_overlap` if p is 0 everywhere else) it is left
+out. So these may be negative then.
 """
 
 from __future__ import annotations
@@ -46,7 +51,7 @@ def forward_kl(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Ten
         The masked mean in nats, 0 if no position counts.
     """
     log_p, log_q = _log_distributions(draft_logits, target_logits)
-    return _masked_mean(_kl(log_p, log_q), mask)
+    return _masked_mean(_kl(log_p, log_q, draft_logits > -torch.inf), mask)
 
 
 def reverse_kl(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tensor:
@@ -82,6 +87,40 @@ def tv(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tensor:
     return _masked_mean(_tv(*_log_distributions(draft_logits, target_logits)), mask)
 
 
+def tvd_plus_plus(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tensor:
+    """TVD++: the total variation, with its gradient divided by the deviation of the reward.
+
+    Goel et al. 2024 (arXiv:2403.00858) write the gradient of TV as a policy gradient, draw x from
+    q, reward it with r = 1[p > q] and normalise: -E_{x~q}[grad log q(x) (r(x) - mu) / sigma]. Here
+    the expectation is exact, over the whole vocabulary, so mu cancels and what remains is the
+    gradient of `tv` divided by sigma. mu and sigma are those of r under q at the same position, not
+    over a batch: a position's loss depends on nothing but the position, and its gradient, whose
+    absolute values sum to 2 sigma, vanishes like the square root of that of `tv`. A tie has
+    r = 1/2, the middle, as in `tv`.
+
+    The value is the total variation, which is to become small; the paper's surrogate has this
+    gradient and a value without a meaning. Arguments and result as in `forward_kl`.
+    """
+    log_p, log_q = _log_distributions(draft_logits, target_logits)
+    with torch.no_grad():
+        q, sign = log_q.exp(), torch.sign(log_q - log_p)
+        above, below, tied = (
+            (q * here).sum(dim=-1, keepdim=True) for here in (sign > 0, sign < 0, sign == 0)
+        )
+        # sigma^2 of r, which is 0, 1/2 or 1; written so that nothing cancels.
+        variance = above * below + 0.25 * tied * (above + below)
+        # q_j (s_j - sum_k q_k s_k), again without a difference of nearly equal numbers.
+        centred = torch.where(
+            sign > 0,
+            below + tied / 2,
+            torch.where(sign < 0, -above - tied / 2, (below - above) / 2),
+        )
+        gradient = q * centred / variance.clamp(min=torch.finfo(q.dtype).tiny).sqrt()
+    logits = draft_logits.to(q.dtype)
+    slope = (gradient * torch.where(logits > -torch.inf, logits, 0.0)).sum(dim=-1)
+    return _masked_mean(_tv(log_p, log_q).detach() + (slope - slope.detach()), mask)
+
+
 def neg_log_overlap(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tensor:
     """-log alpha = -log sum_x min(p, q), "LK-alpha": the log-likelihood of acceptance.
 
@@ -89,7 +128,9 @@ def neg_log_overlap(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -
     one-hot. Samarin et al. 2026 (arXiv:2602.23881). Arguments and result as in `forward_kl`.
     """
     log_p, log_q = _log_distributions(draft_logits, target_logits)
-    return _masked_mean(-_log_overlap(log_p, log_q), mask)
+    # Where the draft can propose no token that p gives, alpha stays 0.
+    has_chance = ((draft_logits > -torch.inf) & (log_p > _LOG_FLOOR)).any(dim=-1)
+    return _masked_mean(-_log_overlap(log_p, log_q).masked_fill(~has_chance, 0.0), mask)
 
 
 def lk_hybrid(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tensor:
@@ -101,8 +142,8 @@ def lk_hybrid(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tens
     """
     log_p, log_q = _log_distributions(draft_logits, target_logits)
     weight = torch.exp(-HYBRID_ETA * _log_overlap(log_p, log_q).exp()).detach()
-    divergence = weight * _kl(log_p, log_q) + (1 - weight) * _tv(log_p, log_q)
-    return _masked_mean(divergence, mask)
+    kl = _kl(log_p, log_q, draft_logits > -torch.inf)
+    return _masked_mean(weight * kl + (1 - weight) * _tv(log_p, log_q), mask)
 
 
 LOSSES: Mapping[Objective, Loss] = {
@@ -110,6 +151,7 @@ LOSSES: Mapping[Objective, Loss] = {
     "reverse_kl": reverse_kl,
     "js": js,
     "tv": tv,
+    "tvd++": tvd_plus_plus,
     "neg_log_overlap": neg_log_overlap,
     "lk_hybrid": lk_hybrid,
 }
@@ -123,8 +165,10 @@ def _log_distributions(draft_logits: Tensor, target_logits: Tensor) -> tuple[Ten
     return log_p, log_q
 
 
-def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    return (log_a.exp() * (log_a - log_b)).sum(dim=-1)
+def _kl(log_a: Tensor, log_b: Tensor, where: Tensor | None = None) -> Tensor:
+    """KL(a || b), of those tokens alone that are `where`."""
+    terms = log_a.exp() * (log_a - log_b)
+    return (terms if where is None else terms.masked_fill(~where, 0.0)).sum(dim=-1)
 
 
 def _tv(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -3,71 +3,76 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 
+from distill.adapters import base_of
 from distill.batches import IGNORED, collate
-from distill.config import DistilConfig, Objective
+from distill.chunked import chunked_loss
+from distill.config import DistilConfig
 from distill.losses import LOSSES
-from distill.training import Schedule, training_arguments
-from specdata.models import known_ids
+from distill.on_policy import DraftTexts, whole_model
+from distill.training import Schedule, training_arguments, whole_batches
+from specdata.lm_head import find_lm_head
+from specdata.models import end_ids, positions
 from specdata.probability import probabilities, to_vocabulary
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
 
+T = TypeVar("T")
+
 
 class DistilTrainer(Trainer):  # type: ignore[misc]
-    """The Trainer with two methods changed.
+    """The Trainer with three methods changed.
 
-    The loss compares the draft with its teacher, and a batch is one over all processes.
+    The loss compares the draft with its teacher, a batch is one over all processes, and some of its
+    rows may carry text that the draft has just written.
     """
 
     def __init__(
         self,
         *,
-        batch_size: int,
         teacher: PreTrainedModel,
-        objective: Objective,
+        config: DistilConfig,
         sampling: SamplingConfig,
+        texts: DraftTexts | None = None,
         **rest: Any,
     ) -> None:
         super().__init__(**rest)
-        self.student: PreTrainedModel = rest["model"]  # `model` may be wrapped by an engine
+        self.student: torch.nn.Module = rest["model"]  # `model` may be wrapped by an engine
         self.teacher = teacher.eval().requires_grad_(False)
-        self.objective = LOSSES[objective]
+        self.teacher_head = find_lm_head(teacher)
+        self.student_head = find_lm_head(base_of(self.student.eval()))
+        self.objective = LOSSES[config.objective]
+        self.warp = config.warp
+        self.in_bfloat16 = config.precision == "bfloat16"
         self.sampling = sampling
-        self.batch_size = batch_size
+        self.batch_size = config.batch_size
+        self.texts = texts
+        self.model_accepts_loss_kwargs = True  # whatever the model: it is our loss that counts
 
     def get_train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Whole batches, the same on every process; the collator takes this process's rows.
+        """Whole batches, the same on every process; the collator takes this process's rows."""
+        return whole_batches(self, self.batch_size)
 
-        accelerate would divide them, and fill up the last batch of an epoch with rows of its
-        beginning. Told of one process, it orders rows as it does for one.
-        """
-        loader = DataLoader(
-            self.train_dataset,
-            batch_size=self.batch_size,
-            sampler=RandomSampler(self.train_dataset),
-            collate_fn=self.data_collator,
-            pin_memory=self.args.dataloader_pin_memory,
-        )
-        prepared: DataLoader[dict[str, Tensor]] = prepare_data_loader(
-            loader,
-            self.args.device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=True,
-            use_seedable_sampler=True,
-            data_seed=self.args.data_seed,
-        )
-        return prepared
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Tensor]], Tensor | None]:
+        """The batches of one step, the draft's text in its rows, and their labels counted."""
+        if self.texts is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
+        batches = list(islice(epoch_iterator, num_batches))
+        with whole_model(self.model_wrapped, self.accelerator) as draft:
+            batches = self.texts.into(batches, draft, self.state.global_step)
+        return super().get_batch_samples(iter(batches), len(batches), device)  # type: ignore[no-any-return]
 
     def compute_loss(
         self,
@@ -78,30 +83,76 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
     ) -> Tensor | tuple[Tensor, Any]:
         """Mean divergence over the completion positions of the whole (accumulated, global) batch.
 
-        Weighting by positions makes the result independent of how a batch is split.
+        Weighting by positions makes the result independent of how a batch is split. Positions do
+        not depend on each other, so the loss is computed in chunks of them (`distill.chunked`).
         """
-        labels = inputs["labels"]
-        tokens = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        chosen = labels[:, 1:] != IGNORED
-        outputs = model(**{**tokens, "input_ids": known_ids(tokens["input_ids"], self.student)})
-        with torch.no_grad():
-            p_logits = self.teacher(**tokens).logits[:, :-1][chosen]
-            p = probabilities(p_logits, self.sampling)
-        q_logits = to_vocabulary(outputs.logits[:, :-1][chosen], p.shape[-1])
-        # Truncation applies to p alone: a token cut from q would get no gradient to come back.
-        loss = self.objective(
-            q_logits / (self.sampling.temperature or 1.0), p.log(), torch.ones_like(p[:, 0])
-        )
-        if num_items_in_batch is not None:
-            # Gradients are averaged over processes, positions are counted over all of them.
-            share = chosen.sum() * self.accelerator.num_processes / num_items_in_batch
-            loss = loss * share
-        return (loss, outputs) if return_outputs else loss
+        ids, attention = inputs["input_ids"], inputs["attention_mask"]
+        chosen = inputs["labels"][:, 1:] != IGNORED
+        with torch.inference_mode():
+            taught = self.teacher_head.trained_states(ids, attention)[:, :-1][chosen]
+
+        def loss(q_logits: Tensor, chunk: slice) -> Tensor:
+            # The teacher is as in serving, whatever the precision that the draft trains in.
+            with torch.autocast(ids.device.type, enabled=False):
+                with torch.no_grad():
+                    p_logits = self.teacher_head.logits(taught[chunk])
+                return self._divergence(q_logits, p_logits)
+
+        def total() -> Tensor:
+            with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.in_bfloat16):
+                learnt = self.student_head.trained_states(ids, attention)[:, :-1][chosen]
+                return chunked_loss(learnt, self.student_head, loss)
+
+        value = inside_forward(model, self.student, total)
+        counted = chosen.sum() if num_items_in_batch is None else num_items_in_batch
+        # Gradients are averaged over processes, positions are counted over all of them.
+        value = value * self.accelerator.num_processes / counted
+        return (value, {}) if return_outputs else value
+
+    def _divergence(self, q_logits: Tensor, p_logits: Tensor) -> Tensor:
+        """The sum of the loss over positions: (n, V') and (n, V) logits -> scalar."""
+        ones = torch.ones_like(p_logits[:, 0], dtype=torch.float32)
+        q_logits = to_vocabulary(q_logits, p_logits.shape[-1])
+        if self.warp == "sampler":
+            # Truncation applies to p alone: a token cut from q would get no gradient to come back.
+            q_logits = q_logits / (self.sampling.temperature or 1.0)
+            p_logits = probabilities(p_logits, self.sampling).log()
+        return self.objective(q_logits, p_logits, ones) * len(ones)
+
+
+def inside_forward(model: torch.nn.Module, inner: torch.nn.Module, work: Callable[[], T]) -> T:
+    """Do some work as the forward of a module, so that an engine around it prepares for it.
+
+    DDP and ZeRO-3 act in the forward of what they wrap, and the loss calls parts of the model
+    alone. TRL's trainers do the same.
+
+    Args:
+        model: `inner`, or what an engine made of it.
+        inner: whose forward the work stands for.
+        work: is done once.
+    """
+    own = vars(inner).get("forward")  # an engine may have given it one
+
+    def forward(*_: object, **__: object) -> T:
+        restore()  # the work may call the model
+        return work()
+
+    def restore() -> None:
+        vars(inner).pop("forward", None)
+        if own is not None:
+            vars(inner)["forward"] = own
+
+    vars(inner)["forward"] = forward
+    try:
+        result: T = model()
+    finally:
+        restore()
+    return result
 
 
 def draft_trainer(
     teacher: PreTrainedModel,
-    student: PreTrainedModel,
+    student: torch.nn.Module,
     train: Dataset,
     work: Path,
     config: DistilConfig,
@@ -119,18 +170,43 @@ def draft_trainer(
         save_steps=config.save_steps,
     )
     pad_id = teacher.generation_config.pad_token_id
+    # Padding is masked everywhere, so any id will do where a model names none.
+    pad_id = 0 if pad_id is None else pad_id
     return DistilTrainer(
-        batch_size=config.batch_size,
         teacher=teacher,
-        objective=config.objective,
+        config=config,
         sampling=sampling,
+        texts=_draft_texts(teacher, student, config, sampling, seed, pad_id),
         model=student,
         args=training_arguments(work, schedule, seed=seed),
         train_dataset=train,
         data_collator=collate(
-            # Padding is masked everywhere, so any id will do where a model names none.
-            0 if pad_id is None else pad_id,
+            pad_id,
             process=state.process_index,
             processes=state.num_processes,
         ),
+    )
+
+
+def _draft_texts(
+    teacher: PreTrainedModel,
+    student: PreTrainedModel,
+    config: DistilConfig,
+    sampling: SamplingConfig,
+    seed: int,
+    pad_id: int,
+) -> DraftTexts | None:
+    """What the draft writes while it trains; None if it writes nothing."""
+    if config.on_policy.share == 0.0:
+        return None
+    longest = min(positions(teacher.config), positions(student.config))
+    return DraftTexts(
+        config.on_policy,
+        sampling,
+        seed,
+        ends=end_ids(teacher),
+        vocabulary=teacher.config.get_text_config().vocab_size,
+        longest=longest if config.max_length is None else min(longest, config.max_length),
+        batch_size=config.batch_size,
+        pad_id=pad_id,
     )

@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DistributedType, broadcast_object_list
+from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler
 from tqdm import tqdm
 from transformers import (
     PreTrainedModel,
@@ -43,6 +46,12 @@ from specdata.storage.resume import Settings
 from specdata.terminal import progress
 
 SETTINGS = "settings.json"
+# transformers warns of the older name as soon as it knows the newer one.
+CHECKPOINTING = (
+    "activation_checkpointing"
+    if hasattr(TrainingArguments, "activation_checkpointing")
+    else "gradient_checkpointing"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +75,23 @@ class Schedule:
     accumulation: int = 1
 
 
-def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> TrainingArguments:
+def training_arguments(
+    work: Path,
+    schedule: Schedule,
+    *,
+    seed: int,
+    kind: type[TrainingArguments] = TrainingArguments,
+) -> TrainingArguments:
     """Return arguments for AdamW with a cosine schedule, checkpoints in `work`, no reporting.
 
-    `schedule.batch_size` is that of one process.
+    `schedule.batch_size` is that of one process. `kind` is what a subclass of the Trainer takes.
     """
     join_processes()
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         # Trainer imports DeepSpeed wherever it is installed, which warns unless told of the CPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    arguments = TrainingArguments(
+    arguments = kind(
         output_dir=str(work),
         max_steps=schedule.steps,
         per_device_train_batch_size=schedule.batch_size,
@@ -97,6 +112,8 @@ def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> Training
         accelerator_config={"use_configured_state": True},
         dataloader_pin_memory=not on_cpu,
         remove_unused_columns=False,
+        bf16=False,  # this and the next are on by default in TRL's arguments
+        **{CHECKPOINTING: False},
         seed=seed,
         data_seed=seed,
     )
@@ -108,6 +125,31 @@ def training_arguments(work: Path, schedule: Schedule, *, seed: int) -> Training
     if arguments.device.type == "cpu":
         arguments.__dict__["_setup_devices"] = torch.device("cpu")
     return arguments
+
+
+def whole_batches(trainer: Trainer, batch_size: int) -> DataLoader[dict[str, Tensor]]:
+    """Batches of `batch_size` rows, the same on every process; the collator takes its own rows.
+
+    accelerate would divide them, and fill up the last batch of an epoch with rows of its beginning.
+    Told of one process, it orders rows as it does for one.
+    """
+    loader = DataLoader(
+        trainer.train_dataset,
+        batch_size=batch_size,
+        sampler=RandomSampler(trainer.train_dataset),
+        collate_fn=trainer.data_collator,
+        pin_memory=trainer.args.dataloader_pin_memory,
+    )
+    prepared: DataLoader[dict[str, Tensor]] = prepare_data_loader(
+        loader,
+        trainer.args.device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=True,
+        use_seedable_sampler=True,
+        data_seed=trainer.args.data_seed,
+    )
+    return prepared
 
 
 def train_resumably(trainer: Trainer, work: Path, settings: Settings, *, label: str) -> None:

@@ -197,7 +197,7 @@ class TargetContext:
         """The features that take a forward of the draft: numbers (N, S), vectors (N, S or 1, H)."""
         reads = [name for name in self.head.reads if name in OF_DRAFT]
         before, after = draft_states(self.draft, batch, "hidden" in reads)
-        values = self.draft.get_output_embeddings().weight.shape[0]
+        values = self.draft.config.get_text_config().vocab_size
         step = max(1, VALUES_AT_ONCE // (values * batch.tokens.shape[1]))
         pieces = []
         for start in range(0, len(before), step):

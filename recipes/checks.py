@@ -7,17 +7,23 @@ sets and configurations of models that are on the Hub are checked when a pipelin
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
-from distill.config import TOY_POSITIONS
 from eval.measuring.methods import check_machine, check_methods, path_drafts
 from recipes.config import PipelineConfig
-from recipes.layout import described, is_made_here
+from recipes.layout import draft_width, is_cut, is_made_here, on_this_machine, sizes_of
+from specdata.adapter_folder import base_of_adapters
 from specdata.config import nearest
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
 from specdata.rollouts.config import check_samples
+
+# Beside a tokenizer; other versions keep it in tokenizer_config.json.
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
 def check_rollouts(config: PipelineConfig) -> None:
@@ -41,7 +47,83 @@ def check_training_splits(config: PipelineConfig) -> None:
             "rollouts.sets must hold splits train and dev to train on, got "
             f"{', '.join(sorted(splits))}"
         )
+    check_draft(config)
+
+
+def check_draft(config: PipelineConfig) -> None:
+    """Refuse a draft that cannot be made or trained. Raises ConfigError."""
     check_draft_sets(config)
+    check_finetuning(config)
+    check_initial(config)
+    check_lora(config)
+    if config.draft and config.models.draft and config.draft.init.kind == "model":
+        limit = positions_of(config, config.models.draft)
+        if limit is None or limit < (config.draft.max_length or sys.maxsize):
+            _check_room(config, "rollouts", config.rollouts.max_new_tokens, [config.models.draft])
+
+
+def check_initial(config: PipelineConfig) -> None:
+    """Refuse a draft that `draft.init` cannot make, as far as is known here. Raises ConfigError."""
+    if config.draft is None:
+        return
+    init, target = config.draft.init, config.models.target
+    if init.kind == "target":
+        known = sizes_of(config, target)
+        layers = known.get("num_hidden_layers", known.get("n_layer"))
+        wanted = init.layers if isinstance(init.layers, int) else init.layers[-1] + 1
+        if layers is not None and wanted > layers:
+            numbers = f"0 to {layers - 1}" if isinstance(init.layers, list) else f"1 to {layers}"
+            raise ConfigError(
+                f"draft.init.layers must be {numbers}, because {target} has {layers} layers; got "
+                f"{init.layers}"
+            )
+    if init.vocabulary is None:
+        return
+    source = config.models.draft if init.kind == "model" else target
+    known = sizes_of(config, str(source))
+    if (had := known.get("draft_vocab_size")) is not None:
+        raise ConfigError(
+            f"{source} can propose {had} tokens already: leave draft.init.vocabulary out, or give "
+            "the draft that it was made of"
+        )
+    size = known.get("vocab_size")
+    if size is not None and init.vocabulary > size:
+        raise ConfigError(
+            f"draft.init.vocabulary must be at most {size}, the vocabulary of {source}, got "
+            f"{init.vocabulary}"
+        )
+
+
+def check_lora(config: PipelineConfig) -> None:
+    """Refuse adapters that cannot be trained, or would train nothing. Raises ConfigError."""
+    if config.draft is None or (lora := config.draft.lora) is None:
+        return
+    if config.draft.init.kind == "fresh":
+        raise ConfigError(
+            "draft.lora trains adapters beside frozen weights, and those of draft.init.kind fresh "
+            "are random: leave out draft.lora, or start from a model or from layers of the target"
+        )
+    if lora.bits and find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"draft.lora.bits: {lora.bits} needs bitsandbytes, which is not installed: pip install "
+            "'draftsmith[qlora]' (CUDA GPUs; on the CPU it works too, slowly), or leave bits out "
+            "to keep the frozen weights in full precision"
+        )
+    if lora.bits and config.draft.init.kind == "model" and _is_adapted(config.models.draft):
+        raise ConfigError(
+            f"draft.lora.bits: {lora.bits} needs whole weights to quantise, and models.draft "
+            f"({config.models.draft}) holds adapters: leave bits out, or merge them first"
+        )
+    width = draft_width(config)
+    if width is not None and lora.rank > width:
+        raise ConfigError(
+            f"draft.lora.rank must not exceed the draft's hidden size, {width}, got {lora.rank}: "
+            "lower it, or leave out draft.lora to train all weights"
+        )
+
+
+def _is_adapted(model: str | None) -> bool:
+    return model is not None and base_of_adapters(model) is not None
 
 
 def check_draft_sets(config: PipelineConfig) -> None:
@@ -60,6 +142,36 @@ def check_draft_sets(config: PipelineConfig) -> None:
         raise ConfigError(
             f"draft.sets names no set of split {' or '.join(missing)} ({', '.join(chosen)}): the "
             "draft is trained on train and measured on dev; name a set of each"
+        )
+
+
+def check_finetuning(config: PipelineConfig) -> None:
+    """Refuse conversations that cannot be trained on, and rows longer than a draft's context.
+
+    Of conversations on the Hub only the names are checked. Raises ConfigError.
+    """
+    from specdata.prompts.conversations import check_conversations
+
+    if config.draft is None or config.draft.finetune is None:
+        return
+    tuning = config.draft.finetune
+    check_conversations(tuning.conversations, config.seed, here_alone=True)
+    if tuning.conversations and has_chat_template(config) is False:
+        raise ConfigError(
+            f"draft.finetune.conversations are rendered with the target's chat template, and "
+            f"{config.models.target} has none: save one beside its tokenizer (chat_template.jinja; "
+            "recipes/configs/vicuna.jinja is Vicuna's), take a target that was tuned to chat, or "
+            "leave conversations out to train on the target's rollouts"
+        )
+    if is_cut(config):
+        return  # its context is known once it is made
+    assert config.models.draft is not None  # the configuration's own check
+    limit = positions_of(config, config.models.draft)
+    if limit is not None and tuning.max_length > limit:
+        raise ConfigError(
+            f"draft.finetune.max_length must be at most {limit}, the positions of "
+            f"{config.models.draft}, got {tuning.max_length}: lower it, or take a draft with a "
+            "longer context"
         )
 
 
@@ -97,9 +209,11 @@ def check_evaluation(config: PipelineConfig) -> None:
 def check_hub(config: PipelineConfig) -> None:
     """Refuse what only the Hub tells: prompt sets there, and the contexts of models.
 
-    Downloads the sets, and of models config.json alone. Raises ConfigError.
+    Downloads the sets (conversations, too), and of models config.json alone. Raises ConfigError.
     """
-    from specdata.models import longest_prompt
+    from specdata.models import load_tokenizer, longest_prompt
+    from specdata.prompts.chat_templates import require_template
+    from specdata.prompts.conversations import check_conversations
     from specdata.prompts.loading import check_sets
     from specdata.prompts.reading import is_remote
 
@@ -107,6 +221,10 @@ def check_hub(config: PipelineConfig) -> None:
     for name in names:
         if not is_made_here(config, name):
             longest_prompt(name, config.eval.max_new_tokens)
+    if config.draft and config.draft.finetune and config.draft.finetune.conversations:
+        check_conversations(config.draft.finetune.conversations, config.seed)
+        if has_chat_template(config) is None:
+            require_template(load_tokenizer(config.models.target))
     trained = config.rollouts.sets if config.draft or config.head or config.toy else []
     for sets in (trained, config.eval.sets):
         check_sets([wanted for wanted in sets if is_remote(wanted)], config.seed)
@@ -134,11 +252,25 @@ def given_models(config: PipelineConfig) -> list[str]:
     return [model for model in (config.models.target, config.models.draft) if model is not None]
 
 
+def has_chat_template(config: PipelineConfig) -> bool | None:
+    """Whether the target has a chat template; None if its tokenizer is not on this machine."""
+    if is_made_here(config, config.models.target):
+        return False
+    here = on_this_machine(config.models.target)
+    if here is None:
+        return None
+    if any((here / name).exists() for name in CHAT_TEMPLATES):
+        return True
+    try:
+        settings = json.loads((here / "tokenizer_config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return bool(settings.get("chat_template"))
+
+
 def positions_of(config: PipelineConfig, model: str) -> int | None:
     """A model's context in tokens, as its config.json on this machine has it; None if unknown."""
-    if is_made_here(config, model):
-        return TOY_POSITIONS
-    known = described(model)
+    known = sizes_of(config, model)
     # GPT-2 and its kin call it n_positions.
     found = known.get("max_position_embeddings", known.get("n_positions"))
     return found if isinstance(found, int) else None

@@ -323,7 +323,8 @@ def _is_literal(info: FieldInfo, text: str) -> bool:
 
     YAML would end a folder's name at " #", and make a number or a date of others.
     """
-    kinds = {*(get_args(info.annotation) or (info.annotation,))}
+    is_list = get_origin(info.annotation) is list  # of which a text is one item
+    kinds = {info.annotation} if is_list else {*(get_args(info.annotation) or (info.annotation,))}
     return str in kinds and kinds <= {str, NoneType} and not (NoneType in kinds and text == "null")
 
 

@@ -8,12 +8,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from distill.config import ARCHITECTURES, TOY_POSITIONS
 from eval.measuring.methods import method_defaults, needs_fit, path_drafts, rewritten
 from heads.config import as_stored_today
 from recipes.config import PipelineConfig
 from recipes.run import Stage, absolute, is_within
+from specdata.adapter_folder import base_of_adapters
 from specdata.errors import ConfigError
 from specdata.hub import hub_source
+from specdata.prompts.conversations import conversation_inputs
 from specdata.prompts.reading import prompt_inputs, source_of
 from specdata.storage.resume import Settings, defaults_of
 
@@ -114,14 +117,16 @@ def finetuned_stage(config: PipelineConfig) -> Stage:
     """Train the draft on texts."""
     assert config.draft is not None
     assert config.draft.finetune is not None
-    tuning = config.draft.finetune.model_dump(mode="json")
+    tuning = config.draft.finetune
     lora = config.draft.lora.model_dump(mode="json") if config.draft.lora else None
-    values = {"finetune": tuning, "lora": lora, "sets": config.draft.sets, "seed": config.seed}
-    inputs = {
-        "target": config.models.target,
-        "draft": initial_draft(config),
-        "rollouts": str(folder(config, "rollouts")),
-    }
+    values: dict[str, Any] = {"finetune": tuning.model_dump(mode="json"), "lora": lora}
+    values["seed"] = config.seed
+    inputs = {"target": config.models.target, "draft": initial_draft(config)}
+    if tuning.conversations:
+        inputs |= conversation_inputs(tuning.conversations)
+    else:
+        values["sets"] = config.draft.sets
+        inputs["rollouts"] = str(folder(config, "rollouts"))
     return _stage(config, "finetuned", values, inputs, f"the draft, {_draft_size(config)}")
 
 
@@ -334,20 +339,56 @@ def _eval_size(config: PipelineConfig) -> str:
 
 def _draft_size(config: PipelineConfig) -> str:
     """The size of the draft's weights, if it is on this machine or will be made here."""
+    if is_cut(config):
+        made = _initial_bytes(config)
+        return "its size follows from draft.init" if made is None else _bytes(made)
     if toy := config.toy:
         return _bytes(_toy_bytes(toy.vocab_size, toy.draft_layers, toy.draft_width))
-    if is_cut(config) or config.models.draft is None:
-        return "its size follows from draft.init"
+    assert config.models.draft is not None  # the configuration's own check
     here = on_this_machine(config.models.draft)
     weights = [path.stat().st_size for path in here.glob("*.safetensors")] if here else []
     return _bytes(sum(weights)) if weights else f"as large as {config.models.draft}"
 
 
+def _initial_bytes(config: PipelineConfig) -> int | None:
+    """Float32 weights of the draft that `draft.init` makes, in bytes; None if that is not known."""
+    assert config.draft is not None
+    init = config.draft.init
+    sizes = dict(sizes_of(config, source_model(config)))
+    if init.kind == "fresh":
+        tied = init.architecture == "toy"
+        target = sizes_of(config, config.models.target)
+        sizes = {"vocab_size": target.get("vocab_size"), "rms_norm_eps": 0.0}
+        sizes |= {"tie_word_embeddings": tied, **asdict(ARCHITECTURES[init.architecture])}
+    elif init.kind == "target":
+        count = init.layers if isinstance(init.layers, int) else len(init.layers)
+        sizes["num_hidden_layers"] = count
+    return _llama_bytes(sizes, init.vocabulary)
+
+
+def _llama_bytes(sizes: Mapping[str, Any], kept: int | None) -> int | None:
+    """Float32 weights of a model with layers like Llama's, in bytes; None if it has others.
+
+    Args:
+        sizes: what its config.json says.
+        kept: rows of the output matrix, if its vocabulary is reduced.
+    """
+    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+    if not all(sizes.get(name) for name in (*needed, "vocab_size")) or "rms_norm_eps" not in sizes:
+        return None
+    width, inner, heads, layers = (int(sizes[name]) for name in needed)
+    size = sizes.get("head_dim") or width // heads
+    key_heads = sizes.get("num_key_value_heads") or heads
+    layer = 2 * width * size * (heads + key_heads) + 3 * width * inner + 2 * width
+    # transformers leaves out of config.json what is tied by default: in few architectures.
+    rows = kept or (0 if sizes.get("tie_word_embeddings", False) else int(sizes["vocab_size"]))
+    return 4 * (width * (int(sizes["vocab_size"]) + rows) + layers * layer + width)
+
+
 def _head_size(config: PipelineConfig) -> str:
     """The size of the head's weights, if the draft's hidden size is known on this machine."""
     assert config.head is not None
-    width = config.toy.draft_width if config.toy else _hidden_size(source_model(config))
-    head = config.head
+    width, head = draft_width(config), config.head
     if width is None:
         return f"depth {head.depth}; its width is that of {source_model(config)}"
     if head.kind == "specdec++":
@@ -363,15 +404,24 @@ def _head_size(config: PipelineConfig) -> str:
 
 def source_model(config: PipelineConfig) -> str:
     """The model that the draft has its hidden size from, if it is not a fresh one."""
-    if config.models.draft is None or (config.draft and config.draft.init.kind == "target"):
+    kind = config.draft.init.kind if config.draft else "model"
+    if kind == "target" or config.models.draft is None:
         return config.models.target
     return config.models.draft
+
+
+def draft_width(config: PipelineConfig) -> int | None:
+    """The draft's hidden size, if it is known on this machine."""
+    if config.draft and config.draft.init.kind == "fresh":
+        return ARCHITECTURES[config.draft.init.architecture].hidden_size
+    known = sizes_of(config, source_model(config))
+    return next((known[name] for name in ("hidden_size", "n_embd") if name in known), None)
 
 
 def _kept(config: PipelineConfig) -> str:
     """How much at most a head's training keeps of the draft: its states, in bfloat16."""
     assert config.head is not None
-    width = config.toy.draft_width if config.toy else _hidden_size(source_model(config))
+    width = draft_width(config)
     rollouts = [wanted for wanted in config.rollouts.sets if wanted.split == "train"]
     if width is None or not all(wanted.count for wanted in rollouts):
         return "two bytes for each label, moment and unit of the draft's hidden size"
@@ -381,14 +431,29 @@ def _kept(config: PipelineConfig) -> str:
     return _bytes(2 * labels * states * width)
 
 
-def _hidden_size(model: str) -> int | None:
-    """The hidden size in a model's config.json, if that is on this machine."""
-    known = described(model)
-    return next((known[name] for name in ("hidden_size", "n_embd") if name in known), None)
+def sizes_of(config: PipelineConfig, model: str) -> Mapping[str, Any]:
+    """What a model's config.json says, or will say if this run trains it; empty if unknown."""
+    if config.toy is None or not is_made_here(config, model):
+        return described(model)
+    is_target = absolute(model) == absolute(config.models.target)
+    toy = config.toy
+    width = toy.target_width if is_target else toy.draft_width
+    return {
+        "hidden_size": width,
+        "intermediate_size": width * 8 // 3 // 16 * 16,
+        "num_attention_heads": 1,  # of the whole width: the sizes are those of several
+        "num_hidden_layers": toy.target_layers if is_target else toy.draft_layers,
+        "vocab_size": toy.vocab_size,
+        "max_position_embeddings": TOY_POSITIONS,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 0.0,
+    }
 
 
 def described(model: str) -> Mapping[str, Any]:
     """What a model's config.json says of the language model; empty if it is not on this machine."""
+    if base := base_of_adapters(model):
+        return described(base)
     here = on_this_machine(model)
     try:
         known = json.loads((here / "config.json").read_text("utf-8")) if here else {}

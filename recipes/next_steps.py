@@ -72,7 +72,12 @@ def after_rollouts(config: PipelineConfig, line: CommandLine) -> list[Step]:
 
 def after_draft(config: PipelineConfig, line: CommandLine) -> list[Step]:
     """Use the draft as it is, or go on."""
-    return [_load_draft(folder(config, "draft") / "model"), _then(config, line)]
+    draft = folder(config, "draft") / "model"
+    if described(str(draft)).get("draft_vocab_size") is None:
+        return [_load_draft(draft), _then(config, line)]
+    load = f"load_model({json.dumps(str(draft), ensure_ascii=False)})"
+    step = Step("load", f"from specdata.models import load_model; draft = {load}")
+    return [step, _then(config, line)]
 
 
 def after_head(config: PipelineConfig, line: CommandLine) -> list[Step]:

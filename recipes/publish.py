@@ -124,7 +124,7 @@ def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]
         history = trainings_of(config).get(TRAININGS["draft"])
         about = replace(
             shared,
-            base_model=source_model(config),
+            base_model=None if config.draft.init.kind == "fresh" else source_model(config),
             datasets=_training_sets(config, config.draft.sets),
             measures={
                 "acceptance before distillation": trained["acceptance_before"],

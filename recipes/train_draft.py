@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from recipes.checks import check_draft_sets
+from recipes.checks import check_draft
 from recipes.config import PipelineConfig
 from recipes.layout import draft_stages, draft_to_distil, folder, initial_draft
 from recipes.next_steps import after_draft
@@ -20,6 +20,8 @@ from recipes.run import Stage, made_as_asked, need, run_stage, say
 from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from datasets import Dataset
 
 
@@ -34,7 +36,7 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     """Make, fine-tune and distil, as asked; print the acceptance before and after."""
     planned = stages(config)
     if not all(map(made_as_asked, planned)):
-        check_draft_sets(config)
+        check_draft(config)
     need(folder(config, "rollouts"), "make_rollouts.py")
     work = {"initial": _make_initial, "finetuned": _finetune, "draft": _distil}
     for stage in planned:
@@ -68,14 +70,32 @@ def _finetune(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
 
     assert config.draft is not None
     assert config.draft.finetune is not None
-    return finetune(
+    tuning = config.draft.finetune
+    result = finetune(
         target=config.models.target,
         draft=initial_draft(config),
-        rollouts=_rollouts(config, "train"),
+        rollouts=None if tuning.conversations else _rollouts(config, "train"),
         out=stage.folder / "model",
-        config=config.draft.finetune,
+        config=tuning,
         lora=config.draft.lora,
         seed=config.seed,
+    )
+    _say_finetuned(result)
+    return result
+
+
+def _say_finetuned(result: Mapping[str, Any]) -> None:
+    """What the draft was trained on."""
+    split = f", {result['split']:,} of them split" if result["split"] else ""
+    say(
+        f"  fine-tuned on {result['used']:,} {result['texts']}{split}, in {result['rows']:,} rows: "
+        f"{result['assistant_tokens']:,} of {result['tokens']:,} tokens are the assistant's"
+    )
+    for left_out in result["left_out"]:
+        say(f"  left out of {left_out}")
+    say(
+        f"  loss a token: {result['loss_first']:.3f} in the first steps, "
+        f"{result['loss_last']:.3f} in the last of {result['steps']:,}"
     )
 
 
@@ -114,7 +134,7 @@ RECIPE = Recipe(
     "Distil the draft on the target's rollouts.",
     ("draft",),
     after_draft,
-    check_draft_sets,
+    check_draft,
 )
 
 if __name__ == "__main__":

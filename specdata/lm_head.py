@@ -32,6 +32,27 @@ LogitTransform = Callable[[Tensor], Tensor]
 LARGE = 100.0
 
 
+def last_states(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    past_key_values: Cache | None = None,
+    *,
+    position_ids: Tensor | None = None,
+) -> Tensor:
+    """As `hidden_states`, but a gradient reaches the model where gradients are enabled."""
+    # Not every model takes positions, so they are passed only where they are given.
+    placed = {} if position_ids is None else {"position_ids": position_ids}
+    states: Tensor = model.base_model(
+        input_ids=known_ids(input_ids, model),
+        attention_mask=attention_mask,
+        past_key_values=past_key_values,
+        use_cache=past_key_values is not None,
+        **placed,
+    )[0]
+    return states
+
+
 @torch.no_grad()  # not inference_mode: what is trained on the states must be allowed to keep them
 def hidden_states(
     model: PreTrainedModel,
@@ -57,16 +78,7 @@ def hidden_states(
     Returns:
         (B, T, H) in the model's precision.
     """
-    # Not every model takes positions, so they are passed only where they are given.
-    placed = {} if position_ids is None else {"position_ids": position_ids}
-    states: Tensor = model.base_model(
-        input_ids=known_ids(input_ids, model),
-        attention_mask=attention_mask,
-        past_key_values=past_key_values,
-        use_cache=past_key_values is not None,
-        **placed,
-    )[0]
-    return states
+    return last_states(model, input_ids, attention_mask, past_key_values, position_ids=position_ids)
 
 
 @contextmanager
@@ -142,6 +154,15 @@ class LMHead:
             return logits
         return hidden_states(self.model, ids)
 
+    def trained_states(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """As `states`, of rows with padding, and a gradient reaches the model."""
+        if self.embedding is None:
+            logits: Tensor = self.model(
+                input_ids=known_ids(ids, self.model), attention_mask=attention_mask, use_cache=False
+            ).logits
+            return logits
+        return last_states(self.model, ids, attention_mask)
+
     def logits(self, states: Tensor) -> Tensor:
         """(..., H) states -> (..., V) logits, equal to the model's own."""
         return states if self.embedding is None else self.logit_transform(self.embedding(states))
@@ -184,15 +205,21 @@ def _agrees(
 ) -> bool:
     """Whether embedding and transform give the model's own logits, as they are or scaled up."""
     states = hidden_states(model, ids)
-    factor = LARGE / float(embedding(states).float().abs().amax().clamp(min=1e-6)) if large else 1.0
+    bare = _finite(embedding(states).float())
+    factor = LARGE / float(bare.abs().amax().clamp(min=1e-6)) if large else 1.0
     with _scaled(embedding, factor):
         own = model(input_ids=ids, use_cache=False).logits
         ours = logit_transform(embedding(states))
-    if own.shape != ours.shape:
+    if own.shape != ours.shape or not torch.equal(own.isneginf(), ours.isneginf()):
         return False
     accuracy = 1e-2 if own.dtype in (torch.bfloat16, torch.float16) else 1e-4
-    own, ours = own.float(), ours.float()
+    own, ours = _finite(own.float()), _finite(ours.float())
     return bool((own - ours).abs().amax() <= accuracy * own.abs().amax())
+
+
+def _finite(logits: Tensor) -> Tensor:
+    """Logits with 0 where they are -inf, as at tokens that a reduced vocabulary leaves out."""
+    return logits.masked_fill(logits.isneginf(), 0.0)
 
 
 @contextmanager

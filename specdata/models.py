@@ -15,12 +15,15 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from specdata.adapter_folder import base_of_adapters, merge_adapters
+from specdata.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
 from specdata.errors import ConfigError, full_disk
 from specdata.hub import hub_source
 from specdata.storage.files import fingerprint
@@ -29,41 +32,86 @@ T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_model(name: str, *, dtype: str = "float32") -> Any:
+def load_model(
+    name: str, *, dtype: str = "float32", quantization: BitsAndBytesConfig | None = None
+) -> Any:
     """Load a causal LM from a folder or the Hub, in eval mode, on the GPU if there is one.
 
-    Code that comes with a model is never run: see `asks_for_remote_code`.
+    Code that comes with a model is never run: see `asks_for_remote_code`. A draft with a reduced
+    vocabulary (`specdata.draft_vocabulary`) gets logits as wide as its vocabulary all the same.
 
     Args:
-        name: a folder, or a Hub id, which may carry a revision: OWNER/NAME@REVISION.
+        name: a folder, or a Hub id, which may carry a revision: OWNER/NAME@REVISION. Adapters in a
+            folder (PEFT's) are merged into the base that they name.
         dtype: precision of the weights, one of `DTYPES`.
+        quantization: stores matrices in fewer bits.
 
     Returns:
         The model on `device()`.
 
     Raises:
-        ConfigError: if it cannot be had, or `dtype` is unknown.
+        ConfigError: if it cannot be had, `dtype` is unknown, or adapters are not of their base.
     """
     check_dtype(dtype)
+    if base := base_of_adapters(name):
+        if quantization:
+            raise ConfigError(
+                f"{name} holds adapters, which can only be merged into weights that are not "
+                "quantised: save the merged model and give that, or leave out draft.lora.bits"
+            )
+        model = _of_base(name, base, lambda: load_model(base, dtype=dtype))
+        return merge_adapters(model, name, base).eval()
     source, revision = hub_source(name)
-    model, info = _from_hub(
-        "model",
-        name,
-        lambda: AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=DTYPES[dtype],
-            revision=revision,
-            trust_remote_code=False,
-            output_loading_info=True,
-        ),
-    )
+
+    def load() -> tuple[Any, dict[str, Any]]:
+        return read_model(source, revision, DTYPES[dtype], quantization)
+
+    model, info = _from_hub("model", name, load)
     if missing := sorted(info["missing_keys"]):
         # transformers would fill them with random numbers and only log it.
         raise ConfigError(
             f"the weights of {name!r} do not fit its config.json: {len(missing)} are missing "
             f"(first: {missing[0]}); save the model again with save_pretrained"
         )
-    return model.to(device()).eval()
+    return model.eval() if quantization else model.to(device()).eval()
+
+
+def read_model(
+    source: str,
+    revision: str | None,
+    dtype: torch.dtype | str,
+    quantization: BitsAndBytesConfig | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """Load as transformers does, drafts with a reduced vocabulary, too.
+
+    Args:
+        source: folder or Hub id.
+        revision: on the Hub.
+        dtype: of the weights, or "auto".
+        quantization: stores matrices in fewer bits, on `device()`.
+
+    Returns:
+        The model, and what transformers says of keys that are missing, unexpected or misfit.
+
+    Raises:
+        OSError, ValueError: of transformers.
+    """
+    config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    kind: Any = AutoModelForCausalLM
+    if is_reduced(config):
+        with torch.device("meta"):
+            architecture = type(AutoModelForCausalLM.from_config(config))
+        kind = reduced_class(architecture, getattr(config, SIZE))
+    model, info = kind.from_pretrained(
+        source,
+        dtype=dtype,
+        revision=revision,
+        trust_remote_code=False,
+        output_loading_info=True,
+        quantization_config=quantization,
+        device_map={"": device()} if quantization else None,
+    )
+    return settle(model, architecture) if is_reduced(config) else model, info
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -72,6 +120,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: if it cannot be had.
     """
+    if not (Path(name) / "tokenizer_config.json").is_file() and (base := base_of_adapters(name)):
+        return _of_base(name, base, lambda: load_tokenizer(base))
     source, revision = hub_source(name)
     return _from_hub(
         "tokenizer",
@@ -116,17 +166,25 @@ def load_generation(name: str) -> tuple[PreTrainedConfig, frozenset[int]]:
     Raises:
         ConfigError: if it cannot be had.
     """
+    config, generation = load_configs(name)
+    return config, _ends(generation)
+
+
+def load_configs(name: str) -> tuple[PreTrainedConfig, GenerationConfig]:
+    """A model's configuration and its generation configuration, without its weights.
+
+    Raises:
+        ConfigError: if they cannot be had.
+    """
+    if base := base_of_adapters(name):
+        return _of_base(name, base, lambda: load_configs(base))
     source, revision = hub_source(name)
 
     def load() -> tuple[PreTrainedConfig, GenerationConfig]:
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-        try:
-            return config, GenerationConfig.from_pretrained(source, revision=revision)
-        except OSError:  # it has no generation_config.json
-            return config, GenerationConfig.from_model_config(config)
+        return config, _generation(source, revision, config)
 
-    config, generation = _from_hub("model configuration", name, load)
-    return config, _ends(generation)
+    return _from_hub("model configuration", name, load)
 
 
 def positions(config: PreTrainedConfig) -> int:
@@ -189,11 +247,28 @@ def remote_code_refused(what: str, name: str) -> ConfigError:
     )
 
 
+def _generation(source: str, revision: str | None, config: PreTrainedConfig) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(source, revision=revision)
+    except OSError:  # it has no generation_config.json
+        return GenerationConfig.from_model_config(config)
+
+
 def _ends(generation: GenerationConfig) -> frozenset[int]:
     ids = generation.eos_token_id
     if ids is None:
         return frozenset()
     return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _of_base(name: str, base: str, load: Callable[[], T]) -> T:
+    """Load something of the model that the adapters in a folder belong to."""
+    try:
+        return load()
+    except ConfigError as error:
+        raise ConfigError(
+            f"{name} holds adapters of {base}, and that cannot be used: {error}"
+        ) from error
 
 
 def _damaged_weights(name: str) -> str:

@@ -13,6 +13,7 @@ HEAVY = {
     "datasets",
     "deepspeed",
     "matplotlib",
+    "peft",
     "pyarrow",
     "scipy",
     "tokenizers",

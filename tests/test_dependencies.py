@@ -20,8 +20,6 @@ DEVELOPMENT = [Requirement(line) for line in PROJECT["optional-dependencies"]["d
 PACKAGES = ("specdata", "distill", "heads", "eval", "recipes")
 MODULES = {"pyyaml": "yaml"}
 PARTS = {"pydantic_core", "markupsafe"}  # of pydantic and of jinja2, which pin them
-# Fine-tuning is to be built on them; peft is used by a test of drafts with adapters.
-NOT_YET_IMPORTED = {"trl", "peft"}
 
 # What engines ask for (their packages' metadata), and a version that a resolver chose for both.
 ENGINES = {
@@ -96,4 +94,4 @@ def test_what_is_declared_is_imported_and_what_is_imported_is_declared() -> None
             elif isinstance(node, ast.ImportFrom):
                 imported.add((node.module or "").partition(".")[0])
     declared = {MODULES.get(wanted.name, wanted.name) for wanted in DEPENDENCIES}
-    assert imported - {*sys.stdlib_module_names, *PACKAGES, *PARTS} == declared - NOT_YET_IMPORTED
+    assert imported - {*sys.stdlib_module_names, *PACKAGES, *PARTS} == declared

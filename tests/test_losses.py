@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distill.losses import LOSSES, Loss, neg_log_overlap, tv
+from distill.losses import LOSSES, Loss, neg_log_overlap, tv, tvd_plus_plus
 from specdata.probability import overlap
 
 # p = (1/2, 1/4, 1/4), q = (1/4, 1/4, 1/2)
@@ -23,6 +23,7 @@ BY_HAND = {
     "reverse_kl": KL,
     "js": JS,
     "tv": 1 - ALPHA,
+    "tvd++": 1 - ALPHA,
     "neg_log_overlap": -math.log(ALPHA),
     "lk_hybrid": WEIGHT * KL + (1 - WEIGHT) * (1 - ALPHA),
 }
@@ -50,8 +51,11 @@ def test_value_by_hand(name: str) -> None:
     assert value.item() == pytest.approx(BY_HAND[name], abs=1e-12)
 
 
-# lk_hybrid holds its weight constant, which finite differences do not; its identity is below.
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "lk_hybrid"])
+# These hold a weight constant, which finite differences do not; their identities are below.
+WEIGHTED = ("lk_hybrid", "tvd++")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WEIGHTED])
 def test_gradient_agrees_with_finite_differences(name: str) -> None:
     draft = random_logits(4, 6, seed=1).requires_grad_()
     target = random_logits(4, 6, seed=2)
@@ -69,15 +73,127 @@ def test_gradient_identities(seed: int) -> None:
     by_kl = q - p
     by_reverse = q * ((q / p).log() - (q * (q / p).log()).sum())
     weight = torch.exp(-3 * alpha)
+    mean = (q * above).sum()
     expected = {
         "forward_kl": by_kl,
         "reverse_kl": by_reverse,
         "tv": by_tv,
+        "tvd++": by_tv / (mean * (1 - mean)).sqrt(),
         "neg_log_overlap": by_tv / alpha,
         "lk_hybrid": weight * by_kl + (1 - weight) * by_tv,
     }
     for name, value in expected.items():
         torch.testing.assert_close(gradient(LOSSES[name], draft, target), value)
+
+
+def test_tvd_plus_plus_is_the_papers_normalised_policy_gradient() -> None:
+    """-E_{x~q}[grad log q(x) (r(x) - mu) / sigma] with r = 1[p > q], enumerated token by token."""
+    draft, target = random_logits(6, seed=20).requires_grad_(), random_logits(6, seed=21)
+    log_q, p = draft.log_softmax(-1), target.softmax(-1)
+    q = log_q.exp().detach()
+    reward = (p > q).double()
+    mu = (q * reward).sum()
+    sigma = (q * (reward - mu) ** 2).sum().sqrt()
+    surrogate = -(q * log_q * (reward - mu) / sigma).sum()
+    (expected,) = torch.autograd.grad(surrogate, draft)
+    torch.testing.assert_close(gradient(tvd_plus_plus, draft.detach(), target), expected)
+
+
+def test_the_gradient_of_tvd_plus_plus_by_hand_where_the_distributions_hardly_overlap() -> None:
+    """q = (1 - e, e) against p = (0, 1): that of tv is e (1 - e), which sigma = sqrt(e (1 - e)) is
+    a root of; so a hopeless position still learns. With a tie, r = 1/2 there."""
+    for e in (1e-2, 1e-6, 1e-12, 1e-30):
+        draft = torch.tensor([0.0, math.log(e)], dtype=torch.float64)
+        target = torch.tensor([-torch.inf, 0.0], dtype=torch.float64)
+        root = math.sqrt(e / (1 + e) / (1 + e))
+        for dtype in (torch.float64, torch.float32):
+            found = gradient(tvd_plus_plus, draft.to(dtype), target.to(dtype))
+            assert found.tolist() == pytest.approx([root, -root], rel=1e-5)
+    # p = (1/2, 1/4, 1/4), q = (1/4, 1/4, 1/2): r = (1, 1/2, 0), mu = 3/8, sigma^2 = 11/64
+    sigma = math.sqrt(11 / 64)
+    found = gradient(tvd_plus_plus, Q.log(), P.log())
+    assert found.tolist() == pytest.approx(
+        [-0.25 * 5 / 8 / sigma, -0.25 * 1 / 8 / sigma, 0.5 * 3 / 8 / sigma], abs=1e-12
+    )
+
+
+# --- tokens that the draft cannot propose
+
+KEPT = torch.tensor([0, 2, 3, 6])
+OUTSIDE = torch.tensor([1, 4, 5])
+
+
+def reduced(logits: Tensor) -> Tensor:
+    """Logits of a draft with a reduced vocabulary."""
+    return logits.index_fill(-1, OUTSIDE, -torch.inf)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_tokens_that_the_draft_cannot_propose_are_a_constant(name: str, dtype: torch.dtype) -> None:
+    """The gradient is the limit of that for smaller and smaller q.
+
+    A KL has no limit, as its term p log(p / q) grows; without it, the gradient is q P - p, where P
+    is what p gives the others.
+    """
+    draft, target = random_logits(9, 7, seed=30), random_logits(9, 7, seed=31)
+    mask = torch.ones(9)
+    exact = gradient(LOSSES[name], reduced(draft).to(dtype), target.to(dtype))
+    assert exact.isfinite().all()
+    assert (exact[:, OUTSIDE] == 0).all()
+    almost = gradient(LOSSES[name], draft.index_fill(-1, OUTSIDE, -60.0), target)
+    if name in ("forward_kl", "lk_hybrid"):
+        p, q = target.softmax(-1), reduced(draft).softmax(-1)
+        by_kl = (q * p[:, KEPT].sum(-1, keepdim=True) - p).index_fill(1, OUTSIDE, 0.0) / 9
+        weight = torch.exp(-3 * overlap(p, q)).unsqueeze(-1) if name == "lk_hybrid" else 1.0
+        by_tv = gradient(tv, reduced(draft), target)
+        almost = weight * by_kl + (1 - weight) * by_tv
+    torch.testing.assert_close(exact, almost.to(dtype), rtol=0, atol=1e-6)
+    value = LOSSES[name](reduced(draft).to(dtype), target.to(dtype), mask)
+    assert abs(value.item()) < 10
+
+
+def test_values_leave_out_the_tokens_that_the_draft_cannot_propose_by_hand() -> None:
+    """p = (1/2, 1/4, 1/4), and q = (1/3, 2/3, 0)."""
+    draft = torch.tensor([1 / 3, 2 / 3, 0.0], dtype=torch.float64).log()
+    kl = 0.5 * math.log(3 / 2) + 0.25 * math.log(3 / 8)
+    alpha = 1 / 3 + 1 / 4
+    weight = math.exp(-3 * alpha)
+    middle = [5 / 12, 11 / 24, 1 / 8]
+    js = sum(
+        0.5 * a * math.log(a / m)
+        for other in ([0.5, 0.25, 0.25], [1 / 3, 2 / 3, 0.0])
+        for a, m in zip(other, middle, strict=True)
+        if a
+    )
+    expected = {
+        "forward_kl": kl,
+        # Reverse KL is taken where q is: nothing is left out.
+        "reverse_kl": 1 / 3 * math.log(2 / 3) + 2 / 3 * math.log(8 / 3),
+        "js": js,
+        "tv": 1 - alpha,
+        "tvd++": 1 - alpha,
+        "neg_log_overlap": -math.log(alpha),
+        "lk_hybrid": weight * kl + (1 - weight) * (1 - alpha),
+    }
+    assert set(expected) == set(LOSSES)
+    for name, value in expected.items():
+        found = LOSSES[name](draft, P.log(), torch.tensor(True)).item()
+        assert found == pytest.approx(value, abs=1e-12), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_position_whose_only_token_the_draft_cannot_propose_teaches_nothing_infinite(
+    name: str,
+) -> None:
+    """As under greedy decoding, where p is one-hot."""
+    target = torch.full((1, 7), -torch.inf).index_fill(1, torch.tensor([4]), 0.0)
+    draft = reduced(random_logits(1, 7, seed=32)).float()
+    assert abs(LOSSES[name](draft, target, torch.ones(1)).item()) <= 100
+    found = gradient(LOSSES[name], draft, target)
+    assert found.isfinite().all()
+    if name != "reverse_kl":  # which has no limit where p is 0, and a floor instead
+        assert found.abs().max() < 1e-6
 
 
 def test_neg_log_overlap_is_cross_entropy_for_a_one_hot_target() -> None:

@@ -46,7 +46,7 @@ from tests.test_distill import (
 __all__ = ["pair"]  # a fixture
 
 WATCHED = DistilConfig(epochs=2, learning_rate=5e-3, save_steps=4, eval_steps=5, report_to=[])
-"""12 steps: checkpoints after 4, 8, 12; measurements after 0, 5, 10, 12; losses of these but 0, 5."""
+"""12 steps: checkpoints after 4, 8, 12; measured after 0, 5, 10, 12; losses of 4, 8, 10, 12."""
 TOO_FAST = changed(WATCHED, learning_rate=3.0)
 """The draft gets worse."""
 

@@ -96,7 +96,7 @@ def _numbers(
 ) -> dict[str, list[list[float]]]:
     """What labels of this version hold in `NUMBERS`, made again: name -> rows of values."""
     made: dict[str, list[list[float]]] = {name: [[]] * len(rows) for name in NUMBERS}
-    for indices, batch in _counted(rows, tokens_at_once(lm_head)):
+    for indices, batch in batches_by_length(rows, tokens_at_once(lm_head)):
         for index, values in zip(indices, _batch_numbers(lm_head, batch, sampling), strict=True):
             for name in NUMBERS:
                 made[name][index] = values[name]
@@ -159,7 +159,7 @@ def record_heads(
     def distributions(states: Tensor) -> Tensor:
         return probabilities(to_logits(states), sampling)
 
-    for indices, batch in _counted(rows, tokens_at_once(lm_head)):
+    for indices, batch in batches_by_length(rows, tokens_at_once(lm_head)):
         before, after = (torch.cat(states) for states in states_of(batch))
         pieces = [
             HeadInputs.of(reads, piece, latest).features
@@ -301,7 +301,9 @@ def _states_one_by_one(
     return before, after
 
 
-def _counted(rows: datasets.Dataset, tokens_at_once: int) -> Iterator[tuple[list[int], list[Row]]]:
+def batches_by_length(
+    rows: datasets.Dataset, tokens_at_once: int
+) -> Iterator[tuple[list[int], list[Row]]]:
     """Indices and rows of batches of like length, longest first, while a bar counts the rows."""
     lengths = [
         len(prompt) + len(rest)

@@ -36,6 +36,7 @@ class DraftFacts:
         target_vocabulary: size of the target's output.
         heads: attention heads of draft and target.
         dtype: of the weights.
+        kept: tokens that it can propose, if its vocabulary is reduced.
     """
 
     name: str
@@ -48,6 +49,7 @@ class DraftFacts:
     target_vocabulary: int
     heads: tuple[int, int]
     dtype: str
+    kept: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,8 @@ def metadata(
         relation: of the artefact to the draft that it was made from.
         measured: the runs of one method, one a prompt set, whose metrics are given.
     """
-    bases = [base for base in (hub_id(about.base_model), hub_id(target)) if base]
+    named = (hub_id(about.base_model), hub_id(target))  # of a draft cut from its target the same
+    bases = list(dict.fromkeys(base for base in named if base))
     # A relation is that to the draft; the target is a base model only as what it is made for.
     more: dict[str, Any] = {"base_model_relation": relation} if hub_id(about.base_model) else {}
     sets = list(dict.fromkeys(filter(None, map(hub_id, about.datasets))))

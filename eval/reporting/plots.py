@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from eval.analysis.quality import Quality
+from eval.analysis.tree_results import TreeSearch
 from eval.measuring.results import Results
 from eval.reporting import charts
 from eval.reporting.charts import GRID, INK, LOOKS, MIN_ROUNDS, family, label, place_labels
@@ -30,6 +31,7 @@ from eval.reporting.training_charts import (
     draw_loss,
     draw_tokens,
 )
+from eval.reporting.trees import TITLE, draw_frontier
 from specdata.history import History
 from specdata.storage.files import atomic_write
 
@@ -217,6 +219,12 @@ def plot_training(history: History, kinds: Sequence[str]) -> Figure:
     """Draw how a draft was trained, one panel a kind, of `training_kinds`."""
     with mpl.rc_context(_RC):
         return _panels(kinds, HEIGHT, lambda axes, kind: TRAINING_PLOTS[kind](axes, history))
+
+
+def plot_trees(search: TreeSearch) -> Figure:
+    """Draw how many tokens a round drafts of each kind emit."""
+    with mpl.rc_context(_RC):
+        return _panels([TITLE], HEIGHT, lambda axes, _: draw_frontier(axes, search))
 
 
 def _panels(names: Sequence[str], height: float, draw: Callable[[Axes, str], None]) -> Figure:

@@ -12,9 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import HfApi, ModelCardData, errors
 from huggingface_hub.constants import CONFIG_NAME
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoConfig
 
 from eval.analysis.quality import QUALITY, Quality
 from eval.measuring.results import Results, Run, check_metrics, write_results
@@ -36,16 +38,29 @@ from eval.reporting.verdict import HeadVerdict, judge
 from heads import BaseHead, ImmediateHead
 from heads.inputs import Moment
 from heads.remote import write_custom_generate
+from specdata.draft_vocabulary import kept_tokens, restore_vocabulary, substitute_row
 from specdata.errors import ConfigError, ManifestError
 from specdata.hub import hub_source
+from specdata.lm_head import capturing_hidden
 from specdata.model_folder import add_former_names, copy_tokenizer
-from specdata.models import asks_for_remote_code, load_tokenizer, remote_code_refused
+from specdata.models import (
+    asks_for_remote_code,
+    load_tokenizer,
+    read_model,
+    remote_code_refused,
+)
+from specdata.probability import SamplingConfig, draw, probabilities
 from specdata.storage.files import atomic_folder, write_json, write_text
 from specdata.vocabulary import check_shared_vocabulary
 
 CARD = "README.md"
 SYNTHETIC = "vllm_synthetic.json"
 VERDICT = "verdict.json"
+REDUCED = "reduced"
+"""The folder, in that of a draft with a reduced vocabulary, that holds what was measured."""
+# Texts of so many tokens that a reduced draft writes itself, to find what stands for the tokens
+# that it left out.
+OWN_TEXTS, OWN_LENGTH = 64, 32
 
 
 def release_draft(
@@ -105,6 +120,11 @@ def release_draft(
     text = draft_text(facts, _shortened(measured), about.measures, unnamed)
 
     def fill(folder: Path) -> None:
+        if facts.kept is not None:
+            model.save_pretrained(folder / REDUCED)
+            add_former_names(folder / REDUCED)
+            copy_tokenizer(target, folder / REDUCED)
+            _make_whole(model)
         model.save_pretrained(folder)
         add_former_names(folder)
         write_json(
@@ -313,6 +333,7 @@ def _draft_facts(
     lengths: Mapping[str, MeasuredLength | None],
 ) -> DraftFacts:
     config, targets = model.config.get_text_config(), _target_config(target)
+    kept = kept_tokens(model)
     return DraftFacts(
         name=name,
         target=public_name(target),
@@ -324,7 +345,24 @@ def _draft_facts(
         target_vocabulary=targets.vocab_size,
         heads=(_attention_heads(config), _attention_heads(targets)),
         dtype=str(model.dtype).removeprefix("torch."),
+        kept=None if kept is None else len(kept),
     )
+
+
+@torch.inference_mode()
+def _make_whole(model: Any) -> None:
+    """Give a draft with a reduced vocabulary all rows of its output matrix, in place."""
+    kept = kept_tokens(model)
+    assert kept is not None
+    generator = torch.Generator().manual_seed(0)
+    ids = kept[torch.linspace(0, len(kept) - 1, OWN_TEXTS).long()].unsqueeze(-1)
+    read: list[Tensor] = []
+    with capturing_hidden(model, read.append):
+        for _ in range(OWN_LENGTH):
+            logits = model(input_ids=ids, use_cache=False).logits
+            q = probabilities(logits[:, -1], SamplingConfig())
+            ids = torch.cat([ids, draw(q, generator).unsqueeze(-1)], dim=-1)
+    restore_vocabulary(model, substitute_row(read[-1].flatten(0, 1), logits.flatten(0, 1)))
 
 
 def _attention_heads(config: Any) -> int:
@@ -335,9 +373,7 @@ def _attention_heads(config: Any) -> int:
 def _load_whole(source: Path) -> Any:
     """Load a draft in its own precision and refuse weights that do not fit its configuration."""
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            source, dtype="auto", output_loading_info=True, trust_remote_code=False
-        )
+        model, info = read_model(str(source), None, "auto")
     except (OSError, ValueError) as error:
         if asks_for_remote_code(error):
             raise remote_code_refused("model", str(source)) from error

@@ -14,11 +14,28 @@ from rich.table import Table
 from rich.text import Text
 
 from eval.analysis.quality import Quality
+from eval.analysis.tree_results import TreeSearch
 from eval.measuring.results import Results, Run, fastest
 from eval.reporting.findings import Finding, findings
 from eval.reporting.quality import QUALITY_COLUMNS, basis, quality_rows
 from eval.reporting.rendering import NOT_MEASURED, render
 from eval.reporting.training import TRAINING_COLUMNS, training_rows, training_summary
+from eval.reporting.trees import (
+    AGREEMENT_COLUMNS,
+    CAPTION,
+    TITLE,
+    TREE_COLUMNS,
+    agreement_rows,
+    headline,
+    tree_rows,
+    widest,
+)
+from eval.reporting.trees import (
+    basis as basis_of_trees,
+)
+from eval.reporting.trees import (
+    described as described_trees,
+)
 from eval.reporting.verdict import HeadVerdict
 from specdata.history import History
 from specdata.storage.files import write_text
@@ -65,6 +82,8 @@ class Context:
         verdict: whether the head pays by the clock.
         quality: how good its probabilities are, and what it saves in replay.
         trainings: name of a training of the draft -> its history.
+        trees: which draft tree would be best.
+        no_trees: why that is not known, a sentence; empty if nothing is to be said.
     """
 
     title: str = "Speculative decoding report"
@@ -74,6 +93,8 @@ class Context:
     verdict: HeadVerdict | None = None
     quality: Quality | None = None
     trainings: Mapping[str, History] = field(default_factory=dict)
+    trees: TreeSearch | None = None
+    no_trees: str = ""
 
     @property
     def findings(self) -> list[Finding]:
@@ -242,6 +263,8 @@ def terminal(results: Results, context: Context | None = None) -> Group:
     for finding in context.findings if context else ():
         tables.append(Text(finding.headline, style="bold"))
         tables += [Text(f"  {name}: {words}") for name, words in finding.brief.items()]
+    if context and context.trees:
+        tables.append(Text(headline(context.trees), style="bold"))
     return Group(*tables)
 
 
@@ -259,6 +282,7 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
         plot,
         plot_quality,
         plot_training,
+        plot_trees,
         training_kinds,
         write_png,
     )
@@ -272,6 +296,8 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
     for name, history in context.trainings.items():
         if drawn := training_kinds(history):
             write_png(folder / f"training-{name}.png", plot_training(history, drawn))
+    if trees := context.trees:
+        write_png(folder / "trees.png", plot_trees(trees))
     path = folder / PAGE
     write_text(path, render_page(results, context))
     return path
@@ -303,7 +329,32 @@ def render_page(results: Results, context: Context) -> str:
         models=_models(results),
         quality=None if context.quality is None else _quality_section(context.quality),
         trainings=[_training_section(*each) for each in context.trainings.items()],
+        trees=None if context.trees is None else _tree_section(context.trees, results),
     )
+
+
+def _tree_section(search: TreeSearch, results: Results) -> dict[str, Any]:
+    """The finding, tables and drawing of the search for the best tree."""
+    from eval.reporting.plots import plot_trees, to_svg
+
+    svg = to_svg(
+        plot_trees(search),
+        prefix="trees",
+        title=TITLE,
+        description=f"{CAPTION} {described_trees(search)}",
+    )
+    return {
+        "headline": headline(search),
+        "widest": widest(search),
+        "rows": tree_rows(search),
+        "columns": TREE_COLUMNS,
+        "agreement": agreement_rows(search, results),
+        "agreement_columns": AGREEMENT_COLUMNS,
+        "title": TITLE,
+        "caption": CAPTION,
+        "drawing": Markup(svg),  # safe as above
+        "footnote": basis_of_trees(search),
+    }
 
 
 def _quality_section(quality: Quality) -> dict[str, Any]:

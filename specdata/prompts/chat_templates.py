@@ -22,6 +22,10 @@ class TemplateRefusedError(ConfigError):
     """A chat template does not take a conversation, such as one with a system message."""
 
 
+class UnmaskableError(ConfigError):
+    """A chat template hides which tokens of a conversation the assistant wrote."""
+
+
 def chat_ids(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, reply: bool = True
 ) -> list[int]:
@@ -40,12 +44,7 @@ def chat_ids(
             memory or text (see `bounded_rendering`).
         TemplateRefusedError: if the template does not take these messages.
     """
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"the tokenizer of {tokenizer.name_or_path or 'the target'!r} has no chat template, "
-            "which conversations need: save one with it (chat_template.jinja in its folder), take "
-            "a target that was tuned to chat, or use prompts that are plain text"
-        )
+    require_template(tokenizer)
     try:
         with bounded_rendering():
             for template in _texts(tokenizer.chat_template):
@@ -67,6 +66,16 @@ def chat_ids(
             "it, or take another target"
         )
     return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError if a tokenizer has no chat template."""
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"the tokenizer of {tokenizer.name_or_path or 'the target'!r} has no chat template, "
+            "which conversations need: save one with it (chat_template.jinja in its folder), take "
+            "a target that was tuned to chat, or use prompts that are plain text"
+        )
 
 
 def _texts(templates: str | Mapping[str, str]) -> list[str]:
@@ -127,8 +136,9 @@ def assistant_mask(
         The ids of the whole conversation, and a mask of 0 and 1 of the same length.
 
     Raises:
-        ConfigError: if the mask is all 0, all 1 or not what the assistant said (showing the text
-            and the mask), or a prompt is no prefix.
+        UnmaskableError: if the mask is all 0, all 1 or not what the assistant said (showing the
+            text and the mask), or a prompt is no prefix.
+        ConfigError: as `chat_ids`.
     """
     if tokenizer.chat_template and _MARKER.search(tokenizer.get_chat_template()):
         ids, mask = _by_markers(tokenizer, messages)
@@ -145,11 +155,11 @@ def check_mask(
     ids: Sequence[int],
     mask: Sequence[int],
 ) -> None:
-    """Raise ConfigError unless a mask (0 or 1 a token) covers the assistant's turns and no more."""
+    """Raise UnmaskableError unless a mask (0 or 1 a token) covers the assistant's turns alone."""
     said = [message["content"].strip() for message in messages if message["role"] == "assistant"]
     if len(set(mask)) < 2:
         which = "every token" if any(mask) else "no token"
-        raise ConfigError(
+        raise UnmaskableError(
             f"the loss mask trains on {which} of a conversation with {len(said)} assistant "
             f"turns.\n{_shown(tokenizer, ids, mask)}"
         )
@@ -157,7 +167,7 @@ def check_mask(
     wrong = next((pair for pair in zip(said, masked, strict=False) if pair[0] not in pair[1]), None)
     if wrong or len(said) != len(masked):
         detail = f"turn {wrong[0]!r}, trained on {wrong[1][0]!r}" if wrong else ""
-        raise ConfigError(
+        raise UnmaskableError(
             f"the loss mask does not cover what the assistant said: {len(said)} turns, "
             f"{len(masked)} masked spans{'; ' * bool(detail)}{detail}. The chat template changes "
             "or moves the assistant's text; mark it with {% generation %} and {% endgeneration %}."
@@ -201,7 +211,7 @@ def _prefix(
     if list(whole[: len(part)]) == part:
         return len(part)
     at = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), len(whole))
-    raise ConfigError(
+    raise UnmaskableError(
         f"the chat template does not continue what it rendered before: the first {len(messages)} "
         f"messages are no prefix of the conversation, from token {at} on "
         f"({tokenizer.decode(part[at : at + 8])!r}, then {tokenizer.decode(whole[at : at + 8])!r})."

@@ -40,7 +40,7 @@ _LONGEST_NAME = 200
 PromptRow = Mapping[str, Any] | None  # None: a row whose text cannot be decoded
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _PROMPT = Form(plain=("{prompt}",))
-_MESSAGES = Form(
+MESSAGES = Form(
     messages="messages", roles={"system": "system", "user": "user", "assistant": "assistant"}
 )
 
@@ -472,7 +472,7 @@ def form_of(wanted: PromptSet, row: Mapping[str, Any]) -> Form:
     elif catalogued:
         form = catalogued.form
     else:
-        form = _MESSAGES if "messages" in row else _PROMPT
+        form = MESSAGES if "messages" in row else _PROMPT
         if "messages" not in row:
             require_columns(["prompt"], row, f"prompt set {wanted.name!r}")
     if form.messages and wanted.chat is False:
@@ -564,26 +564,36 @@ def _conversation(row: Mapping[str, Any], form: Form, turns: str) -> Iterator[Ra
             "a prompt set mixes rows that have `messages` with rows that have a `prompt`: make two "
             "sets of them"
         )
+    messages = messages_of(recorded, form)
+    if messages is None:
+        yield "undecodable"
+        return
+    histories = user_turns(messages, turns)
+    if not histories:
+        yield "no_user_turn"
+    for history in histories:
+        yield RawPrompt(messages=history)
+
+
+def messages_of(recorded: Any, form: Form) -> list[Message] | None:
+    """A recorded conversation as messages; None if it is not made of texts.
+
+    It has no messages if it has a role that the form does not know.
+    """
     role, content = form.keys
     if not isinstance(recorded, Sequence) or not all(
         isinstance(turn, Mapping) for turn in recorded
     ):
-        yield "undecodable"
-        return
+        return None
     if not _are_texts([turn.get(content) for turn in recorded]):
-        yield "undecodable"
-        return
+        return None
     roles = [form.roles.get(str(turn.get(role))) for turn in recorded]
     messages = [
         {"role": name, "content": turn[content]}
         for name, turn in zip(roles, recorded, strict=True)
         if name
     ]
-    histories = user_turns(messages, turns) if len(messages) == len(recorded) else []
-    if not histories:
-        yield "no_user_turn"
-    for history in histories:
-        yield RawPrompt(messages=history)
+    return messages if len(messages) == len(recorded) else []
 
 
 def _fill(templates: Sequence[str], row: Mapping[str, Any]) -> str | None:

@@ -6,17 +6,18 @@ neighbours; and its cache is copied whole for every token, which takes most of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from specdata.models import end_ids
-from specdata.probability import SamplingConfig, inverse_cdf, probabilities
+from specdata.models import end_ids, known_ids
+from specdata.probability import SamplingConfig, inverse_cdf, probabilities, to_vocabulary
 from specdata.seeds import generator_for
 
 # The cache is copied when it is full, and when this share of a batch's rows has ended.
@@ -103,8 +104,11 @@ class TransformersBackend:
 def sample_batch(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
-    uniforms: Tensor,
+    uniforms: Tensor | Sequence[Tensor],
     sampling: SamplingConfig,
+    *,
+    ends: Collection[int] | None = None,
+    vocabulary: int | None = None,
 ) -> list[list[int]]:
     """Sample a batch by inverse CDF, so that a row depends on its own uniforms alone.
 
@@ -113,17 +117,23 @@ def sample_batch(
     Args:
         model: the language model.
         prompts: B prompts of any lengths (padded on the left here).
-        uniforms: (B, max_new_tokens) in [0, 1).
+        uniforms: B rows in [0, 1), one for each token that may be drawn: at least one a row.
         sampling: the sampler of every token.
+        ends: token ids that end a completion (default: the model's own).
+        vocabulary: ids from here on are never drawn (default: the model's own vocabulary).
 
     Returns:
-        B completions as token ids; one that ended before the longest has its end token last.
+        B completions as token ids; one that ended before its uniforms did has an end token last.
     """
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in prompts])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
-    ids, mask, uniforms = ids.to(model.device), mask.to(model.device), uniforms.to(model.device)
-    ends = torch.tensor(sorted(end_ids(model)), device=model.device)
+    lengths = torch.tensor([len(row) for row in uniforms]).to(model.device)
+    uniforms = pad_sequence(list(uniforms), batch_first=True).to(model.device)
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    ended_by = torch.tensor(
+        sorted(end_ids(model) if ends is None else ends), dtype=torch.long, device=model.device
+    )
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     cache = growing_cache(model)
     drawn: list[list[int]] = [[] for _ in prompts]
@@ -131,19 +141,21 @@ def sample_batch(
     alive = torch.ones(len(rows), dtype=torch.bool, device=model.device)
     for step in range(uniforms.shape[1]):
         logits = model(
-            input_ids=ids,
+            input_ids=known_ids(ids, model),
             attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
+        logits = to_vocabulary(logits, vocabulary or logits.shape[-1])
         token = inverse_cdf(probabilities(logits, sampling), uniforms[:, step])
         for row, new, going in zip(rows, token.tolist(), alive.tolist(), strict=True):
             if going:
                 drawn[row].append(new)
-        alive = alive & ~torch.isin(token, ends)
-        ids, positions = token.unsqueeze(1), positions[:, -1:] + 1
+        alive = alive & ~torch.isin(token, ended_by) & (step + 1 < lengths)
+        # Rows that have ended stay where they are: the model may have no position beyond.
+        ids, positions = token.unsqueeze(1), positions[:, -1:] + alive.unsqueeze(1)
         mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
         left = int(alive.sum())
         if left == 0:
@@ -151,8 +163,8 @@ def sample_batch(
         if left <= (1 - LEAVE) * len(rows):
             keep = alive.nonzero().squeeze(1)
             cache.batch_select_indices(keep)
-            ids, positions, mask, uniforms, alive = (
-                part[keep] for part in (ids, positions, mask, uniforms, alive)
+            ids, positions, mask, uniforms, lengths, alive = (
+                part[keep] for part in (ids, positions, mask, uniforms, lengths, alive)
             )
             rows = [rows[index] for index in keep.tolist()]
     return drawn

@@ -1,0 +1,172 @@
+"""Low-rank adapters (LoRA, QLoRA) beside frozen weights, through PEFT; merged for the saved draft.
+
+A trained matrix is W + (alpha / rank) B A with W frozen (Hu et al. 2021, arXiv:2106.09685). With
+`bits`, the frozen W are quantised while training (Dettmers et al. 2023, arXiv:2305.14314).
+
+Adapters are always merged into the weights as they were before any quantisation: the saved draft
+has no error of quantisation, and where W was exact in training the two differ by rounding alone.
+With `bits` the adapters were trained beside dequantised weights, so the merged draft is another
+function than the trained one; what is measured and saved is the merged one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import peft
+import torch
+from huggingface_hub import try_to_load_from_cache
+from torch import Tensor
+from transformers import BitsAndBytesConfig, PreTrainedModel, Trainer
+from transformers.utils import is_bitsandbytes_available
+
+from distill.config import LoraConfig
+from specdata.adapter_folder import base_of_adapters
+from specdata.errors import ConfigError
+from specdata.hub import hub_source
+from specdata.models import load_model
+from specdata.seeds import seed_for
+
+ADAPTER = ".lora_"
+"""In the names of an adapter's weights, and of no others."""
+
+
+def load_student(name: str, lora: LoraConfig | None, *, seed: int) -> PreTrainedModel:
+    """Load the draft that is trained: all of its weights, or adapters in it.
+
+    Args:
+        name: folder or Hub id of the draft.
+        lora: the adapters; None trains all weights.
+        seed: decides the adapters' initial weights, the same on every process.
+
+    Returns:
+        The model, or a `peft.PeftModel` around it of which only the adapters are trained. The
+        adapters start as no change.
+
+    Raises:
+        ConfigError: if the draft cannot be loaded, `lora.rank` exceeds its hidden size, or
+            `lora.bits` needs a library that is not installed.
+    """
+    if lora is None:
+        return load_model(name)
+    check_bits(lora)
+    model = load_model(name, quantization=_quantization(lora)) if lora.bits else load_model(name)
+    if lora.bits:
+        # Checkpointing of activations is the Trainer's, which needs no help from PEFT.
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    adapted = _with_adapters(model, lora, seed=seed)
+    # PEFT looks at the base's config.json in every save, on the Hub unless this is a folder.
+    adapted.peft_config["default"].base_model_name_or_path = _local_folder(name)
+    return adapted
+
+
+def check_bits(lora: LoraConfig) -> None:
+    """Refuse weights in `lora.bits` bits without the library for them. Raises ConfigError."""
+    if lora.bits and not is_bitsandbytes_available():
+        raise ConfigError(
+            f"draft.lora.bits: {lora.bits} needs bitsandbytes, which is not installed or too old: "
+            "pip install 'draftsmith[qlora]' (CUDA GPUs; on the CPU it works too, slowly), or "
+            "leave bits out to keep the frozen weights in full precision"
+        )
+
+
+def base_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The language model itself: inside of PEFT's wrapper, or as it is.
+
+    Its forwards pass through the adapters. `base_model`, `config` and `get_output_embeddings` have
+    their usual meaning there; PEFT's own `base_model` is something else.
+    """
+    return model.get_base_model() if isinstance(model, peft.PeftModel) else model
+
+
+def load_plain(name: str, lora: LoraConfig | None) -> PreTrainedModel:
+    """Load the draft in full precision, to measure and save it with the weights of a training.
+
+    No engine ever wraps this one.
+
+    Args:
+        name: folder or Hub id of the draft that training starts from.
+        lora: the adapters of the training.
+
+    Returns:
+        The draft, with room for adapters that are no change yet.
+    """
+    model = load_model(name)
+    return _with_adapters(model, lora, seed=0).eval() if lora else model
+
+
+def trained_weights(trainer: Trainer) -> dict[str, Tensor]:
+    """The weights that a trainer trains: all, or those of adapters alone; on every process.
+
+    All processes must call this together.
+    """
+    weights: dict[str, Tensor] = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if not isinstance(trainer.accelerator.unwrap_model(trainer.model), peft.PeftModel):
+        return weights
+    return {name: weight for name, weight in weights.items() if ADAPTER in name}
+
+
+def set_weights(plain: PreTrainedModel, trained: Mapping[str, Tensor]) -> None:
+    """Give a draft of `load_plain` the weights of a training, any number of times.
+
+    Raises:
+        RuntimeError: if they are not those of such a draft.
+    """
+    if not isinstance(plain, peft.PeftModel):
+        plain.load_state_dict(trained)
+        return
+    # What is no adapter is as it was.
+    plain.load_state_dict({**plain.state_dict(), **trained})
+
+
+def merged(plain: PreTrainedModel) -> PreTrainedModel:
+    """The draft as an ordinary model: adapters are added to its weights, in place."""
+    return plain.merge_and_unload() if isinstance(plain, peft.PeftModel) else plain
+
+
+def _with_adapters(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> peft.PeftModel:
+    width = model.config.get_text_config().hidden_size
+    if lora.rank > width:
+        raise ConfigError(
+            f"draft.lora.rank must not exceed the draft's hidden size, {width}: got {lora.rank}; "
+            "lower it, or leave out draft.lora to train all weights"
+        )
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules="all-linear",  # but the output embedding
+        task_type="CAUSAL_LM",
+    )
+    # PEFT initialises on the CPU, from the global generator.
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # PEFT asks transformers by a name that it will drop.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is", FutureWarning)
+        torch.manual_seed(seed_for(seed, "adapters"))
+        return peft.get_peft_model(model, settings)
+
+
+def _quantization(lora: LoraConfig) -> BitsAndBytesConfig:
+    """How the frozen weights are stored, as QLoRA does (arXiv:2305.14314, section 3)."""
+    if lora.bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+
+
+def _local_folder(name: str) -> str | None:
+    """The folder of a model that has been loaded: its own, or its snapshot in the Hub's cache.
+
+    None for a folder of adapters, whose merged model lies nowhere.
+    """
+    source, revision = hub_source(name)
+    if Path(source).is_dir():
+        return None if base_of_adapters(source) else source
+    cached = try_to_load_from_cache(source, "config.json", revision=revision or "main")
+    return str(Path(cached).parent) if isinstance(cached, str) else None

@@ -1,0 +1,155 @@
+"""A loss over many positions without their logits: a chunk at a time, gradients in the forward.
+
+The logits of a batch, and what autograd keeps of them, take about `ENTRY_BYTES` for each position
+and token of the vocabulary: 8 x 512 positions at V = 152k would be 31 GB. Here a chunk of positions
+becomes logits, their loss and its gradients before the next chunk does, and only the gradients with
+respect to the states and the output matrix stay, as in Liger's fused losses (Hsu et al. 2024,
+arXiv:2410.10989). A loss is a sum over positions, so the value and the gradients are those of all
+positions at once, up to the order of the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+from specdata.lm_head import LMHead
+
+Loss = Callable[[Tensor, slice], Tensor]
+"""(n, V) logits of the draft, and which of all positions they are -> the sum of their losses."""
+
+MEMORY_BUDGET = 2 << 30
+"""Bytes that the loss may take at V = 152k and 8 x 512 positions, beside the models, their
+gradients and what the draft's body keeps for its backward pass; `benchmarks/distill_memory.py`
+measures it."""
+CHUNK_BYTES = 1 << 30
+ENTRY_BYTES = 52  # measured: for a logit of each model, their distributions, a loss, its gradient
+
+
+def positions_at_once(vocabulary: int) -> int:
+    """Positions of a chunk whose logits over so many tokens, and all made of them, fit."""
+    return max(1, CHUNK_BYTES // (ENTRY_BYTES * vocabulary))
+
+
+def chunked_loss(states: Tensor, head: LMHead, loss: Loss, *, at_once: int | None = None) -> Tensor:
+    """Return the sum of a loss over positions; its gradient reaches the states and the output.
+
+    Under ZeRO-3 and DDP it must be called inside the forward of the engine's module.
+
+    Args:
+        states: (n, H) of the draft, or (n, V) logits if `head.embedding` is None.
+        head: makes logits of them; called, or if it is a plain linear layer read.
+        loss: gives the sum over a chunk; positions must not depend on each other.
+        at_once: positions of a chunk (default: as many as fit into `CHUNK_BYTES`).
+
+    Returns:
+        A scalar, 0 without positions.
+    """
+    size = at_once or positions_at_once(head.vocabulary)
+    if not torch.is_grad_enabled():
+        parts = (loss(head.logits(states[chunk]), chunk) for chunk in _chunks(states, size))
+        return sum(parts, _zero(states))
+    trained = [] if head.embedding is None else _trained(head.embedding)
+    summed: Tensor = _Chunked.apply(states, head, loss, size, *trained)  # type: ignore[no-untyped-call]
+    return summed
+
+
+class _Chunked(torch.autograd.Function):
+    """Computes the gradients with the value, and hands them over in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: Tensor, head: LMHead, loss: Loss, size: int, *trained: nn.Parameter
+    ) -> Tensor:
+        if type(head.embedding) is nn.Linear:
+            with _gathered(head.embedding):
+                total, ctx.gradients = _of_linear(states, head, head.embedding, loss, size)
+        else:
+            total, ctx.gradients = _by_autograd(states, head, trained, loss, size)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None  # nothing else may hold them
+        of_states, *rest = (each.mul_(grad) for each in gradients)
+        return of_states, None, None, None, *rest
+
+
+def _of_linear(
+    states: Tensor, head: LMHead, linear: nn.Linear, loss: Loss, size: int
+) -> tuple[Tensor, list[Tensor]]:
+    """The sum, and its gradients, which are added up in place: one output matrix, not several."""
+    total, of_states, trained = _zero(states), torch.zeros_like(states), _trained(linear)
+    gradients = [torch.zeros_like(each) for each in trained]
+    for chunk in _chunks(states, size):
+        part = states[chunk]
+        logits = nn.functional.linear(part, linear.weight, linear.bias).requires_grad_()
+        with torch.enable_grad():
+            value = loss(head.logit_transform(logits), chunk)
+        (grad,) = torch.autograd.grad(value, logits)
+        total += value.detach()
+        of_states[chunk] = grad @ linear.weight.to(grad.dtype)
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            wide = grad.to(gradient.dtype)
+            if parameter is linear.weight:
+                gradient.addmm_(wide.T, part.to(gradient.dtype))
+            else:
+                gradient += wide.sum(dim=0)
+    return total, [of_states, *gradients]
+
+
+def _by_autograd(
+    states: Tensor, head: LMHead, trained: Sequence[nn.Parameter], loss: Loss, size: int
+) -> tuple[Tensor, list[Tensor]]:
+    """The same, whatever makes the logits."""
+    total, of_states = _zero(states), torch.zeros_like(states)
+    gradients: list[Tensor] = []
+    for chunk in _chunks(states, size):
+        part = states[chunk].detach().requires_grad_()
+        with torch.enable_grad():
+            value = loss(head.logits(part), chunk)
+        of_states[chunk], *found = torch.autograd.grad(
+            value, [part, *trained], materialize_grads=True
+        )
+        total += value.detach()
+        if not gradients:
+            gradients = found
+        else:
+            torch._foreach_add_(gradients, found)
+    return total, [of_states, *gradients]
+
+
+def _chunks(states: Tensor, size: int) -> Iterator[slice]:
+    """Slices of all positions; one, which is empty, if there are none."""
+    for begin in range(0, max(1, len(states)), size):
+        yield slice(begin, begin + size)
+
+
+def _zero(states: Tensor) -> Tensor:
+    return states.new_zeros((), dtype=torch.promote_types(states.dtype, torch.float32))
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _gathered(module: nn.Module) -> AbstractContextManager[Any]:
+    """Have the parameters of a module at hand which is read and not called, under ZeRO-3 too."""
+    if not is_deepspeed_zero3_enabled():
+        return nullcontext()
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
+
+    # Tied ones may be there already, held by the embeddings, which release them themselves.
+    away = [
+        each
+        for each in module.parameters()
+        if each.ds_status != ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    ]
+    return GatheredParameters(away) if away else nullcontext()

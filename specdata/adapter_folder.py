@@ -1,0 +1,89 @@
+"""Folders of PEFT adapters: which model they belong to, and that model with them merged."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specdata.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def base_of_adapters(folder: str) -> str | None:
+    """The model that a folder's adapters were trained in: a folder, or OWNER/NAME@REVISION.
+
+    Args:
+        folder: any model's name.
+
+    Returns:
+        None if this is no folder of adapters alone: one with config.json has weights of its own.
+
+    Raises:
+        ConfigError: if the folder names no base.
+    """
+    path = Path(folder) / ADAPTER_CONFIG
+    if not path.is_file() or path.with_name("config.json").is_file():
+        return None
+    try:
+        settings: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        base = settings["base_model_name_or_path"]
+        revision = settings.get("revision")
+    except (OSError, ValueError, KeyError, TypeError):
+        base = None
+    if not isinstance(base, str) or not base:
+        raise ConfigError(
+            f"{folder} holds adapters, and its {ADAPTER_CONFIG} names no base model "
+            "(base_model_name_or_path): merge them into their base (merge_and_unload of PEFT), "
+            "and give the folder of the merged model"
+        )
+    return f"{base}@{revision}" if revision and not Path(base).is_dir() else base
+
+
+def merge_adapters(model: PreTrainedModel, folder: str, base: str) -> PreTrainedModel:
+    """Merge a folder's adapters into the model that they were trained in.
+
+    Args:
+        model: the base; changed in place.
+        folder: with `adapter_config.json` and the adapters.
+        base: the base's name, for messages.
+
+    Returns:
+        An ordinary model.
+
+    Raises:
+        ConfigError: if the adapters are not of this base, or cannot be read.
+    """
+    import peft
+
+    try:
+        with warnings.catch_warnings():
+            # PEFT asks transformers by a name that it will drop; what is missing is checked here.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is", FutureWarning)
+            warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)
+            adapted = peft.PeftModel.from_pretrained(model, folder)
+        theirs = set(peft.load_peft_weights(folder, device="cpu"))
+        ours = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    except Exception as error:
+        # torch's first line only announces the mismatches that it lists.
+        lines = (str(error).strip() or repr(error)).splitlines()
+        raise _other_base(folder, base, " ".join(map(str.strip, lines[:2]))) from error
+    if different := sorted(theirs ^ ours):
+        where = "adapters" if different[0] in theirs else "base"
+        only = f"{len(different)} names are in one alone (first: {different[0]}, in the {where})"
+        raise _other_base(folder, base, only)
+    merged: PreTrainedModel = adapted.merge_and_unload()
+    return merged
+
+
+def _other_base(folder: str, base: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"the adapters in {folder} do not fit their base, {base}: {reason}. Give the model that "
+        f"they were trained in as base_model_name_or_path of {Path(folder) / ADAPTER_CONFIG}, or a "
+        "folder with the merged model"
+    )

@@ -1,0 +1,209 @@
+"""Drafts with a reduced vocabulary: they can propose N of their V tokens, the others have q = 0.
+
+At a large vocabulary the output matrix is most of a small draft's cost, and few tokens make up
+nearly all of a text. So the matrix keeps N rows. Every verifier stays exact: q is 0 elsewhere, as
+it is for tokens that a draft's padding lacks.
+
+On the disk it has the names that EAGLE-3 drafts have in vLLM and SGLang: `draft_vocab_size` in
+config.json, an output matrix (N, H), `d2t` (N,) int64, what is added to a draft's id to make the
+target's, and `t2d` (V,) bool, the tokens that are kept. In memory it is the transformers model of
+its architecture with another output embedding, whose logits are as wide as ever and -inf at the
+tokens that are not kept, so all other code sees an ordinary draft.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from specdata.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+SIZE = "draft_vocab_size"
+"""The key of config.json by which a reduced draft is known."""
+RIDGE = 1e-3
+"""What `substitute_row` adds to the diagonal, as a share of its mean."""
+
+
+class ReducedOutput(nn.Module):
+    """An output embedding of N tokens whose logits are as wide as the vocabulary.
+
+    Args:
+        weight: (N, H).
+        bias: (N,) or None.
+        kept: (N,) int64 ids of these tokens, increasing.
+        vocabulary: V.
+    """
+
+    kept: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, kept: Tensor, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.weight = nn.Parameter(weight)
+        self.bias = None if bias is None else nn.Parameter(bias)
+        # Follows from d2t, which the model itself stores.
+        self.register_buffer("kept", kept, persistent=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(..., H) states -> (..., V) logits, -inf at tokens that are not kept."""
+        logits = nn.functional.linear(states, self.weight, self.bias)
+        everywhere = logits.new_full((*logits.shape[:-1], self.vocabulary), float("-inf"))
+        return everywhere.index_copy_(-1, self.kept, logits)
+
+
+def is_reduced(config: PreTrainedConfig) -> bool:
+    """Whether a configuration is that of a draft with a reduced vocabulary."""
+    return getattr(config, SIZE, None) is not None
+
+
+def kept_tokens(model: Any) -> Tensor | None:
+    """(N,) ids that a model can propose, increasing; None if it can propose every token."""
+    output = model.get_output_embeddings()
+    return output.kept if isinstance(output, ReducedOutput) else None
+
+
+def reduce_vocabulary(model: PreTrainedModel, kept: Sequence[int]) -> None:
+    """Keep of a model's output matrix the rows of some tokens, in place.
+
+    The input embedding stays whole, so tied matrices are untied.
+
+    Args:
+        model: a causal language model.
+        kept: ids of the tokens that it can propose from now on.
+
+    Raises:
+        ConfigError: if its vocabulary is reduced already, its output embedding is no linear layer,
+            or an id is not of its vocabulary.
+    """
+    output = model.get_output_embeddings()
+    if isinstance(output, ReducedOutput):
+        raise ConfigError(
+            f"the draft can propose {len(output.kept)} tokens already: reduce the draft that it "
+            "was made of, or leave its vocabulary as it is"
+        )
+    if not isinstance(output, nn.Linear):
+        raise ConfigError(
+            f"{type(model).__name__} has no output embedding that is a linear layer "
+            f"({type(output).__name__}), so its vocabulary cannot be reduced"
+        )
+    vocabulary = len(output.weight)
+    ids = torch.tensor(sorted(set(kept)), dtype=torch.long)
+    if not len(ids) or ids[0] < 0 or ids[-1] >= vocabulary:
+        raise ConfigError(
+            f"ids of the draft's tokens must be from 0 to {vocabulary - 1}, and at least one"
+        )
+    ids = ids.to(output.weight.device)
+    bias = None if output.bias is None else output.bias.detach()[ids].clone()
+    _install(model, ReducedOutput(output.weight.detach()[ids].clone(), bias, ids, vocabulary))
+
+
+def reduced_class(architecture: type[PreTrainedModel], size: int) -> type[PreTrainedModel]:
+    """A class of models to load reduced drafts with, whose output matrix has `size` rows.
+
+    Its `from_pretrained` reads what `save_pretrained` wrote, whatever names an architecture has on
+    the disk; `settle` makes ordinary models of what it gives.
+    """
+
+    class Reduced(architecture):  # type: ignore[misc]
+        def __init__(self, config: PreTrainedConfig) -> None:
+            super().__init__(config)
+            rows, width = (whole := self.get_output_embeddings()).weight.shape
+            weight = whole.weight.new_empty(size, width)
+            bias = None if whole.bias is None else whole.bias.new_empty(size)
+            ids = torch.arange(size, device=weight.device)
+            _install(self, ReducedOutput(weight, bias, ids, rows))
+
+    # By these transformers looks up under which names an architecture stores its weights.
+    Reduced.__name__, Reduced.__module__ = architecture.__name__, architecture.__module__
+    return Reduced
+
+
+def settle(model: PreTrainedModel, architecture: type[PreTrainedModel]) -> PreTrainedModel:
+    """Make an ordinary model of one of `reduced_class` that has been loaded.
+
+    Raises:
+        ConfigError: if its tensors d2t and t2d do not fit each other.
+    """
+    output = model.get_output_embeddings()
+    kept = model.d2t + torch.arange(len(model.d2t), device=model.d2t.device)
+    if not torch.equal(kept, model.t2d.nonzero().squeeze(-1)):
+        raise ConfigError("d2t and t2d keep different tokens, or d2t is not in the order of ids")
+    output.kept = kept
+    model.__class__ = architecture
+    return model
+
+
+@torch.no_grad()
+def substitute_row(states: Tensor, logits: Tensor) -> Tensor:
+    """The row that stands for all tokens that a reduced draft left out, in a plain model.
+
+    A plain model gives every token a probability. This row's logit is, as nearly as one row's can
+    be (least squares), the smallest that any kept token has in the same state, so that what was
+    left out gets next to nothing, and the draft goes on proposing what it has learned.
+
+    Args:
+        states: (n, H) what the output embedding read.
+        logits: (n, V) what it gave.
+
+    Returns:
+        (H,) the row.
+    """
+    smallest = logits.masked_fill(logits.isneginf(), float("inf")).amin(dim=-1)
+    states, smallest = states.double(), smallest.double()
+    gram = states.T @ states
+    # States of a small sample may not span the space; this keeps the row short where they do not.
+    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+    row: Tensor = torch.linalg.solve(gram, states.T @ smallest)
+    return row
+
+
+@torch.no_grad()
+def restore_vocabulary(model: PreTrainedModel, others: Tensor) -> None:
+    """Give a reduced draft all rows of its output matrix again, in place.
+
+    Args:
+        model: with a reduced vocabulary.
+        others: (H,) the row of every token that was not kept; see `substitute_row`.
+
+    Raises:
+        ConfigError: if its vocabulary is not reduced.
+    """
+    reduced = model.get_output_embeddings()
+    if not isinstance(reduced, ReducedOutput):
+        raise ConfigError("the draft's vocabulary is not reduced, so there is nothing to restore")
+    weight = others.to(reduced.weight).repeat(reduced.vocabulary, 1)
+    whole = nn.Linear(weight.shape[1], len(weight), bias=reduced.bias is not None, device="meta")
+    whole.weight = nn.Parameter(weight.index_copy_(0, reduced.kept, reduced.weight))
+    if reduced.bias is not None:
+        # The rarest of the kept tokens are the nearest to those that were left out.
+        bias = reduced.bias.min().repeat(reduced.vocabulary)
+        whole.bias = nn.Parameter(bias.index_copy_(0, reduced.kept, reduced.bias))
+    _replace_output(model, whole)
+    delattr(model.config, SIZE)
+    del model.d2t, model.t2d
+
+
+def _install(model: PreTrainedModel, output: ReducedOutput) -> None:
+    """Make a model's output embedding a reduced one, and store with it what it keeps."""
+    _replace_output(model, output)
+    size = len(output.kept)
+    setattr(model.config, SIZE, size)
+    model.register_buffer("d2t", output.kept - torch.arange(size, device=output.kept.device))
+    is_kept = torch.zeros(output.vocabulary, dtype=torch.bool, device=output.kept.device)
+    model.register_buffer("t2d", is_kept.index_fill_(0, output.kept, True))
+
+
+def _replace_output(model: PreTrainedModel, output: nn.Module) -> None:
+    """Give a model another output embedding that shares no matrix with the input's."""
+    model.set_output_embeddings(output)
+    model.config.tie_word_embeddings = False
+    model.config.get_text_config().tie_word_embeddings = False
+    # What save_pretrained takes for copies of other weights, and leaves out.
+    model.all_tied_weights_keys = {}

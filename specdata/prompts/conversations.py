@@ -1,0 +1,172 @@
+"""Recorded conversations to train on: where they are, what is left out, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdata.errors import ConfigError
+from specdata.prompts.catalogue import CATALOGUE, EMBEDDED, Form
+from specdata.prompts.chat_templates import Message
+from specdata.prompts.config import PromptSet
+from specdata.prompts.reading import (
+    MESSAGES,
+    check_names,
+    check_split,
+    is_remote,
+    messages_of,
+    prompt_inputs,
+    read_rows,
+    require_columns,
+)
+
+REASONS = {
+    "undecodable": "not made of texts",
+    "unknown_role": "with a role other than system, user and assistant",
+    "no_assistant_turn": "without a turn of the assistant",
+    "refused": "refused by the chat template",
+    "unmaskable": "whose chat template hides what the assistant said",
+}
+_SHAREGPT = CATALOGUE["sharegpt"].form
+_SHOWN = 300  # characters of what is said of one conversation
+
+
+@dataclass(slots=True)
+class Account:
+    """What was read of one source and what of it is left out.
+
+    Attributes:
+        source: as the configuration names it.
+        read: conversations read.
+        left_out: how many of them, by reason (one of `REASONS`).
+        first: the first left out for each reason, in words.
+    """
+
+    source: str
+    read: int = 0
+    left_out: dict[str, int] = field(default_factory=dict)
+    first: dict[str, str] = field(default_factory=dict)
+
+    def leave_out(self, row: int, reason: str, why: str = "") -> None:
+        """Count a conversation that cannot be used."""
+        self.left_out[reason] = self.left_out.get(reason, 0) + 1
+        why = f": {why}" if why else ""
+        self.first.setdefault(reason, f"the first is row {row}{why}"[:_SHOWN])
+
+    def __str__(self) -> str:
+        """How many are left out and why, as a part of a sentence; empty if none is."""
+        return "; ".join(
+            f"{count} {REASONS[reason]} ({self.first[reason]})"
+            for reason, count in self.left_out.items()
+        )
+
+    def check(self) -> None:
+        """Raise ConfigError if no conversation is left to train on."""
+        if not self.read:
+            raise ConfigError(
+                f"conversations {self.source!r} are empty: they must hold at least one, such as "
+                '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}'
+            )
+        if sum(self.left_out.values()) == self.read:
+            raise ConfigError(
+                f"conversations {self.source!r}: none of {self.read} can be trained on: {self}. "
+                "Each must hold `messages` of {role, content} (system, user, assistant), or "
+                "`conversations` of {from, value} (human, gpt) as ShareGPT's, with a turn of the "
+                "assistant"
+            )
+
+
+def conversation_inputs(names: Sequence[str]) -> dict[str, str]:
+    """What conversations are read from, by name: each file (of folders too), or the Hub id."""
+    return prompt_inputs([_as_set(name) for name in names])
+
+
+def read_conversations(name: str, seed: int) -> Iterator[tuple[int, list[Message] | str]]:
+    """All conversations of a source.
+
+    Rows hold `messages` ({role, content}) or, as ShareGPT's, `conversations` ({from, value}).
+
+    Args:
+        name: a JSONL, JSON or parquet file, a folder, a catalogued set (sharegpt) or a Hub id, of
+            which split train is read.
+        seed: decides the order of a catalogued set.
+
+    Yields:
+        The number of a row, from 1 (blank lines of a file do not count), and its messages, or why
+        it cannot be trained on: one of the first three `REASONS`.
+
+    Raises:
+        ConfigError: for an unknown or unreadable source, or a row without the columns.
+    """
+    form = None
+    for number, row in enumerate(read_rows(_checked(name), seed), start=1):
+        if row is None:
+            yield number, "undecodable"
+            continue
+        form = form or _form(name, row)
+        assert form.messages
+        require_columns([form.messages], row, f"conversations {name!r}, row {number},")
+        yield number, _usable(row[form.messages], form)
+
+
+def check_conversations(names: Sequence[str], seed: int, *, here_alone: bool = False) -> None:
+    """Find before any model is loaded what cannot be trained on.
+
+    Args:
+        names: the sources.
+        seed: as in `read_conversations`.
+        here_alone: of sources that are not on this machine, check the names only.
+
+    Raises:
+        ConfigError: as `read_conversations`, or if a source has no conversation with a turn of the
+            assistant.
+    """
+    check_names([_as_set(name) for name in names])
+    for name in names:
+        if here_alone and is_remote(_checked(name)):
+            continue
+        account = Account(name)
+        for row, messages in read_conversations(name, seed):
+            account.read += 1
+            if isinstance(messages, str):
+                account.leave_out(row, messages)
+        account.check()
+
+
+def _as_set(name: str) -> PromptSet:
+    return PromptSet(name, "train", 0)
+
+
+def _checked(name: str) -> PromptSet:
+    """A source as a set. Raises ConfigError if it is unknown or holds no conversations."""
+    catalogued = CATALOGUE.get(name)
+    if name in EMBEDDED or (catalogued and not catalogued.form.messages):
+        raise ConfigError(
+            f"prompt set {name!r} holds prompts, no conversations with answers to train on: name "
+            "sharegpt, a file or a Hub id, or leave draft.finetune.conversations out to train on "
+            "the target's rollouts of it"
+        )
+    check_split(_as_set(name))
+    return _as_set(name)
+
+
+def _form(name: str, row: Mapping[str, Any]) -> Form:
+    if name in CATALOGUE:
+        return CATALOGUE[name].form
+    return MESSAGES if "messages" in row or "conversations" not in row else _SHAREGPT
+
+
+def _usable(recorded: Any, form: Form) -> list[Message] | str:
+    messages = messages_of(recorded, form)
+    try:
+        "".join(message["content"] for message in messages or ()).encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return "undecodable"
+    if messages is None:
+        return "undecodable"
+    if recorded and not messages:
+        return "unknown_role"
+    if all(message["role"] != "assistant" for message in messages):
+        return "no_assistant_turn"
+    return messages

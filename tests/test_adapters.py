@@ -1,0 +1,330 @@
+"""Drafts with adapters: what is trained, stored and merged, and adapters that do not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.utils import is_bitsandbytes_available
+
+from distill.adapters import (
+    base_of,
+    check_bits,
+    load_plain,
+    load_student,
+    merged,
+    set_weights,
+    trained_weights,
+)
+from distill.config import DistilConfig, LoraConfig
+from distill.distillation import DistilResult, distil
+from distill.toy import language_model
+from distill.trainer import draft_trainer
+from distill.training import save_model, train_resumably
+from recipes.checks import check_lora
+from recipes.config import PipelineConfig, parse
+from specdata.errors import ConfigError, ManifestError
+from specdata.lm_head import find_lm_head
+from specdata.model_folder import copy_tokenizer
+from specdata.models import load_generation, load_model, load_tokenizer
+from specdata.sampling import SamplingConfig
+from specdata.storage.resume import Settings
+from tests.random_pair import random_pair, texts_of
+
+LORA = LoraConfig(rank=4, alpha=16.0)
+QUICK = DistilConfig(epochs=4, learning_rate=2e-2, save_steps=4, lora=LORA, report_to=[])
+IDS = torch.arange(12).unsqueeze(0)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    random_pair(folder)
+    return folder
+
+
+def distilled(
+    pair: Path, out: Path, config: DistilConfig = QUICK, *, draft: Path | None = None
+) -> DistilResult:
+    return distil(
+        target=pair / "target",
+        draft=draft or pair / "draft",
+        train=texts_of(pair, 16, seed=1),
+        dev=texts_of(pair, 4, seed=2),
+        out=out,
+        config=config,
+        sampling=SamplingConfig(),
+        seed=0,
+    )
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def randomly_adapted(model_folder: Path, folder: Path) -> Tensor:
+    """Save random adapters of a model; return the logits of the model with them."""
+    adapted = load_student(str(model_folder), LORA, seed=0)
+    torch.manual_seed(0)
+    for name, parameter in adapted.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    adapted.save_pretrained(folder)
+    with torch.no_grad():
+        logits: Tensor = adapted.eval()(input_ids=IDS).logits
+    return logits
+
+
+def test_adapters_sit_in_every_linear_layer_but_the_output_embedding_and_alone_are_trained(
+    pair: Path,
+) -> None:
+    student = load_student(str(pair / "draft"), LORA, seed=0)
+    linear = {
+        name
+        for name, module in load_model(str(pair / "draft")).named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    }
+    trained = [name for name, parameter in student.named_parameters() if parameter.requires_grad]
+    assert {name.removeprefix("base_model.model.").split(".lora_")[0] for name in trained} == linear
+    assert len(trained) == 2 * len(linear) == 14
+    assert all(".lora_" in name for name in trained)
+
+
+def test_adapters_start_as_no_change_from_the_seed_alone(pair: Path) -> None:
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    one = load_student(str(pair / "draft"), LORA, seed=0)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(2)
+    same, other = (load_student(str(pair / "draft"), LORA, seed=seed) for seed in (0, 1))
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"
+    assert torch.equal(one.state_dict()[name], same.state_dict()[name])
+    assert not torch.equal(one.state_dict()[name], other.state_dict()[name])
+    with torch.no_grad():
+        expected = load_model(str(pair / "draft"))(input_ids=IDS).logits
+        assert torch.equal(one.eval()(input_ids=IDS).logits, expected)
+
+
+def test_the_parts_of_a_student_with_adapters_are_found_as_in_any_model(pair: Path) -> None:
+    plain, student = (
+        load_model(str(pair / "draft")),
+        load_student(str(pair / "draft"), LORA, seed=0),
+    )
+    base = base_of(student)
+    assert type(base) is type(plain)
+    assert base_of(plain) is plain
+    assert base.get_output_embeddings() is student.get_output_embeddings()
+    states = base.base_model(input_ids=IDS)[0]
+    assert states.shape == (1, 12, 16)
+    lm_head = find_lm_head(base)
+    assert lm_head.embedding is not None
+    torch.testing.assert_close(lm_head.logits(states), student(input_ids=IDS).logits)
+
+
+def test_the_saved_draft_is_an_ordinary_folder_with_the_distribution_of_the_trained_adapters(
+    pair: Path, tmp_path: Path
+) -> None:
+    trainer = draft_trainer(
+        load_model(str(pair / "target")),
+        load_student(str(pair / "draft"), LORA, seed=0),
+        texts_of(pair, 16, seed=1),
+        tmp_path / "work",
+        QUICK,
+        SamplingConfig(),
+        seed=0,
+    )
+    trainer.train()
+    student = trainer.model.eval()
+    trained = trained_weights(trainer)
+    assert all(".lora_" in name for name in trained)
+    plain = load_plain(str(pair / "draft"), LORA)
+    for _ in range(2):  # as measurements while training do
+        set_weights(plain, trained)
+    result = distilled(pair, tmp_path / "draft")
+    with torch.no_grad():
+        expected = student(input_ids=IDS).logits
+        start = load_model(str(pair / "draft"))(input_ids=IDS).logits
+        assert (expected - start).abs().max() > 0.1
+        assert torch.equal(base_of(plain)(input_ids=IDS).logits, expected)
+        for model in (merged(plain), load_model(str(tmp_path / "draft"))):
+            torch.testing.assert_close(model(input_ids=IDS).logits, expected)
+    assert result.acceptance_after > result.acceptance_before
+    assert weights(tmp_path / "draft").keys() == weights(pair / "draft").keys()
+    files = {path.name for path in (tmp_path / "draft").iterdir()}
+    assert files >= {path.name for path in (pair / "draft").iterdir()}
+    assert not [name for name in files if "adapter" in name]
+    settings = (tmp_path / "draft" / "config.json", pair / "draft" / "config.json")
+    assert json.loads(settings[0].read_text()) == json.loads(settings[1].read_text())
+
+
+def test_checkpoints_hold_adapters_alone_and_other_settings_of_adapters_are_refused(
+    pair: Path, tmp_path: Path
+) -> None:
+    work = tmp_path / "draft.training"
+    trainer = draft_trainer(
+        load_model(str(pair / "target")),
+        load_student(str(pair / "draft"), LORA, seed=0),
+        texts_of(pair, 16, seed=1),
+        work,
+        QUICK,
+        SamplingConfig(),
+        seed=0,
+    )
+    settings = Settings({"lora": LORA.model_dump()}, remedy="train elsewhere")
+    train_resumably(trainer, work, settings, label="distilling the draft")
+    names = {path.name for path in (work / "checkpoint-8").iterdir()}
+    assert names >= {"adapter_model.safetensors", "adapter_config.json", "complete.json"}
+    assert "model.safetensors" not in names
+    stored = load_file(work / "checkpoint-8" / "adapter_model.safetensors")
+    assert all(".lora_" in name for name in stored)
+    other = Settings({"lora": {**LORA.model_dump(), "rank": 8}}, remedy="train elsewhere")
+    with pytest.raises(ManifestError, match=r"lora\.rank: 4 -> 8"):
+        train_resumably(trainer, work, other, label="distilling the draft")
+
+
+def test_a_rank_beyond_the_hidden_size_is_refused(pair: Path) -> None:
+    with pytest.raises(ConfigError, match="must not exceed the draft's hidden size, 16: got 17"):
+        load_student(str(pair / "draft"), LoraConfig(rank=17), seed=0)
+
+
+def asked(pair: Path, *more: str) -> PipelineConfig:
+    """A configuration of this pair with adapters, as the command line makes it."""
+    models = [f"--models.target={pair / 'target'}", f"--models.draft={pair / 'draft'}"]
+    return parse(["--toy=null", *models, "--draft.lora.rank=4", *more]).config
+
+
+def test_adapters_that_cannot_be_trained_are_refused_by_a_plan(pair: Path, tmp_path: Path) -> None:
+    check_lora(asked(pair))
+    check_lora(asked(pair, "--draft.lora.rank=16"))
+    with pytest.raises(ConfigError, match="must not exceed the draft's hidden size, 16, got 17"):
+        check_lora(asked(pair, "--draft.lora.rank=17"))
+    check_lora(
+        asked(pair, "--draft.lora.rank=17", "--draft.init.kind=target", "--models.draft=null")
+    )
+    with pytest.raises(ConfigError, match=r"those of draft\.init\.kind fresh are random"):
+        check_lora(asked(pair, "--draft.init.kind=fresh", "--models.draft=null"))
+    randomly_adapted(pair / "draft", tmp_path / "adapters")
+    with pytest.raises(ConfigError, match="hidden size, 16, got 17"):  # that of their base
+        check_lora(asked(pair, "--draft.lora.rank=17", f"--models.draft={tmp_path / 'adapters'}"))
+
+
+# --- bits
+
+
+@pytest.mark.skipif(is_bitsandbytes_available(), reason="bitsandbytes is installed")
+def test_quantised_weights_without_bitsandbytes_are_refused_before_a_model_is_loaded(
+    pair: Path, tmp_path: Path
+) -> None:
+    check_bits(LORA)
+    with pytest.raises(ConfigError, match=r"bits: 4 needs bitsandbytes, .*draftsmith\[qlora\]"):
+        check_lora(asked(pair, "--draft.lora.bits=4"))
+    with pytest.raises(ConfigError, match=r"bits: 4 needs bitsandbytes, .*draftsmith\[qlora\]"):
+        load_student(str(tmp_path / "no model"), LoraConfig(bits=4), seed=0)
+
+
+@pytest.mark.skipif(
+    not is_bitsandbytes_available(), reason="needs bitsandbytes: pip install 'draftsmith[qlora]'"
+)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_adapters_beside_quantised_weights_are_merged_into_the_full_ones(
+    pair: Path, tmp_path: Path, bits: Literal[4, 8]
+) -> None:
+    wide = language_model(load_tokenizer(str(pair / "draft")), layers=1, width=192, seed=5)
+    save_model(wide, tmp_path / "wide")
+    copy_tokenizer(str(pair / "draft"), tmp_path / "wide")
+    lora = LORA.model_copy(update={"bits": bits})
+    student = base_of(load_student(str(tmp_path / "wide"), lora, seed=0))
+    frozen = student.model.layers[0].mlp.up_proj.base_layer.weight
+    assert frozen.dtype == {4: torch.uint8, 8: torch.int8}[bits]
+    config = QUICK.model_copy(update={"lora": lora})
+    result = distilled(pair, tmp_path / "draft", config, draft=tmp_path / "wide")
+    assert result.acceptance_after > result.acceptance_before
+    before, after = weights(tmp_path / "wide"), weights(tmp_path / "draft")
+    for name, start in before.items():
+        assert after[name].dtype == torch.float32
+        # The change is of the adapters' rank, without an error of quantisation.
+        if name.endswith("_proj.weight"):
+            assert torch.linalg.matrix_rank(after[name] - start, rtol=1e-3) == lora.rank
+        else:
+            assert torch.equal(after[name], start)
+
+
+# --- adapters as a draft
+
+
+def test_a_folder_of_adapters_is_loaded_merged_with_its_base(pair: Path, tmp_path: Path) -> None:
+    expected = randomly_adapted(pair / "draft", tmp_path / "adapters")
+    model = load_model(str(tmp_path / "adapters"))
+    assert type(model) is type(load_model(str(pair / "draft")))
+    assert model.state_dict().keys() == load_model(str(pair / "draft")).state_dict().keys()
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
+    tokenizers = [load_tokenizer(str(path)) for path in (tmp_path / "adapters", pair / "draft")]
+    assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
+    configuration, _ = load_generation(str(tmp_path / "adapters"))
+    assert configuration.hidden_size == 16
+    result = distilled(pair, tmp_path / "draft", draft=tmp_path / "adapters")
+    assert result.acceptance_after > result.acceptance_before
+    assert weights(tmp_path / "draft").keys() == weights(pair / "draft").keys()
+
+
+def renamed(adapters: Path, base: object) -> None:
+    path = adapters / "adapter_config.json"
+    changed = {**json.loads(path.read_text()), "base_model_name_or_path": base}
+    path.write_text(json.dumps(changed))
+
+
+def test_adapters_of_another_base_are_refused_with_both_names(pair: Path, tmp_path: Path) -> None:
+    adapters = tmp_path / "adapters"
+    randomly_adapted(pair / "target", adapters)
+    both = f"adapters in {adapters} do not fit their base, {pair / 'draft'}: "
+    renamed(adapters, str(pair / "draft"))
+    with pytest.raises(ConfigError) as refusal:  # the draft has one layer, and another width
+        load_model(str(adapters))
+    assert both in str(refusal.value)
+    assert "size mismatch for base_model.model.model.layers.0." in str(refusal.value)
+    with pytest.raises(ConfigError, match=both):
+        distilled(pair, tmp_path / "draft", draft=adapters)
+    assert not (tmp_path / "draft").exists()
+
+
+def test_adapters_of_more_or_fewer_layers_than_the_base_has_are_refused(
+    pair: Path, tmp_path: Path
+) -> None:
+    """PEFT would leave out what it does not find and say nothing."""
+    adapters = tmp_path / "adapters"
+    randomly_adapted(pair / "target", adapters)
+    shorter = load_model(str(pair / "target"))
+    shorter.model.layers = shorter.model.layers[:1]
+    shorter.config.num_hidden_layers = 1
+    shorter.save_pretrained(tmp_path / "shorter")
+    renamed(adapters, str(tmp_path / "shorter"))
+    with pytest.raises(ConfigError, match=r"names are in one alone \(first: .*layers\.1\..*adapt"):
+        load_model(str(adapters))
+    randomly_adapted(tmp_path / "shorter", tmp_path / "fewer")
+    path = tmp_path / "fewer" / "adapter_config.json"
+    named = {**json.loads(path.read_text()), "target_modules": ["q_proj", "v_proj"]}
+    path.write_text(json.dumps(named))
+    renamed(tmp_path / "fewer", str(pair / "target"))
+    with pytest.raises(ConfigError, match="names are in one alone"):
+        load_model(str(tmp_path / "fewer"))
+
+
+def test_adapters_whose_base_is_missing_or_unnamed_are_refused(pair: Path, tmp_path: Path) -> None:
+    adapters = tmp_path / "adapters"
+    randomly_adapted(pair / "draft", adapters)
+    gone = tmp_path / "gone"
+    renamed(adapters, str(gone))
+    for load in (load_model, load_tokenizer, load_generation):
+        with pytest.raises(ConfigError, match=f"{adapters} holds adapters of {gone}, and that "):
+            load(str(adapters))
+    renamed(adapters, None)
+    with pytest.raises(ConfigError, match="names no base model"):
+        load_model(str(adapters))
+    shutil.rmtree(adapters)

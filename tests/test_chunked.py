@@ -1,0 +1,279 @@
+"""The loss in chunks of positions: the value and the gradients of all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from distill.chunked import CHUNK_BYTES, ENTRY_BYTES, chunked_loss, positions_at_once
+from distill.config import DistilConfig
+from distill.losses import LOSSES, Loss
+from distill.trainer import DistilTrainer, draft_trainer
+from specdata.lm_head import LMHead
+from specdata.probability import probabilities
+from specdata.sampling import SamplingConfig
+from tests.tiny import tiny_llama
+
+NAMES = sorted(LOSSES)
+V, H, POSITIONS = 11, 6, 13
+
+
+class ReducedHead(nn.Module):
+    """An output embedding of some tokens only, as wide as the whole vocabulary."""
+
+    def __init__(self, kept: list[int], weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.kept = torch.tensor(kept)
+
+    def forward(self, states: Tensor) -> Tensor:
+        logits = nn.functional.linear(states, self.weight)
+        full = logits.new_full((*logits.shape[:-1], V), -torch.inf)
+        return full.index_copy(-1, self.kept, logits)
+
+
+class Doubled(nn.Module):
+    """Like an adapter: a frozen matrix and a trained one beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(H, V, bias=False).requires_grad_(False)
+        self.trained = nn.Linear(H, V, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        total: Tensor = self.frozen(states) + self.trained(states)
+        return total
+
+
+OUTPUTS: dict[str, Callable[[], nn.Module | None]] = {
+    "linear": lambda: nn.Linear(H, V, bias=False),
+    "bias": lambda: nn.Linear(H, V),
+    "frozen": lambda: nn.Linear(H, V).requires_grad_(False),
+    "reduced": lambda: ReducedHead([0, 3, 4, 9], torch.randn(4, H)),
+    "adapted": Doubled,
+    "none": lambda: None,
+}
+
+
+def plain_gradients(
+    states: Tensor, head: LMHead, loss: Callable[[Tensor, slice], Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """Value and gradients by autograd over all logits at once."""
+    value = loss(head.logits(states), slice(0, len(states)))
+    return value, gradients(value, states, head)
+
+
+def gradients(value: Tensor, states: Tensor, head: LMHead) -> list[Tensor]:
+    trained = [] if head.embedding is None else head.embedding.parameters()
+    inputs = [states, *(each for each in trained if each.requires_grad)]
+    return list(torch.autograd.grad(3 * value, inputs))
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_chunks_give_the_value_and_the_gradients_of_all_positions_at_once(
+    name: str, output: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    embedding = OUTPUTS[output]()
+    embedding = embedding if embedding is None else embedding.to(dtype)
+    capped = lambda logits: torch.tanh(logits / 3) * 3  # noqa: E731
+    transform = capped if output in ("linear", "bias", "none") else lambda logits: logits
+    head = LMHead(tiny_llama(0), embedding, transform, V)  # the model is not asked
+    width = V if embedding is None else H
+    states = (2 * torch.randn(POSITIONS, width, dtype=dtype)).requires_grad_()
+    target = 2 * torch.randn(POSITIONS, V, dtype=dtype)
+
+    def loss(logits: Tensor, chunk: slice) -> Tensor:
+        ones = torch.ones(len(logits))
+        logits = logits if output != "none" else transform(logits)
+        return LOSSES[name](logits, target[chunk], ones) * len(logits)
+
+    value, expected = plain_gradients(states, head, loss)
+    # float32 rounds each of the few terms of a sum by 6e-8 of it.
+    exact = {"rtol": 0.0, "atol": 1e-12 if dtype == torch.float64 else 2e-5}
+    for at_once in (1, 4, 13, 100, None):
+        chunked = chunked_loss(states, head, loss, at_once=at_once)
+        torch.testing.assert_close(chunked, value, **exact)
+        for ours, theirs in zip(gradients(chunked, states, head), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, **exact)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                chunked_loss(states, head, loss, at_once=at_once), value, **exact
+            )
+
+
+def test_no_logits_of_all_positions_are_made() -> None:
+    seen: list[int] = []
+    head = LMHead(tiny_llama(0), nn.Linear(H, V), lambda logits: logits, V)
+    states = torch.randn(POSITIONS, H, requires_grad=True)
+
+    def loss(logits: Tensor, chunk: slice) -> Tensor:
+        seen.append(len(logits))
+        return logits.square().sum()
+
+    chunked_loss(states, head, loss, at_once=4).backward()  # type: ignore[no-untyped-call]
+    assert seen == [4, 4, 4, 1]
+    assert positions_at_once(152_000) * 152_000 * ENTRY_BYTES <= CHUNK_BYTES
+    assert positions_at_once(10**12) == 1
+
+
+def test_no_position_gives_zero_and_gradients_of_zero() -> None:
+    """A process without a row of its own must take part in the sum of the gradients."""
+    target = torch.randn(0, V)
+    for embedding in (nn.Linear(H, V), ReducedHead([0, 3], torch.randn(2, H))):
+        head = LMHead(tiny_llama(0), embedding, lambda logits: logits, V)
+        states = torch.randn(0, H, requires_grad=True)
+        for objective in LOSSES.values():
+
+            def loss(logits: Tensor, chunk: slice, objective: Loss = objective) -> Tensor:
+                return objective(logits, target[chunk], torch.ones(len(logits)))
+
+            value = chunked_loss(states, head, loss)
+            assert value.item() == 0.0
+            embedding.zero_grad()
+            value.backward()  # type: ignore[no-untyped-call]
+            for parameter in embedding.parameters():
+                assert parameter.grad is not None
+                assert (parameter.grad == 0).all()
+
+
+SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+
+
+def with_bias() -> PreTrainedModel:
+    """No family in transformers has an output bias and is small, so one is given it."""
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **IDS, tie_word_embeddings=False))
+    model.lm_head = nn.Linear(16, 24)
+    return model
+
+
+def unknown_way() -> PreTrainedModel:
+    """A model that does something to its logits that nobody knows of."""
+
+    class Shifted(LlamaForCausalLM):
+        def forward(self, *args: object, **kwargs: object) -> object:
+            outputs = super().forward(*args, **kwargs)
+            outputs.logits = outputs.logits.sin()
+            return outputs
+
+    return Shifted(LlamaConfig(**SIZES, **IDS))
+
+
+def adapted() -> nn.Module:
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **IDS, tie_word_embeddings=False))
+    lora = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj", "lm_head"], init_lora_weights=False
+    )
+    return peft.get_peft_model(model, lora)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, **IDS, tie_word_embeddings=True)),
+    "bias": with_bias,
+    "soft cap": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SIZES, **IDS, head_dim=8, final_logit_softcapping=5.0)
+    ),
+    "scale": lambda: CohereForCausalLM(CohereConfig(**SIZES, **IDS, logit_scale=0.25)),
+    "positions": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=24, n_positions=64, n_embd=16, n_layer=1, n_head=2, **IDS)
+    ),
+    "unknown way": unknown_way,
+    "adapters": adapted,
+}
+
+
+ROWS = [
+    {"prompt_ids": [3, 4, 5, 6], "completion_ids": [7, 8, 9]},
+    {"prompt_ids": [10, 11], "completion_ids": [12, 23, 20, 14, 1]},
+    {"prompt_ids": [3], "completion_ids": [15]},
+]
+SAMPLINGS = {
+    "plain": SamplingConfig(temperature=0.8),
+    "truncated": SamplingConfig(temperature=0.7, top_k=5, top_p=0.9),
+    "greedy": SamplingConfig(temperature=0.0),
+}
+
+
+def trainer_of(
+    student: nn.Module, folder: Path, sampling: SamplingConfig, **settings: object
+) -> DistilTrainer:
+    teacher = tiny_llama(7, vocab=26)  # wider by two tokens than the students
+    config = DistilConfig(batch_size=3, epochs=1, **settings)
+    trainer = draft_trainer(
+        teacher, student, Dataset.from_list(ROWS), folder / "work", config, sampling, 0
+    )
+    assert isinstance(trainer, DistilTrainer)
+    return trainer
+
+
+def by_autograd(
+    trainer: DistilTrainer, student: nn.Module, batch: dict[str, Tensor], warp: str
+) -> Tensor:
+    """The loss by the models' own logits, row by row without padding."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    sampling = trainer.sampling
+    for row in ROWS:
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+        begin, end = len(row["prompt_ids"]) - 1, ids.shape[1] - 1
+        with torch.no_grad():
+            p = trainer.teacher(ids).logits[0, begin:end]
+        q = nn.functional.pad(student(ids).logits[0, begin:end], (0, 2), value=-torch.inf)
+        if warp == "sampler":
+            p, q = probabilities(p, sampling).log(), q / (sampling.temperature or 1.0)
+        total = total + trainer.objective(q, p, torch.ones(end - begin)) * (end - begin)
+        count += end - begin
+    return total / count
+
+
+# PEFT 0.21 asks for a property that transformers 5.23 renames.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_the_trainers_loss_is_that_of_the_models_own_logits(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    student = MODELS[name]().double().eval()
+    for part, parameter in student.named_parameters():
+        # Away from the uniform distribution, and from a certain one.
+        parameter.data *= 0.3 if "lora_" in part else 3.0
+    for warp, (which, sampling) in [("sampler", each) for each in SAMPLINGS.items()] + [
+        ("raw", ("greedy", SAMPLINGS["greedy"]))
+    ]:
+        trainer = trainer_of(student, tmp_path / which, sampling, warp=warp, objective="js")
+        batch = next(iter(trainer.get_train_dataloader()))
+        found = trainer.compute_loss(student, batch, num_items_in_batch=torch.tensor(9))
+        expected = by_autograd(trainer, student, batch, warp)
+        # Some families normalise in float32, whatever the weights are.
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-8)
+        trained = [each for each in student.parameters() if each.requires_grad]
+        ours, theirs = (torch.autograd.grad(each, trained) for each in (found, expected))
+        largest = max(float(each.abs().max()) for each in theirs)
+        assert largest > 1e-4, largest
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0.0, atol=1e-8)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_only_a_model_of_an_unknown_way_to_its_logits_makes_them_all(tmp_path: Path) -> None:
+    for name, make in MODELS.items():
+        trainer = trainer_of(make(), tmp_path, SamplingConfig())
+        assert (trainer.student_head.embedding is None) == (name == "unknown way"), name

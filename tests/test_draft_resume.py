@@ -1,0 +1,185 @@
+"""Every training of a draft, killed and continued, ends in the weights of an uninterrupted one.
+
+Bit for bit, on the CPU. The killed process ends by SIGKILL right after a checkpoint; processes are
+forked off one that has imported what they need.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from distill.config import DistilConfig
+from distill.distillation import distil
+from specdata.errors import ManifestError
+from specdata.sampling import SamplingConfig
+from tests.random_pair import random_pair, texts_of
+
+BASE: dict[str, Any] = {
+    "epochs": 6,
+    "batch_size": 5,
+    "learning_rate": 5e-3,
+    "save_steps": 5,
+    "report_to": [],
+}
+Train = Callable[[Path, Path, dict[str, Any]], None]
+LORA = {"lora": {"rank": 4, "dropout": 0.1}}
+
+
+def trained(pair: Path, out: Path, changes: dict[str, Any]) -> None:
+    """Distil the draft of a pair on 24 rollouts: 30 steps, the last of each epoch a short batch."""
+    distil(
+        target=pair / "target",
+        draft=pair / "draft",
+        train=texts_of(pair, 24, seed=1),
+        dev=texts_of(pair, 4, seed=2),
+        out=out,
+        config=DistilConfig(**{**BASE, **changes}),
+        sampling=SamplingConfig(),
+        seed=0,
+    )
+
+
+COMPLETIONS = {"on_policy": {"share": 0.4, "text": "completions"}, "epochs": 3}
+CASES: dict[str, tuple[Train, dict[str, Any]]] = {
+    "accumulated": (trained, {"accumulation": 2, "epochs": 10, "save_steps": 4}),
+    "adapters": (trained, LORA),
+    "blocks of the draft": (trained, {"on_policy": {"share": 0.5}, "epochs": 3}),
+    "completions of the draft": (trained, COMPLETIONS),
+    "the last weights": (trained, {"keep": "last"}),
+}
+COMBINED = {**LORA, "epochs": 3, "on_policy": {"share": 0.5, "text": "blocks"}, "eval_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    random_pair(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server() -> ForkServerContext:
+    """Starts processes that need not import anything: it has itself, and has run nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.test_draft_resume"])
+    return context
+
+
+def wait_for_checkpoint(work: Path, runs: Callable[[], bool]) -> None:
+    while not list(work.glob("checkpoint-*/complete.json")):
+        assert runs(), "the training ended before it could be killed"
+        time.sleep(0.001)
+
+
+def assert_same_draft(ours: Path, theirs: Path) -> None:
+    """The same weights, and the same results beside them but for times."""
+    actual, expected = (load_file(path / "model.safetensors") for path in (ours, theirs))
+    assert actual.keys() == expected.keys()
+    assert all(actual[name].equal(expected[name]) for name in expected)
+    for name in ("distillation.json", "training.json", "config.json"):
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_killed_training_ends_in_the_same_weights(
+    pair: Path, tmp_path: Path, server: ForkServerContext, case: str
+) -> None:
+    train, changes = CASES[case]
+    train(pair, tmp_path / "whole", changes)
+    out, work = tmp_path / "out", tmp_path / "out.training"
+    process = server.Process(target=train, args=(pair, out, changes))
+    process.start()
+    wait_for_checkpoint(work, process.is_alive)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert not out.exists()
+    train(pair, out, changes)
+    assert_same_draft(out, tmp_path / "whole")
+    assert not work.exists()
+
+
+def test_a_killed_training_of_adapters_is_not_continued_with_others(
+    pair: Path, tmp_path: Path, server: ForkServerContext
+) -> None:
+    out, work = tmp_path / "out", tmp_path / "out.training"
+    process = server.Process(target=trained, args=(pair, out, LORA))
+    process.start()
+    wait_for_checkpoint(work, process.is_alive)
+    process.kill()
+    process.join()
+    for other in ({"lora": {"rank": 8, "dropout": 0.1}}, {}):
+        with pytest.raises(ManifestError, match=r"config\.lora"):
+            trained(pair, out, other)
+    assert list(work.glob("checkpoint-*/complete.json"))
+
+
+# --- two processes
+
+
+def as_rank(rank: int, environment: dict[str, str], train: Train, *arguments: Any) -> None:
+    """What a launcher's process is told, and its work."""
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    train(*arguments)
+
+
+def start_two(
+    server: ForkServerContext, train: Train, *arguments: Any, **environment: str
+) -> list[BaseProcess]:
+    """Start a group of two processes, as `accelerate launch` does."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **environment}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes: list[BaseProcess] = [
+        server.Process(target=as_rank, args=(rank, common, train, *arguments)) for rank in (0, 1)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def finish(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+
+
+ON_CPU = {"ACCELERATE_USE_CPU": "true"}
+ZERO_2 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+ZERO_2 |= {"DS_ACCELERATOR": "cpu"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [ON_CPU, ZERO_2], ids=["DDP", "ZeRO-2"])
+def test_a_killed_training_in_two_processes_ends_in_the_same_weights(
+    pair: Path, tmp_path: Path, server: ForkServerContext, engine: dict[str, str]
+) -> None:
+    finish(start_two(server, trained, pair, tmp_path / "whole", COMBINED, **engine))
+    out, work = tmp_path / "out", tmp_path / "out.training"
+    processes = start_two(server, trained, pair, out, COMBINED, **engine)
+    wait_for_checkpoint(work, lambda: all(process.is_alive() for process in processes))
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+    assert not out.exists()
+    (checkpoint, *_) = work.glob("checkpoint-*/complete.json")
+    written_under = json.loads(checkpoint.read_text())["engine"]
+    assert written_under == ("PyTorch" if engine is ON_CPU else "DeepSpeed in 2 processes")
+    finish(start_two(server, trained, pair, out, COMBINED, **engine))
+    assert_same_draft(out, tmp_path / "whole")

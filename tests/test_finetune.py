@@ -1,0 +1,554 @@
+"""Fine-tuning on texts: what is learnt, how texts are packed, what is refused, what survives."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, TrainerCallback
+
+from distill.batches import IGNORED
+from distill.config import FinetuneConfig, LoraConfig
+from distill.finetune import check_packing, finetune, finetune_trainer
+from distill.texts import Rows, collate, make_rows
+from distill.toy import language_model
+from distill.training import save_model
+from recipes import train_draft
+from recipes.config import parse
+from recipes.layout import finetuned_stage
+from recipes.run import run_stage
+from specdata.draft_vocabulary import kept_tokens, reduce_vocabulary
+from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
+from specdata.models import load_model, load_tokenizer
+from specdata.prompts.chat_templates import assistant_mask, chat_ids
+from specdata.toy.corpus import examples
+from tests.chats import chat_tokenizer
+from tests.light_imports import run_without_heavy_libraries
+
+REPOSITORY = Path(__file__).parents[1]
+TALK = [
+    {"role": "user", "content": "What is 2 + 3?"},
+    {"role": "assistant", "content": "It is 5."},
+    {"role": "user", "content": "Why?"},
+    {"role": "assistant", "content": "Because 3 + 2 is 5, too."},
+]
+QUESTION = TALK[:1]
+
+
+def config(*conversations: Path, **changes: Any) -> FinetuneConfig:
+    return FinetuneConfig(
+        **{
+            "conversations": [str(path) for path in conversations],
+            "epochs": 2,
+            "max_length": 512,
+            "batch_size": 4,
+            "learning_rate": 3e-3,
+            "save_steps": 4,
+            **changes,
+        }
+    )
+
+
+def lines(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def talks(count: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": example.prompt},
+                {"role": "assistant", "content": example.completion.strip()},
+            ]
+        }
+        for example in examples("maths", count, seed=3)
+    ]
+
+
+def rollouts(count: int) -> Dataset:
+    tokenizer = chat_tokenizer("chatml")
+    return Dataset.from_list(
+        [
+            {
+                "prompt_ids": tokenizer(example.prompt)["input_ids"],
+                "completion_ids": tokenizer(example.completion, add_special_tokens=False)[
+                    "input_ids"
+                ],
+            }
+            for example in examples("maths", count, seed=4)
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft with random weights, and a target of which the tokenizer is all that is used."""
+    folder = tmp_path_factory.mktemp("pair")
+    for name, seed in (("target", 1), ("draft", 2)):
+        model = language_model(chat_tokenizer("chatml"), layers=1, width=32, seed=seed)
+        save_model(model, folder / name)
+        chat_tokenizer("chatml").save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return lines(tmp_path / "talks.jsonl", talks(40))
+
+
+def tuned(pair: Path, out: Path, config: FinetuneConfig, seed: int = 0) -> dict[str, Any]:
+    return finetune(
+        target=pair / "target",
+        draft=pair / "draft",
+        rollouts=rollouts(30),
+        out=out,
+        config=config,
+        lora=None,
+        seed=seed,
+    )
+
+
+def made(config: FinetuneConfig, family: str = "chatml") -> Rows:
+    return make_rows(chat_tokenizer(family), rollouts(30), config, seed=0)
+
+
+def learnt(rows: Rows) -> list[str]:
+    """What the labels of each row say."""
+    tokenizer = chat_tokenizer("chatml")
+    return [
+        tokenizer.decode([label for label in row["labels"] if label != IGNORED])
+        for row in rows.dataset
+    ]
+
+
+@pytest.mark.parametrize("family", ["chatml", "marked", "llama3"])
+def test_only_what_the_assistant_says_is_learnt(family: str, tmp_path: Path) -> None:
+    rows = made(config(lines(tmp_path / "a.jsonl", [{"messages": TALK}])), family)
+    end = "<|eot_id|>" if family == "llama3" else "<|im_end|>"
+    assert learnt(rows) == [f"It is 5.{end}Because 3 + 2 is 5, too.{end}"]
+    (row,) = rows.dataset
+    for token, label in zip(row["input_ids"], row["labels"], strict=True):
+        assert label in (IGNORED, token)
+    assert rows.account["tokens"] == len(row["input_ids"])
+    assert rows.account["assistant_tokens"] == sum(label != IGNORED for label in row["labels"])
+
+
+def test_sharegpt_files_are_read_as_they_are(tmp_path: Path) -> None:
+    names = {"user": "human", "assistant": "gpt"}
+    turns = [{"from": names[turn["role"]], "value": turn["content"]} for turn in TALK]
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps([{"id": "a_0", "conversations": turns}]))
+    ours = made(config(lines(tmp_path / "a.jsonl", [{"messages": TALK}])))
+    assert made(config(path)).dataset[:] == ours.dataset[:]
+
+
+def test_of_rollouts_only_the_completion_is_learnt() -> None:
+    rows = made(config(packing=False))
+    assert rows.account["texts"] == "rollouts"
+    for row, rollout in zip(rows.dataset, rollouts(30), strict=True):
+        assert row["input_ids"] == rollout["prompt_ids"] + rollout["completion_ids"]
+        assert row["labels"] == [IGNORED] * len(rollout["prompt_ids"]) + rollout["completion_ids"]
+
+
+class GradientRecorder(TrainerCallback):
+    """Keeps the gradients that the first optimizer step is about to use."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, Tensor] = {}
+
+    def on_pre_optimizer_step(self, *_: object, model: torch.nn.Module, **__: object) -> None:
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            self.gradients.setdefault(name, parameter.grad.clone())
+
+
+def step_gradients(pair: Path, work: Path, config: FinetuneConfig) -> dict[str, Tensor]:
+    """Gradients of a step on all texts, through the trainer that `finetune` uses."""
+    student, recorder = load_model(str(pair / "draft")), GradientRecorder()
+    tokenizer = load_tokenizer(str(pair / "target"))
+    trainer = finetune_trainer(student, tokenizer, made(config), work, config, seed=0)
+    trainer.add_callback(recorder)
+    trainer.train()
+    assert trainer.state.global_step == 1
+    return recorder.gradients
+
+
+def assert_same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Up to the order of float32 sums over the tokens (see test_distill)."""
+    assert ours.keys() == theirs.keys()
+    for name, gradient in ours.items():
+        assert gradient.abs().max() > 0
+        difference = (gradient - theirs[name]).abs().max() / gradient.abs().max()
+        assert difference <= 2000 * torch.finfo(torch.float32).eps, (name, float(difference))
+
+
+def test_packed_texts_give_the_gradient_of_separate_ones(
+    pair: Path, file: Path, tmp_path: Path
+) -> None:
+    once = {"epochs": 1, "batch_size": 64}
+    apart = config(file, packing=False, **once)
+    packed = config(file, packing=True, **once)
+    assert made(packed).account["rows"] < 0.6 * made(apart).account["rows"]
+    alone = step_gradients(pair, tmp_path / "apart", apart)
+    assert_same_gradients(alone, step_gradients(pair, tmp_path / "packed", packed))
+
+
+def test_accumulated_small_batches_equal_a_large_one(
+    pair: Path, file: Path, tmp_path: Path
+) -> None:
+    rows = made(config(file)).account["rows"]
+    whole = config(file, epochs=1, batch_size=rows)
+    parts = config(file, epochs=1, batch_size=1, accumulation=rows)
+    whole_step = step_gradients(pair, tmp_path / "whole", whole)
+    assert_same_gradients(whole_step, step_gradients(pair, tmp_path / "parts", parts))
+
+
+def test_models_in_which_packed_texts_see_each_other_are_refused(file: Path) -> None:
+    rows = made(config(file)).dataset
+    size = {"vocab_size": 450, "n_layer": 1, "n_head": 2}
+    check_packing(GPT2LMHeadModel(GPT2Config(**size, n_embd=16)).eval(), rows)
+    with pytest.raises(ConfigError, match=r"see each other in bloom .*packing to false"):
+        check_packing(BloomForCausalLM(BloomConfig(**size, hidden_size=16)).eval(), rows)
+
+
+def test_long_texts_become_several_and_no_token_is_lost(tmp_path: Path) -> None:
+    question, answer = QUESTION[0], {"role": "assistant", "content": "5, I think. " * 20}
+    path = lines(tmp_path / "a.jsonl", [{"messages": [question, answer]}])
+    (whole,) = made(config(path)).dataset
+    length = 60
+    rows = made(config(path, max_length=length, packing=False))
+    assert rows.account["split"] == 1
+    assert rows.account["rows"] == -(-len(whole["input_ids"]) // length) > 2
+    assert [*chain.from_iterable(rows.dataset["input_ids"])] == whole["input_ids"]
+    for index, row in enumerate(rows.dataset):
+        # All is learnt as it was, but for a token that nothing stands before.
+        part = slice(index * length + 1, (index + 1) * length)
+        assert row["labels"] == [IGNORED, *whole["labels"][part]]
+    # Of a part in which the assistant says nothing, nothing can be learnt.
+    assert made(config(path, max_length=20)).account["assistant_tokens"] > 0
+    short = made(config(path, max_length=20)).account["tokens"]
+    assert short < len(whole["input_ids"])
+
+
+def test_the_collator_keeps_texts_apart_and_learns_nothing_beyond_the_vocabulary() -> None:
+    rows = [
+        {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, -100, 8, 9], "seq_lengths": [2, 3]},
+        {"input_ids": [5, 6], "labels": [-100, 6], "seq_lengths": [2]},
+    ]
+    packed = collate(0, 9, packed=True)(rows)
+    assert packed["position_ids"].tolist() == [[0, 1, 0, 1, 2], [0, 1, 0, 1, 2]]
+    assert packed["input_ids"].tolist() == [[5, 6, 7, 8, 0], [5, 6, 0, 0, 0]]
+    assert packed["labels"].tolist() == [[-100, 6, -100, 8, -100], [-100, 6, -100, -100, -100]]
+    assert "attention_mask" not in packed  # with one transformers would not look for texts
+    assert collate(0, 10, packed=False)(rows)["attention_mask"].sum().item() == 7
+    shares = [collate(0, 10, packed=True, process=i, processes=3)(rows) for i in range(3)]
+    assert [share["labels"].shape for share in shares] == [(1, 5), (1, 2), (1, 2)]
+    assert (shares[2]["labels"] == IGNORED).all()
+
+
+def test_what_cannot_be_learnt_is_left_out_and_said(tmp_path: Path) -> None:
+    odd = [{"role": "tool", "content": "5"}, *TALK]
+    late = [{"role": "assistant", "content": "Ask."}, *TALK]
+    rows = [QUESTION, TALK, odd, [{"role": "user", "content": None}], late, QUESTION]
+    path = lines(tmp_path / "a.jsonl", [{"messages": row} for row in rows])
+    account = made(config(path), "gemma").account
+    assert (account["read"], account["used"]) == (6, 1)
+    (said,) = account["left_out"]
+    assert f"{path}: 2 without a turn of the assistant (the first is row 1)" in said
+    assert "1 with a role other than system, user and assistant (the first is row 3)" in said
+    assert "1 not made of texts (the first is row 4)" in said
+    assert "1 refused by the chat template (the first is row 5: " in said
+
+
+def test_unusable_texts_are_refused_with_the_reason(pair: Path, tmp_path: Path) -> None:
+    def refused(path: Path, family: str = "chatml") -> str:
+        with pytest.raises(ConfigError) as error:
+            made(config(path), family)
+        return str(error.value)
+
+    silent = lines(tmp_path / "silent.jsonl", [{"messages": QUESTION}] * 3)
+    assert "none of 3 can be trained on: 3 without a turn of the assistant" in refused(silent)
+    empty = lines(tmp_path / "empty.jsonl", [])
+    assert "empty.jsonl' are empty: they must hold at least one" in refused(empty)
+    prompts = lines(tmp_path / "prompts.jsonl", [{"prompt": "Hello"}])
+    assert "row 1, has no column 'messages'; it has 'prompt'" in refused(prompts)
+    (tmp_path / "bad.jsonl").write_text('{"messages": []}\n{"mess')
+    assert "bad.jsonl, line 2: must be a JSON object" in refused(tmp_path / "bad.jsonl")
+    good = lines(tmp_path / "good.jsonl", [{"messages": TALK}])
+    assert "has no chat template" in refused(good, "none")
+    space = [QUESTION[0], {"role": "assistant", "content": " 5 "}, *TALK]
+    strips = lines(tmp_path / "strips.jsonl", [{"messages": space}])
+    assert "1 whose chat template hides what the assistant said" in refused(strips, "stripping")
+    assert "'instruct' holds prompts, no conversations" in refused(Path("instruct"))
+    assert "there is no file" in refused(tmp_path / "absent.json")
+    nothing = Dataset.from_dict({"prompt_ids": [[5, 6]], "completion_ids": [[]]})
+    with pytest.raises(ConfigError, match="no token is left to train on"):
+        make_rows(chat_tokenizer("chatml"), nothing, config(), seed=0)
+    with pytest.raises(ConfigError, match="no rollouts to fine-tune on"):
+        finetune(
+            target=pair / "target",
+            draft=pair / "draft",
+            rollouts=None,
+            out=tmp_path / "out",
+            config=config(),
+            lora=None,
+            seed=0,
+        )
+    with pytest.raises(ConfigError, match=r"max_length must be at most 1024.*got 1025"):
+        tuned(pair, tmp_path / "out", config(good, max_length=1025))
+    assert not list(tmp_path.glob("out*"))
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same_weights(ours: Path, theirs: Path, tolerance: float = 0.0) -> None:
+    actual, expected = weights(ours), weights(theirs)
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], rtol=0.0, atol=tolerance)
+
+
+def test_a_draft_learns_conversations_and_becomes_an_ordinary_folder(
+    pair: Path, file: Path, tmp_path: Path
+) -> None:
+    wanted = config(file, epochs=8)
+    result = tuned(pair, tmp_path / "draft", wanted)
+    rows = made(wanted).account
+    assert {name: result[name] for name in rows} == rows
+    assert result["read"] == result["used"] == 40
+    assert result["steps"] == -(-8 * rows["rows"] // 4)
+    assert result["loss_last"] < 0.8 * result["loss_first"]
+    draft = load_model(str(tmp_path / "draft"))
+    assert draft.config.use_cache
+    ids = (tmp_path / "draft" / "tokenizer.json").read_bytes()
+    assert ids == (pair / "target" / "tokenizer.json").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "talks.jsonl"]
+    assert json.loads((tmp_path / "draft" / "history.json").read_text())["steps"]
+    # A finished one is read, not run again; other texts are another training.
+    written = (tmp_path / "draft" / "model.safetensors").stat()
+    assert tuned(pair, tmp_path / "draft", wanted) == result
+    assert (tmp_path / "draft" / "model.safetensors").stat() == written
+    lines(file, talks(41))
+    with pytest.raises(ManifestError, match="texts"):
+        tuned(pair, tmp_path / "draft", wanted)
+
+
+def test_a_draft_with_a_reduced_vocabulary_learns_what_it_can_propose(
+    pair: Path, file: Path, tmp_path: Path
+) -> None:
+    """Its loss is that of the same draft with all rows, over the tokens that are kept."""
+    whole, tokenizer = load_model(str(pair / "draft")), load_tokenizer(str(pair / "target"))
+    rows, kept = made(config(file)), list(range(0, 409, 2))
+    reduced = copy.deepcopy(whole)
+    reduce_vocabulary(reduced, kept)
+    trainer = finetune_trainer(reduced, tokenizer, rows, tmp_path / "work", config(file), seed=0)
+    batch = trainer.data_collator([rows.dataset[0], rows.dataset[1]])
+    labels = collate(0, 409, packed=True)([rows.dataset[0], rows.dataset[1]])["labels"][:, 1:]
+    with torch.no_grad():
+        ours = trainer.compute_loss(trainer.model, dict(batch))
+        del batch["labels"]
+        logits = whole(**batch, use_cache=False).logits[:, :-1]
+    proposable = torch.isin(labels, torch.tensor(kept))
+    assert 0 < proposable.sum() < (labels != IGNORED).sum()
+    among = logits[..., kept].log_softmax(-1)[proposable]
+    expected = -among.gather(-1, labels[proposable, None] // 2).mean()
+    torch.testing.assert_close(ours, expected)
+    # Through the whole training, and the folder is one of such a draft.
+    save_model(reduced, tmp_path / "reduced/draft")
+    tokenizer.save_pretrained(tmp_path / "reduced/draft")
+    shutil.copytree(pair / "target", tmp_path / "reduced/target")
+    result = tuned(tmp_path / "reduced", tmp_path / "out", config(file))
+    assert result["loss_last"] < result["loss_first"]
+    tuned_draft = load_model(str(tmp_path / "out"))
+    assert torch.equal(kept_tokens(tuned_draft), torch.tensor(kept))
+
+
+def test_adapters_are_trained_and_merged(pair: Path, file: Path, tmp_path: Path) -> None:
+    given = {"target": pair / "target", "draft": pair / "draft", "rollouts": None, "seed": 0}
+    lora = LoraConfig(rank=4)
+    result = finetune(**given, out=tmp_path / "out", config=config(file, epochs=6), lora=lora)
+    assert result["loss_last"] < result["loss_first"]
+    before, after = weights(pair / "draft"), weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in after if "_proj" in name}
+
+
+def shipped(pair: Path, tmp_path: Path, *arguments: str) -> list[str]:
+    """The shipped configuration on a pair that is here."""
+    return [
+        *("--config", str(REPOSITORY / "recipes/configs/vicuna-68m.yaml")),
+        *("--output", str(tmp_path / "run")),
+        *("--models.target", str(pair / "target"), "--models.draft", str(pair / "draft")),
+        *("--rollouts.sets", "[{name: maths, split: train, count: 1}]"),
+        *arguments,
+    ]
+
+
+def test_vicunas_template_is_fastchats_and_hides_no_answer() -> None:
+    tokenizer = copy.deepcopy(chat_tokenizer("chatml"))
+    tokenizer.chat_template = (REPOSITORY / "recipes/configs/vicuna.jinja").read_text("utf-8")
+    ids, mask = assistant_mask(tokenizer, TALK)
+    system = (
+        "A chat between a curious user and an artificial intelligence assistant. The assistant "
+        "gives helpful, detailed, and polite answers to the user's questions."
+    )
+    # fastchat/conversation.py, vicuna_v1.1: sep " ", sep2 the end token.
+    assert tokenizer.decode(ids) == (
+        f"<bos>{system} USER: What is 2 + 3? ASSISTANT: It is 5.<eos>USER: Why? ASSISTANT: "
+        "Because 3 + 2 is 5, too.<eos>"
+    )
+    learnt = [token for token, bit in zip(ids, mask, strict=True) if bit]
+    assert tokenizer.decode(learnt) == " It is 5.<eos> Because 3 + 2 is 5, too.<eos>"
+    assert tokenizer.decode(chat_ids(tokenizer, TALK[:3])).endswith("<eos>USER: Why? ASSISTANT:")
+
+
+def test_the_shipped_configuration_is_planned_without_a_network_or_heavy_libraries() -> None:
+    planned = run_without_heavy_libraries(
+        "recipes/train_draft.py", "--config", "recipes/configs/vicuna-68m.yaml", "--plan"
+    )
+    assert "runs/vicuna-68m/finetuned" in planned
+    assert "anon8231489123/ShareGPT_Vicuna_unfiltered" in planned
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--draft.finetune.max_length", "1025"], "max_length must be at most 1024, the positions"),
+        (["--draft.finetune.conversations", "[instruct]"], "'instruct' holds prompts"),
+        (["--draft.finetune.conversations", "[nowhere]"], "unknown prompt set 'nowhere'"),
+        (["--draft.finetune.conversations", "[{path}]"], "none of 2 can be trained on: 2 without"),
+        (["--models.target", "{pair}/draft"], "draft has none: save one beside its tokenizer"),
+    ],
+)
+def test_a_plan_refuses_what_cannot_be_trained_on(
+    arguments: list[str],
+    message: str,
+    pair: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = lines(tmp_path / "silent.jsonl", [{"messages": QUESTION}] * 2)
+    plain = shutil.copytree(pair, tmp_path / "plain")
+    (plain / "draft" / "chat_template.jinja").unlink()
+    filled = [argument.format(path=path, pair=plain) for argument in arguments]
+    short = ["--draft.finetune.max_length", "512"]
+    assert train_draft.RECIPE.run([*shipped(pair, tmp_path, *short, *filled), "--plan"]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_recipe_says_what_was_trained_on(
+    pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = lines(tmp_path / "talks.jsonl", [*talks(8), {"messages": QUESTION}])
+    changes = [
+        *("--draft.finetune.conversations", f"[{path}]", "--draft.finetune.max_length", "256"),
+        *("--draft.finetune.batch_size", "2", "--draft.finetune.accumulation", "1"),
+    ]
+    wanted = parse(shipped(pair, tmp_path, *changes)).config
+    stage = finetuned_stage(wanted)
+    assert str(path) in stage.inputs.values()
+    assert "rollouts" not in stage.inputs
+    work = partial(train_draft._finetune, wanted, stage)
+    result = run_stage(stage, wanted, work)
+    stored = json.loads((tmp_path / "run/finetuned/run.json").read_text())
+    assert stored["results"] == result
+    said = capsys.readouterr().out
+    assert "fine-tuned on 8 conversations, in " in said
+    assert f"{result['assistant_tokens']:,} of {result['tokens']:,} tokens" in said
+    assert "left out of" in said
+    assert "1 without a turn of the assistant" in " ".join(said.split())
+
+
+def test_a_training_that_diverges_is_stopped(pair: Path, file: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingDivergedError, match="fine-tuning the draft: "):
+        tuned(pair, tmp_path / "draft", config(file, learning_rate=1e30))
+    assert not (tmp_path / "draft").exists()
+
+
+DRIVER = """
+import json, os, signal, sys
+from pathlib import Path
+import torch
+from distill import checkpoint, training
+from distill.config import FinetuneConfig
+from tests.test_finetune import tuned
+
+torch.set_num_threads(1)
+pair, config, *outs = sys.argv[1:]
+
+def complete(*arguments, **named):
+    checkpoint.complete(*arguments, **named)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+for out in outs:
+    if out.endswith("killed"):
+        training.complete = complete
+        out = out.removesuffix("killed")
+    tuned(Path(pair), Path(out), FinetuneConfig(**json.loads(config)))
+"""
+TWO = ["-m", "accelerate.commands.launch", "--config_file", "launch/cpu-2.yaml"]
+
+
+def run(launcher: list[str], pair: Path, config: FinetuneConfig, *outs: str | Path) -> None:
+    """Fine-tune in processes of their own, killed after the first checkpoint of "OUTkilled"."""
+    driver = Path(outs[0]).with_name("driver.py")
+    driver.write_text(DRIVER)
+    arguments = [*map(str, (driver, pair)), config.model_dump_json(), *map(str, outs)]
+    done = subprocess.run(
+        [sys.executable, *launcher, *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode == 0) != str(outs[-1]).endswith("killed"), done.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_fine_tuning_ends_in_the_same_weights(
+    pair: Path, file: Path, tmp_path: Path
+) -> None:
+    wanted = config(file)
+    whole = tuned(pair, tmp_path / "whole", wanted)
+    out = tmp_path / "out"
+    run([], pair, wanted, f"{out}killed")
+    assert not out.exists()
+    with pytest.raises(ManifestError, match=r"config\.learning_rate"):
+        tuned(pair, out, wanted.model_copy(update={"learning_rate": 1e-4}))
+    assert tuned(shutil.copytree(pair, tmp_path / "moved"), out, wanted) == whole
+    assert_same_weights(out, tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_same_draft_as_one_also_after_a_kill(
+    pair: Path, file: Path, tmp_path: Path
+) -> None:
+    # Rows do not divide evenly, and the last batch of an epoch is short.
+    wanted = config(file, batch_size=3, save_steps=5)
+    alone = tuned(pair, tmp_path / "alone", wanted)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    run(TWO, pair, wanted, whole, f"{out}killed")
+    assert not out.exists()
+    run(TWO, pair, wanted, out)
+    assert_same_weights(out, whole)
+    assert_same_weights(whole, tmp_path / "alone", tolerance=2e-4)
+    result = json.loads((whole / "finetuning.json").read_text())
+    assert result["loss_last"] == pytest.approx(alone["loss_last"], abs=1e-3)

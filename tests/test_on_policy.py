@@ -1,0 +1,575 @@
+"""Texts that the draft writes while it trains: which rows, what text, where the loss is taken."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+)
+
+from distill.batches import IGNORED, collate
+from distill.config import DistilConfig, Objective, OnPolicyConfig
+from distill.losses import LOSSES
+from distill.on_policy import DraftTexts, Row, rows_of
+from distill.trainer import draft_trainer
+from distill.training import train_resumably
+from specdata.config import read_config
+from specdata.probability import SamplingConfig, inverse_cdf, probabilities
+from specdata.rollouts.backend import sample_batch
+from specdata.seeds import generator_for
+from specdata.storage.resume import Settings
+from tests.chi_square import p_value
+from tests.test_distill import TWO_PROCESSES, GradientRecorder, launched
+from tests.tiny import END, joint_distribution, tiny_llama
+
+with warnings.catch_warnings():
+    # It says that experimental parts of TRL may change.
+    warnings.filterwarnings("ignore", message=".*experimental.*")
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+V = 40
+WARPED = SamplingConfig(0.7, 12, 0.9)
+
+
+def texts(config: OnPolicyConfig, **changes: Any) -> DraftTexts:
+    settings = {
+        "sampling": SamplingConfig(),
+        "seed": 5,
+        "ends": frozenset([END]),
+        "vocabulary": V,
+        "longest": 256,
+        "batch_size": 8,
+        "pad_id": 0,
+    }
+    return DraftTexts(config, **{**settings, **changes})
+
+
+def rollouts(count: int, seed: int = 0) -> list[Row]:
+    """Prompts of 1 to 6 tokens and completions of 1 to 12, without end tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(most: int) -> list[int]:
+        length = int(torch.randint(1, most + 1, (), generator=generator))
+        return torch.randint(2, V, (length,), generator=generator).tolist()
+
+    return [{"prompt_ids": ids(6), "completion_ids": ids(12)} for _ in range(count)]
+
+
+def tiny_gpt2(positions: int) -> GPT2LMHeadModel:
+    """A random model with learned positions: reading one more is an error."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=V, n_embd=16, n_layer=1, n_head=2, n_positions=positions, eos_token_id=END
+    )
+    return GPT2LMHeadModel(config).double().eval()
+
+
+# --- which rows
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.3, 1.0])
+@pytest.mark.parametrize("count", [1, 8, 13])
+def test_of_n_rows_the_draft_writes_n_times_the_share_rounded_up_or_down(
+    share: float, count: int
+) -> None:
+    drawn = texts(OnPolicyConfig(share=share))
+    for step in range(50):
+        carried = sum(drawn.carries(step, index) for index in range(count))
+        assert int(share * count) <= carried <= -int(-share * count // 1)
+
+
+def test_every_row_is_as_likely_to_carry_the_drafts_text() -> None:
+    drawn = texts(OnPolicyConfig(share=0.3))
+    steps = 2000
+    for index in range(7):
+        carried = sum(drawn.carries(step, index) for step in range(steps))
+        assert p_value({True: carried, False: steps - carried}, {True: 0.3, False: 0.7}) > 1e-6
+
+
+# --- what it writes
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), WARPED], ids=["plain", "warped"])
+def test_completions_have_the_drafts_joint_distribution(sampling: SamplingConfig) -> None:
+    draft = tiny_llama(0)
+    row = {"prompt_ids": [2, 3], "completion_ids": [2, 2, 3]}
+    drawn = texts(OnPolicyConfig(share=1.0, text="completions"), sampling=sampling, vocabulary=4)
+    written = drawn.write(draft, [row] * 4000, range(4000), step=3)
+    assert {tuple(one["prompt_ids"]) for (one,) in written} == {(2, 3)}
+    counts = Counter(tuple(one["completion_ids"]) for (one,) in written)
+    assert p_value(counts, joint_distribution(draft, [2, 3], 3, sampling)) > 1e-6
+
+
+def test_a_completion_is_at_most_as_long_as_the_rollouts_and_ends_with_an_end_token() -> None:
+    rows = rollouts(60)
+    drawn = texts(OnPolicyConfig(share=1.0, text="completions"), ends=frozenset([END, 7, 8, 9]))
+    written = drawn.write(tiny_llama(1, vocab=V), rows, range(60), step=0)
+    shorter = 0
+    for row, (new,) in zip(rows, written, strict=True):
+        *before, last = new["completion_ids"]
+        assert len(before) < len(row["completion_ids"])
+        assert not {*before} & {END, 7, 8, 9}
+        if len(before) + 1 < len(row["completion_ids"]):
+            assert last in {END, 7, 8, 9}
+            shorter += 1
+    assert shorter > 5
+
+
+def test_a_block_follows_the_targets_text_and_each_token_is_drawn_from_q_after_the_last() -> None:
+    draft = tiny_llama(2, vocab=V, layers=2)
+    rows = rollouts(12)
+    drawn = texts(OnPolicyConfig(share=1.0, length=4), sampling=WARPED)
+    written = drawn.write(draft, rows, range(12), step=7)
+    for index, (row, (new,)) in enumerate(zip(rows, written, strict=True)):
+        assert new["prompt_ids"] == row["prompt_ids"]
+        generator = generator_for(5, "on-policy", 7, index)
+        first = torch.rand(1, generator=generator, dtype=torch.float64).item()
+        cut = int(first * len(row["completion_ids"]))
+        before, block = new["completion_ids"][:cut], new["completion_ids"][cut:]
+        assert before == row["completion_ids"][:cut]
+        assert len(block) == 4 or block[-1] == END
+        ids = row["prompt_ids"] + before
+        for token, uniform in zip(
+            block, torch.rand(4, generator=generator, dtype=torch.float64), strict=False
+        ):
+            with torch.no_grad():
+                q = probabilities(draft(input_ids=torch.tensor([ids])).logits[0, -1], WARPED)
+            assert token == inverse_cdf(q, uniform)
+            ids = [*ids, token]
+
+
+def test_each_token_of_a_completion_is_equally_likely_to_be_where_a_block_begins() -> None:
+    row = {"prompt_ids": [2], "completion_ids": [3] * 5}
+    drawn = texts(OnPolicyConfig(share=1.0, length=1), ends=frozenset())
+    written = drawn.write(tiny_llama(1, vocab=V), [row] * 3000, range(3000), step=0)
+    counts = Counter(len(new["completion_ids"]) - 1 for (new,) in written)
+    assert p_value(counts, dict.fromkeys(range(5), 0.2)) > 1e-6
+
+
+def test_of_several_blocks_each_has_its_own_text_before_it_and_no_token_counts_twice() -> None:
+    rows = rollouts(20)
+    drawn = texts(OnPolicyConfig(share=1.0, length=3, cuts=4), ends=frozenset())
+    written = drawn.write(tiny_llama(1, vocab=V), rows, range(20), step=0)
+    for row, new in zip(rows, written, strict=True):
+        assert len(new) == 4
+        cuts = [len(one["prompt_ids"] + one["completion_ids"]) - 3 for one in new]
+        assert cuts == sorted(cuts, reverse=True)
+        target = row["prompt_ids"] + row["completion_ids"]
+        for one, cut in zip(new, cuts, strict=True):
+            assert (one["prompt_ids"] + one["completion_ids"])[:cut] == target[:cut]
+        assert new[0]["prompt_ids"] == row["prompt_ids"]
+        assert all(len(one["completion_ids"]) == 3 for one in new[1:])
+
+
+# --- rows that leave no room
+
+
+def test_rows_without_a_completion_and_prompts_that_fill_the_context_stay() -> None:
+    rows = [
+        {"prompt_ids": [2, 3], "completion_ids": []},
+        {"prompt_ids": [2] * 16, "completion_ids": [3]},
+        {"prompt_ids": [2] * 20, "completion_ids": [3, 4]},
+    ]
+    for text in ("blocks", "completions"):
+        config = OnPolicyConfig.model_validate({"share": 1.0, "text": text, "cuts": 3})
+        written = texts(config, longest=16).write(tiny_gpt2(16), rows, range(3), step=0)
+        assert written == [[row] for row in rows]
+
+
+@pytest.mark.parametrize("text", ["blocks", "completions"])
+def test_no_row_is_longer_than_the_context(text: str) -> None:
+    """A model with learned positions cannot read more, not even beside rows that go on."""
+    rows = [
+        {"prompt_ids": [2] * length, "completion_ids": [3] * (16 - length)}
+        for length in range(1, 16)
+    ]
+    config = OnPolicyConfig.model_validate({"share": 1.0, "text": text, "cuts": 2})
+    draft = tiny_gpt2(16)
+    written = texts(config, longest=16, ends=frozenset()).write(draft, rows, range(15), step=0)
+    lengths = [
+        len(new["prompt_ids"] + new["completion_ids"]) for several in written for new in several
+    ]
+    assert max(lengths) == 16
+    together = [new for several in written for new in several]
+    alone = [
+        new
+        for index, row in enumerate(rows)
+        for several in texts(config, longest=16, ends=frozenset()).write(draft, [row], [index], 0)
+        for new in several
+    ]
+    assert together == alone
+
+
+def test_the_draft_draws_ids_of_the_target_only_and_reads_the_targets_others() -> None:
+    wide = tiny_llama(1, vocab=V + 30)
+    drawn = texts(OnPolicyConfig(share=1.0, length=8), ends=frozenset())
+    (ids,) = zip(*drawn.write(wide, rollouts(30), range(30), step=0), strict=True)
+    assert max(token for row in ids for token in row["completion_ids"]) < V
+    free = sample_batch(wide, [[2]] * 30, torch.rand(30, 8), SamplingConfig(), ends=[])
+    assert max(token for row in free for token in row) >= V, "the draft would like to"
+    narrow = tiny_llama(1, vocab=V - 10)
+    written = drawn.write(narrow, rollouts(30), range(30), step=0)
+    assert any(token >= V - 10 for (row,) in written for token in row["prompt_ids"])
+
+
+# --- in the trainer
+
+
+def config(**changes: Any) -> DistilConfig:
+    return DistilConfig.model_validate(
+        {"epochs": 3, "learning_rate": 5e-3, "save_steps": 2, "report_to": [], **changes}
+    )
+
+
+def trainer(
+    work: Path, settings: DistilConfig, rows: Sequence[Row], sampling: SamplingConfig | None = None
+) -> Trainer:
+    return draft_trainer(
+        tiny_llama(8, vocab=V, layers=2),
+        tiny_llama(9, vocab=V),
+        Dataset.from_list([dict(row) for row in rows]),
+        work,
+        settings,
+        sampling or SamplingConfig(),
+        seed=0,
+    )
+
+
+def step_batches(one: Trainer, batches: int) -> tuple[list[dict[str, Tensor]], Tensor]:
+    """What a trainer's first step is taken on, and the labels that it counts."""
+    return one.get_batch_samples(iter(one.get_train_dataloader()), batches, torch.device("cpu"))
+
+
+BLOCKS = {"share": 0.5, "length": 4, "cuts": 2}
+COMPLETIONS = {"share": 0.5, "text": "completions"}
+
+
+@pytest.mark.parametrize("on_policy", [BLOCKS, COMPLETIONS], ids=["blocks", "completions"])
+def test_the_loss_is_taken_and_counted_where_the_targets_kept_and_the_drafted_tokens_are(
+    tmp_path: Path, on_policy: dict[str, Any]
+) -> None:
+    plain = trainer(tmp_path, config(batch_size=8), rollouts(8))
+    drafting = trainer(tmp_path, config(batch_size=8, on_policy=on_policy), rollouts(8))
+    ((before,), _), ((after,), count) = step_batches(plain, 1), step_batches(drafting, 1)
+    assert count == (after["labels"] != IGNORED).sum()
+    assert before.keys() == after.keys()
+    old = dict(zip(before["rows"].tolist(), rows_of(before), strict=True))
+    new: dict[int, list[Row]] = {}
+    for index, row in zip(after["rows"].tolist(), rows_of(after), strict=True):
+        new.setdefault(index, []).append(row)
+    assert old.keys() == new.keys()
+    changed = [index for index in old if new[index] != [old[index]]]
+    assert len(changed) == 4
+    assert drafting.texts is not None
+    ordered = [old[index] for index in range(8)]
+    written = drafting.texts.write(drafting.model, ordered, range(8), step=0)
+    for index, rows in enumerate(written):
+        assert sorted(map(repr, new[index])) == sorted(map(repr, rows))
+    # The labels are the completions of these rows.
+    for ids, labels, row in zip(after["input_ids"], after["labels"], rows_of(after), strict=True):
+        length = len(row["prompt_ids"] + row["completion_ids"])
+        assert labels[: len(row["prompt_ids"])].eq(IGNORED).all()
+        assert labels[len(row["prompt_ids"]) : length].tolist() == row["completion_ids"]
+        assert ids[:length].tolist() == row["prompt_ids"] + row["completion_ids"]
+        assert labels[length:].eq(IGNORED).all()
+
+
+def gradients(one: Trainer) -> dict[str, Tensor]:
+    """Those of a training's only step, not clipped: their size tells what they were divided by."""
+    one.args.max_grad_norm = 0.0
+    recorder = GradientRecorder()
+    one.add_callback(recorder)
+    one.train()
+    assert one.state.global_step == 1
+    return recorder.gradients
+
+
+def assert_equal_gradients(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    """Equal up to the order of float32 sums, which Llama's norms are, of some hundred terms."""
+    assert ours.keys() == theirs.keys()
+    for name, gradient in ours.items():
+        largest = gradient.abs().max()
+        assert largest > 0
+        difference = (gradient - theirs[name]).abs().max() / largest
+        assert difference <= 200 * torch.finfo(torch.float32).eps, (name, float(difference))
+
+
+@pytest.mark.parametrize("on_policy", [BLOCKS, COMPLETIONS], ids=["blocks", "completions"])
+def test_a_step_is_one_on_a_data_set_of_the_texts_however_it_is_accumulated(
+    tmp_path: Path, on_policy: dict[str, Any]
+) -> None:
+    def drafting(batch_size: int) -> Trainer:
+        settings = {"epochs": 1, "batch_size": batch_size, "accumulation": 8 // batch_size}
+        return trainer(tmp_path / "work", config(**settings, on_policy=on_policy), rollouts(8))
+
+    (batch,), _ = step_batches(drafting(8), 1)
+    written = rows_of(batch)
+    whole = gradients(drafting(8))
+    assert_equal_gradients(gradients(drafting(4)), whole)
+    static = config(epochs=1, batch_size=len(written))
+    assert_equal_gradients(gradients(trainer(tmp_path / "work", static, written)), whole)
+
+
+def test_any_split_of_a_step_into_batches_and_processes_has_the_same_texts(
+    tmp_path: Path,
+) -> None:
+    rows, drawn = rollouts(8), texts(OnPolicyConfig(share=0.5))
+    draft = tiny_llama(9, vocab=V)
+    (whole,) = drawn.into([collate(0)(rows)], draft, step=4)
+    expected = sorted(map(repr, rows_of(whole)))
+    assert expected != sorted(map(repr, rows))
+    shares = [collate(0, process=index, processes=3)(rows) for index in range(3)]
+    divided = [row for share in shares for row in rows_of(*drawn.into([share], draft, step=4))]
+    assert sorted(map(repr, divided)) == expected
+    halves = texts(OnPolicyConfig(share=0.5), batch_size=4).into(
+        [collate(0)(rows[:4]), collate(0)(rows[4:])], draft, step=4
+    )
+    assert sorted(repr(row) for half in halves for row in rows_of(half)) == expected
+
+
+def test_a_share_of_a_batch_without_rows_stays_empty() -> None:
+    (batch,) = texts(OnPolicyConfig(share=1.0)).into(
+        [collate(0, process=2, processes=3)(rollouts(2))], tiny_llama(9, vocab=V), step=0
+    )
+    assert batch["labels"].eq(IGNORED).all()
+    assert batch["rows"].tolist() == [-1]
+
+
+def test_writing_leaves_the_drafts_mode_its_gradients_and_torchs_random_state(
+    tmp_path: Path,
+) -> None:
+    settings = config(on_policy={"share": 1.0}, gradient_checkpointing=True)
+    one = trainer(tmp_path, settings, rollouts(8))
+    one.model.activation_checkpointing_enable()
+    loader = iter(one.get_train_dataloader())
+    for training in (True, False):
+        one.model.train(training)
+        batches = [next(loader)] if training else [*collate_all(rollouts(8))]
+        state = torch.get_rng_state()
+        (batch,), _ = one.get_batch_samples(iter(batches), 1, torch.device("cpu"))
+        assert torch.equal(torch.get_rng_state(), state)
+        assert one.model.training == training
+        assert one.model.is_activation_checkpointing
+        assert all(parameter.grad is None for parameter in one.model.parameters())
+        assert not any(value.is_inference() for value in batch.values())
+
+
+def collate_all(rows: Sequence[Row]) -> Iterator[dict[str, Tensor]]:
+    yield collate(0)(rows)
+
+
+def test_a_share_of_0_trains_the_very_weights_of_a_training_without_the_drafts_text(
+    tmp_path: Path,
+) -> None:
+    states = []
+    for name, on_policy in (("none", {}), ("share 0", {**BLOCKS, "share": 0.0})):
+        one = trainer(tmp_path / name, config(on_policy=on_policy), rollouts(16))
+        one.train()
+        states.append((one.model.state_dict(), torch.get_rng_state()))
+    (plain, random), (zero, random_zero) = states
+    assert torch.equal(random, random_zero)
+    assert all(torch.equal(plain[name], zero[name]) for name in plain)
+    drafting = trainer(tmp_path / "drafting", config(on_policy=BLOCKS), rollouts(16))
+    drafting.train()
+    assert any(not torch.equal(plain[name], drafting.model.state_dict()[name]) for name in plain)
+
+
+# --- resuming
+
+
+class StopAfter(TrainerCallback):
+    """Ends a training as a kill does, between two checkpoints."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, _: object, state: Any, *__: object, **___: object) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def trained(
+    work: Path, settings: DistilConfig, *, stop_after: int | None = None
+) -> dict[str, Tensor]:
+    """The weights after training in `work`, going on from a checkpoint there."""
+    one = trainer(work, settings, rollouts(21))
+    if stop_after is not None:
+        one.add_callback(StopAfter(stop_after))
+    train_resumably(one, work, Settings({}, remedy="train elsewhere"), label="distilling")
+    weights: dict[str, Tensor] = copy.deepcopy(one.model.state_dict())
+    return weights
+
+
+def assert_resumes_to_the_same_bits(folder: Path, settings: DistilConfig) -> dict[str, Tensor]:
+    whole = trained(folder / "whole", settings)
+    with pytest.raises(KeyboardInterrupt):
+        trained(folder / "parts", settings, stop_after=5)
+    resumed = trained(folder / "parts", settings)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    return whole
+
+
+# 21 rollouts in batches of 4: the last one of an epoch is a single rollout.
+RESUMED = config(
+    epochs=2, save_steps=4, batch_size=4, on_policy={"share": 0.5, "length": 3, "cuts": 2}
+)
+
+
+@pytest.mark.parametrize("text", ["blocks", "completions"])
+def test_an_interrupted_training_on_the_drafts_text_ends_in_the_same_weights(
+    tmp_path: Path, text: str
+) -> None:
+    on_policy = {**RESUMED.on_policy.model_dump(), "text": text}
+    assert_resumes_to_the_same_bits(
+        tmp_path, config(**{**RESUMED.model_dump(), "on_policy": on_policy})
+    )
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+import torch
+from accelerate import PartialState
+from specdata.processes import join_processes
+from tests.test_on_policy import RESUMED, assert_resumes_to_the_same_bits
+
+torch.set_num_threads(1)
+join_processes()
+weights = assert_resumes_to_the_same_bits(Path(sys.argv[1]), RESUMED)
+if PartialState().is_main_process:
+    torch.save(weights, Path(sys.argv[1]) / "weights.pt")
+print("engine", PartialState().distributed_type.value, PartialState().num_processes)
+PartialState().destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_texts_of_one_and_resume_to_the_same_bits(tmp_path: Path) -> None:
+    """Gradients of two processes are summed in another order, in float64: nothing flips a draw."""
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    printed = launched(TWO_PROCESSES, [str(driver), str(tmp_path)])
+    assert printed.count("engine MULTI_CPU 2") == 2
+    both = torch.load(tmp_path / "weights.pt")
+    alone = trained(tmp_path / "alone", RESUMED)
+    for name, weight in alone.items():
+        torch.testing.assert_close(both[name], weight, rtol=0.0, atol=RESUMED.learning_rate / 50)
+
+
+# --- the reference: GKD of TRL
+
+
+@pytest.mark.parametrize(
+    ("beta", "objective"), [(0.0, "forward_kl"), (1.0, "reverse_kl"), (0.5, "js")]
+)
+def test_gkds_divergences_are_ours_in_value_and_gradient(beta: float, objective: Objective) -> None:
+    """On the draft's own text; GKD leaves it to its caller to shift labels, as ours does."""
+    target, draft = tiny_llama(8, vocab=V, layers=2), tiny_llama(9, vocab=V)
+    drawn = texts(OnPolicyConfig(share=1.0, text="completions"))
+    (batch,) = drawn.into([collate(0)(rollouts(6))], draft, step=0)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    labels = batch["labels"][:, 1:]
+    with torch.no_grad():
+        p_logits = target(**inputs).logits[:, :-1]
+    results = []
+    for loss in (
+        lambda q: GKDTrainer.generalized_jsd_loss(q, p_logits, labels=labels, beta=beta),
+        lambda q: LOSSES[objective](q, p_logits, labels != IGNORED),
+    ):
+        draft.zero_grad()
+        value = loss(draft(**inputs).logits[:, :-1])
+        value.backward()
+        results.append((value.detach(), {n: p.grad.clone() for n, p in draft.named_parameters()}))
+    (theirs, their_gradients), (ours, our_gradients) = results
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=0.0)
+    assert_equal_gradients(our_gradients, their_gradients)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_step_on_the_drafts_text_has_the_gradients_of_a_step_of_gkd(tmp_path: Path) -> None:
+    """Both generate, GKD through `generate`: near temperature 0 both write the likeliest tokens.
+
+    GKD compares the models at temperature 1 whatever it generates at, hence `raw` here. It divides
+    by the labels of the rollouts that its text replaces, so rollouts are as long as the texts.
+    """
+    rows: list[Row] = [{**row, "completion_ids": [3] * 6} for row in rollouts(8)]
+    settings = config(
+        epochs=1,
+        batch_size=8,
+        objective="js",
+        warp="raw",
+        on_policy={"share": 1.0, "text": "completions"},
+    )
+    ours = trainer(tmp_path / "ours", settings, rows, SamplingConfig(temperature=0.0))
+    (batch,), _ = step_batches(ours, 1)
+    assert (batch["labels"] != IGNORED).sum() == 8 * 6, "no text ends early"
+    arguments = GKDConfig(
+        output_dir=str(tmp_path / "theirs"),
+        lmbda=1.0,
+        beta=0.5,
+        temperature=1e-4,
+        max_new_tokens=6,
+        max_steps=1,
+        per_device_train_batch_size=8,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        activation_checkpointing=False,
+    )
+    theirs = GKDTrainer(
+        model=tiny_llama(9, vocab=V),
+        teacher_model=tiny_llama(8, vocab=V, layers=2),
+        args=arguments,
+        data_collator=prompts_on_the_left,
+        train_dataset=Dataset.from_list([dict(row) for row in rows]),
+        processing_class=PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(WordLevel({str(token): token for token in range(V)})),
+            pad_token="0",
+            eos_token="1",
+        ),
+    )
+    assert_equal_gradients(gradients(ours), gradients(theirs))
+
+
+def prompts_on_the_left(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """A batch as GKD's own collator makes it, of token ids."""
+    batch = collate(0)(rows)
+    prompts = [row["prompt_ids"] for row in rows]
+    width = max(map(len, prompts))
+    return {
+        **{name: batch[name] for name in ("input_ids", "attention_mask", "labels")},
+        "prompts": torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts]),
+        "prompt_attention_mask": torch.tensor(
+            [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
+        ),
+    }
+
+
+# --- settings
+
+
+def test_settings_out_of_range_are_named() -> None:
+    for wrong, named in (
+        ({"share": 1.5}, "share: must be less than or equal to 1"),
+        ({"length": 0}, "length: must be greater than or equal to 1"),
+        ({"cuts": 0}, "cuts: must be greater than or equal to 1"),
+        ({"text": "prompts"}, "text: must be 'blocks' or 'completions'"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            read_config(OnPolicyConfig, wrong)
