@@ -328,7 +328,10 @@ def render_page(results: Results, context: Context) -> str:
         environment=environment_rows(results),
         models=_models(results),
         quality=None if context.quality is None else _quality_section(context.quality),
-        trainings=[_training_section(*each) for each in context.trainings.items()],
+        trainings=[
+            _training_section(number, *each)
+            for number, each in enumerate(context.trainings.items())
+        ],
         trees=None if context.trees is None else _tree_section(context.trees, results),
     )
 
@@ -384,7 +387,7 @@ def _quality_section(quality: Quality) -> dict[str, Any]:
     }
 
 
-def _training_section(name: str, history: History) -> dict[str, Any]:
+def _training_section(number: int, name: str, history: History) -> dict[str, Any]:
     """Table and drawings of how the draft was trained."""
     from eval.reporting.plots import plot_training, to_svg, training_kinds
     from eval.reporting.training_charts import described_training
@@ -393,7 +396,7 @@ def _training_section(name: str, history: History) -> dict[str, Any]:
         Markup(  # safe as above
             to_svg(
                 plot_training(history, [kind]),
-                prefix=f"training-{name}{index}",
+                prefix=f"training{number}-{index}",
                 title=f"{name}, {kind}",
                 description=described_training(history, kind),
             )

@@ -69,7 +69,7 @@ def training_summary(history: History) -> str:
         return f"{text}."
     if history.kept_by is None:
         return f"{text}; the last weights were kept."
-    where = "those it started from" if history.kept_step == 0 else f"of step {history.kept_step}"
+    where = "it started from" if history.kept_step == 0 else f"of step {history.kept_step}"
     text += f". Kept: the weights {where}, which were best by {history.kept_by}"
     return f"{text}, on {_watched(history.measurements)} watched dev rollouts."
 
