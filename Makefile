@@ -44,9 +44,9 @@ fix: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Not heads.py: it trains dozens of heads, which takes one or two hours.
+# Not heads.py and distill.py: they train dozens of heads and drafts, which takes one or two hours each.
 bench: $(INSTALLED)
-	@for file in $(filter-out benchmarks/heads.py,$(wildcard benchmarks/*.py)); do $(RUN) $(BIN)/python $$file || exit 1; done
+	@for file in $(filter-out benchmarks/heads.py benchmarks/distill.py,$(wildcard benchmarks/*.py)); do $(RUN) $(BIN)/python $$file || exit 1; done
 
 clean:
 	rm -rf runs

@@ -1,0 +1,405 @@
+"""Options, parts and the report of benchmarks/distill.py."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from rich.console import Console
+
+from benchmarks.distill_figures.candidates import table
+from benchmarks.distill_figures.data import (
+    DEMO_PAIR,
+    DOMAINS,
+    MAX_NEW_TOKENS,
+    Data,
+    of_domains,
+    prepare,
+)
+from benchmarks.distill_figures.decoding import draft_costs, tokens_per_round
+from benchmarks.distill_figures.drafts import SFT, Training, made, record, trained
+from benchmarks.distill_figures.judge import SHOWN, VERIFIERS, Judge, Judged, figures
+from benchmarks.distill_figures.plots import draw
+from benchmarks.distill_figures.starts import STARTS, started
+from distill.config import Objective
+from eval.measuring.environment import describe_environment
+from recipes.run import prepare_libraries
+from specdata.models import load_model
+from specdata.storage.files import write_json
+
+SCHEMA_VERSION = 1
+GOAL = 0.06
+"""Acceptance that the default is to gain over the undistilled draft, in every domain."""
+OBJECTIVES = (*get_args(Objective), SFT)
+ALONE = "instructions alone"
+THREE = "three domains"
+UNDISTILLED = "undistilled"
+
+
+class Benchmark:
+    """What all parts share: the data, the judge, and what they were asked for."""
+
+    def __init__(self, options: argparse.Namespace, data: Data) -> None:
+        self.options = options
+        self.data = data
+        self.judge = Judge(data, options.test)
+        self.console = Console(highlight=False, stderr=True)
+        self.judged = cache(self.judge.of)
+        self.base = self.judge.of(data.draft)
+        each = options.rollouts
+        self.mixes = {
+            THREE: dict.fromkeys(DOMAINS, each),
+            ALONE: {DOMAINS[0]: each * len(DOMAINS)},
+        }
+        self.default = Training(
+            options.objective,
+            self.mixes[THREE],
+            share=options.share,
+            learning_rate=options.learning_rate,
+        )
+
+    def row(self, training: Training, seeds: int, cost: float | None = None) -> dict[str, Any]:
+        """Train with each seed, and give the figures of their mean."""
+        outs = [trained(training, self.data, seed=seed) for seed in range(seeds)]
+        of_seeds = [self.judged(out) for out in outs]
+        mean = {domain: Judged.mean([each[domain] for each in of_seeds]) for domain in DOMAINS}
+        settings = asdict(training)
+        del settings["start"]
+        found = {
+            "training": settings,
+            "seeds": seeds,
+            "acceptance_of_seeds": {
+                domain: [float(each[domain].acceptance()[0]) for each in of_seeds]
+                for domain in DOMAINS
+            },
+            **figures(mean, self.base, cost or self.options.draft_cost),
+            "made": record(outs[0]),
+        }
+        self.say(training.name(0), found)
+        return found
+
+    def undistilled(self) -> dict[str, Any]:
+        """The figures of the draft that all others start from."""
+        return figures(self.base, self.base, self.options.draft_cost)
+
+    def say(self, name: str, found: Mapping[str, Any]) -> None:
+        """One line of progress."""
+        self.console.print(line(name, found))
+
+
+def line(name: str, found: Mapping[str, Any]) -> str:
+    """Acceptance and gain of each domain, and the speed-up of both verifiers."""
+    domains = (found["domains"][domain] for domain in DOMAINS)
+    shown = [f"{d['acceptance']['value']:.3f} ({d['gain']['value']:+.3f})" for d in domains]
+    shown += [
+        f"{verifier} K={best['length']}: {_in_words(best)}"
+        for verifier, best in found["speedup"].items()
+    ]
+    return f"{name:60} {'  '.join(shown)}"
+
+
+def _objectives(bench: Benchmark) -> Iterator[dict[str, Any]]:
+    """Every loss, off-policy and mixed, on three domains and on instructions alone."""
+    options = bench.options
+    rows: dict[str, dict[str, Any]] = {}
+    for seeds in range(1, options.seeds + 1):
+        for mix, rollouts in bench.mixes.items():
+            for share in (0.0, options.mixed):
+                for objective in options.objectives:
+                    if share and objective == SFT:
+                        continue  # the target's own tokens are all it knows
+                    training = Training(
+                        objective, rollouts, share=share, learning_rate=options.learning_rate
+                    )
+                    key = f"{objective}, {'mixed' if share else 'off-policy'}, {mix}"
+                    rows[key] = {"mix": mix, **bench.row(training, seeds)}
+                    yield {"objectives": {UNDISTILLED: bench.undistilled(), "rows": rows}}
+
+
+def _data(bench: Benchmark) -> Iterator[dict[str, Any]]:
+    """More and fewer rollouts, in one pass and in the same number of steps; other mixes."""
+    options, default = bench.options, bench.default
+    points: dict[str, list[dict[str, Any]]] = {"one pass": [], "equal steps": []}
+    mixes: dict[str, dict[str, Any]] = {}
+    for each in options.counts:
+        rollouts = dict.fromkeys(DOMAINS, each)
+        for how, epochs in (("equal steps", options.rollouts / each), ("one pass", 1.0)):
+            row = bench.row(default.changed(rollouts=rollouts, epochs=epochs), options.curve_seeds)
+            points[how].append({"rollouts": each * len(DOMAINS), **row})
+            yield {"data": {"points": points, "mixes": mixes}}
+    whole = default.count
+    first, *rest = DOMAINS
+    shares = {
+        THREE: dict.fromkeys(DOMAINS, 1),
+        "half of them instructions": {first: 2, **dict.fromkeys(rest, 1)},
+        "two thirds of them instructions": {first: 4, **dict.fromkeys(rest, 1)},
+        **{f"{domain} alone": {domain: 1} for domain in DOMAINS},
+        **{f"without {domain}": dict.fromkeys(set(DOMAINS) - {domain}, 1) for domain in DOMAINS},
+    }
+    for mix, parts in shares.items():
+        rollouts = {
+            domain: whole * parts[domain] // sum(parts.values())
+            for domain in DOMAINS
+            if domain in parts
+        }
+        mixes[mix] = bench.row(default.changed(rollouts=rollouts), options.curve_seeds)
+        yield {"data": {"points": points, "mixes": mixes}}
+
+
+def _schedule(bench: Benchmark) -> Iterator[dict[str, Any]]:
+    """Learning rates, batches and passes on the same rollouts."""
+    options, default = bench.options, bench.default
+    variants = {
+        **{f"learning rate {rate:g}": {"learning_rate": rate} for rate in options.rates},
+        **{f"batch {size}": {"batch_size": size} for size in options.batches},
+        **{f"{epochs:g} passes": {"epochs": epochs} for epochs in options.passes},
+    }
+    rows = {}
+    for name, changes in variants.items():
+        rows[name] = bench.row(default.changed(**changes), options.curve_seeds)
+        yield {"schedule": {"rows": rows}}
+
+
+def _size(bench: Benchmark) -> Iterator[dict[str, Any]]:
+    """Drafts of other sizes and origins: acceptance, what a token costs, and the speed-up."""
+    options, data = bench.options, bench.data
+    names = options.starts or list(STARTS)
+    folders = {
+        name: started(STARTS[name], data, bench.default.rollouts, name=name) for name in names
+    }
+    drafts = {
+        name: trained(bench.default.changed(start=folder), data, seed=0)
+        for name, folder in folders.items()
+    }
+    prompts = [
+        ids
+        for domain in DOMAINS
+        for ids in of_domains(data.test, {domain: options.timed})["prompt_ids"]
+    ]
+    costs = draft_costs(data, drafts, prompts, max_new_tokens=MAX_NEW_TOKENS)
+    rows = {}
+    for name, folder in folders.items():
+        training = bench.default.changed(start=folder)
+        rows[name] = {
+            **bench.row(training, 1, costs[name]["cost"]),
+            "before": figures(bench.judge.of(folder), bench.base, costs[name]["cost"]),
+            "parameters": _parameters(drafts[name]),
+            **costs[name],
+        }
+        yield {"size": {"rows": rows}}
+
+
+def _parameters(draft: Path) -> int:
+    return sum(each.numel() for each in load_model(str(draft)).parameters())
+
+
+def _table5(bench: Benchmark) -> Iterator[dict[str, Any]]:
+    """Acceptance of one and of four candidates, before and after."""
+    yield {
+        "table5": {
+            "training": asdict(bench.default),
+            "before": table(bench.judge, bench.data.draft),
+            "after": table(bench.judge, trained(bench.default, bench.data, seed=0)),
+        }
+    }
+
+
+def _live(bench: Benchmark) -> Iterator[dict[str, Any]]:
+    """Tokens a round in the real decoder."""
+    options, data = bench.options, bench.data
+    off = bench.default.changed(share=0.0)
+    drafts = {
+        UNDISTILLED: data.draft,
+        "off-policy": trained(off, data, seed=0),
+        "mixed": trained(off.changed(share=options.mixed), data, seed=0),
+    }
+    rows: dict[str, dict[str, Any]] = {}
+    for name, draft in drafts.items():
+        rows[name] = {}
+        for domain in DOMAINS:
+            prompts = of_domains(data.test, {domain: options.prompts})
+            rows[name][domain] = {
+                verifier: {
+                    str(length): tokens_per_round(
+                        data,
+                        draft,
+                        prompts,
+                        verifier=verifier,
+                        length=length,
+                        max_new_tokens=MAX_NEW_TOKENS,
+                        repeats=options.repeats,
+                    )
+                    for length in SHOWN
+                }
+                for verifier in VERIFIERS
+            }
+            yield {"live": {"prompts": options.prompts, "repeats": options.repeats, "rows": rows}}
+
+
+PARTS = {
+    "objectives": _objectives,
+    "data": _data,
+    "schedule": _schedule,
+    "size": _size,
+    "table5": _table5,
+    "live": _live,
+}
+
+
+def main(description: str) -> None:
+    """Train, judge, decode, print, and write one JSON file."""
+    options = _options(description)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(options.threads)
+    prepare_libraries()
+    data = prepare(
+        run=options.run,
+        pair=options.pair,
+        counts={
+            "train": dict(zip(DOMAINS, options.train, strict=True)),
+            "dev": dict.fromkeys(DOMAINS, options.dev),
+            "test": dict.fromkeys(DOMAINS, options.test_made),
+        },
+    )
+    report = _begun(options, data)
+    bench = Benchmark(options, data)
+    for part in options.parts:
+        report["made"][part] = made()
+        for grown in PARTS[part](bench):  # kept at each step, so that a killed run loses little
+            report |= grown
+            write_json(options.out, report)
+    report["goal"] = _goal(bench)
+    write_json(options.out, report)
+    draw(report, options.out.with_suffix(".png"))
+    _show(report, Console(highlight=False, width=140))
+    print(f"written: {options.out}")
+
+
+def _options(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--run", type=Path, default=Path("runs/distill"), help="what is made")
+    parser.add_argument("--pair", type=Path, default=DEMO_PAIR, help="target and draft")
+    parser.add_argument(
+        "--train",
+        type=int,
+        nargs=len(DOMAINS),
+        default=(6144, 2048, 2048),
+        metavar="N",
+        help=f"training rollouts of {', '.join(DOMAINS)} that are made (default: %(default)s)",
+    )
+    parser.add_argument("--dev", type=int, default=256, help="dev rollouts of each domain")
+    parser.add_argument("--test-made", type=int, default=512, help="test rollouts of each domain")
+    parser.add_argument("--test", type=int, default=256, help="those of them that are judged")
+    parser.add_argument("--rollouts", type=int, default=512, help="a domain, of most trainings")
+    parser.add_argument("--objective", choices=OBJECTIVES, default="tv", help="of most trainings")
+    parser.add_argument("--share", type=float, default=0.0, help="of the draft's own text, of most")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of most trainings")
+    parser.add_argument("--objectives", nargs="+", choices=OBJECTIVES, default=OBJECTIVES)
+    parser.add_argument("--mixed", type=float, default=0.5, help="the draft's own share if mixed")
+    parser.add_argument("--seeds", type=int, default=2, help="of each objective")
+    parser.add_argument("--curve-seeds", type=int, default=1, help="of data and schedule")
+    parser.add_argument(
+        "--counts",
+        type=int,
+        nargs="+",
+        default=(32, 64, 128, 256, 512, 1024, 2048),
+        metavar="N",
+        help="rollouts a domain (default: %(default)s)",
+    )
+    parser.add_argument("--rates", type=float, nargs="+", default=(1e-3, 2e-3, 3e-3, 5e-3))
+    parser.add_argument("--batches", type=int, nargs="+", default=(4, 16))
+    parser.add_argument("--passes", type=float, nargs="+", default=(2.0, 3.0))
+    parser.add_argument("--starts", nargs="+", choices=list(STARTS), help="default: all")
+    parser.add_argument("--timed", type=int, default=8, help="prompts a domain of the clock")
+    parser.add_argument("--prompts", type=int, default=128, help="decoded of each domain")
+    parser.add_argument("--repeats", type=int, default=1, help="seeds of each decoded prompt")
+    parser.add_argument(
+        "--draft-cost", type=float, default=0.182, help="t_d / t_t, as measured on the demo's pair"
+    )
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/distill.json"))
+    return parser.parse_args()
+
+
+def _begun(options: argparse.Namespace, data: Data) -> dict[str, Any]:
+    """The report with the parts that it holds already, if they are of the same settings."""
+    about = {
+        "schema_version": SCHEMA_VERSION,
+        "environment": describe_environment(device="cpu", dtype="float32").model_dump(),
+        "settings": {
+            "train": dict(zip(DOMAINS, options.train, strict=True)),
+            "test": options.test,
+            "sampling": asdict(data.sampling),
+            "max_new_tokens": MAX_NEW_TOKENS,
+            "draft_cost": options.draft_cost,
+        },
+        "how": "acceptance: mean of sum_x min(p, q) over the tokens of held-out test rollouts; "
+        "gain: over the undistilled draft on the same rollouts; tokens a round: exact expectation "
+        "along them; speed-up: by t_d / t_t at the best length for all domains together; "
+        "intervals are 95 % bootstraps over prompts with common resamples, of the mean of seeds",
+    }
+    if options.out.is_file():
+        stored = json.loads(options.out.read_text("utf-8"))
+        if all(stored.get(key) == about[key] for key in about if key != "environment"):
+            return {**stored, **about}
+    return {**about, "made": {}}
+
+
+def _goal(bench: Benchmark) -> dict[str, Any]:
+    """Whether the default gains as much as it is to, in every domain."""
+    found = bench.row(bench.default, 1)
+    return {
+        "training": found["training"],
+        "goal": GOAL,
+        "domains": {
+            domain: {**of_it["gain"], "met": of_it["gain"]["value"] >= GOAL}
+            for domain, of_it in found["domains"].items()
+        },
+    }
+
+
+def _show(report: Mapping[str, Any], console: Console) -> None:
+    """Print the tables."""
+    for part, rows in _tables(report):
+        console.print(f"[bold]{part}[/bold]")
+        for name, found in rows:
+            console.print(line(name, found))
+    for name, domains in report.get("live", {}).get("rows", {}).items():
+        shown = (f"{domain} {_live_line(found)}" for domain, found in domains.items())
+        console.print(f"{name:20}", *shown)
+    for domain, gain in report["goal"]["domains"].items():
+        verdict = "met" if gain["met"] else "MISSED"
+        console.print(f"{verdict:7} {domain:10} {_in_words(gain)}, goal {GOAL}")
+
+
+def _tables(report: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[tuple[str, Any]]]]:
+    objectives = report.get("objectives", {})
+    if objectives:
+        yield UNDISTILLED, [("", objectives[UNDISTILLED])]
+    for part in ("objectives", "schedule", "size"):
+        yield part, [*report.get(part, {}).get("rows", {}).items()]
+    data = report.get("data", {"points": {}, "mixes": {}})
+    for how, points in data["points"].items():
+        yield how, [(f"{point['rollouts']} rollouts", point) for point in points]
+    yield "mixes", [*data["mixes"].items()]
+
+
+def _in_words(figure: Mapping[str, Any]) -> str:
+    return f"{figure['value']:.3f} [{figure['low']:.3f}, {figure['high']:.3f}]"
+
+
+def _live_line(found: Mapping[str, Any]) -> str:
+    return " ".join(
+        f"{verifier} K={length}: {figure['value']:.3f}"
+        for verifier, lengths in found.items()
+        for length, figure in lengths.items()
+    )

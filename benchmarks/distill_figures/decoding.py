@@ -1,0 +1,128 @@
+"""Drafts in the project's decoder: tokens a round, and what a drafted token costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from benchmarks.distill_figures.data import Data
+from benchmarks.distill_figures.judge import interval
+from eval.analysis.savings import resamples
+from eval.decode_config import DecodeConfig
+from eval.decoder import SpeculativeDecoder
+from specdata.models import load_model
+from specdata.seeds import generator_for
+
+if TYPE_CHECKING:
+    import datasets
+
+ENGINE = "captured"
+AT_ONCE = 32
+TIMED_LENGTH = 4
+
+
+def tokens_per_round(
+    data: Data,
+    draft: Path,
+    rows: datasets.Dataset,
+    *,
+    verifier: str,
+    length: int,
+    max_new_tokens: int,
+    repeats: int,
+) -> dict[str, float]:
+    """Decode every prompt: emitted tokens for each forward of the target, over prompts.
+
+    Args:
+        data: names the pair.
+        draft: folder of the draft.
+        rows: whose prompts are decoded.
+        verifier: "token" or "block".
+        length: drafted tokens of a round, K.
+        max_new_tokens: of each generation.
+        repeats: seeds of each prompt.
+    """
+    decoder = SpeculativeDecoder.from_config(
+        load_model(str(data.target), dtype="float32"),
+        load_model(str(draft), dtype="float32"),
+        DecodeConfig(verifier, length=length),
+    )
+    asked = [(index, repeat) for index in range(len(rows)) for repeat in range(repeats)]
+    prompts, names = rows["prompt_ids"], rows["example_id"]
+    generations = decoder.generate_batch(
+        [torch.tensor(prompts[index]) for index, _ in asked],
+        max_new_tokens=max_new_tokens,
+        generators=[generator_for(0, names[index], repeat) for index, repeat in asked],
+        size=AT_ONCE,
+    )
+    sums = np.zeros((2, len(rows)))
+    for (index, _), made in zip(asked, generations, strict=True):
+        sums[:, index] += len(made.tokens), len(made.rounds)
+    tokens, rounds = sums @ resamples(len(rows)).T
+    return interval(tokens / rounds)
+
+
+def draft_costs(
+    data: Data,
+    drafts: Mapping[str, Path],
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+) -> dict[str, dict[str, float]]:
+    """What a token of each draft costs against a forward of the target, by the clock.
+
+    The drafts take turns on every prompt, and medians over rounds are compared, so that whatever
+    else the machine does at times matters little.
+
+    Args:
+        data: names the pair.
+        drafts: name -> folder.
+        prompts: token ids.
+        max_new_tokens: of each generation.
+
+    Returns:
+        Name -> `draft_seconds` and `target_seconds` of a round's parts, and their quotient `cost`.
+    """
+    target = load_model(str(data.target), dtype="float32")
+    decoders = {
+        name: SpeculativeDecoder.from_config(
+            target,
+            load_model(str(folder), dtype="float32"),
+            DecodeConfig(length=TIMED_LENGTH),
+            engine=ENGINE,
+        )
+        for name, folder in drafts.items()
+    }
+    rounds: dict[str, list[Any]] = {name: [] for name in drafts}
+    for decoder in decoders.values():
+        decoder.warm_up()
+    for number, ids in enumerate(prompts):
+        for name, decoder in decoders.items():
+            made = decoder.generate(
+                torch.tensor(ids),
+                max_new_tokens=max_new_tokens,
+                generator=generator_for(0, "cost", number),
+            )
+            rounds[name] += [each for each in made.rounds if each.drafted == TIMED_LENGTH]
+    # The target is the same beside all of them.
+    target_seconds = _median(
+        [each.target_seconds + each.overhead_seconds for each in chain(*rounds.values())]
+    )
+    found = {}
+    for name, own in rounds.items():
+        seconds = _median([each.draft_seconds for each in own]) / TIMED_LENGTH
+        found[name] = {
+            "draft_seconds": seconds,
+            "target_seconds": target_seconds,
+            "cost": seconds / target_seconds,
+        }
+    return found
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(np.median(values))

@@ -1,0 +1,84 @@
+"""Drafts that distillation starts from: other sizes, trained on text; and cuts of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.distill_figures.data import SEED, Data, of_domains
+from distill.config import InitConfig, ToyPairConfig
+from distill.initial import make_initial
+from distill.toy import train_toy_pair
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """A Llama that is trained as the demo's base draft is.
+
+    Attributes:
+        layers: of it.
+        width: its hidden size.
+    """
+
+    layers: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Initial:
+    """What `distill.initial` makes.
+
+    Attributes:
+        settings: of `draft.init`.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+STARTS: Mapping[str, Sized | Initial] = {
+    **{
+        f"{layers} x {width}": Sized(layers, width)
+        for layers, width in ((1, 64), (1, 96), (1, 128), (1, 192), (2, 64), (2, 128), (3, 128))
+    },
+    **{
+        f"{layers} of the target's layers, {choose}": Initial(
+            {"kind": "target", "layers": layers, "choose": choose}
+        )
+        for layers, choose in ((1, "first"), (2, "first"), (2, "even"), (2, "search"))
+    },
+    **{
+        f"1 x 128, {size} tokens": Initial({"kind": "model", "vocabulary": size})
+        for size in (512, 1024)
+    },
+}
+
+
+def started(start: Sized | Initial, data: Data, rollouts: Mapping[str, int], *, name: str) -> Path:
+    """Make a draft to start from, unless that was done, and return its folder.
+
+    Args:
+        start: what to make.
+        data: the pair.
+        rollouts: domain -> training rollouts that tokens are counted on.
+        name: of its folder.
+    """
+    folder = data.run / "starts" / name
+    if isinstance(start, Sized):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "target").exists():
+            (folder / "target").symlink_to(data.target.resolve())
+        config = ToyPairConfig(draft_layers=start.layers, draft_width=start.width)
+        train_toy_pair(folder, config, seed=SEED)
+    elif not (folder / "draft").exists():
+        make_initial(
+            target=data.target,
+            draft=data.draft if start.settings["kind"] == "model" else None,
+            rollouts=of_domains(data.train, rollouts),
+            out=folder / "draft",
+            config=InitConfig.model_validate(start.settings),
+            sampling=data.sampling,
+            seed=SEED,
+        )
+    return folder / "draft"

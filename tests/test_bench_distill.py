@@ -1,0 +1,234 @@
+"""The benchmark of distillation: what it computes without drawing, trains and reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.distill_figures.candidates import RULES
+from benchmarks.distill_figures.drafts import Training
+from benchmarks.distill_figures.judge import LENGTHS, VERIFIERS, Judged, expected_rounds
+from benchmarks.distill_figures.plots import draw
+from distill.toy import language_model
+from eval.verifiers import VERIFIERS as RULES_OF_DECODING
+from specdata.toy.corpus import corpus
+from specdata.toy.tokenizer import save_tokenizer, train_tokenizer
+from tests.oracles import (
+    TabularModel,
+    chain_drafts,
+    conditioned,
+    continuations,
+    random_model,
+)
+from tests.test_multi_draft import P4, Q4
+from tests.test_multi_draft import judge as exact_acceptance
+
+ROOT = Path(__file__).parent.parent
+DOMAINS = ("instruct", "maths", "code")
+
+
+def enumerated_rounds(p: TabularModel, q: TabularModel, tokens: int, k: int, name: str) -> float:
+    """Expected rounds of decoding so many tokens: every draft, every outcome, every next token."""
+    verifier = RULES_OF_DECODING[name].make()
+
+    def rounds_after(prefix: tuple[int, ...]) -> float:
+        left = tokens - len(prefix)
+        if left == 0:
+            return 0.0
+        length, total = min(k, left - 1), 1.0
+        target, draft = (conditioned(model, prefix, length) for model in (p, q))
+        for weight, tree in chain_drafts(draft, length):
+            drafted = tuple(tree.token_list)
+            rows = torch.stack([target[drafted[:depth]] for depth in range(length + 1)])
+            verdict = verifier(tree, rows)
+            for node, stop in enumerate(verdict.stop.tolist()):
+                for token, mass in enumerate(verdict.bonus[node].tolist()):
+                    if stop * mass > 0:
+                        further = rounds_after((*prefix, *drafted[:node], token))
+                        total += weight * stop * mass * further
+        return total
+
+    return rounds_after(())
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("k", [1, 2])
+def test_expected_rounds_along_the_targets_texts_are_those_of_decoding(
+    verifier: str, k: int
+) -> None:
+    tokens = 4
+    p, q = (random_model(2, tokens, seed, zeros=0.2) for seed in (3, 4))
+    texts = continuations(p, tokens)
+    ratios = [
+        [float(q[text[:i]][x] / p[text[:i]][x]) for i, x in enumerate(text)] for _, text in texts
+    ]
+    rounds, drafted = expected_rounds(
+        np.array(ratios), [tokens] * len(texts), length=k, verifier=verifier
+    )
+    weights = np.array([weight for weight, _ in texts])
+    assert weights @ rounds == pytest.approx(enumerated_rounds(p, q, tokens, k, verifier))
+    assert ((rounds <= drafted + 1) & (drafted <= k * rounds)).all()
+
+
+def test_rows_of_unequal_lengths_are_judged_as_each_alone() -> None:
+    ratios = np.array([[0.5, 1.2, 0.9], [0.7, 0.0, 0.0]])
+    for verifier in VERIFIERS:
+        both = expected_rounds(ratios, [3, 1], 2, verifier)
+        for row, length in enumerate((3, 1)):
+            alone = expected_rounds(ratios[row : row + 1, :length], [length], 2, verifier)
+            assert [each[row] for each in both] == [each[0] for each in alone]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "how"), [("naive", "distinct"), ("rrs", "iid"), ("rrs_wor", "distinct")]
+)
+def test_acceptance_of_candidates_is_that_of_the_verifier(name: str, how: Any, k: int) -> None:
+    count = 20_000
+    p, q = P4.expand(count, -1), Q4.expand(count, -1)
+    values = RULES[name](p, q, k, torch.Generator().manual_seed(0))
+    _, exact = exact_acceptance(name, P4, Q4, k, how)
+    deviation = float(values.std()) / count**0.5
+    assert abs(float(values.mean()) - exact) <= 4.5 * deviation + 1e-9  # fails once in 147,000
+
+
+def test_no_rule_accepts_more_than_the_optimum_and_greedy_reads_the_largest_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = torch.rand(2, 8, 6, generator=generator, dtype=torch.float64)
+    p, q = p / p.sum(dim=-1, keepdim=True), q / q.sum(dim=-1, keepdim=True)
+    best = RULES["optimum"](p, q, 3, generator)
+    assert (RULES["rrs"](p, q, 3, generator) <= best + 1e-12).all()
+    found = RULES["greedy"](p, q, 2, generator)
+    top = q.argsort(dim=-1, descending=True)[:, :2]
+    assert found.tolist() == [float(a in b) for a, b in zip(p.argmax(-1), top, strict=True)]
+
+
+def test_the_best_length_is_the_one_that_takes_least_time() -> None:
+    accept = 0.8
+    ratios, lengths = np.full((3, 40), accept), [40] * 3
+    found = np.array([expected_rounds(ratios, lengths, k, "token") for k in LENGTHS])
+    judged = Judged(
+        np.array(lengths, dtype=float),
+        accept * np.array(lengths),
+        {"token": found[:, 0]},
+        {"token": found[:, 1]},
+    )
+    assert judged.acceptance()[0] == pytest.approx(accept)
+    for cost in (0.01, 0.2, 1.0):
+        length, values = judged.speedup("token", cost)
+        each = [40 / (rounds[0] + cost * drafted[0]) for rounds, drafted in found]
+        assert values[0] == pytest.approx(max(each))
+        assert each[length - 1] == max(each)
+
+
+def test_different_trainings_have_different_folders(tmp_path: Path) -> None:
+    one = Training("tv", dict.fromkeys(DOMAINS, 4))
+    changes: list[dict[str, Any]] = [
+        {"objective": "js"},
+        {"rollouts": {"maths": 4}},
+        {"share": 0.5},
+        {"epochs": 2.0},
+        {"learning_rate": 1e-4},
+        {"batch_size": 4},
+        {"start": tmp_path / "1 x 64" / "draft"},
+        {"start": tmp_path / "1 x 96" / "draft"},
+    ]
+    names = {one.changed(**change).name(seed) for change in [{}, *changes] for seed in (0, 1)}
+    assert len(names) == 2 * (1 + len(changes))
+
+
+def test_scripts_beside_the_benchmark_import_the_package_distill_and_not_the_benchmark() -> None:
+    code = "import sys; sys.path.insert(0, 'benchmarks'); from distill.config import DistilConfig"
+    code += "; import distill; print(distill.__file__, sys.path[0])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(ROOT / "distill" / "__init__.py"), "benchmarks"]
+
+
+@pytest.mark.slow
+def test_from_a_pair_to_figures_in_one_command(tmp_path: Path) -> None:
+    """A random pair is enough; a second run adds a part and uses what the first one made."""
+    tokenizer = train_tokenizer(corpus(seed=0, examples_per_family=40), 300)
+    for seed, name in enumerate(("target", "draft")):
+        model = language_model(tokenizer, layers=1, width=16, seed=seed)
+        model.save_pretrained(tmp_path / "pair" / name)
+        save_tokenizer(tokenizer, tmp_path / "pair" / name)
+    settings = {
+        "--run": "run",
+        "--pair": "pair",
+        "--out": "out/distill.json",
+        "--train": "6 5 4",
+        "--dev": "2",
+        "--test-made": "3",
+        "--test": "2",
+        "--rollouts": "2",
+        "--seeds": "1",
+        "--objectives": "tv",
+        "--counts": "1 2",
+        "--rates": "0.001",
+        "--batches": "2",
+        "--passes": "1",
+        "--prompts": "1",
+    }
+    given = [word for name, values in settings.items() for word in (name, *values.split())]
+    script = [sys.executable, str(ROOT / "benchmarks" / "distill.py"), *given]
+
+    def report(*parts: str) -> dict[str, Any]:
+        done = subprocess.run(
+            [*script, "--parts", *parts], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        read: dict[str, Any] = json.loads((tmp_path / "out/distill.json").read_text("utf-8"))
+        return read
+
+    first = report("objectives", "table5", "live")
+    assert len(first["objectives"]["rows"]) == 2 * 2
+    for row in first["objectives"]["rows"].values():
+        check(row)
+        assert row["made"]["cpu_seconds"] > 0
+    assert {*first["table5"]["after"]["maths"]} == {*RULES}
+    assert first["live"]["rows"]["mixed"]["code"]["block"]["8"]["value"] >= 1.0
+    drafts = {path: path.stat().st_mtime_ns for path in (tmp_path / "run/drafts").rglob("*")}
+    second = report("schedule")
+    assert {name: first[name] for name in ("objectives", "table5", "live")} == {
+        name: second[name] for name in ("objectives", "table5", "live")
+    }
+    assert {path: path.stat().st_mtime_ns for path in drafts} == drafts
+    check(second["schedule"]["rows"]["batch 2"])
+    assert (tmp_path / "out/distill.png").read_bytes().startswith(b"\x89PNG")
+
+
+def check(row: dict[str, Any]) -> None:
+    """Figures lie in their ranges and intervals."""
+    for found in row["domains"].values():
+        assert 0.0 <= found["acceptance"]["low"] <= found["acceptance"]["high"] <= 1.0
+        rounds = found["tokens_per_round"]
+        for k in ("4", "8"):
+            for verifier in VERIFIERS:
+                assert 1.0 <= rounds[verifier][k]["value"] <= int(k) + 1
+    assert row["speedup"]["block"]["low"] <= row["speedup"]["block"]["value"]
+
+
+def test_the_picture_of_every_part_is_drawn(tmp_path: Path) -> None:
+    figure = {"value": 0.1, "low": 0.0, "high": 0.2, "length": 4}
+    domains = {name: {"gain": figure, "acceptance": figure} for name in DOMAINS}
+    row = {"domains": domains, "speedup": {"block": figure}, "cost": 0.2}
+    points = [{"rollouts": count, **row} for count in (6, 12)]
+    report = {
+        "objectives": {"rows": {"tv": row, "js": row}},
+        "data": {"points": {"one pass": points, "equal steps": points}},
+        "size": {"rows": {"1 x 64": row}},
+    }
+    draw(report, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
