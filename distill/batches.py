@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 
 IGNORED = -100  # the Trainer counts the labels that differ from it
@@ -52,3 +55,11 @@ def collate(
 
 def _length(row: Mapping[str, list[int]]) -> int:
     return len(row["prompt_ids"]) + len(row["completion_ids"])
+
+
+def content_of(rollouts: Dataset) -> str:
+    """A short hash of the token ids, the same wherever and however the rows are stored."""
+    digest = hashlib.sha256()
+    for row in rollouts:
+        digest.update(json.dumps([row["prompt_ids"], row["completion_ids"]]).encode())
+    return digest.hexdigest()[:16]

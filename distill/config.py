@@ -97,14 +97,16 @@ class FinetuneConfig(Config):
 
     conversations: list[str] = Field(
         default=[],
-        description="JSON-lines files of conversations, or Hub ids (default: the rollouts, which "
-        "is sequence-level distillation)",
+        description="conversations: JSONL, JSON or parquet files, folders, sharegpt or Hub ids "
+        "(default: the rollouts, which is sequence-level distillation)",
     )
-    epochs: float = Field(default=3.0, gt=0.0, description="passes over the conversations")
+    epochs: float = Field(default=3.0, gt=0.0, description="passes over the texts")
     max_length: int = Field(
-        default=2048, ge=2, description="tokens of a row; conversations are packed"
+        default=2048, ge=2, description="tokens of a row; longer texts become several"
     )
-    packing: bool = Field(default=True, description="put several conversations into one row")
+    packing: bool = Field(
+        default=True, description="put several texts into one row, where they do not see each other"
+    )
     batch_size: int = Field(default=8, ge=1, description="rows in a batch, over all processes")
     accumulation: int = Field(
         default=1, ge=1, description="batches added up before an optimizer step"

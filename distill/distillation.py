@@ -6,7 +6,6 @@ only, between the very distributions that serving will compare.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -28,6 +27,7 @@ from distill.adapters import (
     set_weights,
     trained_weights,
 )
+from distill.batches import content_of
 from distill.callbacks import (
     Pace,
     Watch,
@@ -123,8 +123,8 @@ def distil(
             "config": config.decisive(),
             "sampling": asdict(sampling),
             "seed": seed,
-            "train": _content(train),
-            "dev": _content(dev),
+            "train": content_of(train),
+            "dev": content_of(dev),
             "teacher_dtype": teacher_dtype,
         },
         defaults_of(DistilConfig, "config") | defaults_of(SamplingConfig, "sampling"),
@@ -247,11 +247,3 @@ def _by_content(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _work(out: Path) -> Path:
     return out.with_name(f"{out.name}.training")
-
-
-def _content(rollouts: Dataset) -> str:
-    """A short hash of the token ids, the same wherever and however the rows are stored."""
-    digest = hashlib.sha256()
-    for row in rollouts:
-        digest.update(json.dumps([row["prompt_ids"], row["completion_ids"]]).encode())
-    return digest.hexdigest()[:16]

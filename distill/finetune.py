@@ -5,7 +5,6 @@ This is how Vicuna-68M was made of LLaMA-68M (MCSD, arXiv 2401.06706, section 5.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import shutil
@@ -19,9 +18,19 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
+from distill.adapters import (
+    base_of,
+    load_plain,
+    load_student,
+    merged,
+    set_weights,
+    trained_weights,
+)
+from distill.batches import content_of
+from distill.callbacks import history_of
 from distill.checkpoint import newest_complete
 from distill.config import FinetuneConfig, LoraConfig
-from distill.texts import Rows, collate, content, stored_rows
+from distill.texts import Rows, collate, stored_rows
 from distill.training import (
     Schedule,
     save_model,
@@ -29,9 +38,10 @@ from distill.training import (
     training_arguments,
     whole_batches,
 )
+from specdata.draft_vocabulary import kept_tokens
 from specdata.errors import ConfigError, TrainingDivergedError
 from specdata.model_folder import copy_tokenizer
-from specdata.models import load_generation, load_model, load_tokenizer, positions
+from specdata.models import load_generation, load_tokenizer, positions
 from specdata.processes import join_processes
 from specdata.prompts.conversations import conversation_inputs
 from specdata.storage.files import atomic_folder, fingerprint, write_json
@@ -102,15 +112,13 @@ def finetune(
     tokenizer = load_tokenizer(str(target))
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
     rows = stored_rows(_rows(out), settings, tokenizer, rollouts, config, seed)
-    student = load_model(str(draft))
+    student = load_student(str(draft), lora, seed=seed)
+    plain = load_plain(str(draft), lora)
     if config.packing:
-        check_packing(student, rows.dataset)
-    plain = copy.deepcopy(student)  # no engine ever wraps this one
+        check_packing(base_of(plain), rows.dataset)
     trainer = finetune_trainer(student, tokenizer, rows, _work(out), config, seed)
     train_resumably(trainer, _work(out), settings, label=LABEL)
-    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    if state.is_main_process:
-        plain.load_state_dict(weights)
+    weights = trained_weights(trainer)
     if not all(parameter.isfinite().all() for parameter in student.parameters()):
         raise TrainingDivergedError(
             f"{LABEL}: weights are not finite after the last step",
@@ -119,18 +127,20 @@ def finetune(
             remedy=settings.remedy,
         )
     if state.is_main_process:
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        history = history_of(trainer.state)
         result = {
             **rows.account,
             "steps": trainer.state.global_step,
-            "loss_first": losses[0],
-            "loss_last": losses[-1],
+            "loss_first": history.steps[0].loss,
+            "loss_last": history.steps[-1].loss,
         }
         with atomic_folder(out) as temporary:
-            save_model(plain, temporary)
+            set_weights(plain, weights)
+            save_model(merged(plain), temporary)
             copy_tokenizer(str(target), temporary)
             settings.write(temporary / SETTINGS_FILE)
             write_json(temporary / RESULT_FILE, result)
+            history.write(temporary)
         _tidy(out)
     state.wait_for_everyone()
     return _result(out)
@@ -185,6 +195,7 @@ def finetune_trainer(
             # Padding is never learnt nor seen, so any id will do where a tokenizer names none.
             tokenizer.pad_token_id or 0,
             student.config.get_text_config().vocab_size,
+            kept_tokens(base_of(student)),
             packed=config.packing,
             process=state.process_index,
             processes=state.num_processes,
@@ -247,7 +258,7 @@ def _contents(config: FinetuneConfig, rollouts: Dataset | None) -> dict[str, str
             "there are no rollouts to fine-tune on: make some of split train, or name "
             "conversations (draft.finetune.conversations)"
         )
-    return {"rollouts": content(rollouts)}
+    return {"rollouts": content_of(rollouts)}
 
 
 def _work(out: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -197,16 +196,14 @@ def rollout_texts(rollouts: Sequence[Mapping[str, list[int]]]) -> Iterator[Text]
         yield np.array([*prompt, *completion], dtype=np.int32), learnt
 
 
-def content(rollouts: Dataset) -> str:
-    """A short hash of the token ids, the same wherever and however the rows are stored."""
-    digest = hashlib.sha256()
-    for row in rollouts:
-        digest.update(json.dumps([row["prompt_ids"], row["completion_ids"]]).encode())
-    return digest.hexdigest()[:16]
-
-
 def collate(
-    pad_id: int, vocab_size: int, *, packed: bool, process: int = 0, processes: int = 1
+    pad_id: int,
+    vocab_size: int,
+    kept: Tensor | None = None,
+    *,
+    packed: bool,
+    process: int = 0,
+    processes: int = 1,
 ) -> Callable[[Sequence[Mapping[str, Any]]], dict[str, Tensor]]:
     """Return the collator of rows: (B, T) `input_ids`, `labels` and what keeps texts apart.
 
@@ -219,11 +216,18 @@ def collate(
         pad_id: fills up `input_ids`.
         vocab_size: of the draft. Ids beyond it, of a target that is padded to more, are read as 0
             and not learnt.
+        kept: (N,) ids that a draft with a reduced vocabulary can propose, increasing. The others
+            are not learnt, and labels are rows of its output matrix instead of ids, which is what
+            TRL's fused loss takes them for.
         packed: whether a row may hold several texts.
         process: which of the `processes` shares of the rows to collate. A share without a row
             becomes a row without labels, because collective operations need a batch.
         processes: among how many the rows are divided.
     """
+    of_label = torch.arange(vocab_size)
+    if kept is not None:
+        of_label = torch.full((vocab_size,), IGNORED)
+        of_label[kept.cpu()] = torch.arange(len(kept))
 
     def batch(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         rows = rows[process::processes] or [_nothing(rows[0])]
@@ -238,7 +242,8 @@ def collate(
             lengths = [*row["seq_lengths"], shape[1] - end]
             positions[index] = torch.cat([torch.arange(length) for length in lengths])
         known = ids < vocab_size
-        ids, labels = torch.where(known, ids, 0), torch.where(known, labels, IGNORED)
+        ids = torch.where(known, ids, 0)
+        labels = torch.where(known & (labels != IGNORED), of_label[ids], IGNORED)
         apart = {"position_ids": positions} if packed else {"attention_mask": attention}
         return {"input_ids": ids, "labels": labels, **apart}
 

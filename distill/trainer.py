@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 
 from distill.adapters import base_of
@@ -21,7 +20,7 @@ from distill.chunked import chunked_loss
 from distill.config import DistilConfig
 from distill.losses import LOSSES
 from distill.on_policy import DraftTexts, whole_model
-from distill.training import Schedule, training_arguments
+from distill.training import Schedule, training_arguments, whole_batches
 from specdata.lm_head import find_lm_head
 from specdata.models import end_ids, positions
 from specdata.probability import probabilities, to_vocabulary
@@ -61,28 +60,8 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         self.model_accepts_loss_kwargs = True  # whatever the model: it is our loss that counts
 
     def get_train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Whole batches, the same on every process; the collator takes this process's rows.
-
-        accelerate would divide them, and fill up the last batch of an epoch with rows of its
-        beginning. Told of one process, it orders rows as it does for one.
-        """
-        loader = DataLoader(
-            self.train_dataset,
-            batch_size=self.batch_size,
-            sampler=RandomSampler(self.train_dataset),
-            collate_fn=self.data_collator,
-            pin_memory=self.args.dataloader_pin_memory,
-        )
-        prepared: DataLoader[dict[str, Tensor]] = prepare_data_loader(
-            loader,
-            self.args.device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=True,
-            use_seedable_sampler=True,
-            data_seed=self.args.data_seed,
-        )
-        return prepared
+        """Whole batches, the same on every process; the collator takes this process's rows."""
+        return whole_batches(self, self.batch_size)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Tensor]], num_batches: int, device: torch.device

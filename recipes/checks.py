@@ -93,6 +93,7 @@ def check_initial(config: PipelineConfig) -> None:
             f"{init.vocabulary}"
         )
 
+
 def check_lora(config: PipelineConfig) -> None:
     """Refuse adapters that cannot be trained, or would train nothing. Raises ConfigError."""
     if config.draft is None or (lora := config.draft.lora) is None:

@@ -57,6 +57,13 @@ def sweep(arguments: Sequence[str]) -> int:
     return main(arguments, "draftsmith sweep")
 
 
+def trees(arguments: Sequence[str]) -> int:
+    """Search for the best draft tree, by held-out text of the target and by the clock."""
+    from eval.analysis.trees import main
+
+    return main(arguments, "draftsmith trees")
+
+
 def launch(arguments: Sequence[str]) -> int:
     """Start a recipe in several processes, as a launch profile says."""
     parser = argparse.ArgumentParser(
@@ -111,6 +118,7 @@ TOOLS: dict[str, Callable[[Sequence[str]], int]] = {
     "compare": compare,
     "replay": replay,
     "sweep": sweep,
+    "trees": trees,
     "launch": launch,
     "profile": profile,
 }

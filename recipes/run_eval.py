@@ -19,6 +19,7 @@ from eval.measuring.methods import fit_rules, needs_fit, path_drafts, with_fit
 from eval.measuring.results import LostResultsError, write_results
 from eval.reporting.report import PAGE, Context, terminal, write_report
 from eval.reporting.verdict import judge
+from recipes.best_tree import known_search, search, why_not_searched
 from recipes.checks import check_evaluation
 from recipes.config import PipelineConfig
 from recipes.head_quality import known_quality, quality_file, quality_of
@@ -215,6 +216,7 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
                 ),
                 report=bar.update,
             )
+        search(config, target, draft)
     finally:
         torch.set_num_threads(before)
     write_results(stage.folder / RESULTS, results)
@@ -305,6 +307,8 @@ def _context(config: PipelineConfig, results: Results, quality: Quality | None) 
         if config.head
         else None,
         quality=quality,
+        trees=known_search(config),
+        no_trees=why_not_searched(config),
     )
 
 

@@ -252,8 +252,9 @@ def by_autograd(
 def test_the_trainers_loss_is_that_of_the_models_own_logits(name: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     student = MODELS[name]().double().eval()
-    for parameter in student.parameters():
-        parameter.data *= 3  # away from the uniform distribution
+    for part, parameter in student.named_parameters():
+        # Away from the uniform distribution, and from a certain one.
+        parameter.data *= 0.3 if "lora_" in part else 3.0
     for warp, (which, sampling) in [("sampler", each) for each in SAMPLINGS.items()] + [
         ("raw", ("greedy", SAMPLINGS["greedy"]))
     ]:
@@ -265,7 +266,8 @@ def test_the_trainers_loss_is_that_of_the_models_own_logits(name: str, tmp_path:
         torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-8)
         trained = [each for each in student.parameters() if each.requires_grad]
         ours, theirs = (torch.autograd.grad(each, trained) for each in (found, expected))
-        assert any(each.abs().max() > 1e-5 for each in theirs)
+        largest = max(float(each.abs().max()) for each in theirs)
+        assert largest > 1e-4, largest
         for mine, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(mine, other, rtol=0.0, atol=1e-8)
 

@@ -107,11 +107,12 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def assert_same_weights(ours: Path, theirs: Path, tolerance: float = 0.0) -> None:
+def assert_same_weights(ours: Path, theirs: Path) -> None:
+    """Bit for bit."""
     actual, expected = weights(ours), weights(theirs)
     assert actual.keys() == expected.keys()
     for name in expected:
-        torch.testing.assert_close(actual[name], expected[name], rtol=0.0, atol=tolerance)
+        torch.testing.assert_close(actual[name], expected[name], rtol=0.0, atol=0.0)
 
 
 def test_the_pair_is_two_ordinary_folders_with_one_vocabulary(pair: Path) -> None:
@@ -437,9 +438,11 @@ def test_a_killed_distillation_goes_on_in_another_number_of_processes(
 
     The gradient is summed in another order, so it differs by about n eps in relative terms, n
     tokens of a batch (`test_accumulated_small_batches_equal_a_large_one`): 3e-5 to 3e-4. Adam moves
-    a weight by up to the learning rate in each step and passes relative errors on, larger ones
-    where an entry of the gradient is small beside the others. A step on other rollouts, a missing
-    or a doubled one moves weights by about the learning rate; a fiftieth of it lies between.
+    a weight by up to the learning rate in each step and passes relative errors on. An entry of the
+    gradient that is all rounding moves its weight by a whole learning rate, and which entries are
+    depends on the processor: so the root of the mean square difference of each matrix is looked
+    at, not its largest. A step on other rollouts, a missing or a doubled one moves all weights by
+    about the learning rate; a fiftieth of it lies between.
     """
     config = changed(QUICK, epochs=epochs, batch_size=batch_size)
     alone = distilled(pair, tmp_path / "alone", config)
@@ -453,7 +456,11 @@ def test_a_killed_distillation_goes_on_in_another_number_of_processes(
     result = json.loads((out / "distillation.json").read_text())
     assert result["steps"] == alone.steps
     assert result["acceptance_after"] == pytest.approx(alone.acceptance_after, abs=1e-5)
-    assert_same_weights(out, tmp_path / "alone", config.learning_rate / 50)
+    actual, expected = weights(out), weights(tmp_path / "alone")
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        difference = (actual[name] - expected[name]).square().mean().sqrt()
+        assert difference <= config.learning_rate / 50, name
 
 
 # --- divergence

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from distill.batches import IGNORED
-from distill.config import FinetuneConfig
+from distill.config import FinetuneConfig, LoraConfig
 from distill.finetune import check_packing, finetune, finetune_trainer
 from distill.texts import Rows, collate, make_rows
 from distill.toy import language_model
@@ -30,6 +30,7 @@ from recipes import train_draft
 from recipes.config import parse
 from recipes.layout import finetuned_stage
 from recipes.run import run_stage
+from specdata.draft_vocabulary import kept_tokens, reduce_vocabulary
 from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
 from specdata.models import load_model, load_tokenizer
 from specdata.prompts.chat_templates import assistant_mask, chat_ids
@@ -338,6 +339,7 @@ def test_a_draft_learns_conversations_and_becomes_an_ordinary_folder(
     ids = (tmp_path / "draft" / "tokenizer.json").read_bytes()
     assert ids == (pair / "target" / "tokenizer.json").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "talks.jsonl"]
+    assert json.loads((tmp_path / "draft" / "history.json").read_text())["steps"]
     # A finished one is read, not run again; other texts are another training.
     written = (tmp_path / "draft" / "model.safetensors").stat()
     assert tuned(pair, tmp_path / "draft", wanted) == result
@@ -345,6 +347,47 @@ def test_a_draft_learns_conversations_and_becomes_an_ordinary_folder(
     lines(file, talks(41))
     with pytest.raises(ManifestError, match="texts"):
         tuned(pair, tmp_path / "draft", wanted)
+
+
+def test_a_draft_with_a_reduced_vocabulary_learns_what_it_can_propose(
+    pair: Path, file: Path, tmp_path: Path
+) -> None:
+    """Its loss is that of the same draft with all rows, over the tokens that are kept."""
+    whole, tokenizer = load_model(str(pair / "draft")), load_tokenizer(str(pair / "target"))
+    rows, kept = made(config(file)), list(range(0, 409, 2))
+    reduced = copy.deepcopy(whole)
+    reduce_vocabulary(reduced, kept)
+    trainer = finetune_trainer(reduced, tokenizer, rows, tmp_path / "work", config(file), seed=0)
+    batch = trainer.data_collator([rows.dataset[0], rows.dataset[1]])
+    labels = collate(0, 409, packed=True)([rows.dataset[0], rows.dataset[1]])["labels"][:, 1:]
+    with torch.no_grad():
+        ours = trainer.compute_loss(trainer.model, dict(batch))
+        del batch["labels"]
+        logits = whole(**batch, use_cache=False).logits[:, :-1]
+    proposable = torch.isin(labels, torch.tensor(kept))
+    assert 0 < proposable.sum() < (labels != IGNORED).sum()
+    among = logits[..., kept].log_softmax(-1)[proposable]
+    expected = -among.gather(-1, labels[proposable, None] // 2).mean()
+    torch.testing.assert_close(ours, expected)
+    # Through the whole training, and the folder is one of such a draft.
+    save_model(reduced, tmp_path / "reduced/draft")
+    tokenizer.save_pretrained(tmp_path / "reduced/draft")
+    shutil.copytree(pair / "target", tmp_path / "reduced/target")
+    result = tuned(tmp_path / "reduced", tmp_path / "out", config(file))
+    assert result["loss_last"] < result["loss_first"]
+    tuned_draft = load_model(str(tmp_path / "out"))
+    assert torch.equal(kept_tokens(tuned_draft), torch.tensor(kept))
+
+
+def test_adapters_are_trained_and_merged(pair: Path, file: Path, tmp_path: Path) -> None:
+    given = {"target": pair / "target", "draft": pair / "draft", "rollouts": None, "seed": 0}
+    lora = LoraConfig(rank=4)
+    result = finetune(**given, out=tmp_path / "out", config=config(file, epochs=6), lora=lora)
+    assert result["loss_last"] < result["loss_first"]
+    before, after = weights(pair / "draft"), weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in after if "_proj" in name}
 
 
 def shipped(pair: Path, tmp_path: Path, *arguments: str) -> list[str]:

@@ -105,7 +105,8 @@ def survival(tree: Tree, ranks: Reals) -> Reals:
             raise ValueError(f"the trace knows {known} ranks, and a node has {len(node)} children")
         made = np.concatenate([ones, np.zeros((depth_of(node), rollouts, width))])
         for child in set(node):
-            weight = sum(ranks[..., rank] for rank, each in enumerate(node) if each == child)
+            of_child = [rank for rank, each in enumerate(node) if each == child]
+            weight = ranks[..., of_child].sum(axis=-1)
             further = below(child)
             made[1, :, :] += weight
             made[2 : 1 + len(further), :, :-1] += weight[:, :-1] * further[1:, :, 1:]

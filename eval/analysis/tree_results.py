@@ -110,7 +110,8 @@ class Candidate(Strict):
         if self.family == "chain":
             return f"K={self.depth}"
         if self.family == "static tree":
-            return f"{self.nodes} nodes, {self.depth} deep"
+            form = "a chain" if self.nodes == self.depth else f"{self.depth} deep"
+            return f"{self.nodes} nodes, {form}"
         return "x".join(map(str, self.widths))
 
 

@@ -1,7 +1,5 @@
 """Search for the best draft tree: by the acceptance trace and measured times, then by the clock.
 
-    python -m eval.analysis.tree_search ROLLOUTS --target TARGET --draft DRAFT
-
 Every k-configuration that follows MCSD's monotonic rule (Yang et al. 2024, arXiv:2401.06706) with
 at most 16 or 32 paths, and Sequoia's best static tree of each size, are judged by the tokens that
 they emit a round along the target's held-out text (`eval.analysis.tree_trace`) and by what their
@@ -54,9 +52,9 @@ from eval.analysis.tree_times import (
     measure_rounds,
     tree_config,
 )
-from eval.analysis.tree_trace import TreeTrace, Widths, make_trace, read_trace, write_trace
-from eval.measuring.metrics import compute_metrics, speed_ratio_interval
+from eval.analysis.tree_trace import TreeTrace, make_trace, read_trace, write_trace
 from eval.measuring.methods import MethodConfig
+from eval.measuring.metrics import compute_metrics, speed_ratio_interval
 from eval.measuring.records import PromptRecord, record_prompt
 from eval.runtime.engines import Engine
 from specdata.sampling import SamplingConfig
@@ -101,16 +99,17 @@ def search_trees(
     folder: Path,
     *,
     methods: Sequence[MethodConfig] = (),
+    rollouts: int = ROLLOUTS,
     made_of: Mapping[str, str | None],
 ) -> TreeSearch:
     """Search, and say what the methods of an evaluation should emit a round.
 
     Args:
-        rows: held-out rollouts of the target, at least one; the first `ROLLOUTS` of each prompt set
-            are read.
+        rows: held-out rollouts of the target, at least one.
         pair: the models and how they decode.
         folder: the trace is kept here, and read again if it is of the same rollouts and models.
         methods: of an evaluation.
+        rollouts: how many of each prompt set are read, the first ones.
         made_of: contents of what goes in; stored with the trace and the result.
 
     Raises:
@@ -118,7 +117,7 @@ def search_trees(
         ConfigError: if the models cannot score trees.
     """
     begun = time.perf_counter()
-    chosen = rows.select(_first_of_each(rows["dataset"], ROLLOUTS))
+    chosen = rows.select(_first_of_each(rows["dataset"], rollouts))
     trace = _trace(chosen, pair, folder / TRACE, methods, made_of)
     with progress(_generations(chosen), "trees", "generation") as bar:
         times = measure_rounds(
@@ -417,7 +416,7 @@ def _clock(
     return {name: _clocked(own, records[chain], name == chain) for name, own in records.items()}
 
 
-def _clocked(own: list[PromptRecord], chain: list[PromptRecord], is_chain: bool) -> Clocked:  # noqa: FBT001
+def _clocked(own: list[PromptRecord], chain: list[PromptRecord], is_chain: bool) -> Clocked:
     metrics, base = compute_metrics(own), compute_metrics(chain)
     assert metrics.tokens_per_second is not None
     assert base.tokens_per_second is not None

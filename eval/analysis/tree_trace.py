@@ -5,9 +5,9 @@ probability, given x, that the candidate of rank r is accepted after those befor
 and is x. For one candidate that is min(1, q(x)/p(x)).
 
 Under recursive rejection the residual after any number of rejections is (p - t q)+, normalised, for
-some t: 0 at first, and t + m(t)/z after a rejection, where m(t) = sum_x (p - t q)+ and z is the mass
-of q that is still drawn from (1 with replacement, `rrs`; without, `rrs_wor`, that of the tokens not
-yet drawn). What is left of the text's token after r rejections is (p(x) - t q(x))+, so
+some t: 0 at first, and t + m(t)/z after a rejection, where m(t) = sum_x (p - t q)+ and z is the
+mass of q that is still drawn from (1 with replacement, `rrs`; without, `rrs_wor`, that of the
+tokens not yet drawn). What is left of the text's token after r rejections is (p(x) - t q(x))+, so
 w_1 + ... + w_r = min(1, t q(x)/p(x)). With replacement that is exact. Without, t depends on which
 tokens were drawn and rejected: it is averaged over `DRAWS` seeded sequences of them, drawn from
 norm((q - p)+) as they are distributed, everything else in expectation.
@@ -221,12 +221,12 @@ class Excess:
         """Of distributions p and q, (C, V), and the text's tokens, (C,)."""
         p, q = (each.double() / each.double().sum(dim=-1, keepdim=True) for each in (p, q))
         ratio, order = torch.where(p > 0, p / q, 0.0).sort(dim=-1)
-        sums = (
+        p_before, q_before = (
             torch.nn.functional.pad(each.gather(-1, order).cumsum(dim=-1), (1, 0))
             for each in (p, q)
         )
         p_x, q_x = (each.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) for each in (p, q))
-        return cls(ratio, *sums, torch.where(p_x > 0, q_x / p_x, 0.0))
+        return cls(ratio, p_before, q_before, torch.where(p_x > 0, q_x / p_x, 0.0))
 
     def __getitem__(self, chosen: slice | Tensor) -> Excess:
         """Those of some positions."""
@@ -319,7 +319,7 @@ def _draw_rejected(
     p_first, q_first = excess.p_before.gather(-1, first), excess.q_before.gather(-1, first)
 
     def summed(j: Tensor) -> Tensor:
-        """m z times the density's sum over the first j tokens, none of them above `after`."""
+        """The density's sum, times m z, over the first j tokens, none of them above `after`."""
         p_j, q_j = excess.p_before.gather(-1, j), excess.q_before.gather(-1, j)
         removed = torch.where(drawn < j, q_drawn, 0.0).sum(dim=-1, keepdim=True)
         kept = torch.where(j > first, p_j - p_first - t * (q_j - q_first), 0.0)

@@ -20,10 +20,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from eval.analysis.quality import Quality
+from eval.analysis.tree_results import TreeSearch
 from eval.measuring.results import Results
 from eval.reporting import charts
 from eval.reporting.charts import GRID, INK, LOOKS, MIN_ROUNDS, family, label, place_labels
 from eval.reporting.quality_charts import draw_places, draw_positions, draw_reliability
+from eval.reporting.trees import TITLE, draw_frontier
 from specdata.storage.files import atomic_write
 
 Draw = Callable[[Axes, Results, str], None]
@@ -185,6 +187,12 @@ def plot_quality(kind: str, quality: Quality, domains: Sequence[str]) -> Figure:
     draw = QUALITY_PLOTS[kind].draw
     with mpl.rc_context(_RC):
         return _panels(domains, HEIGHT, lambda axes, name: draw(axes, quality, name))
+
+
+def plot_trees(search: TreeSearch) -> Figure:
+    """Draw how many tokens a round drafts of each kind emit."""
+    with mpl.rc_context(_RC):
+        return _panels([TITLE], HEIGHT, lambda axes, _: draw_frontier(axes, search))
 
 
 def _panels(names: Sequence[str], height: float, draw: Callable[[Axes, str], None]) -> Figure:

@@ -14,10 +14,27 @@ from rich.table import Table
 from rich.text import Text
 
 from eval.analysis.quality import Quality
+from eval.analysis.tree_results import TreeSearch
 from eval.measuring.results import Results, Run, fastest
 from eval.reporting.findings import Finding, findings
 from eval.reporting.quality import QUALITY_COLUMNS, basis, quality_rows
 from eval.reporting.rendering import NOT_MEASURED, render
+from eval.reporting.trees import (
+    AGREEMENT_COLUMNS,
+    CAPTION,
+    TITLE,
+    TREE_COLUMNS,
+    agreement_rows,
+    headline,
+    tree_rows,
+    widest,
+)
+from eval.reporting.trees import (
+    basis as basis_of_trees,
+)
+from eval.reporting.trees import (
+    described as described_trees,
+)
 from eval.reporting.verdict import HeadVerdict
 from specdata.storage.files import write_text
 
@@ -62,6 +79,8 @@ class Context:
         head: measure of the acceptance head -> value.
         verdict: whether the head pays by the clock.
         quality: how good its probabilities are, and what it saves in replay.
+        trees: which draft tree would be best.
+        no_trees: why that is not known, a sentence; empty if nothing is to be said.
     """
 
     title: str = "Speculative decoding report"
@@ -70,6 +89,8 @@ class Context:
     head: Mapping[str, float | None] = field(default_factory=dict)
     verdict: HeadVerdict | None = None
     quality: Quality | None = None
+    trees: TreeSearch | None = None
+    no_trees: str = ""
 
     @property
     def findings(self) -> list[Finding]:
@@ -238,6 +259,8 @@ def terminal(results: Results, context: Context | None = None) -> Group:
     for finding in context.findings if context else ():
         tables.append(Text(finding.headline, style="bold"))
         tables += [Text(f"  {name}: {words}") for name, words in finding.brief.items()]
+    if context and context.trees:
+        tables.append(Text(headline(context.trees), style="bold"))
     return Group(*tables)
 
 
@@ -254,6 +277,7 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
         kinds,
         plot,
         plot_quality,
+        plot_trees,
         write_png,
     )
 
@@ -263,6 +287,8 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
     if quality := context.quality:
         for kind in QUALITY_PLOTS:
             write_png(folder / f"{kind}.png", plot_quality(kind, quality, quality.domains()))
+    if trees := context.trees:
+        write_png(folder / "trees.png", plot_trees(trees))
     path = folder / PAGE
     write_text(path, render_page(results, context))
     return path
@@ -293,7 +319,32 @@ def render_page(results: Results, context: Context) -> str:
         environment=environment_rows(results),
         models=_models(results),
         quality=None if context.quality is None else _quality_section(context.quality),
+        trees=None if context.trees is None else _tree_section(context.trees, results),
     )
+
+
+def _tree_section(search: TreeSearch, results: Results) -> dict[str, Any]:
+    """The finding, tables and drawing of the search for the best tree."""
+    from eval.reporting.plots import plot_trees, to_svg
+
+    svg = to_svg(
+        plot_trees(search),
+        prefix="trees",
+        title=TITLE,
+        description=f"{CAPTION} {described_trees(search)}",
+    )
+    return {
+        "headline": headline(search),
+        "widest": widest(search),
+        "rows": tree_rows(search),
+        "columns": TREE_COLUMNS,
+        "agreement": agreement_rows(search, results),
+        "agreement_columns": AGREEMENT_COLUMNS,
+        "title": TITLE,
+        "caption": CAPTION,
+        "drawing": Markup(svg),  # safe as above
+        "footnote": basis_of_trees(search),
+    }
 
 
 def _quality_section(quality: Quality) -> dict[str, Any]:
