@@ -25,7 +25,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.batches import IGNORED, collate
+from distill.batches import IGNORED, Row, collate
 from distill.config import OnPolicyConfig
 from specdata.rollouts.backend import sample_batch
 from specdata.sampling import SamplingConfig
@@ -33,8 +33,6 @@ from specdata.seeds import generator_for
 
 ROWS_AT_ONCE = 64
 """Rows that the draft writes together: their cache is what generation needs memory for."""
-
-Row = Mapping[str, list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +216,16 @@ def rows_of(batch: Mapping[str, Tensor]) -> list[Row]:
     """The rows that were collated to a batch (B, T): labels tell completions from prompts."""
     rows: list[Row] = []
     lengths = batch["attention_mask"].sum(dim=1).tolist()
-    for ids, labels, length in zip(
-        batch["input_ids"].tolist(), batch["labels"].tolist(), lengths, strict=True
+    for ids, labels, length, example in zip(
+        batch["input_ids"].tolist(),
+        batch["labels"].tolist(),
+        lengths,
+        batch["examples"].tolist(),
+        strict=True,
     ):
         prompt = sum(label == IGNORED for label in labels[:length])
-        rows.append({"prompt_ids": ids[:prompt], "completion_ids": ids[prompt:length]})
+        row = {"prompt_ids": ids[:prompt], "completion_ids": ids[prompt:length]}
+        rows.append(row if example < 0 else {**row, "example": example})
     return rows
 
 

@@ -38,7 +38,9 @@ from specdata.storage.resume import Settings
 from tests.random_pair import random_pair, texts_of
 
 LORA = LoraConfig(rank=4, alpha=16.0)
-QUICK = DistilConfig(epochs=4, learning_rate=2e-2, save_steps=4, lora=LORA, report_to=[])
+QUICK = DistilConfig(
+    epochs=4, learning_rate=2e-2, save_steps=4, lora=LORA, keep="last", report_to=[]
+)
 IDS = torch.arange(12).unsqueeze(0)
 
 
