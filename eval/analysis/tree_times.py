@@ -123,7 +123,10 @@ def measure_rounds(
         str(length): (length, chain_config(length, "token", sampling)) for length in CHAINS
     }
     shapes |= {
-        str(widths): (nodes_of(k_configuration(widths)), tree_config(widths, TREE_VERIFIER, sampling))
+        str(widths): (
+            nodes_of(k_configuration(widths)),
+            tree_config(widths, TREE_VERIFIER, sampling),
+        )
         for widths in TREES
     }
     timed: dict[str, list[float]] = {name: [] for name in shapes}
@@ -150,9 +153,7 @@ def measure_rounds(
     )
 
 
-def fit_rounds(
-    chains: Mapping[int, float], trees: Mapping[tuple[int, ...], float]
-) -> RoundTimes:
+def fit_rounds(chains: Mapping[int, float], trees: Mapping[tuple[int, ...], float]) -> RoundTimes:
     """Least squares of relative errors, no time below 0.
 
     Args:
