@@ -5,22 +5,122 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import PreTrainedConfig
+
+from specdata.errors import ConfigError
+from specdata.models import positions
 
 IGNORED = -100  # the Trainer counts the labels that differ from it
+
+Row = Mapping[str, Any]
+"""`prompt_ids` and `completion_ids`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Rollouts as they are trained or measured on.
+
+    Attributes:
+        rollouts: each with at least one completion token, and no more tokens than allowed.
+        cut: how many of them lost tokens of their completions.
+        left_out: how many had no completion, or lost all of it.
+    """
+
+    rollouts: Dataset
+    cut: int
+    left_out: int
+
+
+def fitted(rollouts: Dataset, max_length: int | None) -> Fitted:
+    """Cut rollouts to `max_length` tokens, and leave out those without a completion.
+
+    Raises:
+        ValueError: if none is left.
+    """
+    lengths = [
+        (len(prompt), len(completion))
+        for prompt, completion in zip(
+            rollouts["prompt_ids"], rollouts["completion_ids"], strict=True
+        )
+    ]
+    room = [
+        completion if max_length is None else min(completion, max_length - prompt)
+        for prompt, completion in lengths
+    ]
+    kept = [index for index, tokens in enumerate(room) if tokens > 0]
+    if not kept:
+        raise ValueError(
+            f"none of {len(rollouts)} rollouts has a completion token that can be learnt from: "
+            + (
+                "their completions are empty"
+                if max_length is None
+                else f"draft.max_length is {max_length}, and the shortest prompt has "
+                f"{min(prompt for prompt, _ in lengths)} tokens: raise it"
+            )
+        )
+    cut = sum(room[index] < lengths[index][1] for index in kept)
+    left_out = len(rollouts) - len(kept)
+    if not cut and not left_out:
+        return Fitted(rollouts, cut, left_out)
+    columns = rollouts.select(kept).to_dict()
+    columns["completion_ids"] = [
+        ids[: room[index]] for index, ids in zip(kept, columns["completion_ids"], strict=True)
+    ]
+    return Fitted(Dataset.from_dict(columns, features=rollouts.features), cut, left_out)
+
+
+def check_context(configs: Mapping[str, PreTrainedConfig], *rollouts: Dataset) -> None:
+    """Make sure that models have positions for every rollout.
+
+    Args:
+        configs: of each model, by its role.
+        rollouts: with `prompt_ids` and `completion_ids`.
+
+    Raises:
+        ConfigError: naming the longest rollout and the positions.
+    """
+    longest = max(
+        len(prompt) + len(completion)
+        for each in rollouts
+        for prompt, completion in zip(each["prompt_ids"], each["completion_ids"], strict=True)
+    )
+    for role, config in configs.items():
+        if longest > (limit := positions(config)):
+            raise ConfigError(
+                f"the longest rollout has {longest} tokens, but the {role} "
+                f"({config.name_or_path}) has positions for {limit}: set draft.max_length to at "
+                f"most {limit}, or take a {role} with more positions"
+            )
+
+
+class Numbered(torch.utils.data.Dataset[Row]):
+    """Rollouts that say which they are: `example` is their index."""
+
+    def __init__(self, rollouts: Dataset) -> None:
+        self.rollouts = rollouts
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+    def __getitem__(self, index: int) -> Row:
+        return {**self.rollouts[index], "example": index}
 
 
 def collate(
     pad_id: int, *, process: int = 0, processes: int = 1
-) -> Callable[[Sequence[Mapping[str, list[int]]]], dict[str, Tensor]]:
+) -> Callable[[Sequence[Row]], dict[str, Tensor]]:
     """Return the collator of rollouts: (B, T) `input_ids`, `attention_mask` and `labels`.
 
     Rows are padded on the right and ordered by length; `labels` are the completion's tokens,
     `IGNORED` elsewhere. `rows` (B,) is each row's index in the global batch, as the data set gave
     it, whatever the order and the number of processes; -1 for a row that fills an empty share.
+    `examples` (B,) is its index in the data set, where the row says it as `example`; else -1.
 
     Args:
         pad_id: fills up `input_ids`.
@@ -29,7 +129,7 @@ def collate(
         processes: among how many the rows are divided.
     """
 
-    def batch(given: Sequence[Mapping[str, list[int]]]) -> dict[str, Tensor]:
+    def batch(given: Sequence[Row]) -> dict[str, Tensor]:
         nothing = {"prompt_ids": given[0]["prompt_ids"][:1], "completion_ids": []}
         order = sorted(range(len(given)), key=lambda index: _length(given[index]))
         share = order[process::processes] or [-1]
@@ -48,12 +148,13 @@ def collate(
             "attention_mask": attention,
             "labels": labels,
             "rows": torch.tensor(share),
+            "examples": torch.tensor([row.get("example", -1) for row in rows]),
         }
 
     return batch
 
 
-def _length(row: Mapping[str, list[int]]) -> int:
+def _length(row: Row) -> int:
     return len(row["prompt_ids"]) + len(row["completion_ids"])
 
 

@@ -27,7 +27,7 @@ from distill.adapters import (
     set_weights,
     trained_weights,
 )
-from distill.batches import content_of
+from distill.batches import Fitted, check_context, content_of, fitted
 from distill.callbacks import (
     Pace,
     Watch,
@@ -45,7 +45,7 @@ from distill.watch import SCORE_IN_WORDS, HeldOut
 from specdata.errors import TrainingDivergedError
 from specdata.history import History, Measurement
 from specdata.model_folder import copy_tokenizer
-from specdata.models import load_model, load_tokenizer
+from specdata.models import load_generation, load_model, load_tokenizer
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import atomic_folder, fingerprint, write_json
@@ -63,7 +63,9 @@ class DistilResult:
     `acceptance_before` and `acceptance_after` are means of sum_x min(p, q) over `positions`
     completion positions: the probability that a drafted token is accepted there. `before` and
     `after` have more, for each prompt set, too. The draft's weights are those after `kept_step` of
-    `steps` optimizer steps; 0 are those it started from. Earlier versions stored the first four.
+    `steps` optimizer steps; 0 are those it started from. Of the training rollouts, `cut` were
+    longer than `max_length`, and `left_out` had no completion, or none that was not cut. Earlier
+    versions stored the first four.
     """
 
     acceptance_before: float
@@ -73,6 +75,8 @@ class DistilResult:
     kept_step: int | None = None
     before: Measurement | None = None
     after: Measurement | None = None
+    cut: int = 0
+    left_out: int = 0
 
 
 def distil(
@@ -106,12 +110,12 @@ def distil(
         teacher_dtype: precision of the frozen target: the one it is served in.
 
     Raises:
-        ConfigError: if a model cannot be loaded.
+        ConfigError: if a model cannot be loaded, or has fewer positions than a rollout tokens.
         TrainingDivergedError: if a loss, gradient or weight is not finite.
         VocabularyMismatchError: if the models do not share a vocabulary.
         ManifestError: if `out` or its checkpoints were made with other settings, or its checkpoints
             are damaged.
-        ValueError: if a data set is empty.
+        ValueError: if a data set is empty, or without a completion.
     """
     for name, rollouts in (("train", train), ("dev", dev)):
         if len(rollouts) == 0:
@@ -139,6 +143,9 @@ def distil(
     state = join_processes()
     tokenizer = load_tokenizer(str(target))
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))
+    fit, dev = fitted(train, config.max_length), fitted(dev, config.max_length).rollouts
+    configs = {"target": load_generation(str(target))[0], "draft": load_generation(str(draft))[0]}
+    check_context(configs, fit.rollouts, dev)
     # Before any training arguments exist, or ZeRO-3 would split the frozen teacher too.
     teacher = load_model(str(target), dtype=teacher_dtype)
     student = load_student(str(draft), config.lora, seed=seed)
@@ -148,7 +155,7 @@ def distil(
 
     history = History(kept_step=0)
     if config.epochs > 0:
-        trainer = draft_trainer(teacher, student, train, _work(out), config, sampling, seed)
+        trainer = draft_trainer(teacher, student, fit.rollouts, _work(out), config, sampling, seed)
         for callback in (*reports, Pace(trainer)):
             trainer.add_callback(callback)
         history, weights = _trained(trainer, plain, held_out, config, settings)
@@ -169,7 +176,7 @@ def distil(
             remedy=settings.remedy,
         )
     if before is not None:
-        _save(replace(history, before=before, after=after), plain, target, out, settings)
+        _save(replace(history, before=before, after=after), fit, plain, target, out, settings)
     state.wait_for_everyone()
     return _stored(out)
 
@@ -210,7 +217,12 @@ def _trained(
 
 
 def _save(
-    history: History, plain: PreTrainedModel, target: str | Path, out: Path, settings: Settings
+    history: History,
+    fit: Fitted,
+    plain: PreTrainedModel,
+    target: str | Path,
+    out: Path,
+    settings: Settings,
 ) -> None:
     """Make the model folder, with the result and the history beside the weights."""
     before, after = history.before, history.after
@@ -224,6 +236,8 @@ def _save(
         kept_step=history.kept_step,
         before=before,
         after=after,
+        cut=fit.cut,
+        left_out=fit.left_out,
     )
     with atomic_folder(out) as temporary:
         save_model(plain, temporary)

@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 
 from distill.adapters import base_of
-from distill.batches import IGNORED, collate
+from distill.batches import IGNORED, Numbered, collate
 from distill.chunked import chunked_loss
 from distill.config import DistilConfig
 from distill.losses import LOSSES
-from distill.on_policy import DraftTexts, whole_model
+from distill.on_policy import DraftTexts, copy_to_write, whole_draft
+from distill.teacher import Teacher
 from distill.training import Schedule, training_arguments, whole_batches
 from specdata.lm_head import find_lm_head
 from specdata.models import end_ids, positions
@@ -40,7 +41,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        teacher: PreTrainedModel,
+        teacher: Teacher,
         config: DistilConfig,
         sampling: SamplingConfig,
         texts: DraftTexts | None = None,
@@ -48,8 +49,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         super().__init__(**rest)
         self.student: torch.nn.Module = rest["model"]  # `model` may be wrapped by an engine
-        self.teacher = teacher.eval().requires_grad_(False)
-        self.teacher_head = find_lm_head(teacher)
+        self.teacher = teacher
         self.student_head = find_lm_head(base_of(self.student.eval()))
         self.objective = LOSSES[config.objective]
         self.warp = config.warp
@@ -57,6 +57,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         self.sampling = sampling
         self.batch_size = config.batch_size
         self.texts = texts
+        self.duplicate = texts and copy_to_write(rest["model"], self.accelerator)
         self.model_accepts_loss_kwargs = True  # whatever the model: it is our loss that counts
 
     def get_train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
@@ -70,8 +71,8 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         if self.texts is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
         batches = list(islice(epoch_iterator, num_batches))
-        with whole_model(self.model_wrapped, self.accelerator) as draft:
-            batches = self.texts.into(batches, draft, self.state.global_step)
+        draft = whole_draft(self.accelerator.unwrap_model(self.model_wrapped), self.duplicate)
+        batches = self.texts.into(batches, draft, self.state.global_step)
         return super().get_batch_samples(iter(batches), len(batches), device)  # type: ignore[no-any-return]
 
     def compute_loss(
@@ -88,14 +89,13 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         """
         ids, attention = inputs["input_ids"], inputs["attention_mask"]
         chosen = inputs["labels"][:, 1:] != IGNORED
-        with torch.inference_mode():
-            taught = self.teacher_head.trained_states(ids, attention)[:, :-1][chosen]
+        taught = self.teacher.states(inputs)
 
         def loss(q_logits: Tensor, chunk: slice) -> Tensor:
             # The teacher is as in serving, whatever the precision that the draft trains in.
             with torch.autocast(ids.device.type, enabled=False):
                 with torch.no_grad():
-                    p_logits = self.teacher_head.logits(taught[chunk])
+                    p_logits = self.teacher.head.logits(taught[chunk])
                 return self._divergence(q_logits, p_logits)
 
         def total() -> Tensor:
@@ -168,18 +168,21 @@ def draft_trainer(
         learning_rate=config.learning_rate,
         warmup_ratio=config.warmup_ratio,
         save_steps=config.save_steps,
+        gradient_checkpointing=config.gradient_checkpointing,
     )
     pad_id = teacher.generation_config.pad_token_id
     # Padding is masked everywhere, so any id will do where a model names none.
     pad_id = 0 if pad_id is None else pad_id
+    # Each process keeps all rows; reading them once is worth it if it would read more otherwise.
+    is_kept = config.epochs > state.num_processes
     return DistilTrainer(
-        teacher=teacher,
+        teacher=Teacher(teacher, train if is_kept else None),
         config=config,
         sampling=sampling,
         texts=_draft_texts(teacher, student, config, sampling, seed, pad_id),
         model=student,
         args=training_arguments(work, schedule, seed=seed),
-        train_dataset=train,
+        train_dataset=Numbered(train),
         data_collator=collate(
             pad_id,
             process=state.process_index,

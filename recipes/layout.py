@@ -24,7 +24,7 @@ from specdata.storage.resume import Settings, defaults_of
 ORDER = ("pair", "rollouts", "initial", "finetuned", "draft", "labels", "head", "eval", "release")
 # Version of what release folders hold: raise it when cards or files change, so that finished runs
 # make theirs again. Runs that stored none are older than it.
-RELEASE_FORMAT = 3
+RELEASE_FORMAT = 4
 # Bytes a stored token takes at most, measured on the demo: an id; an id, a drafted id and eight
 # numbers; an id and a number for each further draw or kept logit. A prompt's own ids come on top.
 ROLLOUT_TOKEN, LABEL_TOKEN, PAIR = 4, 40, 8

@@ -237,7 +237,7 @@ def by_autograd(
         ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
         begin, end = len(row["prompt_ids"]) - 1, ids.shape[1] - 1
         with torch.no_grad():
-            p = trainer.teacher(ids).logits[0, begin:end]
+            p = trainer.teacher.model(ids).logits[0, begin:end]
         q = nn.functional.pad(student(ids).logits[0, begin:end], (0, 2), value=-torch.inf)
         if warp == "sampler":
             p, q = probabilities(p, sampling).log(), q / (sampling.temperature or 1.0)

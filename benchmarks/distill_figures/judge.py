@@ -1,11 +1,10 @@
 """How good a draft is, from held-out rollouts of its target: exact expectations, no draws.
 
 A rollout's tokens x are distributed as those that speculative decoding emits, whatever the draft,
-so the expected rounds of decoding follow from the ratios q/p at the tokens alone. Given that x was
-emitted, token verification has accepted the first k tokens of a round with probability
-prod_(i<=k) min(1, q(x_i)/p(x_i)), block verification with min_(j<=k) prod_(i<=j) q(x_i)/p(x_i): its
-P(tau >= k | draft) of Sun et al. (arXiv:2403.10444, Theorem 2) times q/p of the prefix. The
-probability that a round starts at a token is carried from left to right.
+so the rounds of decoding follow from the ratios q/p at the tokens alone. How many tokens a round
+that starts at a position accepts is worked out in `specdata.expected_tokens`, whose means over all
+positions are what training watches. Here the probability that a round starts at a position is
+carried from left to right as well: then rounds and drafted tokens are those of decoding.
 """
 
 from __future__ import annotations

@@ -1,0 +1,106 @@
+"""What the frozen target says of the training rollouts: computed once, and kept in memory.
+
+A draft passes over the same rollouts several times, and the target says the same of them each time.
+So its last hidden states at the completion positions are kept, as far as `KEPT_BYTES` go; its
+output matrix makes logits of them again, a chunk at a time. Rollouts are read in batches of like
+length, which depend on the data alone: what is kept has the same bits whatever the order of
+training, so nothing is to be stored for a killed run to go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from distill.batches import IGNORED, collate
+from specdata.labels.labeller import by_length, tokens_at_once
+from specdata.lm_head import find_lm_head
+
+KEPT_BYTES = 1 << 30
+"""States that are kept in memory, in bytes, in each process; other rows are read at every pass."""
+
+
+class Teacher:
+    """A frozen target beside the draft that learns from it."""
+
+    def __init__(self, model: PreTrainedModel, rollouts: Dataset | None = None) -> None:
+        """Choose what is kept.
+
+        Args:
+            model: the target.
+            rollouts: what the draft trains on, if it pays to keep what the target says of it.
+        """
+        self.model = model.eval().requires_grad_(False)
+        self.head = find_lm_head(self.model)
+        self._kept: dict[int, Tensor] = {}
+        self._rollouts = rollouts
+        self._group: dict[int, list[int]] = {}
+        if rollouts is not None:
+            self._plan(rollouts)
+
+    def states(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the last hidden states at the labelled positions of a batch, row after row.
+
+        Args:
+            batch: of `distill.batches.collate`. A row with an index in `examples` is that rollout;
+                one with -1 carries other text, and is read.
+
+        Returns:
+            (N, H), or (N, V) logits if `head.embedding` is None; no gradient reaches them.
+        """
+        examples = batch["examples"].tolist()
+        parts: dict[int, Tensor] = {}
+        for row, example in enumerate(examples):
+            if example in self._group:
+                parts[row] = self._state_of(example).to(batch["labels"].device)
+        others = [row for row in range(len(examples)) if row not in parts]
+        if others:
+            chosen = torch.tensor(others, device=batch["labels"].device)
+            parts |= dict(zip(others, self._read(batch, chosen), strict=True))
+        return torch.cat([parts[row] for row in range(len(examples))])
+
+    def _plan(self, rollouts: Dataset) -> None:
+        """Divide the first rollouts, as many as can be kept, into batches of like length."""
+        sizes = [
+            (len(prompt) + len(completion), len(completion))
+            for prompt, completion in zip(
+                rollouts["prompt_ids"], rollouts["completion_ids"], strict=True
+            )
+        ]
+        width = self.head.vocabulary
+        if self.head.embedding is not None:
+            width = self.model.config.get_text_config().hidden_size
+        room, lengths = KEPT_BYTES // (width * self.model.dtype.itemsize), []
+        for length, completion in sizes:
+            room -= completion
+            if room < 0:
+                break
+            lengths.append(length)
+        for group in by_length(lengths, tokens_at_once(self.head)):
+            self._group |= dict.fromkeys(group, group)
+
+    def _state_of(self, example: int) -> Tensor:
+        """What is kept of a rollout; it is read with its whole group when it is first wanted."""
+        if example not in self._kept:
+            assert self._rollouts is not None
+            group = self._group[example]
+            batch = collate(0)([self._rollouts[index] for index in group])
+            batch = {name: values.to(self.model.device) for name, values in batch.items()}
+            states = self._read(batch, torch.arange(len(group), device=self.model.device))
+            for place, state in zip(batch["rows"].tolist(), states, strict=True):
+                self._kept[group[place]] = state.cpu()
+        return self._kept[example]
+
+    @torch.inference_mode()
+    def _read(self, batch: Mapping[str, Tensor], rows: Tensor) -> tuple[Tensor, ...]:
+        """The states at the labelled positions of some rows, for each row."""
+        attention = batch["attention_mask"][rows]
+        longest = int(attention.sum(dim=1).max())
+        chosen = batch["labels"][rows, 1:longest] != IGNORED
+        ids = batch["input_ids"][rows, :longest]
+        states = self.head.trained_states(ids, attention[:, :longest])[:, :-1][chosen]
+        return states.split_with_sizes(chosen.sum(dim=1).tolist())

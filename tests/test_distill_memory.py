@@ -1,0 +1,269 @@
+"""What distillation takes of memory and time: chunks, kept states, lengths, precision."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from distill import teacher as teachers
+from distill.batches import Numbered, check_context, collate, fitted
+from distill.config import DistilConfig
+from distill.distillation import distil
+from distill.teacher import Teacher
+from distill.trainer import DistilTrainer, draft_trainer
+from specdata.errors import ConfigError
+from specdata.models import load_model
+from specdata.sampling import SamplingConfig
+from tests.random_pair import random_pair, texts_of
+from tests.tiny import tiny_llama
+
+BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "distill_memory.py"
+QUICK = DistilConfig(epochs=2, learning_rate=1e-3, report_to=[], eval_rollouts=2)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    random_pair(folder)
+    return folder
+
+
+def trainer_of(pair: Path, work: Path, rows: int = 8, **settings: object) -> DistilTrainer:
+    trainer = draft_trainer(
+        load_model(str(pair / "target")),
+        load_model(str(pair / "draft")),
+        texts_of(pair, rows, seed=1),
+        work,
+        DistilConfig(**{**QUICK.model_dump(), **settings}),
+        SamplingConfig(),
+        seed=0,
+    )
+    assert isinstance(trainer, DistilTrainer)
+    return trainer
+
+
+def gradients(trainer: DistilTrainer) -> dict[str, Tensor]:
+    """Gradients of the first batch, in the mode of training."""
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.student.train()
+    trainer.student.zero_grad()
+    count = (batch["labels"] != -100).sum()
+    trainer.compute_loss(trainer.student, batch, num_items_in_batch=count).backward()
+    return {name: each.grad for name, each in trainer.student.named_parameters()}
+
+
+# --- what the target says
+
+
+def rows() -> Dataset:
+    lengths = [(3, 4), (1, 9), (5, 2), (2, 7), (4, 1), (1, 1)]
+    return Dataset.from_list(
+        [
+            {
+                "prompt_ids": [(7 * index + place) % 23 for place in range(prompt)],
+                "completion_ids": [(11 * index + 3 * place) % 23 for place in range(completion)],
+            }
+            for index, (prompt, completion) in enumerate(lengths)
+        ]
+    )
+
+
+def batches(size: int) -> Iterator[dict[str, Tensor]]:
+    numbered = Numbered(rows())
+    for start in range(0, len(numbered), size):
+        yield collate(0)([numbered[index] for index in range(start, start + size)])
+
+
+def test_what_is_kept_of_the_target_is_what_it_says_and_is_read_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, read = tiny_llama(0, vocab=23), []
+    kept, live = Teacher(model, rows()), Teacher(model)
+    model.register_forward_pre_hook(lambda *_: read.append(1))
+    model.model.register_forward_pre_hook(lambda *_: read.append(1))
+    for _ in range(3):
+        for batch in batches(2):
+            torch.testing.assert_close(kept.states(batch), live.states(batch))
+    assert len(read) == 1 + 9  # all six rows in one batch, and every batch at every pass
+    # No more is kept than fits: three rows have 4 + 9 + 2 positions of 16 doubles.
+    monkeypatch.setattr(teachers, "KEPT_BYTES", 15 * 16 * 8)
+    part = Teacher(model, rows())
+    read.clear()
+    for _ in range(2):
+        for batch in batches(2):
+            torch.testing.assert_close(part.states(batch), live.states(batch))
+    assert len(read) == (1 + 2 + 2) + 6  # the second batch has one of the others, the third two
+
+
+def test_what_is_kept_has_the_same_bits_whatever_the_order_of_training() -> None:
+    """So a killed run, which reads the rollouts in the order of what is left, goes on exactly."""
+    model = tiny_llama(0, vocab=23).float()
+    one, other = Teacher(model, rows()), Teacher(model, rows())
+    forwards = [one.states(batch) for batch in batches(2)]
+    backwards = [other.states(batch) for batch in reversed(list(batches(2)))]
+    for ours, theirs in zip(forwards, reversed(backwards), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_other_text_than_the_rollouts_is_read(pair: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(pair, tmp_path, on_policy={"share": 0.5, "length": 3})
+    batch, _ = trainer.get_batch_samples(
+        iter(trainer.get_train_dataloader()), 1, torch.device("cpu")
+    )
+    assert sorted((batch[0]["examples"] < 0).tolist()) == 4 * [False] + 4 * [True]
+    live = Teacher(trainer.teacher.model)
+    torch.testing.assert_close(
+        trainer.teacher.states(batch[0]), live.states(batch[0]), rtol=1e-4, atol=1e-5
+    )
+
+
+# --- lengths
+
+
+def test_rollouts_that_are_too_long_are_cut_and_those_without_a_completion_left_out() -> None:
+    fit = fitted(rows(), 5)
+    assert (fit.cut, fit.left_out) == (3, 1)
+    assert [len(ids) for ids in fit.rollouts["completion_ids"]] == [2, 4, 3, 1, 1]
+    assert fit.rollouts["prompt_ids"] == [rows()["prompt_ids"][index] for index in (0, 1, 3, 4, 5)]
+    whole = fitted(rows(), None)
+    assert (whole.rollouts.to_list(), whole.cut, whole.left_out) == (rows().to_list(), 0, 0)
+    assert fitted(rows(), 10).rollouts.to_list() == rows().to_list()
+    empty = Dataset.from_list([{"prompt_ids": [1, 2], "completion_ids": []}, rows()[0]])
+    assert (fitted(empty, None).left_out, fitted(empty, None).rollouts.to_list()) == (
+        1,
+        [rows()[0]],
+    )
+
+
+def test_rollouts_of_which_nothing_can_be_learnt_are_refused_before_a_model_is_loaded(
+    pair: Path, tmp_path: Path
+) -> None:
+    empty = Dataset.from_dict({"prompt_ids": [[5, 6]], "completion_ids": [[]]})
+    empty = empty.cast(texts_of(pair, 1, seed=1).features)
+    with pytest.raises(ValueError, match=r"none of 1 rollouts .* their completions are empty"):
+        run(pair, tmp_path / "out", train=empty)
+    with pytest.raises(
+        ValueError, match=r"max_length is 2, and the shortest prompt has \d+ tokens"
+    ):
+        run(pair, tmp_path / "out", max_length=2)
+    assert not list(tmp_path.iterdir())
+
+
+def run(pair: Path, out: Path, *, train: Dataset | None = None, **settings: object) -> object:
+    return distil(
+        target=pair / "target",
+        draft=pair / "draft",
+        train=texts_of(pair, 8, seed=1) if train is None else train,
+        dev=texts_of(pair, 2, seed=2),
+        out=out,
+        config=DistilConfig(**{**QUICK.model_dump(), **settings}),
+        sampling=SamplingConfig(),
+        seed=0,
+    )
+
+
+def test_the_result_says_what_was_cut_and_left_out(pair: Path, tmp_path: Path) -> None:
+    lengths = [len(row["prompt_ids"]) for row in texts_of(pair, 8, seed=1)]
+    shortest = min(lengths)
+    result = run(pair, tmp_path / "out", max_length=max(lengths) + 1, epochs=1)
+    assert (result.cut, result.left_out) == (8, 0)
+    assert result == run(pair, tmp_path / "out", max_length=max(lengths) + 1, epochs=1)
+    assert shortest > 0
+
+
+def test_a_context_that_is_too_short_is_refused_with_both_numbers(
+    pair: Path, tmp_path: Path
+) -> None:
+    short = LlamaConfig(max_position_embeddings=8)
+    short.name_or_path = "small"
+    check_context({"draft": short}, fitted(rows(), 8).rollouts)
+    with pytest.raises(ConfigError) as refusal:
+        check_context({"draft": short}, rows())
+    assert str(refusal.value) == (
+        "the longest rollout has 10 tokens, but the draft (small) has positions for 8: set "
+        "draft.max_length to at most 8, or take a draft with more positions"
+    )
+    for role in ("target", "draft"):
+        path = pair / role / "config.json"
+        before = path.read_text()
+        path.write_text(json.dumps({**json.loads(before), "max_position_embeddings": 6}))
+        try:
+            with pytest.raises(ConfigError, match=f"but the {role} .* has positions for 6"):
+                run(pair, tmp_path / "out")
+        finally:
+            path.write_text(before)
+    assert not list(tmp_path.iterdir())
+
+
+# --- memory and precision
+
+
+def test_gradient_checkpointing_changes_no_gradient(pair: Path, tmp_path: Path) -> None:
+    plain = trainer_of(pair, tmp_path / "plain")
+    saving = trainer_of(pair, tmp_path / "saving", gradient_checkpointing=True)
+    saving.train()  # which turns it on
+    runs = []
+    saving.student.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    saving.student.load_state_dict(plain.student.state_dict())
+    expected, found = gradients(plain), gradients(saving)
+    assert len(runs) == 2  # forward, and again backward
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0.0, atol=0.0)
+
+
+def test_bfloat16_is_of_the_forward_and_the_weights_that_move_are_float32(
+    pair: Path, tmp_path: Path
+) -> None:
+    """A norm's weights are 1 and a step moves them by less than half of bfloat16's spacing there,
+    1/256: a draft kept in bfloat16 would never move them."""
+    trainer = trainer_of(pair, tmp_path, precision="bfloat16", learning_rate=1e-4)
+    seen: set[torch.dtype] = set()
+    for module in trainer.student.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda _, __, output: seen.add(output.dtype))
+    before = {name: each.clone() for name, each in trainer.student.named_parameters()}
+    trainer.train()
+    assert seen == {torch.bfloat16}
+    norms = [name for name in before if "norm" in name]
+    assert len(norms) == 3
+    for name, parameter in trainer.student.named_parameters():
+        assert parameter.dtype == torch.float32
+        moved = parameter - before[name]
+        assert moved.abs().max() > 0, name
+        if name in norms:
+            assert moved.abs().max() < 1 / 512
+            assert torch.equal(parameter.bfloat16(), before[name].bfloat16())
+
+
+def test_bfloat16_gradients_are_those_of_float32_up_to_its_rounding(
+    pair: Path, tmp_path: Path
+) -> None:
+    wide = gradients(trainer_of(pair, tmp_path / "wide"))
+    narrow = gradients(trainer_of(pair, tmp_path / "narrow", precision="bfloat16"))
+    for name, gradient in wide.items():
+        error = (narrow[name] - gradient).norm() / gradient.norm()
+        assert 0 < error < 0.05, (name, float(error))  # bfloat16 rounds by up to 0.4%
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_positions_times_vocabulary() -> None:
+    """The logits of one model alone would be 1 GiB in float32, and autograd's share 13 GiB."""
+    case = {"rows": 4, "completion": 512, "vocabulary": 131072}
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARK), "--case", json.dumps(case)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert json.loads(done.stdout)["peak_mib"] < 1536
