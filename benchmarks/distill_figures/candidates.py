@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 COUNTS = (1, 4)
 SEED = 0
-EVERY = 16
-"""The optimum is found position by position, so only for one in so many."""
-
 Rule = Callable[[Tensor, Tensor, int, torch.Generator], Tensor]
 """(p (n, V), q (n, V), k, generator) -> (n,) probability that one of k candidates is accepted."""
 
@@ -102,9 +99,8 @@ def _domain(judge: Judge, model: PreTrainedModel, domain: str) -> dict[str, Any]
     sums = {(name, k): np.zeros((2, rows)) for name in RULES for k in COUNTS}
     for p, q, row in judge.distributions(model, domain):
         for (name, k), total in sums.items():
-            here = slice(None, None, EVERY if name == "optimum" else None)
-            values = RULES[name](p[here], q[here], k, generator).double().numpy()
-            total += [np.bincount(row[here], w, rows) for w in (values, np.ones(len(values)))]
+            values = RULES[name](p, q, k, generator).double().numpy()
+            total += [np.bincount(row, w, rows) for w in (values, np.ones(len(values)))]
     drawn = resamples(rows)
     found: dict[str, Any] = {name: {} for name in RULES}
     for (name, k), (accepted, positions) in sums.items():

@@ -46,7 +46,7 @@ STARTS: Mapping[str, Sized | Initial] = {
         f"{layers} of the target's layers, {choose}": Initial(
             {"kind": "target", "layers": layers, "choose": choose}
         )
-        for layers, choose in ((1, "first"), (2, "first"), (2, "even"), (2, "search"))
+        for layers, choose in ((2, "even"), (2, "search"))
     },
     **{
         f"1 x 128, {size} tokens": Initial({"kind": "model", "vocabulary": size})
