@@ -130,7 +130,9 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Measure, if it is time."""
         if state.global_step % self.every == 0 or state.global_step >= state.max_steps:
+            loss_is_due = control.should_log
             self._measure(args, state)
+            control.should_log = loss_is_due  # which the log of a measurement resets
 
     def _measure(self, args: TrainingArguments, state: TrainerState) -> None:
         # All processes take part where each holds only a share of the weights.

@@ -27,7 +27,7 @@ from distill.adapters import (
     trained_weights,
 )
 from distill.batches import content_of
-from distill.callbacks import history_of
+from distill.callbacks import Pace, history_of
 from distill.checkpoint import newest_complete
 from distill.config import FinetuneConfig, LoraConfig
 from distill.texts import Rows, collate, stored_rows
@@ -117,6 +117,7 @@ def finetune(
     if config.packing:
         check_packing(base_of(plain), rows.dataset)
     trainer = finetune_trainer(student, tokenizer, rows, _work(out), config, seed)
+    trainer.add_callback(Pace(trainer))
     train_resumably(trainer, _work(out), settings, label=LABEL)
     weights = trained_weights(trainer)
     if not all(parameter.isfinite().all() for parameter in student.parameters()):

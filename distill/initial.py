@@ -412,6 +412,11 @@ def _share(
         }:
             raise ValueError("its weights have other shapes")
         ours.update(theirs)
+    # GPT-2 may scale attention by the number of the layer.
+    if getattr(module, "scale_attn_by_inverse_layer_idx", False) and (
+        module.layer_idx != source.layer_idx
+    ):
+        raise ValueError("it scales attention by the number of its layer")
     # What a whole model notes of itself, such as its folder, decides nothing.
     for key, value in [] if isinstance(module, PreTrainedModel) else list(vars(module).items()):
         there = vars(source).get(key)

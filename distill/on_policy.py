@@ -15,14 +15,14 @@ a batch of another shape moves a cumulative probability past a uniform.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from distill.batches import IGNORED, Row, collate
@@ -182,27 +182,34 @@ class DraftTexts:
         return generator_for(self.seed, "on-policy", *key)
 
 
-@contextmanager
-def whole_model(wrapped: nn.Module, accelerator: Accelerator) -> Iterator[PreTrainedModel]:
-    """The model inside an engine's wrapper, which this process may call as often as it likes.
+def copy_to_write(draft: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel | None:
+    """A copy of a draft whose weights ZeRO-3 is about to split among processes; None elsewhere.
 
-    Under ZeRO-3 its weights are gathered meanwhile (all processes must ask for it together), and
-    the hooks that would gather and split them again at each forward are away.
+    A draft in parts gathers them at each forward, on all processes together; but one process may
+    have more to write than another.
     """
-    model: PreTrainedModel = accelerator.unwrap_model(wrapped)
     plugin = accelerator.state.deepspeed_plugin
-    if plugin is None or plugin.zero_stage != 3:
-        yield model
-        return
-    from deepspeed.zero import GatheredParameters
-    from trl.models.utils import add_hooks, remove_hooks
+    return copy.deepcopy(draft) if plugin is not None and plugin.zero_stage == 3 else None
 
-    with GatheredParameters(list(wrapped.parameters())):
-        remove_hooks(wrapped)
-        try:
-            yield model
-        finally:
-            add_hooks(wrapped)
+
+def whole_draft(draft: PreTrainedModel, duplicate: PreTrainedModel | None) -> PreTrainedModel:
+    """The draft as it is now, which a process may call as often as it likes.
+
+    All processes must call this together.
+
+    Args:
+        draft: the draft in training, out of its engine's wrapper.
+        duplicate: what `copy_to_write` made of it before.
+    """
+    if duplicate is None:
+        return draft
+    import deepspeed
+
+    weights = list(draft.parameters())
+    with deepspeed.zero.GatheredParameters(weights), torch.no_grad():
+        for old, new in zip(duplicate.parameters(), weights, strict=True):
+            old.copy_(new)
+    return duplicate
 
 
 def rows_of(batch: Mapping[str, Tensor]) -> list[Row]:

@@ -19,7 +19,7 @@ from distill.batches import IGNORED, Numbered, collate
 from distill.chunked import chunked_loss
 from distill.config import DistilConfig
 from distill.losses import LOSSES
-from distill.on_policy import DraftTexts, whole_model
+from distill.on_policy import DraftTexts, copy_to_write, whole_draft
 from distill.teacher import Teacher
 from distill.training import Schedule, training_arguments, whole_batches
 from specdata.lm_head import find_lm_head
@@ -57,6 +57,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         self.sampling = sampling
         self.batch_size = config.batch_size
         self.texts = texts
+        self.duplicate = texts and copy_to_write(rest["model"], self.accelerator)
         self.model_accepts_loss_kwargs = True  # whatever the model: it is our loss that counts
 
     def get_train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
@@ -70,8 +71,8 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         if self.texts is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
         batches = list(islice(epoch_iterator, num_batches))
-        with whole_model(self.model_wrapped, self.accelerator) as draft:
-            batches = self.texts.into(batches, draft, self.state.global_step)
+        draft = whole_draft(self.accelerator.unwrap_model(self.model_wrapped), self.duplicate)
+        batches = self.texts.into(batches, draft, self.state.global_step)
         return super().get_batch_samples(iter(batches), len(batches), device)  # type: ignore[no-any-return]
 
     def compute_loss(

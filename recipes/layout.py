@@ -24,7 +24,7 @@ from specdata.storage.resume import Settings, defaults_of
 ORDER = ("pair", "rollouts", "initial", "finetuned", "draft", "labels", "head", "eval", "release")
 # Version of what release folders hold: raise it when cards or files change, so that finished runs
 # make theirs again. Runs that stored none are older than it.
-RELEASE_FORMAT = 3
+RELEASE_FORMAT = 4
 # Bytes a stored token takes at most, measured on the demo: an id; an id, a drafted id and eight
 # numbers; an id and a number for each further draw or kept logit. A prompt's own ids come on top.
 ROLLOUT_TOKEN, LABEL_TOKEN, PAIR = 4, 40, 8
@@ -345,9 +345,10 @@ def _draft_size(config: PipelineConfig) -> str:
     if toy := config.toy:
         return _bytes(_toy_bytes(toy.vocab_size, toy.draft_layers, toy.draft_width))
     assert config.models.draft is not None  # the configuration's own check
-    here = on_this_machine(config.models.draft)
+    model = base_of_adapters(config.models.draft) or config.models.draft
+    here = on_this_machine(model)
     weights = [path.stat().st_size for path in here.glob("*.safetensors")] if here else []
-    return _bytes(sum(weights)) if weights else f"as large as {config.models.draft}"
+    return _bytes(sum(weights)) if weights else f"as large as {model}"
 
 
 def _initial_bytes(config: PipelineConfig) -> int | None:

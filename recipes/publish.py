@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.measuring.results import Results, check_metrics
 from recipes.config import PipelineConfig
+from recipes.draft_training import TRAININGS, trainings_of
 from recipes.head_quality import quality_of
 from recipes.layout import (
     draft_in_use,
@@ -113,12 +114,14 @@ def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]
     """Assemble and upload; `here` becomes the stage's folder when all of it is done."""
     from eval.reporting.metadata import About
     from eval.reporting.release import release_draft, release_head
+    from eval.reporting.training import training_measures
 
     results = _results(config)
     publish, made = config.publish, {}
     shared = About(license=publish.license, language=publish.language)
     if config.draft:
         trained = stage_record(folder(config, "draft"))["results"]
+        history = trainings_of(config).get(TRAININGS["draft"])
         about = replace(
             shared,
             base_model=None if config.draft.init.kind == "fresh" else source_model(config),
@@ -126,6 +129,7 @@ def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]
             measures={
                 "acceptance before distillation": trained["acceptance_before"],
                 "acceptance after distillation": trained["acceptance_after"],
+                **(training_measures(history) if history else {}),
             },
         )
         out = here / "draft"

@@ -22,6 +22,7 @@ from eval.reporting.verdict import judge
 from recipes.best_tree import known_search, search, why_not_searched
 from recipes.checks import check_evaluation
 from recipes.config import PipelineConfig
+from recipes.draft_training import trainings_of
 from recipes.head_quality import known_quality, quality_file, quality_of
 from recipes.layout import draft_in_use, eval_stage, folder, head_in_use
 from recipes.measured import RESULTS, measured_results, names_then
@@ -307,6 +308,7 @@ def _context(config: PipelineConfig, results: Results, quality: Quality | None) 
         if config.head
         else None,
         quality=quality,
+        trainings=trainings_of(config),
         trees=known_search(config),
         no_trees=why_not_searched(config),
     )

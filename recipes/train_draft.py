@@ -45,6 +45,8 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         f"  acceptance on held-out rollouts: {result['acceptance_before']:.3f} before, "
         f"{result['acceptance_after']:.3f} after distillation"
     )
+    if result.get("kept_step") is not None:
+        say(f"  kept: the weights after step {result['kept_step']} of {result['steps']}")
     return result
 
 

@@ -18,14 +18,22 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+)
 
 from distill.batches import IGNORED
 from distill.config import FinetuneConfig, LoraConfig
 from distill.finetune import check_packing, finetune, finetune_trainer
 from distill.texts import Rows, collate, make_rows
 from distill.toy import language_model
-from distill.training import save_model
+from distill.training import save_model, train_resumably
 from recipes import train_draft
 from recipes.config import parse
 from recipes.layout import finetuned_stage
@@ -173,7 +181,7 @@ class GradientRecorder(TrainerCallback):
     def on_pre_optimizer_step(self, *_: object, model: torch.nn.Module, **__: object) -> None:
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
-            self.gradients.setdefault(name, parameter.grad.clone())
+            self.gradients.setdefault(name.removeprefix("module."), parameter.grad.clone())
 
 
 def step_gradients(pair: Path, work: Path, config: FinetuneConfig) -> dict[str, Tensor]:
@@ -317,11 +325,11 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def assert_same_weights(ours: Path, theirs: Path, tolerance: float = 0.0) -> None:
+def assert_same_weights(ours: Path, theirs: Path) -> None:
     actual, expected = weights(ours), weights(theirs)
     assert actual.keys() == expected.keys()
     for name in expected:
-        torch.testing.assert_close(actual[name], expected[name], rtol=0.0, atol=tolerance)
+        assert torch.equal(actual[name], expected[name]), name
 
 
 def test_a_draft_learns_conversations_and_becomes_an_ordinary_folder(
@@ -482,73 +490,93 @@ def test_a_training_that_diverges_is_stopped(pair: Path, file: Path, tmp_path: P
     assert not (tmp_path / "draft").exists()
 
 
-DRIVER = """
-import json, os, signal, sys
-from pathlib import Path
-import torch
-from distill import checkpoint, training
-from distill.config import FinetuneConfig
-from tests.test_finetune import tuned
+class Interruption(TrainerCallback):
+    """Ends a training after so many steps, on every process, as an exception."""
 
-torch.set_num_threads(1)
-pair, config, *outs = sys.argv[1:]
+    def __init__(self, step: int) -> None:
+        self.step = step
 
-def complete(*arguments, **named):
-    checkpoint.complete(*arguments, **named)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-for out in outs:
-    if out.endswith("killed"):
-        training.complete = complete
-        out = out.removesuffix("killed")
-    tuned(Path(pair), Path(out), FinetuneConfig(**json.loads(config)))
-"""
-TWO = ["-m", "accelerate.commands.launch", "--config_file", "launch/cpu-2.yaml"]
+    def on_step_end(self, args: object, state: TrainerState, *_: object, **__: object) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
 
 
-def run(launcher: list[str], pair: Path, config: FinetuneConfig, *outs: str | Path) -> None:
-    """Fine-tune in processes of their own, killed after the first checkpoint of "OUTkilled"."""
-    driver = Path(outs[0]).with_name("driver.py")
-    driver.write_text(DRIVER)
-    arguments = [*map(str, (driver, pair)), config.model_dump_json(), *map(str, outs)]
-    done = subprocess.run(
-        [sys.executable, *launcher, *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode == 0) != str(outs[-1]).endswith("killed"), done.stderr
+def interrupted(pair: Path, out: Path, config: FinetuneConfig, *, step: int) -> None:
+    """Fine-tune up to a step, a checkpoint lying behind."""
+
+    def training(trainer: Trainer, *arguments: Any, **named: Any) -> None:
+        trainer.add_callback(Interruption(step))
+        train_resumably(trainer, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distill.finetune.train_resumably", training)
+        with pytest.raises(KeyboardInterrupt):
+            tuned(pair, out, config)
+    assert not out.exists()
+    assert len(list(out.with_name(f"{out.name}.training").glob("checkpoint-*"))) == 1
 
 
-@pytest.mark.slow
-def test_a_killed_fine_tuning_ends_in_the_same_weights(
+def test_an_interrupted_fine_tuning_ends_in_the_same_weights(
     pair: Path, file: Path, tmp_path: Path
 ) -> None:
     wanted = config(file)
     whole = tuned(pair, tmp_path / "whole", wanted)
     out = tmp_path / "out"
-    run([], pair, wanted, f"{out}killed")
-    assert not out.exists()
+    interrupted(pair, out, wanted, step=wanted.save_steps + 2)
     with pytest.raises(ManifestError, match=r"config\.learning_rate"):
         tuned(pair, out, wanted.model_copy(update={"learning_rate": 1e-4}))
     assert tuned(shutil.copytree(pair, tmp_path / "moved"), out, wanted) == whole
     assert_same_weights(out, tmp_path / "whole")
 
 
+DRIVER = """
+import sys
+from pathlib import Path
+import torch
+from distill.config import FinetuneConfig
+from tests.test_finetune import interrupted, step_gradients, tuned
+
+torch.set_num_threads(1)
+pair, folder = map(Path, sys.argv[1:3])
+wanted, step = map(FinetuneConfig.model_validate_json, sys.argv[3:])
+gradients = step_gradients(pair, folder / "step", step)
+torch.save(gradients, folder / f"gradients-{torch.distributed.get_rank()}")
+tuned(pair, folder / "whole", wanted)
+interrupted(pair, folder / "out", wanted, step=wanted.save_steps + 1)
+tuned(pair, folder / "out", wanted)
+print("processes:", torch.distributed.get_world_size())
+"""
+TWO = ["-m", "accelerate.commands.launch", "--config_file", "launch/cpu-2.yaml"]
+
+
 @pytest.mark.slow
-def test_two_processes_train_the_same_draft_as_one_also_after_a_kill(
+def test_two_processes_take_the_steps_of_one_also_after_an_interruption(
     pair: Path, file: Path, tmp_path: Path
 ) -> None:
     # Rows do not divide evenly, and the last batch of an epoch is short.
     wanted = config(file, batch_size=3, save_steps=5)
+    rows = made(wanted).account["rows"]
+    assert rows % 2
+    step = config(file, batch_size=rows, epochs=1)
     alone = tuned(pair, tmp_path / "alone", wanted)
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    run(TWO, pair, wanted, whole, f"{out}killed")
-    assert not out.exists()
-    run(TWO, pair, wanted, out)
-    assert_same_weights(out, whole)
-    assert_same_weights(whole, tmp_path / "alone", tolerance=2e-4)
-    result = json.loads((whole / "finetuning.json").read_text())
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    texts = [wanted.model_dump_json(), step.model_dump_json()]
+    arguments = [*map(str, (driver, pair, tmp_path)), *texts]
+    done = subprocess.run(
+        [sys.executable, *TWO, *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "processes: 2" in done.stdout
+    assert_same_weights(tmp_path / "out", tmp_path / "whole")
+    gradients = step_gradients(pair, tmp_path / "step", step)
+    for process in range(2):
+        theirs = torch.load(tmp_path / f"gradients-{process}", weights_only=True)
+        assert_same_gradients(gradients, theirs)
+    result = json.loads((tmp_path / "whole" / "finetuning.json").read_text())
     assert result["loss_last"] == pytest.approx(alone["loss_last"], abs=1e-3)

@@ -47,6 +47,7 @@ from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from eval.drafts import How
 from eval.measuring.methods import MethodConfig
+from eval.measuring.results import Results
 from eval.reporting.report import Context, write_report
 from eval.reporting.trees import agreement_rows, headline
 from eval.verifiers import VERIFIERS
@@ -478,13 +479,10 @@ def test_methods_that_a_trace_covers_are_predicted_and_others_are_not(
     predicted = {(each.dataset, each.method) for each in found.predictions}
     covered = ("K=4", "block", "walk", "climb")
     assert predicted == {(name, method) for name in ("d0", "d1") for method in covered}
-    by_method = {
-        each.method: each.tokens.value for each in found.predictions if each.dataset == "d0"
-    }
+    here = [each for each in found.predictions if each.dataset == "d0"]
+    by_method = {each.method: each.tokens.value for each in here}
     assert by_method["block"] >= by_method["K=4"]
-    assert all(
-        each.tokens.low <= each.tokens.value <= each.tokens.high for each in found.predictions
-    )
+    assert all(each.tokens.low <= each.tokens.value <= each.tokens.high for each in here)
 
 
 def test_a_trace_that_is_kept_is_not_made_again(
@@ -509,9 +507,7 @@ def test_the_report_has_the_search_beside_the_chain(
     searched: tuple[TreeSearch, Path], tmp_path: Path
 ) -> None:
     found, _ = searched
-    results = synthetic_results(datasets=("d0",))
-    runs = [run.model_copy(update={"method": f"K={4 * at}"}) for at, run in enumerate(results.runs)]
-    results = results.model_copy(update={"runs": runs})
+    results = two_methods()
     page = write_report(results, tmp_path, Context(trees=found)).read_text(encoding="utf-8")
     assert headline(found) in page
     assert (tmp_path / "trees.png").is_file()
@@ -522,6 +518,14 @@ def test_the_report_has_the_search_beside_the_chain(
     assert both.cells[1] in page
     for speed, word in ((1.5, "A tree pays"), (0.5, "No tree pays"), (1.0, "not told apart")):
         assert word in headline(with_speed(found, speed))
+
+
+def two_methods() -> Results:
+    """Results of plain decoding and of one chain, which take no time to draw."""
+    results = synthetic_results(datasets=("d0",))
+    plain, other = results.runs[:2]
+    runs = [plain, other.model_copy(update={"method": "K=4"})]
+    return results.model_copy(update={"runs": runs})
 
 
 def with_speed(found: TreeSearch, speed: float) -> TreeSearch:
@@ -552,7 +556,7 @@ def test_a_run_that_cannot_search_says_why(tmp_path: Path) -> None:
     assert "nothing is timed" in why_not_searched(together)
     assert "this run has none" in why_not_searched(evaluated(tmp_path))
     rollouts = tmp_path / "rollouts"
-    write_json(rollouts / "run.json", dict.fromkeys(KEYS, {}) | {"finished": True})
+    write_json(rollouts / "run.json", {key: {} for key in KEYS} | {"finished": True})
     assert "holds no dataset" in why_not_searched(evaluated(tmp_path))
     stored = Settings({"sampling": {"temperature": 0.5}})
     rows = [lambda: [row(0, [2], [3])]]
@@ -564,7 +568,5 @@ def test_a_run_that_cannot_search_says_why(tmp_path: Path) -> None:
     assert "no set of split dev" in why_not_searched(
         evaluated(tmp_path, sets, "--sampling.temperature=0.5", "--head", "null")
     )
-    page = write_report(
-        synthetic_results(), tmp_path / "page", Context(no_trees="Because <of> it.")
-    )
+    page = write_report(two_methods(), tmp_path / "page", Context(no_trees="Because <of> it."))
     assert "Because &lt;of&gt; it." in page.read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.distill_figures.data import DOMAINS, Data, of_domains
-from distill.config import DistilConfig, FinetuneConfig
+from distill.config import TOY_POSITIONS, DistilConfig, FinetuneConfig
 from distill.distillation import distil
 from distill.finetune import finetune
 from eval.measuring.environment import describe_environment
@@ -96,6 +96,7 @@ def trained(training: Training, data: Data, *, seed: int) -> Path:
             config=FinetuneConfig(
                 epochs=training.epochs,
                 packing=False,
+                max_length=TOY_POSITIONS,
                 batch_size=training.batch_size,
                 learning_rate=training.learning_rate,
                 warmup_ratio=training.config().warmup_ratio,

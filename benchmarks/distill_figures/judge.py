@@ -1,11 +1,10 @@
 """How good a draft is, from held-out rollouts of its target: exact expectations, no draws.
 
 A rollout's tokens x are distributed as those that speculative decoding emits, whatever the draft,
-so the expected rounds of decoding follow from the ratios q/p at the tokens alone. Given that x was
-emitted, token verification has accepted the first k tokens of a round with probability
-prod_(i<=k) min(1, q(x_i)/p(x_i)), block verification with min_(j<=k) prod_(i<=j) q(x_i)/p(x_i): its
-P(tau >= k | draft) of Sun et al. (arXiv:2403.10444, Theorem 2) times q/p of the prefix. The
-probability that a round starts at a token is carried from left to right.
+so the rounds of decoding follow from the ratios q/p at the tokens alone. How many tokens a round
+that starts at a position accepts is worked out in `specdata.expected_tokens`, whose means over all
+positions are what training watches. Here the probability that a round starts at a position is
+carried from left to right as well: then rounds and drafted tokens are those of decoding.
 """
 
 from __future__ import annotations
@@ -105,45 +104,53 @@ def interval(values: Reals) -> dict[str, float]:
     return {"value": float(values[0]), "low": float(low), "high": float(high)}
 
 
-def expected_rounds(
-    ratios: Reals, lengths: Sequence[int], length: int, verifier: str
-) -> tuple[Reals, Reals]:
-    """Expected rounds, and drafted tokens, of decoding R given sequences.
+def survival(ratios: Reals, lengths: Sequence[int], longest: int, verifier: str) -> Reals:
+    """Probability that a round from each token on accepts so many tokens of R given sequences.
 
     Args:
         ratios: (R, N) q/p at their tokens.
         lengths: (R,) how many tokens each has.
-        length: most drafted tokens of a round, K; fewer at the end, where the target has to give
-            the last token.
+        longest: L, most drafted tokens.
         verifier: one of `VERIFIERS`.
+
+    Returns:
+        (R, N, L): of 1, 2, .. L tokens; 0 where the last token of the sequence would be drafted,
+        which the target gives.
+    """
+    width = ratios.shape[1]
+    padded = np.pad(ratios, ((0, 0), (0, longest - 1)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, longest, axis=1)
+    if verifier == "token":
+        alive = np.minimum(windows, 1.0).cumprod(axis=-1)
+    else:
+        alive = np.minimum.accumulate(np.minimum(windows.cumprod(axis=-1), 1.0), axis=-1)
+    left = np.asarray(lengths)[:, None] - 1 - np.arange(width)
+    return np.where(np.arange(longest) < left[..., None], alive, 0.0)
+
+
+def expected_rounds(alive: Reals, lengths: Sequence[int], length: int) -> tuple[Reals, Reals]:
+    """Expected rounds, and drafted tokens, of decoding R given sequences.
+
+    Args:
+        alive: (R, N, L) of `survival`.
+        lengths: (R,) how many tokens each has.
+        length: drafted tokens of a round, K <= L; fewer at the end of a sequence.
 
     Returns:
         (R,) and (R,).
     """
-    ends = np.asarray(lengths)
-    rows, width = ratios.shape
-    padded = np.pad(ratios, ((0, 0), (0, length)))
+    rows, width, _ = alive.shape
+    # That a round accepts exactly 0, 1, .. K tokens: the next one starts after one more.
+    edge = np.ones((rows, width, 1))
+    exactly = -np.diff(np.concatenate([edge, alive[..., :length], 0.0 * edge], axis=-1), axis=-1)
     starts = np.zeros((rows, width + length + 1))
     starts[:, 0] = 1.0
-    rounds, drafted = np.zeros((2, rows))
     for position in range(width):
-        here = np.where(position < ends, starts[:, position], 0.0)
-        most = np.clip(ends - 1 - position, 0, length)
-        rounds += here
-        drafted += here * most
-        alive, survival, product = here, np.ones(rows), np.ones(rows)
-        for k in range(length):
-            ratio = padded[:, position + k]
-            if verifier == "token":
-                survival = survival * np.minimum(1.0, ratio)
-            else:
-                product = product * ratio
-                survival = np.minimum(survival, product)
-            further = np.where(k < most, here * survival, 0.0)
-            starts[:, position + k + 1] += alive - further
-            alive = further
-        starts[:, position + length + 1] += alive
-    return rounds, drafted
+        reached = starts[:, position : position + 1] * exactly[:, position]
+        starts[:, position + 1 : position + length + 2] += reached
+    left = np.asarray(lengths)[:, None] - np.arange(width)
+    starts = np.where(left > 0, starts[:, :width], 0.0)
+    return starts.sum(axis=1), (starts * (left - 1).clip(0, length)).sum(axis=1)
 
 
 class Judge:
@@ -193,12 +200,10 @@ class Judge:
             ratio = (q.gather(-1, at) / p.gather(-1, at)).squeeze(-1).double()
             ratios += [part.tolist() for part in ratio.split(sizes)]
         lengths, values = [len(each) for each in tokens], pad(ratios)
-        found: dict[str, Any] = {
-            verifier: np.array(
-                [expected_rounds(values, lengths, length, verifier) for length in LENGTHS]
-            )
-            for verifier in VERIFIERS
-        }
+        found: dict[str, Any] = {}
+        for verifier in VERIFIERS:
+            alive = survival(values, lengths, LENGTHS[-1], verifier)
+            found[verifier] = np.array([expected_rounds(alive, lengths, k) for k in LENGTHS])
         return Judged(
             np.array(lengths, dtype=np.float64),
             np.array(overlaps),

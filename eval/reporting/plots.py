@@ -25,7 +25,14 @@ from eval.measuring.results import Results
 from eval.reporting import charts
 from eval.reporting.charts import GRID, INK, LOOKS, MIN_ROUNDS, family, label, place_labels
 from eval.reporting.quality_charts import draw_places, draw_positions, draw_reliability
+from eval.reporting.training_charts import (
+    draw_acceptance,
+    draw_by_position,
+    draw_loss,
+    draw_tokens,
+)
 from eval.reporting.trees import TITLE, draw_frontier
+from specdata.history import History
 from specdata.storage.files import atomic_write
 
 Draw = Callable[[Axes, Results, str], None]
@@ -125,6 +132,14 @@ QUALITY_PLOTS = {
     ),
 }
 
+# Heading of a panel -> what draws it.
+TRAINING_PLOTS: dict[str, Callable[[Axes, History], None]] = {
+    "loss": draw_loss,
+    "acceptance": draw_acceptance,
+    "tokens a round": draw_tokens,
+    "by position": draw_by_position,
+}
+
 
 def kinds(results: Results) -> list[str]:
     """The keys of PLOTS that these results can fill: without times no speeds and no costs."""
@@ -187,6 +202,23 @@ def plot_quality(kind: str, quality: Quality, domains: Sequence[str]) -> Figure:
     draw = QUALITY_PLOTS[kind].draw
     with mpl.rc_context(_RC):
         return _panels(domains, HEIGHT, lambda axes, name: draw(axes, quality, name))
+
+
+def training_kinds(history: History) -> list[str]:
+    """The keys of TRAINING_PLOTS that a history can fill."""
+    there = {
+        "loss": history.steps,
+        "acceptance": history.measurements,
+        "tokens a round": history.measurements,
+        "by position": history.after,
+    }
+    return [kind for kind in TRAINING_PLOTS if there[kind]]
+
+
+def plot_training(history: History, kinds: Sequence[str]) -> Figure:
+    """Draw how a draft was trained, one panel a kind, of `training_kinds`."""
+    with mpl.rc_context(_RC):
+        return _panels(kinds, HEIGHT, lambda axes, kind: TRAINING_PLOTS[kind](axes, history))
 
 
 def plot_trees(search: TreeSearch) -> Figure:

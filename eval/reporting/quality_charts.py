@@ -46,7 +46,7 @@ def draw_reliability(axes: Axes, quality: Quality, domain: str) -> None:
     for prediction, line in _drawn(quality, domain):
         bins = [each for each in prediction.reliability if each.tokens >= MIN_TOKENS]
         x, y = [each.predicted for each in bins], [each.accepted.value for each in bins]
-        if prediction.predictor == HEAD:
+        if prediction.predictor == HEAD and bins:
             ends = [(each.accepted.low, each.accepted.high) for each in bins]
             axes.vlines(x, *zip(*ends, strict=True), color=line.colour, linewidth=1.0)
         _plot(axes, x, y, prediction, line)

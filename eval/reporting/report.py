@@ -19,6 +19,7 @@ from eval.measuring.results import Results, Run, fastest
 from eval.reporting.findings import Finding, findings
 from eval.reporting.quality import QUALITY_COLUMNS, basis, quality_rows
 from eval.reporting.rendering import NOT_MEASURED, render
+from eval.reporting.training import TRAINING_COLUMNS, training_rows, training_summary
 from eval.reporting.trees import (
     AGREEMENT_COLUMNS,
     CAPTION,
@@ -36,6 +37,7 @@ from eval.reporting.trees import (
     described as described_trees,
 )
 from eval.reporting.verdict import HeadVerdict
+from specdata.history import History
 from specdata.storage.files import write_text
 
 PAGE = "report.html"
@@ -79,6 +81,7 @@ class Context:
         head: measure of the acceptance head -> value.
         verdict: whether the head pays by the clock.
         quality: how good its probabilities are, and what it saves in replay.
+        trainings: name of a training of the draft -> its history.
         trees: which draft tree would be best.
         no_trees: why that is not known, a sentence; empty if nothing is to be said.
     """
@@ -89,6 +92,7 @@ class Context:
     head: Mapping[str, float | None] = field(default_factory=dict)
     verdict: HeadVerdict | None = None
     quality: Quality | None = None
+    trainings: Mapping[str, History] = field(default_factory=dict)
     trees: TreeSearch | None = None
     no_trees: str = ""
 
@@ -277,7 +281,9 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
         kinds,
         plot,
         plot_quality,
+        plot_training,
         plot_trees,
+        training_kinds,
         write_png,
     )
 
@@ -287,6 +293,9 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
     if quality := context.quality:
         for kind in QUALITY_PLOTS:
             write_png(folder / f"{kind}.png", plot_quality(kind, quality, quality.domains()))
+    for name, history in context.trainings.items():
+        if drawn := training_kinds(history):
+            write_png(folder / f"training-{name}.png", plot_training(history, drawn))
     if trees := context.trees:
         write_png(folder / "trees.png", plot_trees(trees))
     path = folder / PAGE
@@ -319,6 +328,10 @@ def render_page(results: Results, context: Context) -> str:
         environment=environment_rows(results),
         models=_models(results),
         quality=None if context.quality is None else _quality_section(context.quality),
+        trainings=[
+            _training_section(number, *each)
+            for number, each in enumerate(context.trainings.items())
+        ],
         trees=None if context.trees is None else _tree_section(context.trees, results),
     )
 
@@ -371,6 +384,31 @@ def _quality_section(quality: Quality) -> dict[str, Any]:
         "columns": QUALITY_COLUMNS,
         "plots": plots,
         "footnote": basis(quality),
+    }
+
+
+def _training_section(number: int, name: str, history: History) -> dict[str, Any]:
+    """Table and drawings of how the draft was trained."""
+    from eval.reporting.plots import plot_training, to_svg, training_kinds
+    from eval.reporting.training_charts import described_training
+
+    drawings = [
+        Markup(  # safe as above
+            to_svg(
+                plot_training(history, [kind]),
+                prefix=f"training{number}-{index}",
+                title=f"{name}, {kind}",
+                description=described_training(history, kind),
+            )
+        )
+        for index, kind in enumerate(training_kinds(history))
+    ]
+    return {
+        "name": name,
+        "summary": training_summary(history),
+        "rows": training_rows(history),
+        "columns": TRAINING_COLUMNS,
+        "drawings": drawings,
     }
 
 

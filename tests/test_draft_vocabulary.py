@@ -1,0 +1,269 @@
+"""Drafts with a reduced vocabulary: stored, loaded, trained, decoded and released."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from distill.checkpoint import is_finite
+from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.reporting.release import REDUCED, release_draft
+from eval.runtime.graphs import shared_graphs
+from heads.inputs import FEATURES, DraftedTokens
+from specdata.draft_vocabulary import (
+    kept_tokens,
+    reduce_vocabulary,
+    restore_vocabulary,
+    substitute_row,
+)
+from specdata.errors import ConfigError
+from specdata.lm_head import find_lm_head, hidden_states
+from specdata.model_folder import add_former_names
+from specdata.models import load_model
+from specdata.probability import SamplingConfig, probabilities, to_vocabulary
+from tests.chi_square import LEVEL, p_value
+from tests.families import FAMILIES, tiny
+from tests.test_acceptance import labeller, rollouts
+from tests.test_release import Pair
+from tests.tiny import joint_distribution, tiny_llama
+
+KEPT = [1, 5, 7, 30, 39]
+IDS = torch.arange(1, 13).unsqueeze(0)
+DRAWS = 300
+# One token of four is left out.
+SMALL = [0, 1, 3]
+
+
+def saved(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    add_former_names(folder)
+    return folder
+
+
+def reduced(family: str = "llama", seed: int = 0, **changes: Any) -> Any:
+    model = tiny(family, seed, dtype=torch.float32, **changes)
+    reduce_vocabulary(model, KEPT)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reduced_draft_is_stored_in_the_engines_form_and_loads_as_it_was(
+    family: str, tmp_path: Path
+) -> None:
+    whole = tiny(family, 0, dtype=torch.float32)
+    model = copy.deepcopy(whole)
+    reduce_vocabulary(model, KEPT)
+    logits = model(input_ids=IDS).logits
+    outside = torch.ones(40, dtype=torch.bool)
+    outside[KEPT] = False
+    torch.testing.assert_close(logits[..., KEPT], whole(input_ids=IDS).logits[..., KEPT])
+    assert logits[..., outside].isneginf().all()
+
+    folder = saved(model, tmp_path / "once")
+    tensors = load_file(folder / "model.safetensors")
+    assert (tensors["d2t"] + torch.arange(5)).tolist() == KEPT
+    assert tensors["t2d"].nonzero().squeeze(-1).tolist() == KEPT
+    loaded = load_model(str(folder))
+    assert type(loaded) is type(model)
+    assert (loaded.config.vocab_size, loaded.config.draft_vocab_size) == (40, 5)
+    assert torch.equal(loaded(input_ids=IDS).logits, logits)
+
+    again = load_file(saved(loaded, tmp_path / "twice") / "model.safetensors")
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"d2t": torch.tensor([1, 4, 5, 27, 34])}, "different tokens"),
+        ({"d2t": None}, "d2t"),
+        ({"lm_head.weight": None}, "lm_head.weight"),
+        ({"t2d": torch.ones(40, dtype=torch.bool)}, "different tokens"),
+    ],
+)
+def test_a_damaged_folder_is_refused(
+    change: dict[str, Tensor | None], said: str, tmp_path: Path
+) -> None:
+    path = saved(reduced(), tmp_path / "model") / "model.safetensors"
+    tensors = load_file(path) | change
+    save_file({k: v for k, v in tensors.items() if v is not None}, path, {"format": "pt"})
+    with pytest.raises(ConfigError, match=said):
+        load_model(str(path.parent))
+
+
+def test_a_draft_is_reduced_once_and_to_tokens_that_it_has() -> None:
+    with pytest.raises(ConfigError, match="can propose 5 tokens already"):
+        reduce_vocabulary(reduced(), [1])
+    for wrong in ([], [40], [-1, 2]):
+        with pytest.raises(ConfigError, match="from 0 to 39"):
+            reduce_vocabulary(tiny("llama", 0), wrong)
+    with pytest.raises(ConfigError, match="not reduced"):
+        restore_vocabulary(tiny("llama", 0), torch.zeros(16))
+
+
+def test_a_training_goes_on_from_a_checkpoint_of_a_reduced_draft(tmp_path: Path) -> None:
+    rows = Dataset.from_dict({"input_ids": [[1, 5, 7, 30, 39, 5]] * 4})
+    rows = rows.map(lambda row: {"labels": row["input_ids"]})
+
+    def train(folder: Path, start: Path | None) -> Any:
+        arguments = TrainingArguments(
+            str(folder), max_steps=4, save_steps=2, per_device_train_batch_size=2, report_to="none",
+            use_cpu=True, disable_tqdm=True, logging_strategy="no", learning_rate=1e-2,
+            dataloader_pin_memory=False,
+        )  # fmt: skip
+        trainer = Trainer(model=reduced(), args=arguments, train_dataset=rows)
+        trainer.train(resume_from_checkpoint=None if start is None else str(start))
+        return trainer.model
+
+    through = train(tmp_path / "a", None)
+    resumed = train(tmp_path / "b", tmp_path / "a" / "checkpoint-2")
+    for name, value in through.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+    assert not torch.equal(through.lm_head.weight, reduced().lm_head.weight)
+    assert load_model(str(tmp_path / "a" / "checkpoint-4")).config.draft_vocab_size == 5
+    assert is_finite(tmp_path / "a" / "checkpoint-4")
+
+
+# PEFT asks models of transformers 5 by a former name.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_are_put_on_a_reduced_draft_and_merged(tmp_path: Path) -> None:
+    adapted = get_peft_model(
+        reduced(), LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    )
+    logits = adapted(input_ids=IDS).logits
+    adapted.save_pretrained(tmp_path / "adapter")
+    merged = adapted.merge_and_unload()
+    loaded = load_model(str(saved(merged, tmp_path / "merged")))
+    torch.testing.assert_close(loaded(input_ids=IDS).logits, logits)
+
+
+EXACT = {
+    "token": (DecodeConfig(length=2), "eager"),
+    "block": (DecodeConfig(verifier="block", length=2), "captured"),
+    "tree": (DecodeConfig(verifier="rrs_wor", drafter="tree", widths=(2, 2)), "captured"),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_decoders_output_has_the_targets_distribution_with_a_reduced_draft(name: str) -> None:
+    """Fails by chance once in 1e6; a token that the draft left out has its share of the texts."""
+    config, engine = EXACT[name]
+    target, draft = tiny_llama(0), tiny_llama(1)
+    reduce_vocabulary(draft, SMALL)
+    distribution = joint_distribution(target, [2, 3], 3, config.sampling)
+    assert sum(mass for text, mass in distribution.items() if 2 in text) > 0.2
+    decoder = SpeculativeDecoder.from_config(target, draft, config, engine=engine)
+    generator, counts = torch.Generator().manual_seed(7), Counter[tuple[int, ...]]()
+    for _ in range(DRAWS):
+        out = decoder.generate(torch.tensor([2, 3]), max_new_tokens=3, generator=generator)
+        counts[tuple(out.tokens.tolist())] += 1
+    assert p_value(counts, distribution) > LEVEL
+
+
+def test_a_captured_draft_keeps_its_reduced_matrix_packed() -> None:
+    """Of the graph's products none is as wide as the vocabulary, and none is left unpacked."""
+    draft = tiny("llama", 0, vocab=4096, hidden_size=128, dtype=torch.float32)
+    reduce_vocabulary(draft, range(0, 4096, 2))
+    decoder = SpeculativeDecoder.from_config(
+        tiny("llama", 1, vocab=4096, dtype=torch.float32),
+        draft,
+        DecodeConfig(length=3),
+        engine="captured",
+    )
+    decoder.generate(torch.tensor([2, 3]), max_new_tokens=8, generator=torch.Generator())
+    graphs = list(shared_graphs(draft, "captured")._graphs.values())
+    assert graphs
+    for graph in graphs:
+        assert isinstance(graph, torch.fx.GraphModule)
+        packed = torch.ops.draftsmith.prepacked_linear.default
+        assert 2048 in [node.args[2] for node in graph.graph.nodes if node.target is packed]
+        plain = [n for n in graph.graph.nodes if n.target is torch.ops.aten.linear.default]
+        assert all(getattr(graph, node.args[1].target).numel() < 2048 * 128 for node in plain)
+
+
+def test_logits_of_a_reduced_draft_are_made_of_its_states() -> None:
+    model = reduced("granite")
+    lm_head = find_lm_head(model)
+    assert lm_head.embedding is model.get_output_embeddings()
+    assert lm_head.vocabulary == 40
+    found = lm_head.logits(hidden_states(model, IDS))
+    torch.testing.assert_close(found, model(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingConfig(), SamplingConfig(top_k=8, top_p=0.9)], ids=str
+)
+def test_features_and_labels_of_a_reduced_draft_are_finite(sampling: SamplingConfig) -> None:
+    target, draft = tiny("llama", 1, vocab=44, dtype=torch.float32), reduced()
+    q = probabilities(to_vocabulary(draft(input_ids=IDS).logits[0], 44), sampling)
+    torch.testing.assert_close(q.sum(-1), torch.ones(len(q)))
+    outside = torch.ones(44, dtype=torch.bool)
+    outside[KEPT] = False
+    assert not q[:, outside].any()
+    drafted = DraftedTokens(
+        tokens=q.argmax(-1), before=lambda: q, after=lambda: q, distributions=lambda: q
+    )
+    for name in ("log_q", "log_q_max", "margin", "entropy", "log_mass_above"):
+        assert FEATURES[name].compute(drafted).isfinite().all(), name
+
+    for label in labeller(target, draft, sampling)(rollouts(3, vocab=40)):
+        assert {*label["draft_ids"]} <= {*KEPT}
+        for name in ("log_q", "log_q_max", "entropy", "overlap", "accept_prob"):
+            assert all(math.isfinite(value) for value in label[name]), name  # type: ignore[literal-required]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A pair whose draft proposes 64 tokens; its results are those of the other tests."""
+    made = Pair(tmp_path_factory.mktemp("pair"))
+    draft = load_model(str(made.draft))
+    reduce_vocabulary(draft, range(1, 257, 4))
+    saved(draft, made.draft)
+    return made
+
+
+def test_a_reduced_draft_is_released_as_it_was_measured_and_as_a_plain_model(
+    pair: Pair, tmp_path: Path
+) -> None:
+    draft = load_model(str(pair.draft))
+    out = release_draft(pair.draft, tmp_path / "release", pair.results)
+    ids = torch.arange(4, 20).unsqueeze(0)
+    expected = draft(input_ids=ids).logits
+    assert torch.equal(load_model(str(out / REDUCED))(input_ids=ids).logits, expected)
+
+    plain, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(info.values())
+    assert not hasattr(plain.config, "draft_vocab_size")
+    assert plain.get_output_embeddings().weight.shape[0] == plain.config.vocab_size
+    found, kept = plain(input_ids=ids).logits, kept_tokens(draft)
+    assert kept is not None
+    torch.testing.assert_close(found[..., kept], expected[..., kept])
+    others = found[..., ~draft.t2d]
+    assert others.isfinite().all()
+    assert others.amax(-1).mean() < expected[..., kept].mean()
+    card = (out / "README.md").read_text()
+    assert "proposes 64 of" in card
+    assert "This form was not measured" in card
+
+
+def test_the_substitute_is_the_smallest_logit_where_states_allow_it() -> None:
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(400, 8, generator=generator)
+    states[:, 0] = 1.0
+    logits = states @ torch.randn(8, 30, generator=generator)
+    logits[:, 29] = float("-inf")
+    logits[:, 7] = -20.0 + 0.1 * states[:, 3]
+    row = substitute_row(states, logits)
+    assert (states.double() @ row - logits[:, 7]).abs().max() < 0.2

@@ -1,0 +1,348 @@
+"""Where a draft comes from: fresh, cut from its target, and with which tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from torch import nn
+
+from distill.config import ARCHITECTURES, InitConfig
+from distill.initial import (
+    choose_layers,
+    coverage,
+    cut,
+    decoder_layers,
+    frequent_tokens,
+    make_initial,
+    search_layers,
+)
+from eval.reporting.metadata import About, metadata
+from recipes.checks import check_draft
+from recipes.config import parse
+from recipes.layout import draft_stages, draft_width, folder
+from recipes.next_steps import CommandLine, after_draft
+from specdata.errors import ConfigError, OtherSettingsError, VocabularyMismatchError
+from specdata.models import load_model, load_tokenizer
+from specdata.sampling import SamplingConfig
+from specdata.toy.tokenizer import save_tokenizer, train_tokenizer
+from tests.families import FAMILIES, tiny
+
+IDS = torch.arange(1, 13).unsqueeze(0)
+PLAIN = SamplingConfig()
+ROWS = Dataset.from_dict(
+    {
+        "prompt_ids": [[2, 3], [9, 9, 9], [4]],
+        "completion_ids": [[5, 6, 6, 7], [7, 6, 8], [8, 20, 30, 39]],
+    }
+)
+
+
+def stored(folder: Path, family: str = "llama", *, tokens: int = 290, **changes: Any) -> Path:
+    """A folder of a tiny model with a tokenizer; its vocabulary is padded by eight ids."""
+    text = ["a short text about nothing at all, 0123456789"]
+    tokenizer = train_tokenizer(text * 4, tokens)
+    model = tiny(family, 0, vocab=len(tokenizer) + 8, dtype=torch.float32, **changes)
+    model.generation_config.eos_token_id = [1, 3]
+    model.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stored(tmp_path_factory.mktemp("target") / "model", num_hidden_layers=4)
+
+
+def make(target: Path, out: Path, *, draft: Path | None = None, **config: Any) -> dict[str, Any]:
+    return make_initial(
+        target=target,
+        draft=draft,
+        rollouts=ROWS,
+        out=out,
+        config=InitConfig(**config),
+        sampling=PLAIN,
+        seed=3,
+    )
+
+
+def passing_on(layer: nn.Module) -> Any:
+    """Make a decoder layer give what it is given."""
+
+    def hook(_module: nn.Module, given: Any, found: Any) -> Any:
+        return (given[0], *found[1:]) if isinstance(found, tuple) else given[0]
+
+    return layer.register_forward_hook(hook)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_layers_give_the_targets_logits_and_one_those_of_the_target_without_the_others(
+    family: str,
+) -> None:
+    model = tiny(family, 0, dtype=torch.float32)
+    assert torch.equal(cut(model, [0, 1])(input_ids=IDS).logits, model(input_ids=IDS).logits)
+    for kept in (0, 1):
+        draft = cut(model, [kept])
+        handle = passing_on(decoder_layers(model)[1][1 - kept])
+        expected = model(input_ids=IDS).logits
+        handle.remove()
+        assert torch.equal(draft(input_ids=IDS).logits, expected)
+        # Its cache has one layer, so the layer must know its new number.
+        cached = draft(input_ids=IDS[:, :6], use_cache=True).past_key_values
+        rest = draft(input_ids=IDS[:, 6:], past_key_values=cached).logits
+        torch.testing.assert_close(rest, expected[:, 6:])
+
+
+def test_lists_with_an_entry_a_layer_are_cut_alike() -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    model = tiny(
+        "qwen2", 0, dtype=torch.float32, num_hidden_layers=4, layer_types=kinds,
+        use_sliding_window=True, sliding_window=3,
+    )  # fmt: skip
+    assert cut(model, [0, 1]).config.layer_types == kinds[:2]
+    draft = cut(model, [1, 3])
+    assert draft.config.layer_types == ["full_attention"] * 2
+    handles = [passing_on(decoder_layers(model)[1][index]) for index in (0, 2)]
+    assert torch.equal(draft(input_ids=IDS).logits, model(input_ids=IDS).logits)
+    for handle in handles:
+        handle.remove()
+
+
+def test_a_layer_that_depends_on_its_place_is_refused() -> None:
+    model = tiny("gpt2", 0, scale_attn_by_inverse_layer_idx=True)
+    cut(model, [0])
+    with pytest.raises(ConfigError, match="depends on its place"):
+        cut(model, [1])
+    model = tiny("llama", 0)
+    decoder_layers(model)[1][1].self_attn.scaling = 0.3
+    with pytest.raises(ConfigError, match=r"layers\.1\.self_attn depends on its place .*scaling"):
+        cut(model, [0, 1])
+
+
+def test_layers_that_cannot_be_told_apart_are_refused() -> None:
+    model = tiny("llama", 0)
+    model.others = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    with pytest.raises(ConfigError, match="one list of 2 decoder layers"):
+        cut(model, [0])
+
+
+@pytest.mark.parametrize(
+    ("choose", "count", "expected"),
+    [
+        ("first", 2, [0, 1]),
+        ("last", 2, [10, 11]),
+        ("even", 1, [0]),
+        ("even", 2, [0, 11]),
+        ("even", 3, [0, 6, 11]),
+        ("even", 12, list(range(12))),
+    ],
+)
+def test_layers_are_chosen_first_last_or_evenly(
+    choose: str, count: int, expected: list[int]
+) -> None:
+    assert choose_layers(choose, count, 12) == expected
+
+
+def test_a_search_finds_the_only_layers_that_do_something() -> None:
+    model = tiny("llama", 0, dtype=torch.float32, num_hidden_layers=5)
+    for index in (0, 2, 4):
+        layer = decoder_layers(model)[1][index]
+        for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
+            nn.init.zeros_(weight)
+    layers, acceptance = search_layers(model, 2, ROWS, PLAIN)
+    assert layers == [1, 3]
+    assert acceptance == pytest.approx(1.0, abs=1e-5)
+    with pytest.raises(ConfigError, match="is 6, but the target has 5 layers"):
+        search_layers(model, 6, ROWS, PLAIN)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_cut_draft_has_the_targets_vocabulary_context_and_ends(
+    tied: bool, tmp_path: Path
+) -> None:
+    target = stored(tmp_path / "target", num_hidden_layers=3, tie_word_embeddings=tied)
+    made = make(target, tmp_path / "draft", kind="target", layers=2)
+    assert made["layers"] == [0, 2]
+    draft, whole = load_model(str(tmp_path / "draft")), load_model(str(target))
+    assert draft.dtype == torch.float32
+    assert draft.config.vocab_size == whole.config.vocab_size
+    assert draft.config.max_position_embeddings == 128
+    assert draft.generation_config.eos_token_id == [1, 3]
+    assert made["parameters"] == sum(weight.numel() for weight in draft.parameters())
+    ours, theirs = draft.get_output_embeddings().weight, draft.get_input_embeddings().weight
+    assert (ours is theirs) == tied
+    for name in target.glob("tokenizer*"):
+        assert (tmp_path / "draft" / name.name).read_bytes() == name.read_bytes()
+
+
+def test_a_reduced_cut_unties_and_keeps_the_whole_input_embedding(tmp_path: Path) -> None:
+    target = stored(tmp_path / "target", tie_word_embeddings=True)
+    whole = load_model(str(target)).get_input_embeddings().weight
+    made = make(target, tmp_path / "draft", kind="target", layers=[1], vocabulary=10)
+    tensors = load_file(tmp_path / "draft" / "model.safetensors")
+    assert torch.equal(tensors["model.embed_tokens.weight"], whole)
+    kept = tensors["d2t"] + torch.arange(10)
+    assert {1, 3, 5, 6, 7, 8, 20, 30, 39} < {*kept.tolist()}
+    assert torch.equal(tensors["lm_head.weight"], whole[kept])
+    assert made["coverage"] == 1.0
+    assert not load_model(str(tmp_path / "draft")).config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("architecture", ["toy", "llama-68m"])
+def test_a_fresh_draft_is_a_llama_of_the_targets_vocabulary_drawn_from_the_seed(
+    architecture: str, target: Path, tmp_path: Path
+) -> None:
+    config = {"kind": "fresh", "architecture": architecture, "vocabulary": 16}
+    make(target, tmp_path / "one", **config)
+    draft = load_model(str(tmp_path / "one"))
+    sizes = ARCHITECTURES[architecture]  # type: ignore[index]
+    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"):
+        assert getattr(draft.config, name) == getattr(sizes, name)
+    theirs = load_model(str(target)).config
+    assert draft.config.vocab_size == theirs.vocab_size == len(load_tokenizer(str(target))) + 8
+    assert draft.config.max_position_embeddings == theirs.max_position_embeddings
+    assert draft.generation_config.eos_token_id == [1, 3]
+    if architecture == "toy":
+        make(target, tmp_path / "two", **config)
+        one, two = (load_file(tmp_path / n / "model.safetensors") for n in ("one", "two"))
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_tokens_are_kept_by_frequency_then_id_and_ends_always() -> None:
+    # Completions: 6 three times, 7 and 8 twice, 5, 20, 30 and 39 once. Prompts: 9 three times.
+    assert frequent_tokens(ROWS, 4, 48, [1]) == [1, 6, 7, 8]
+    assert frequent_tokens(ROWS, 6, 48, [30]) == [30, 6, 7, 8, 5, 20]
+    assert frequent_tokens(ROWS, 13, 48, []) == [6, 7, 8, 5, 20, 30, 39, 9, 2, 3, 4, 0, 1]
+    assert frequent_tokens(ROWS, 4, 20, [1, 40]) == [1, 6, 7, 8]
+    assert coverage(ROWS, [6, 7]) == pytest.approx(5 / 11)
+    for wrong in (49, 1):
+        with pytest.raises(ConfigError, match="must be from 2 to 48"):
+            frequent_tokens(ROWS, wrong, 48, [1, 3])
+
+
+def test_a_made_draft_is_kept_and_refused_to_other_settings(target: Path, tmp_path: Path) -> None:
+    made = make(target, tmp_path / "draft", kind="target", layers=1)
+    written = (tmp_path / "draft" / "model.safetensors").stat().st_mtime_ns
+    assert make(target, tmp_path / "draft", kind="target", layers=1) == made
+    assert (tmp_path / "draft" / "model.safetensors").stat().st_mtime_ns == written
+    with pytest.raises(OtherSettingsError, match=r"config\.layers"):
+        make(target, tmp_path / "draft", kind="target", layers=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"kind": "target", "layers": 5}, "target has 4 layers"),
+        ({"kind": "target", "layers": [0, 4]}, "names layer 4"),
+        ({"kind": "target", "vocabulary": 4000}, "must be from 2 to"),
+        ({"kind": "model"}, "set models.draft"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_and_leaves_nothing(
+    config: dict[str, Any], said: str, target: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make(target, tmp_path / "draft", **config)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_draft_is_reduced_once_and_only_of_the_same_vocabulary(
+    target: Path, tmp_path: Path
+) -> None:
+    make(target, tmp_path / "a", draft=target, kind="model", vocabulary=12)
+    with pytest.raises(ConfigError, match="12 tokens already"):
+        make(target, tmp_path / "b", draft=tmp_path / "a", kind="model", vocabulary=8)
+    other = stored(tmp_path / "other", tokens=280)
+    with pytest.raises(VocabularyMismatchError):
+        make(target, tmp_path / "b", draft=other, kind="model", vocabulary=8)
+
+
+@pytest.mark.parametrize("layers", [0, [], [1, 0], [2, 2], [-1, 0]])
+def test_layers_are_a_number_or_numbers_in_order(layers: Any) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        InitConfig(kind="target", layers=layers)
+
+
+def arguments(target: Path, *more: str) -> list[str]:
+    own = ["--toy", "null", "--models.target", str(target), "--models.draft", "null"]
+    return [*own, "--output", str(target.parent / "run"), *more]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--draft.init.kind", "target", "--draft.init.layers", "3"],
+        ["--draft.init.kind", "target", "--draft.init.vocabulary", "50"],
+        ["--draft.init.kind", "fresh", "--draft.init.architecture", "toy"],
+        ["--draft.init.kind", "fresh", "--draft.init.vocabulary", "50"],
+    ],
+)
+def test_the_plan_states_the_size_of_the_draft_that_is_made(
+    more: list[str], target: Path, tmp_path: Path
+) -> None:
+    config = parse(arguments(target, *more)).config
+    assert config.draft is not None
+    made = make(target, tmp_path / "draft", **config.draft.init.model_dump())
+    stages = draft_stages(config)
+    assert [stage.name for stage in stages] == ["initial", "draft"]
+    size = 4 * made["parameters"]
+    said = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} KB"
+    assert all(f"about {said}" in stage.size for stage in stages)
+    width = json.loads((tmp_path / "draft" / "config.json").read_text())["hidden_size"]
+    assert draft_width(config) == width
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--draft.init.layers", "5"], "must be 1 to 4"),
+        (["--draft.init.layers", "[1, 4]"], "must be 0 to 3"),
+        (["--draft.init.vocabulary", "4000"], "must be at most"),
+    ],
+)
+def test_what_the_target_lacks_is_refused_before_anything_runs(
+    more: list[str], said: str, target: Path
+) -> None:
+    config = parse(arguments(target, "--draft.init.kind", "target", *more)).config
+    with pytest.raises(ConfigError, match=said):
+        check_draft(config)
+
+
+def test_a_given_draft_must_have_room_for_the_rollouts(tmp_path: Path) -> None:
+    draft = stored(tmp_path / "draft", max_position_embeddings=32)
+    target = stored(tmp_path / "target")
+    asked = arguments(target, "--models.draft", str(draft), "--rollouts.max_new_tokens", "40")
+    with pytest.raises(ConfigError, match="positions for 32"):
+        check_draft(parse(asked).config)
+    check_draft(parse([*asked, "--draft.max_length", "32"]).config)
+
+
+@pytest.mark.parametrize("vocabulary", [None, 12])
+def test_what_is_said_to_load_a_draft_loads_it(vocabulary: int | None, tmp_path: Path) -> None:
+    target = stored(tmp_path / "target")
+    config = parse(arguments(target, "--draft.init.kind", "target")).config
+    out = folder(config, "draft") / "model"
+    make(target, out, kind="target", layers=1, vocabulary=vocabulary)
+    said = after_draft(config, CommandLine([], "draftsmith"))[0]
+    assert said.purpose == "load"
+    names: dict[str, Any] = {}
+    exec(said.line, names)
+    assert names["draft"](input_ids=IDS).logits.shape[-1] == 298
+
+
+def test_a_draft_cut_from_its_target_names_one_base_model() -> None:
+    data = metadata(
+        About(base_model="acme/target-7b"),
+        name="draft",
+        target="acme/target-7b",
+        library="transformers",
+        tag="draft-model",
+        relation="finetune",
+        measured=[],
+    )
+    assert data.base_model == "acme/target-7b"
