@@ -345,9 +345,10 @@ def _draft_size(config: PipelineConfig) -> str:
     if toy := config.toy:
         return _bytes(_toy_bytes(toy.vocab_size, toy.draft_layers, toy.draft_width))
     assert config.models.draft is not None  # the configuration's own check
-    here = on_this_machine(config.models.draft)
+    model = base_of_adapters(config.models.draft) or config.models.draft
+    here = on_this_machine(model)
     weights = [path.stat().st_size for path in here.glob("*.safetensors")] if here else []
-    return _bytes(sum(weights)) if weights else f"as large as {config.models.draft}"
+    return _bytes(sum(weights)) if weights else f"as large as {model}"
 
 
 def _initial_bytes(config: PipelineConfig) -> int | None:

@@ -15,7 +15,13 @@ import torch
 
 from benchmarks.distill_figures.candidates import RULES
 from benchmarks.distill_figures.drafts import Training
-from benchmarks.distill_figures.judge import LENGTHS, VERIFIERS, Judged, expected_rounds
+from benchmarks.distill_figures.judge import (
+    LENGTHS,
+    VERIFIERS,
+    Judged,
+    expected_rounds,
+    survival,
+)
 from benchmarks.distill_figures.plots import draw
 from distill.toy import language_model
 from eval.verifiers import VERIFIERS as RULES_OF_DECODING
@@ -70,8 +76,9 @@ def test_expected_rounds_along_the_targets_texts_are_those_of_decoding(
     ratios = [
         [float(q[text[:i]][x] / p[text[:i]][x]) for i, x in enumerate(text)] for _, text in texts
     ]
+    lengths = [tokens] * len(texts)
     rounds, drafted = expected_rounds(
-        np.array(ratios), [tokens] * len(texts), length=k, verifier=verifier
+        survival(np.array(ratios), lengths, tokens, verifier), lengths, k
     )
     weights = np.array([weight for weight, _ in texts])
     assert weights @ rounds == pytest.approx(enumerated_rounds(p, q, tokens, k, verifier))
@@ -81,9 +88,10 @@ def test_expected_rounds_along_the_targets_texts_are_those_of_decoding(
 def test_rows_of_unequal_lengths_are_judged_as_each_alone() -> None:
     ratios = np.array([[0.5, 1.2, 0.9], [0.7, 0.0, 0.0]])
     for verifier in VERIFIERS:
-        both = expected_rounds(ratios, [3, 1], 2, verifier)
+        both = expected_rounds(survival(ratios, [3, 1], 4, verifier), [3, 1], 2)
         for row, length in enumerate((3, 1)):
-            alone = expected_rounds(ratios[row : row + 1, :length], [length], 2, verifier)
+            own = survival(ratios[row : row + 1, :length], [length], 2, verifier)
+            alone = expected_rounds(own, [length], 2)
             assert [each[row] for each in both] == [each[0] for each in alone]
 
 
@@ -114,7 +122,8 @@ def test_no_rule_accepts_more_than_the_optimum_and_greedy_reads_the_largest_alon
 def test_the_best_length_is_the_one_that_takes_least_time() -> None:
     accept = 0.8
     ratios, lengths = np.full((3, 40), accept), [40] * 3
-    found = np.array([expected_rounds(ratios, lengths, k, "token") for k in LENGTHS])
+    alive = survival(ratios, lengths, LENGTHS[-1], "token")
+    found = np.array([expected_rounds(alive, lengths, k) for k in LENGTHS])
     judged = Judged(
         np.array(lengths, dtype=float),
         accept * np.array(lengths),
@@ -179,6 +188,7 @@ def test_from_a_pair_to_figures_in_one_command(tmp_path: Path) -> None:
         "--rates": "0.001",
         "--batches": "2",
         "--passes": "1",
+        "--more-passes": "1",
         "--prompts": "1",
     }
     given = [word for name, values in settings.items() for word in (name, *values.split())]

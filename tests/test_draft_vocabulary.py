@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from distill.checkpoint import is_finite
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.reporting.release import REDUCED, release_draft
 from eval.runtime.graphs import shared_graphs
@@ -132,6 +133,7 @@ def test_a_training_goes_on_from_a_checkpoint_of_a_reduced_draft(tmp_path: Path)
         assert torch.equal(value, resumed.state_dict()[name]), name
     assert not torch.equal(through.lm_head.weight, reduced().lm_head.weight)
     assert load_model(str(tmp_path / "a" / "checkpoint-4")).config.draft_vocab_size == 5
+    assert is_finite(tmp_path / "a" / "checkpoint-4")
 
 
 # PEFT asks models of transformers 5 by a former name.

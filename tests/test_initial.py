@@ -22,9 +22,11 @@ from distill.initial import (
     make_initial,
     search_layers,
 )
+from eval.reporting.metadata import About, metadata
 from recipes.checks import check_draft
 from recipes.config import parse
-from recipes.layout import draft_stages, draft_width
+from recipes.layout import draft_stages, draft_width, folder
+from recipes.next_steps import CommandLine, after_draft
 from specdata.errors import ConfigError, OtherSettingsError, VocabularyMismatchError
 from specdata.models import load_model, load_tokenizer
 from specdata.sampling import SamplingConfig
@@ -318,3 +320,29 @@ def test_a_given_draft_must_have_room_for_the_rollouts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="positions for 32"):
         check_draft(parse(asked).config)
     check_draft(parse([*asked, "--draft.max_length", "32"]).config)
+
+
+@pytest.mark.parametrize("vocabulary", [None, 12])
+def test_what_is_said_to_load_a_draft_loads_it(vocabulary: int | None, tmp_path: Path) -> None:
+    target = stored(tmp_path / "target")
+    config = parse(arguments(target, "--draft.init.kind", "target")).config
+    out = folder(config, "draft") / "model"
+    make(target, out, kind="target", layers=1, vocabulary=vocabulary)
+    said = after_draft(config, CommandLine([], "draftsmith"))[0]
+    assert said.purpose == "load"
+    names: dict[str, Any] = {}
+    exec(said.line, names)
+    assert names["draft"](input_ids=IDS).logits.shape[-1] == 298
+
+
+def test_a_draft_cut_from_its_target_names_one_base_model() -> None:
+    data = metadata(
+        About(base_model="acme/target-7b"),
+        name="draft",
+        target="acme/target-7b",
+        library="transformers",
+        tag="draft-model",
+        relation="finetune",
+        measured=[],
+    )
+    assert data.base_model == "acme/target-7b"

@@ -30,6 +30,7 @@ from distill.on_policy import DraftTexts, Row, rows_of
 from distill.trainer import draft_trainer
 from distill.training import train_resumably
 from specdata.config import read_config
+from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.probability import SamplingConfig, inverse_cdf, probabilities
 from specdata.rollouts.backend import sample_batch
 from specdata.seeds import generator_for
@@ -228,6 +229,16 @@ def test_the_draft_draws_ids_of_the_target_only_and_reads_the_targets_others() -
     assert any(token >= V - 10 for (row,) in written for token in row["prompt_ids"])
 
 
+def test_a_draft_with_a_reduced_vocabulary_writes_its_own_tokens() -> None:
+    kept = [END, 4, 9, 17, 30]
+    draft = tiny_llama(1, vocab=V)
+    reduce_vocabulary(draft, kept)
+    drawn = texts(OnPolicyConfig(share=1.0), ends=frozenset(), sampling=WARPED)
+    rows = [{"prompt_ids": [2], "completion_ids": [3]}] * 30
+    written = drawn.write(draft, rows, range(30), step=0)
+    assert {token for (row,) in written for token in row["completion_ids"]} == {*kept}
+
+
 # --- in the trainer
 
 
@@ -368,6 +379,14 @@ def test_writing_leaves_the_drafts_mode_its_gradients_and_torchs_random_state(
         assert one.model.is_activation_checkpointing
         assert all(parameter.grad is None for parameter in one.model.parameters())
         assert not any(value.is_inference() for value in batch.values())
+
+
+def test_the_draft_writes_without_dropout_in_any_mode() -> None:
+    draft = tiny_gpt2(64)
+    assert draft.config.resid_pdrop > 0
+    drawn, rows = texts(OnPolicyConfig(share=1.0), longest=64), rollouts(8)
+    asked = drawn.write(draft, rows, range(8), step=0)
+    assert drawn.write(draft.train(), rows, range(8), step=0) == asked
 
 
 def collate_all(rows: Sequence[Row]) -> Iterator[dict[str, Tensor]]:

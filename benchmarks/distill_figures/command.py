@@ -61,6 +61,7 @@ class Benchmark:
             options.objective,
             self.mixes[THREE],
             share=options.share,
+            epochs=options.passes,
             learning_rate=options.learning_rate,
         )
 
@@ -114,8 +115,8 @@ def _objectives(bench: Benchmark) -> Iterator[dict[str, Any]]:
                 for objective in options.objectives:
                     if share and objective == SFT:
                         continue  # the target's own tokens are all it knows
-                    training = Training(
-                        objective, rollouts, share=share, learning_rate=options.learning_rate
+                    training = bench.default.changed(
+                        objective=objective, rollouts=rollouts, share=share
                     )
                     key = f"{objective}, {'mixed' if share else 'off-policy'}, {mix}"
                     rows[key] = {"mix": mix, **bench.row(training, seeds)}
@@ -123,13 +124,14 @@ def _objectives(bench: Benchmark) -> Iterator[dict[str, Any]]:
 
 
 def _data(bench: Benchmark) -> Iterator[dict[str, Any]]:
-    """More and fewer rollouts, in one pass and in the same number of steps; other mixes."""
+    """More and fewer rollouts, in as many passes and in as many steps; other mixes."""
     options, default = bench.options, bench.default
-    points: dict[str, list[dict[str, Any]]] = {"one pass": [], "equal steps": []}
+    points: dict[str, list[dict[str, Any]]] = {"equal passes": [], "equal steps": []}
     mixes: dict[str, dict[str, Any]] = {}
     for each in options.counts:
         rollouts = dict.fromkeys(DOMAINS, each)
-        for how, epochs in (("equal steps", options.rollouts / each), ("one pass", 1.0)):
+        steps = default.epochs * options.rollouts / each
+        for how, epochs in (("equal steps", steps), ("equal passes", default.epochs)):
             row = bench.row(default.changed(rollouts=rollouts, epochs=epochs), options.curve_seeds)
             points[how].append({"rollouts": each * len(DOMAINS), **row})
             yield {"data": {"points": points, "mixes": mixes}}
@@ -138,7 +140,6 @@ def _data(bench: Benchmark) -> Iterator[dict[str, Any]]:
     shares = {
         THREE: dict.fromkeys(DOMAINS, 1),
         "half of them instructions": {first: 2, **dict.fromkeys(rest, 1)},
-        "two thirds of them instructions": {first: 4, **dict.fromkeys(rest, 1)},
         **{f"{domain} alone": {domain: 1} for domain in DOMAINS},
         **{f"without {domain}": dict.fromkeys(set(DOMAINS) - {domain}, 1) for domain in DOMAINS},
     }
@@ -158,7 +159,7 @@ def _schedule(bench: Benchmark) -> Iterator[dict[str, Any]]:
     variants = {
         **{f"learning rate {rate:g}": {"learning_rate": rate} for rate in options.rates},
         **{f"batch {size}": {"batch_size": size} for size in options.batches},
-        **{f"{epochs:g} passes": {"epochs": epochs} for epochs in options.passes},
+        **{f"{epochs:g} passes": {"epochs": epochs} for epochs in options.more_passes},
     }
     rows = {}
     for name, changes in variants.items():
@@ -302,7 +303,8 @@ def _options(description: str) -> argparse.Namespace:
     parser.add_argument("--rollouts", type=int, default=512, help="a domain, of most trainings")
     parser.add_argument("--objective", choices=OBJECTIVES, default="tv", help="of most trainings")
     parser.add_argument("--share", type=float, default=0.0, help="of the draft's own text, of most")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of most trainings")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="of most trainings")
+    parser.add_argument("--passes", type=float, default=3.0, help="of most trainings")
     parser.add_argument("--objectives", nargs="+", choices=OBJECTIVES, default=OBJECTIVES)
     parser.add_argument("--mixed", type=float, default=0.5, help="the draft's own share if mixed")
     parser.add_argument("--seeds", type=int, default=2, help="of each objective")
@@ -315,9 +317,9 @@ def _options(description: str) -> argparse.Namespace:
         metavar="N",
         help="rollouts a domain (default: %(default)s)",
     )
-    parser.add_argument("--rates", type=float, nargs="+", default=(1e-3, 2e-3, 3e-3, 5e-3))
+    parser.add_argument("--rates", type=float, nargs="+", default=(5e-4, 1e-3, 4e-3))
     parser.add_argument("--batches", type=int, nargs="+", default=(4, 16))
-    parser.add_argument("--passes", type=float, nargs="+", default=(2.0, 3.0))
+    parser.add_argument("--more-passes", type=float, nargs="+", default=(1.0, 2.0, 4.0, 6.0))
     parser.add_argument("--starts", nargs="+", choices=list(STARTS), help="default: all")
     parser.add_argument("--timed", type=int, default=8, help="prompts a domain of the clock")
     parser.add_argument("--prompts", type=int, default=128, help="decoded of each domain")

@@ -104,45 +104,53 @@ def interval(values: Reals) -> dict[str, float]:
     return {"value": float(values[0]), "low": float(low), "high": float(high)}
 
 
-def expected_rounds(
-    ratios: Reals, lengths: Sequence[int], length: int, verifier: str
-) -> tuple[Reals, Reals]:
-    """Expected rounds, and drafted tokens, of decoding R given sequences.
+def survival(ratios: Reals, lengths: Sequence[int], longest: int, verifier: str) -> Reals:
+    """Probability that a round from each token on accepts so many tokens of R given sequences.
 
     Args:
         ratios: (R, N) q/p at their tokens.
         lengths: (R,) how many tokens each has.
-        length: most drafted tokens of a round, K; fewer at the end, where the target has to give
-            the last token.
+        longest: L, most drafted tokens.
         verifier: one of `VERIFIERS`.
+
+    Returns:
+        (R, N, L): of 1, 2, .. L tokens; 0 where the last token of the sequence would be drafted,
+        which the target gives.
+    """
+    width = ratios.shape[1]
+    padded = np.pad(ratios, ((0, 0), (0, longest - 1)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, longest, axis=1)
+    if verifier == "token":
+        alive = np.minimum(windows, 1.0).cumprod(axis=-1)
+    else:
+        alive = np.minimum.accumulate(np.minimum(windows.cumprod(axis=-1), 1.0), axis=-1)
+    left = np.asarray(lengths)[:, None] - 1 - np.arange(width)
+    return np.where(np.arange(longest) < left[..., None], alive, 0.0)
+
+
+def expected_rounds(alive: Reals, lengths: Sequence[int], length: int) -> tuple[Reals, Reals]:
+    """Expected rounds, and drafted tokens, of decoding R given sequences.
+
+    Args:
+        alive: (R, N, L) of `survival`.
+        lengths: (R,) how many tokens each has.
+        length: drafted tokens of a round, K <= L; fewer at the end of a sequence.
 
     Returns:
         (R,) and (R,).
     """
-    ends = np.asarray(lengths)
-    rows, width = ratios.shape
-    padded = np.pad(ratios, ((0, 0), (0, length)))
+    rows, width, _ = alive.shape
+    # That a round accepts exactly 0, 1, .. K tokens: the next one starts after one more.
+    edge = np.ones((rows, width, 1))
+    exactly = -np.diff(np.concatenate([edge, alive[..., :length], 0.0 * edge], axis=-1), axis=-1)
     starts = np.zeros((rows, width + length + 1))
     starts[:, 0] = 1.0
-    rounds, drafted = np.zeros((2, rows))
     for position in range(width):
-        here = np.where(position < ends, starts[:, position], 0.0)
-        most = np.clip(ends - 1 - position, 0, length)
-        rounds += here
-        drafted += here * most
-        alive, survival, product = here, np.ones(rows), np.ones(rows)
-        for k in range(length):
-            ratio = padded[:, position + k]
-            if verifier == "token":
-                survival = survival * np.minimum(1.0, ratio)
-            else:
-                product = product * ratio
-                survival = np.minimum(survival, product)
-            further = np.where(k < most, here * survival, 0.0)
-            starts[:, position + k + 1] += alive - further
-            alive = further
-        starts[:, position + length + 1] += alive
-    return rounds, drafted
+        reached = starts[:, position : position + 1] * exactly[:, position]
+        starts[:, position + 1 : position + length + 2] += reached
+    left = np.asarray(lengths)[:, None] - np.arange(width)
+    starts = np.where(left > 0, starts[:, :width], 0.0)
+    return starts.sum(axis=1), (starts * (left - 1).clip(0, length)).sum(axis=1)
 
 
 class Judge:
@@ -192,12 +200,10 @@ class Judge:
             ratio = (q.gather(-1, at) / p.gather(-1, at)).squeeze(-1).double()
             ratios += [part.tolist() for part in ratio.split(sizes)]
         lengths, values = [len(each) for each in tokens], pad(ratios)
-        found: dict[str, Any] = {
-            verifier: np.array(
-                [expected_rounds(values, lengths, length, verifier) for length in LENGTHS]
-            )
-            for verifier in VERIFIERS
-        }
+        found: dict[str, Any] = {}
+        for verifier in VERIFIERS:
+            alive = survival(values, lengths, LENGTHS[-1], verifier)
+            found[verifier] = np.array([expected_rounds(alive, lengths, k) for k in LENGTHS])
         return Judged(
             np.array(lengths, dtype=np.float64),
             np.array(overlaps),

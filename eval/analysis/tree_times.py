@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from eval.analysis.static_trees import k_configuration, nodes_of
 from eval.analysis.tree_results import RoundTimes, tree_parts
 from eval.decode_config import DecodeConfig
-from eval.decoder import SpeculativeDecoder
-from eval.rounds import Generation
+from eval.decoder import Generation, SpeculativeDecoder
 from eval.runtime.engines import Engine
 from specdata.sampling import SamplingConfig
 from specdata.seeds import generator_for
@@ -122,13 +121,9 @@ def measure_rounds(
     shapes: dict[str, tuple[int, DecodeConfig]] = {
         str(length): (length, chain_config(length, "token", sampling)) for length in CHAINS
     }
-    shapes |= {
-        str(widths): (
-            nodes_of(k_configuration(widths)),
-            tree_config(widths, TREE_VERIFIER, sampling),
-        )
-        for widths in TREES
-    }
+    for widths in TREES:
+        nodes = nodes_of(k_configuration(widths))
+        shapes[str(widths)] = nodes, tree_config(widths, TREE_VERIFIER, sampling)
     timed: dict[str, list[float]] = {name: [] for name in shapes}
     cut: dict[str, list[float]] = {name: [] for name in shapes}
     made = decode_in_turn(
