@@ -24,7 +24,7 @@ from benchmarks.distill_figures.data import (
 )
 from benchmarks.distill_figures.decoding import draft_costs, tokens_per_round
 from benchmarks.distill_figures.drafts import SFT, Training, made, record, trained
-from benchmarks.distill_figures.judge import SHOWN, VERIFIERS, Judge, Judged, figures
+from benchmarks.distill_figures.judge import SHOWN, VERIFIERS, Judge, Judged, faster, figures
 from benchmarks.distill_figures.plots import draw
 from benchmarks.distill_figures.starts import STARTS, started
 from distill.config import Objective
@@ -69,7 +69,7 @@ class Benchmark:
         """Train with each seed, and give the figures of their mean."""
         outs = [trained(training, self.data, seed=seed) for seed in range(seeds)]
         of_seeds = [self.judged(out) for out in outs]
-        mean = {domain: Judged.mean([each[domain] for each in of_seeds]) for domain in DOMAINS}
+        mean = _mean(of_seeds)
         settings = asdict(training)
         del settings["start"]
         found = {
@@ -80,10 +80,17 @@ class Benchmark:
                 for domain in DOMAINS
             },
             **figures(mean, self.base, cost or self.options.draft_cost),
+            "faster_than_default": self._faster(mean, seeds),
             "made": record(outs[0]),
         }
         self.say(training.name(0), found)
         return found
+
+    def _faster(self, judged: Mapping[str, Judged], seeds: int) -> dict[str, Any]:
+        """What its speed-up is against that of the default with the same seeds."""
+        outs = [trained(self.default, self.data, seed=seed) for seed in range(seeds)]
+        default = _mean([self.judged(out) for out in outs])
+        return faster(judged, default, self.options.draft_cost)
 
     def undistilled(self) -> dict[str, Any]:
         """The figures of the draft that all others start from."""
@@ -92,6 +99,11 @@ class Benchmark:
     def say(self, name: str, found: Mapping[str, Any]) -> None:
         """One line of progress."""
         self.console.print(line(name, found))
+
+
+def _mean(seeds: Sequence[Mapping[str, Judged]]) -> dict[str, Judged]:
+    """Domain -> the mean of drafts of several seeds."""
+    return {domain: Judged.mean([each[domain] for each in seeds]) for domain in DOMAINS}
 
 
 def line(name: str, found: Mapping[str, Any]) -> str:

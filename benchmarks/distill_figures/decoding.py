@@ -15,13 +15,14 @@ from benchmarks.distill_figures.judge import interval
 from eval.analysis.savings import resamples
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
+from eval.runtime.engines import Engine
 from specdata.models import load_model
 from specdata.seeds import generator_for
 
 if TYPE_CHECKING:
     import datasets
 
-ENGINE = "captured"
+ENGINE: Engine = "captured"
 AT_ONCE = 32
 TIMED_LENGTH = 4
 

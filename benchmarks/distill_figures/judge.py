@@ -77,7 +77,8 @@ class Judged:
     def acceptance(self) -> Reals:
         """Mean of sum_x min(p, q), of all rollouts first and then of every resample."""
         drawn = resamples(len(self.tokens))
-        return (drawn @ self.overlap) / (drawn @ self.tokens)
+        means: Reals = (drawn @ self.overlap) / (drawn @ self.tokens)
+        return means
 
     def tokens_per_round(self, verifier: str, length: int) -> Reals:
         """Likewise, expected tokens a round."""
@@ -196,9 +197,10 @@ class Judge:
             completions = tokens[batch.start : batch.stop]
             sizes = [len(completion) for completion in completions]
             at = torch.tensor([token for each in completions for token in each]).unsqueeze(-1)
-            overlaps += [float(part.sum()) for part in overlap(p, q).double().split(sizes)]
+            accepted = overlap(p, q).double()
+            overlaps += [float(part.sum()) for part in torch.split(accepted, sizes)]
             ratio = (q.gather(-1, at) / p.gather(-1, at)).squeeze(-1).double()
-            ratios += [part.tolist() for part in ratio.split(sizes)]
+            ratios += [part.tolist() for part in torch.split(ratio, sizes)]
         lengths, values = [len(each) for each in tokens], pad(ratios)
         found: dict[str, Any] = {}
         for verifier in VERIFIERS:
@@ -236,6 +238,21 @@ def _states(head: LMHead, rows: datasets.Dataset) -> Iterator[Tensor]:
                 for own, prompt, rest in zip(states, prompts, completions, strict=True)
             ]
         )
+
+
+def faster(
+    judged: Mapping[str, Judged], rival: Mapping[str, Judged], draft_cost: float
+) -> dict[str, dict[str, float]]:
+    """Verifier -> how much larger a draft's speed-up over all domains is than a rival's, less 1."""
+    ours, theirs = (
+        Judged.together([each[domain] for domain in DOMAINS]) for each in (judged, rival)
+    )
+    return {
+        verifier: interval(
+            ours.speedup(verifier, draft_cost)[1] / theirs.speedup(verifier, draft_cost)[1] - 1.0
+        )
+        for verifier in VERIFIERS
+    }
 
 
 def figures(

@@ -69,7 +69,9 @@ def started(start: Sized | Initial, data: Data, rollouts: Mapping[str, int], *, 
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "target").exists():
             (folder / "target").symlink_to(data.target.resolve())
-        config = ToyPairConfig(draft_layers=start.layers, draft_width=start.width)
+        config = ToyPairConfig.model_validate(
+            {"draft_layers": start.layers, "draft_width": start.width}
+        )
         train_toy_pair(folder, config, seed=SEED)
     elif not (folder / "draft").exists():
         make_initial(
