@@ -168,7 +168,7 @@ def test_scripts_beside_the_benchmark_import_the_package_distill_and_not_the_ben
 @pytest.mark.slow
 def test_from_a_pair_to_figures_in_one_command(tmp_path: Path) -> None:
     """A random pair is enough; a second run adds a part and uses what the first one made."""
-    tokenizer = train_tokenizer(corpus(seed=0, examples_per_family=40), 300)
+    tokenizer = train_tokenizer(corpus(seed=0, examples_per_family=40), 600)
     for seed, name in enumerate(("target", "draft")):
         model = language_model(tokenizer, layers=1, width=16, seed=seed)
         model.save_pretrained(tmp_path / "pair" / name)
@@ -190,9 +190,11 @@ def test_from_a_pair_to_figures_in_one_command(tmp_path: Path) -> None:
         "--passes": "1",
         "--more-passes": "1",
         "--prompts": "1",
+        "--timed": "1",
     }
     given = [word for name, values in settings.items() for word in (name, *values.split())]
     script = [sys.executable, str(ROOT / "benchmarks" / "distill.py"), *given]
+    script += ["--starts", "1 of the target's layers, first", "1 x 128, 512 tokens"]
 
     def report(*parts: str) -> dict[str, Any]:
         done = subprocess.run(
@@ -202,13 +204,16 @@ def test_from_a_pair_to_figures_in_one_command(tmp_path: Path) -> None:
         read: dict[str, Any] = json.loads((tmp_path / "out/distill.json").read_text("utf-8"))
         return read
 
-    first = report("objectives", "table5", "live")
+    first = report("objectives", "table5", "live", "size")
     assert len(first["objectives"]["rows"]) == 2 * 2
     for row in first["objectives"]["rows"].values():
         check(row)
         assert row["made"]["cpu_seconds"] > 0
     assert {*first["table5"]["after"]["maths"]} == {*RULES}
     assert first["live"]["rows"]["mixed"]["code"]["block"]["8"]["value"] >= 1.0
+    for row in first["size"]["rows"].values():
+        check(row)
+        assert row["cost"] == pytest.approx(row["draft_seconds"] / row["target_seconds"])
     drafts = {path: path.stat().st_mtime_ns for path in (tmp_path / "run/drafts").rglob("*")}
     second = report("schedule")
     assert {name: first[name] for name in ("objectives", "table5", "live")} == {
