@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar, get_args
 
@@ -263,8 +263,10 @@ def step_gradients(
     return recorder.gradients
 
 
-def test_accumulated_small_batches_equal_a_large_one(pair: Path, tmp_path: Path) -> None:
-    """The gradient of 4 x 2 rollouts is that of 8 at once, up to the order of the sums.
+def assert_same_gradients(
+    pair: Path, whole: Mapping[str, Tensor], parts: Mapping[str, Tensor]
+) -> None:
+    """Gradients of one step on the 8 rollouts are equal up to the order of the sums.
 
     A gradient entry is a sum of n terms, one for each token position of the batch. float32 sums of
     the same terms in two orders differ by at most 2 (n - 1) u sum|term|, with u = eps / 2 (Higham,
@@ -275,8 +277,6 @@ def test_accumulated_small_batches_equal_a_large_one(pair: Path, tmp_path: Path)
     Comparing weights instead would not do: Adam divides by the gradient's own size, so an entry
     that is all rounding error still moves a weight by a whole learning rate.
     """
-    whole = step_gradients(pair, tmp_path / "whole", batch_size=8, accumulation=1)
-    parts = step_gradients(pair, tmp_path / "parts", batch_size=2, accumulation=4)
     rows = rollouts(pair, 8, seed=1)
     terms = sum(len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows)
     tolerance = terms * torch.finfo(torch.float32).eps
@@ -285,6 +285,49 @@ def test_accumulated_small_batches_equal_a_large_one(pair: Path, tmp_path: Path)
         assert gradient.abs().max() > 0
         difference = (gradient - parts[name]).abs().max() / gradient.abs().max()
         assert difference <= tolerance, (name, float(difference), tolerance)
+
+
+def test_accumulated_small_batches_equal_a_large_one(pair: Path, tmp_path: Path) -> None:
+    whole = step_gradients(pair, tmp_path / "whole", batch_size=8, accumulation=1)
+    for batch_size in (1, 2):
+        parts = step_gradients(
+            pair,
+            tmp_path / f"of {batch_size}",
+            batch_size=batch_size,
+            accumulation=8 // batch_size,
+        )
+        assert_same_gradients(pair, whole, parts)
+
+
+GRADIENTS = """
+import sys
+from pathlib import Path
+import torch
+from accelerate import PartialState
+from safetensors.torch import save_file
+from tests.test_distill import step_gradients
+
+torch.set_num_threads(1)
+pair, out = map(Path, sys.argv[1:])
+gradients = step_gradients(pair, out.with_name("work"), batch_size=8, accumulation=1)
+if PartialState().is_main_process:
+    save_file(gradients, out)
+print("processes", PartialState().num_processes)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_with_half_of_a_batch_each_have_its_gradients(
+    pair: Path, tmp_path: Path
+) -> None:
+    whole = step_gradients(pair, tmp_path / "whole", batch_size=8, accumulation=1)
+    driver = tmp_path / "driver.py"
+    driver.write_text(GRADIENTS)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    out = tmp_path / "gradients.safetensors"
+    printed = launched(torchrun, [str(driver), str(pair), str(out)])
+    assert printed.count("processes 2") == 2
+    assert_same_gradients(pair, whole, load_file(out))
 
 
 def test_unusable_inputs_are_named(pair: Path, tmp_path: Path) -> None:
@@ -347,7 +390,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 TWO_PROCESSES = ["-m", "accelerate.commands.launch", "--config_file", "launch/cpu-2.yaml"]
-DEEPSPEED = ["-m", "accelerate.commands.launch", "--use_deepspeed", "--zero_stage=2"]
+DEEPSPEED = ["-m", "accelerate.commands.launch", "--use_deepspeed"]
 DEEPSPEED += ["--num_machines=1", "--num_processes=2", "--main_process_port=0"]
 DEEPSPEED += ["--mixed_precision=no", "--dynamo_backend=no"]
 
@@ -414,9 +457,14 @@ def test_a_killed_distillation_ends_in_the_same_weights(pair: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_two_deepspeed_processes_train_the_same_draft_as_one(pair: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_deepspeed_processes_train_the_same_draft_as_one(
+    pair: Path, tmp_path: Path, stage: int
+) -> None:
+    """Stage 3 divides the output matrix, too, which the loss reads without calling it."""
     alone = distilled(pair, tmp_path / "alone", QUICK)
-    printed = launched(DEEPSPEED, command("distil", pair, tmp_path / "two", QUICK))
+    launcher = [*DEEPSPEED, f"--zero_stage={stage}", "--zero3_save_16bit_model=true"]
+    printed = launched(launcher, command("distil", pair, tmp_path / "two", QUICK))
     assert "engine DEEPSPEED 2" in printed
     result = json.loads((tmp_path / "two" / "distillation.json").read_text())
     assert result["steps"] == alone.steps

@@ -135,7 +135,7 @@ def test_a_completion_is_at_most_as_long_as_the_rollouts_and_ends_with_an_end_to
 def test_a_block_follows_the_targets_text_and_each_token_is_drawn_from_q_after_the_last() -> None:
     draft = tiny_llama(2, vocab=V, layers=2)
     rows = rollouts(12)
-    drawn = texts(OnPolicyConfig(share=1.0, length=4), sampling=WARPED)
+    drawn = texts(OnPolicyConfig(share=1.0, length=4, cuts=1), sampling=WARPED)
     written = drawn.write(draft, rows, range(12), step=7)
     for index, (row, (new,)) in enumerate(zip(rows, written, strict=True)):
         assert new["prompt_ids"] == row["prompt_ids"]
@@ -157,7 +157,7 @@ def test_a_block_follows_the_targets_text_and_each_token_is_drawn_from_q_after_t
 
 def test_each_token_of_a_completion_is_equally_likely_to_be_where_a_block_begins() -> None:
     row = {"prompt_ids": [2], "completion_ids": [3] * 5}
-    drawn = texts(OnPolicyConfig(share=1.0, length=1), ends=frozenset())
+    drawn = texts(OnPolicyConfig(share=1.0, length=1, cuts=1), ends=frozenset())
     written = drawn.write(tiny_llama(1, vocab=V), [row] * 3000, range(3000), step=0)
     counts = Counter(len(new["completion_ids"]) - 1 for (new,) in written)
     assert p_value(counts, dict.fromkeys(range(5), 0.2)) > 1e-6
@@ -219,7 +219,7 @@ def test_no_row_is_longer_than_the_context(text: str) -> None:
 
 def test_the_draft_draws_ids_of_the_target_only_and_reads_the_targets_others() -> None:
     wide = tiny_llama(1, vocab=V + 30)
-    drawn = texts(OnPolicyConfig(share=1.0, length=8), ends=frozenset())
+    drawn = texts(OnPolicyConfig(share=1.0, cuts=1), ends=frozenset())
     (ids,) = zip(*drawn.write(wide, rollouts(30), range(30), step=0), strict=True)
     assert max(token for row in ids for token in row["completion_ids"]) < V
     free = sample_batch(wide, [[2]] * 30, torch.rand(30, 8), SamplingConfig(), ends=[])
@@ -233,7 +233,7 @@ def test_a_draft_with_a_reduced_vocabulary_writes_its_own_tokens() -> None:
     kept = [END, 4, 9, 17, 30]
     draft = tiny_llama(1, vocab=V)
     reduce_vocabulary(draft, kept)
-    drawn = texts(OnPolicyConfig(share=1.0), ends=frozenset(), sampling=WARPED)
+    drawn = texts(OnPolicyConfig(share=1.0, cuts=1), ends=frozenset(), sampling=WARPED)
     rows = [{"prompt_ids": [2], "completion_ids": [3]}] * 30
     written = drawn.write(draft, rows, range(30), step=0)
     assert {token for (row,) in written for token in row["completion_ids"]} == {*kept}

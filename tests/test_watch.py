@@ -31,16 +31,11 @@ from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import fingerprint
 from tests.test_distill import (
-    TWO_PROCESSES,
     assert_same_weights,
     changed,
-    command,
     distilled,
-    kill_after_checkpoint,
-    launched,
     pair,
     rollouts,
-    weights,
 )
 
 __all__ = ["pair"]  # a fixture
@@ -417,23 +412,6 @@ def test_a_training_without_its_best_weights_is_refused(
     shutil.rmtree(tmp_path / "out.training" / "best-0")
     with pytest.raises(ManifestError, match=r"best-0/weights.safetensors, the best weights so far"):
         trained(pair, dev, tmp_path / "out")
-
-
-@pytest.mark.slow
-def test_two_processes_killed_and_continued_end_in_the_same_bits(
-    pair: Path, tmp_path: Path
-) -> None:
-    config = changed(WATCHED, epochs=4)
-    arguments = {name: command("distil", pair, tmp_path / name, config) for name in ("a", "b")}
-    launched(TWO_PROCESSES, arguments["a"])
-    kill_after_checkpoint([*TWO_PROCESSES, *arguments["b"]], tmp_path / "b.training")
-    assert not (tmp_path / "b").exists()
-    launched(TWO_PROCESSES, arguments["b"])
-    assert weights(tmp_path / "a").keys() == weights(tmp_path / "b").keys()
-    assert_same_weights(tmp_path / "a", tmp_path / "b")
-    assert kept(tmp_path / "a") == kept(tmp_path / "b")
-    result = (tmp_path / "a" / "distillation.json").read_bytes()
-    assert (tmp_path / "b" / "distillation.json").read_bytes() == result
 
 
 def test_a_history_is_damaged_or_missing_and_the_model_is_the_same_without_it(
