@@ -99,7 +99,7 @@ def trained(training: Training, data: Data, *, seed: int) -> Path:
                 max_length=TOY_POSITIONS,
                 batch_size=training.batch_size,
                 learning_rate=training.learning_rate,
-                warmup_ratio=training.config().warmup_ratio,
+                warmup_ratio=DistilConfig.model_validate({}).warmup_ratio,
             ),
             lora=None,
             seed=seed,
