@@ -16,7 +16,6 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from distill.config import Reporter
 from specdata.errors import ConfigError
 
-
 # Their own constructors tell: transformers lists the one nowhere, the other beside mlflow only.
 _UNLISTED = ("flyte", "azure_ml")
 

@@ -191,7 +191,7 @@ def made_otherwise(stage: Stage, config: PipelineConfig) -> bool:
 def check_begun(stages: Iterable[Stage]) -> None:
     """Raise OtherSettingsError if one was made, or begun, with other settings.
 
-    Before the first of several stages is made, which would be for nothing if a later one is refused.
+    Before the first of several is made, which would be for nothing if a later one is refused.
     """
     for stage in stages:
         if (stage.folder / RUN).is_file():
