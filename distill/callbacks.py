@@ -120,7 +120,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Measure what training starts from, or find the best weights so far."""
-        if state.global_step == 0:
+        # A checkpoint of a version that measured nothing while training is where this one starts.
+        if not measurements(state):
             self._measure(args, state)
         elif self.keep == "best":
             self._check_best(Path(args.output_dir), state)
@@ -165,7 +166,8 @@ def _needed(args: TrainingArguments, state: TrainerState) -> set[int]:
     known = measurements(state)
     ends = [*complete_steps(Path(args.output_dir)), state.global_step]
     # Checkpoints beyond this step are of a training that was killed and goes on from before them.
-    return {best_step([m for m in known if m.step <= end]) for end in ends}
+    by_end = ([m for m in known if m.step <= end] for end in ends)
+    return {best_step(before) for before in by_end if before}
 
 
 def measurements(state: TrainerState) -> list[Measurement]:

@@ -18,6 +18,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from distill import callbacks, watch
 from distill.callbacks import best_step, store_best
+from distill.checkpoint import complete
 from distill.config import DistilConfig
 from distill.config import Reporter as Reporting
 from distill.distillation import DistilResult, distil
@@ -412,6 +413,34 @@ def test_a_training_without_its_best_weights_is_refused(
     shutil.rmtree(tmp_path / "out.training" / "best-0")
     with pytest.raises(ManifestError, match=r"best-0/weights.safetensors, the best weights so far"):
         trained(pair, dev, tmp_path / "out")
+
+
+def test_a_checkpoint_of_a_version_that_measured_nothing_goes_on(
+    pair: Path, dev: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dies(TrainerCallback):
+        def on_step_begin(self, _: object, state: Any, *__: object, **___: object) -> None:
+            if state.global_step == 9:
+                raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("distill.distillation.reporters", lambda *_: [Dies()])
+        with pytest.raises(Killed):
+            trained(pair, dev, tmp_path / "out")
+    work = tmp_path / "out.training"
+    for folder in work.glob("best-*"):
+        shutil.rmtree(folder)
+    for checkpoint in work.glob("checkpoint-*"):
+        path = checkpoint / "trainer_state.json"
+        state = json.loads(path.read_text())
+        state["log_history"] = [
+            entry for entry in state["log_history"] if callbacks.MEASURED not in entry
+        ]
+        path.write_text(json.dumps(state))
+        complete(checkpoint, engine="PyTorch")
+    result = trained(pair, dev, tmp_path / "out")
+    assert [m.step for m in kept(tmp_path / "out").measurements] == [8, 10, 12]
+    assert (result.steps, result.kept_step) == (12, 12)
 
 
 def test_a_history_is_damaged_or_missing_and_the_model_is_the_same_without_it(
