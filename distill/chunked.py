@@ -11,15 +11,15 @@ positions at once, up to the order of the sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from specdata.lm_head import LMHead
+
+T = TypeVar("T")
 
 Loss = Callable[[Tensor, slice], Tensor]
 """(n, V) logits of the draft, and which of all positions they are -> the sum of their losses."""
@@ -56,8 +56,48 @@ def chunked_loss(states: Tensor, head: LMHead, loss: Loss, *, at_once: int | Non
         parts = (loss(head.logits(states[chunk]), chunk) for chunk in _chunks(states, size))
         return sum(parts, _zero(states))
     trained = [] if head.embedding is None else _trained(head.embedding)
-    summed: Tensor = _Chunked.apply(states, head, loss, size, *trained)  # type: ignore[no-untyped-call]
-    return summed
+
+    def summed(given: Tensor) -> Tensor:
+        total: Tensor = _Chunked.apply(given, head, loss, size, *trained)  # type: ignore[no-untyped-call]
+        return total
+
+    if head.embedding is None:
+        return summed(states)
+    # ZeRO-3 has an output matrix at hand in the forward and backward of the embedding alone.
+    return inside_forward(head.embedding, head.embedding, summed, states)
+
+
+def inside_forward(
+    model: nn.Module, inner: nn.Module, work: Callable[..., T], *inputs: Tensor
+) -> T:
+    """Do some work as the forward of a module, so that an engine around it prepares for it.
+
+    DDP and ZeRO-3 act in the forward of what they wrap, and the loss calls parts of the model
+    alone. TRL's trainers do the same.
+
+    Args:
+        model: `inner`, or what an engine made of it.
+        inner: whose forward the work stands for.
+        work: is done once, with the inputs as the engine passes them on.
+        inputs: of the forward.
+    """
+    own = vars(inner).get("forward")  # an engine may have given it one
+
+    def forward(*given: Tensor) -> T:
+        restore()  # the work may call the model
+        return work(*given)
+
+    def restore() -> None:
+        vars(inner).pop("forward", None)
+        if own is not None:
+            vars(inner)["forward"] = own
+
+    vars(inner)["forward"] = forward
+    try:
+        result: T = model(*inputs)
+    finally:
+        restore()
+    return result
 
 
 class _Chunked(torch.autograd.Function):
@@ -68,8 +108,7 @@ class _Chunked(torch.autograd.Function):
         ctx: Any, states: Tensor, head: LMHead, loss: Loss, size: int, *trained: nn.Parameter
     ) -> Tensor:
         if type(head.embedding) is nn.Linear:
-            with _gathered(head.embedding):
-                total, ctx.gradients = _of_linear(states, head, head.embedding, loss, size)
+            total, ctx.gradients = _of_linear(states, head, head.embedding, loss, size)
         else:
             total, ctx.gradients = _by_autograd(states, head, trained, loss, size)
         return total
@@ -114,7 +153,7 @@ def _by_autograd(
     for chunk in _chunks(states, size):
         part = states[chunk].detach().requires_grad_()
         with torch.enable_grad():
-            value = loss(head.logits(part), chunk)
+            value = loss(_logits(head, part), chunk)
         of_states[chunk], *found = torch.autograd.grad(
             value, [part, *trained], materialize_grads=True
         )
@@ -124,6 +163,17 @@ def _by_autograd(
         else:
             torch._foreach_add_(gradients, found)
     return total, [of_states, *gradients]
+
+
+def _logits(head: LMHead, states: Tensor) -> Tensor:
+    """As `head.logits`, inside the embedding's own forward.
+
+    Its hooks are passed by: those of ZeRO-3 exchange weights between processes, and each process
+    has its own number of chunks.
+    """
+    if head.embedding is None:
+        return states
+    return head.logit_transform(head.embedding.forward(states))
 
 
 def _chunks(states: Tensor, size: int) -> Iterator[slice]:
@@ -138,18 +188,3 @@ def _zero(states: Tensor) -> Tensor:
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def _gathered(module: nn.Module) -> AbstractContextManager[Any]:
-    """Have the parameters of a module at hand which is read and not called, under ZeRO-3 too."""
-    if not is_deepspeed_zero3_enabled():
-        return nullcontext()
-    from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
-
-    # Tied ones may be there already, held by the embeddings, which release them themselves.
-    away = [
-        each
-        for each in module.parameters()
-        if each.ds_status != ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
-    ]
-    return GatheredParameters(away) if away else nullcontext()
