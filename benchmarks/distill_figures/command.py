@@ -199,9 +199,11 @@ def _size(bench: Benchmark) -> Iterator[dict[str, Any]]:
     rows = {}
     for name, training in trainings.items():
         before = bench.judge.of(training.start or data.draft)
+        cost = options.draft_cost * costs[name]["relative"]
         rows[name] = {
-            **bench.row(training, 1, costs[name]["cost"]),
-            "before": figures(before, bench.base, costs[name]["cost"]),
+            **bench.row(training, 1, cost),
+            "before": figures(before, bench.base, cost),
+            "cost": cost,
             "parameters": _parameters(drafts[name]),
             **costs[name],
         }
