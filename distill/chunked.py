@@ -29,7 +29,7 @@ MEMORY_BUDGET = 2 << 30
 gradients and what the draft's body keeps for its backward pass; `benchmarks/distill_memory.py`
 measures it."""
 CHUNK_BYTES = 1 << 30
-ENTRY_BYTES = 52  # measured: for a logit of each model, their distributions, a loss, its gradient
+ENTRY_BYTES = 52  # for a logit of each model, their distributions, a loss and its gradient
 
 
 def positions_at_once(vocabulary: int) -> int:

@@ -6,11 +6,29 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import TrainerCallback
-from transformers.integrations import TensorBoardCallback, is_tensorboard_available
+from transformers.integrations import (
+    TensorBoardCallback,
+    get_available_reporting_integrations,
+    is_tensorboard_available,
+)
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from distill.config import Reporter
 from specdata.errors import ConfigError
+
+# Their own constructors tell: transformers lists the one nowhere, the other beside mlflow only.
+_UNLISTED = ("flyte", "azure_ml")
+
+
+def check_reporters(wanted: Sequence[Reporter]) -> None:
+    """Raise ConfigError if one of these is not installed; nothing of them is started."""
+    installed = get_available_reporting_integrations()
+    missing = [name for name in wanted if name not in (*installed, *_UNLISTED)]
+    if missing:
+        raise ConfigError(
+            f"draft.report_to names {', '.join(map(repr, missing))}, which cannot be used: install "
+            "its package, or take it out; [] reports nowhere"
+        )
 
 
 def reporters(wanted: Sequence[Reporter] | None, folder: Path) -> list[TrainerCallback]:

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SPLIT = "dev"
+NOT_KEPT = (
+    "This evaluation keeps no search for a tree that was made of these models and rollouts: it is "
+    "of an earlier version, they have changed, or the search failed. `draftsmith trees` searches."
+)
+"""Why a report has no tree if nothing stood against a search."""
 
 
 def why_not_searched(config: PipelineConfig) -> str:

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 from eval.measuring.methods import check_machine, check_methods, path_drafts
 from recipes.config import PipelineConfig
-from recipes.layout import draft_width, is_cut, is_made_here, on_this_machine, sizes_of
+from recipes.layout import (
+    draft_width,
+    is_made_here,
+    on_this_machine,
+    sizes_of,
+    source_model,
+)
 from specdata.adapter_folder import base_of_adapters
 from specdata.config import nearest
 from specdata.errors import ConfigError
@@ -56,6 +63,10 @@ def check_draft(config: PipelineConfig) -> None:
     check_finetuning(config)
     check_initial(config)
     check_lora(config)
+    if config.draft and config.draft.report_to:
+        from distill.reporting import check_reporters  # here: it needs torch
+
+        check_reporters(config.draft.report_to)
     if config.draft and config.models.draft and config.draft.init.kind == "model":
         limit = positions_of(config, config.models.draft)
         if limit is None or limit < (config.draft.max_length or sys.maxsize):
@@ -155,7 +166,8 @@ def check_finetuning(config: PipelineConfig) -> None:
     if config.draft is None or config.draft.finetune is None:
         return
     tuning = config.draft.finetune
-    check_conversations(tuning.conversations, config.seed, here_alone=True)
+    with _named("draft.finetune.conversations"):
+        check_conversations(tuning.conversations, config.seed, here_alone=True)
     if tuning.conversations and has_chat_template(config) is False:
         raise ConfigError(
             f"draft.finetune.conversations are rendered with the target's chat template, and "
@@ -163,16 +175,23 @@ def check_finetuning(config: PipelineConfig) -> None:
             "recipes/configs/vicuna.jinja is Vicuna's), take a target that was tuned to chat, or "
             "leave conversations out to train on the target's rollouts"
         )
-    if is_cut(config):
-        return  # its context is known once it is made
-    assert config.models.draft is not None  # the configuration's own check
-    limit = positions_of(config, config.models.draft)
+    # A draft that is made has the context of what it is made of, a fresh one its target's.
+    source = config.models.target if config.draft.init.kind == "fresh" else source_model(config)
+    limit = positions_of(config, source)
     if limit is not None and tuning.max_length > limit:
         raise ConfigError(
-            f"draft.finetune.max_length must be at most {limit}, the positions of "
-            f"{config.models.draft}, got {tuning.max_length}: lower it, or take a draft with a "
-            "longer context"
+            f"draft.finetune.max_length must be at most {limit}, the positions of {source}, got "
+            f"{tuning.max_length}: lower it, or take a draft with a longer context"
         )
+
+
+@contextmanager
+def _named(key: str) -> Iterator[None]:
+    """Have what is said of a value begin with its key."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def check_kept(config: PipelineConfig, report: Sequence[Mapping[str, Any]]) -> None:
@@ -222,7 +241,8 @@ def check_hub(config: PipelineConfig) -> None:
         if not is_made_here(config, name):
             longest_prompt(name, config.eval.max_new_tokens)
     if config.draft and config.draft.finetune and config.draft.finetune.conversations:
-        check_conversations(config.draft.finetune.conversations, config.seed)
+        with _named("draft.finetune.conversations"):
+            check_conversations(config.draft.finetune.conversations, config.seed)
         if has_chat_template(config) is None:
             require_template(load_tokenizer(config.models.target))
     trained = config.rollouts.sets if config.draft or config.head or config.toy else []

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distill.config import DistilConfig
 from eval.measuring.results import Results, check_metrics
 from recipes.config import PipelineConfig
 from recipes.draft_training import TRAININGS, trainings_of
@@ -40,6 +41,7 @@ from recipes.run import (
 )
 from specdata.errors import ConfigError, ManifestError
 from specdata.processes import is_main
+from specdata.prompts.config import PromptSet
 from specdata.prompts.reading import source_of
 from specdata.storage.files import fingerprint
 
@@ -125,7 +127,7 @@ def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]
         about = replace(
             shared,
             base_model=None if config.draft.init.kind == "fresh" else source_model(config),
-            datasets=_training_sets(config, config.draft.sets),
+            datasets=_texts_of_draft(config, config.draft),
             measures={
                 "acceptance before distillation": trained["acceptance_before"],
                 "acceptance after distillation": trained["acceptance_after"],
@@ -191,6 +193,15 @@ def _training_sets(config: PipelineConfig, names: Sequence[str] | None = None) -
         for prompts in config.rollouts.sets
         if prompts.split == "train" and (names is None or prompts.name in names)
     ]
+
+
+def _texts_of_draft(config: PipelineConfig, draft: DistilConfig) -> list[str]:
+    """The sources of what the draft was trained on: conversations, and prompt sets of rollouts."""
+    talks = draft.finetune.conversations if draft.finetune else []
+    sources = [source_of(PromptSet(name, "train", 0)) or name for name in talks]
+    if draft.epochs or (draft.finetune and not talks):
+        sources += _training_sets(config, draft.sets)
+    return sources
 
 
 def _trained_on(config: PipelineConfig) -> TrainedOn:

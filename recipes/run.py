@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,6 +186,16 @@ def made_otherwise(stage: Stage, config: PipelineConfig) -> bool:
     except OtherSettingsError:
         return True
     return False
+
+
+def check_begun(stages: Iterable[Stage]) -> None:
+    """Raise OtherSettingsError if one was made, or begun, with other settings.
+
+    Before the first of several is made, which would be for nothing if a later one is refused.
+    """
+    for stage in stages:
+        if (stage.folder / RUN).is_file():
+            check_settings(stage)
 
 
 def check_settings(stage: Stage) -> None:

@@ -19,12 +19,12 @@ from eval.measuring.methods import fit_rules, needs_fit, path_drafts, with_fit
 from eval.measuring.results import LostResultsError, write_results
 from eval.reporting.report import PAGE, Context, terminal, write_report
 from eval.reporting.verdict import judge
-from recipes.best_tree import known_search, search, why_not_searched
+from recipes.best_tree import NOT_KEPT, known_search, search, why_not_searched
 from recipes.checks import check_evaluation
 from recipes.config import PipelineConfig
 from recipes.draft_training import trainings_of
 from recipes.head_quality import known_quality, quality_file, quality_of
-from recipes.layout import draft_in_use, eval_stage, folder, head_in_use
+from recipes.layout import draft_in_use, eval_stage, folder, head_in_use, is_cut
 from recipes.measured import RESULTS, measured_results, names_then
 from recipes.next_steps import after_eval
 from recipes.recipe import Recipe
@@ -280,6 +280,8 @@ def _context(config: PipelineConfig, results: Results, quality: Quality | None) 
     made = {
         "pair": config.toy,
         "rollouts": config.rollouts,
+        "initial": is_cut(config),
+        "finetuned": config.draft and config.draft.finetune,
         "draft": config.draft,
         "labels": config.head,
         "head": config.head,
@@ -310,7 +312,7 @@ def _context(config: PipelineConfig, results: Results, quality: Quality | None) 
         quality=quality,
         trainings=trainings_of(config),
         trees=known_search(config),
-        no_trees=why_not_searched(config),
+        no_trees=why_not_searched(config) or NOT_KEPT,
     )
 
 

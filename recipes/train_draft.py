@@ -16,7 +16,7 @@ from recipes.config import PipelineConfig
 from recipes.layout import draft_stages, draft_to_distil, folder, initial_draft
 from recipes.next_steps import after_draft
 from recipes.recipe import Recipe
-from recipes.run import Stage, made_as_asked, need, run_stage, say
+from recipes.run import Stage, check_begun, made_as_asked, need, run_stage, say
 from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,16 +35,18 @@ def stages(config: PipelineConfig) -> list[Stage]:
 def main(config: PipelineConfig) -> dict[str, Any]:
     """Make, fine-tune and distil, as asked; print the acceptance before and after."""
     planned = stages(config)
+    check_begun(planned)
     if not all(map(made_as_asked, planned)):
         check_draft(config)
     need(folder(config, "rollouts"), "make_rollouts.py")
     work = {"initial": _make_initial, "finetuned": _finetune, "draft": _distil}
     for stage in planned:
         result = run_stage(stage, config, partial(work[stage.name], config, stage))
-    say(
-        f"  acceptance on held-out rollouts: {result['acceptance_before']:.3f} before, "
-        f"{result['acceptance_after']:.3f} after distillation"
-    )
+    before, after = result["acceptance_before"], result["acceptance_after"]
+    if result["steps"] == 0:
+        say(f"  acceptance on held-out rollouts: {after:.3f}; not distilled (draft.epochs 0)")
+        return result
+    say(f"  acceptance on held-out rollouts: {before:.3f} before, {after:.3f} after distillation")
     if result.get("kept_step") is not None:
         say(f"  kept: the weights after step {result['kept_step']} of {result['steps']}")
     return result

@@ -44,7 +44,8 @@ def main(
     except (ConfigError, ManifestError, ValueError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    console = Console(highlight=False)
+    # The table is wider than the 80 columns that a file or a pipe is taken to have.
+    console = Console(highlight=False, width=max(100, Console().width))
     console.print(_table(found))
     timed = found.clocked()
     tree = next(each for each in timed if each.family != "chain")

@@ -18,7 +18,6 @@ from specdata.prompts.reading import (
     messages_of,
     prompt_inputs,
     read_rows,
-    require_columns,
 )
 
 REASONS = {
@@ -29,6 +28,10 @@ REASONS = {
     "unmaskable": "whose chat template hides what the assistant said",
 }
 _SHAREGPT = CATALOGUE["sharegpt"].form
+_FORMS = (
+    "`messages` of {role, content} (system, user, assistant), or `conversations` of {from, value} "
+    "(human, gpt) as ShareGPT's"
+)
 _SHOWN = 300  # characters of what is said of one conversation
 
 
@@ -71,9 +74,7 @@ class Account:
         if sum(self.left_out.values()) == self.read:
             raise ConfigError(
                 f"conversations {self.source!r}: none of {self.read} can be trained on: {self}. "
-                "Each must hold `messages` of {role, content} (system, user, assistant), or "
-                "`conversations` of {from, value} (human, gpt) as ShareGPT's, with a turn of the "
-                "assistant"
+                f"Each must hold {_FORMS}, with a turn of the assistant"
             )
 
 
@@ -106,7 +107,11 @@ def read_conversations(name: str, seed: int) -> Iterator[tuple[int, list[Message
             continue
         form = form or _form(name, row)
         assert form.messages
-        require_columns([form.messages], row, f"conversations {name!r}, row {number},")
+        if form.messages not in row:
+            raise ConfigError(
+                f"conversations {name!r}, row {number}, has no column {form.messages!r}; it has "
+                f"{', '.join(map(repr, row)) or 'none'}. Each row must hold {_FORMS}"
+            )
         yield number, _usable(row[form.messages], form)
 
 
