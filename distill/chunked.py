@@ -21,7 +21,7 @@ from specdata.lm_head import LMHead
 
 T = TypeVar("T")
 
-Loss = Callable[[Tensor, slice], Tensor]
+ChunkLoss = Callable[[Tensor, slice], Tensor]
 """(n, V) logits of the draft, and which of all positions they are -> the sum of their losses."""
 
 MEMORY_BUDGET = 2 << 30
@@ -37,7 +37,9 @@ def positions_at_once(vocabulary: int) -> int:
     return max(1, CHUNK_BYTES // (ENTRY_BYTES * vocabulary))
 
 
-def chunked_loss(states: Tensor, head: LMHead, loss: Loss, *, at_once: int | None = None) -> Tensor:
+def chunked_loss(
+    states: Tensor, head: LMHead, loss: ChunkLoss, *, at_once: int | None = None
+) -> Tensor:
     """Return the sum of a loss over positions; its gradient reaches the states and the output.
 
     Under ZeRO-3 and DDP it must be called inside the forward of the engine's module.
@@ -105,7 +107,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, head: LMHead, loss: Loss, size: int, *trained: nn.Parameter
+        ctx: Any, states: Tensor, head: LMHead, loss: ChunkLoss, size: int, *trained: nn.Parameter
     ) -> Tensor:
         if type(head.embedding) is nn.Linear:
             total, ctx.gradients = _of_linear(states, head, head.embedding, loss, size)
@@ -122,7 +124,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _of_linear(
-    states: Tensor, head: LMHead, linear: nn.Linear, loss: Loss, size: int
+    states: Tensor, head: LMHead, linear: nn.Linear, loss: ChunkLoss, size: int
 ) -> tuple[Tensor, list[Tensor]]:
     """The sum, and its gradients, which are added up in place: one output matrix, not several."""
     total, of_states, trained = _zero(states), torch.zeros_like(states), _trained(linear)
@@ -145,7 +147,7 @@ def _of_linear(
 
 
 def _by_autograd(
-    states: Tensor, head: LMHead, trained: Sequence[nn.Parameter], loss: Loss, size: int
+    states: Tensor, head: LMHead, trained: Sequence[nn.Parameter], loss: ChunkLoss, size: int
 ) -> tuple[Tensor, list[Tensor]]:
     """The same, whatever makes the logits."""
     total, of_states = _zero(states), torch.zeros_like(states)
