@@ -128,10 +128,11 @@ def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]
             shared,
             base_model=None if config.draft.init.kind == "fresh" else source_model(config),
             datasets=_texts_of_draft(config, config.draft),
-            measures={
+            measures=training_measures(history)
+            if history
+            else {  # of an earlier version
                 "acceptance before distillation": trained["acceptance_before"],
                 "acceptance after distillation": trained["acceptance_after"],
-                **(training_measures(history) if history else {}),
             },
         )
         out = here / "draft"

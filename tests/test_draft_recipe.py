@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from transformers.integrations import get_available_reporting_integrations
 
+from eval.analysis import trees
+from eval.reporting.training import training_measures
 from recipes import train_draft
 from recipes.best_tree import NOT_KEPT, why_not_searched
 from recipes.config import PipelineConfig, parse
@@ -15,8 +17,10 @@ from recipes.layout import draft_stages, folder, rollouts_stage
 from recipes.publish import _texts_of_draft
 from recipes.run import run_stage
 from recipes.run_eval import _context
+from specdata.history import History
 from tests.synthetic_results import synthetic_results
 from tests.test_initial import stored
+from tests.test_training_report import measured
 
 ACCEPTANCE = {"acceptance_before": 0.5, "acceptance_after": 0.5, "steps": 0}
 
@@ -125,3 +129,19 @@ def test_a_card_names_the_texts_that_the_draft_was_trained_on(
     found = _texts_of_draft(config, config.draft)
     hub = "anon8231489123/ShareGPT_Vicuna_unfiltered"
     assert found == [hub if name == "sharegpt" else name for name in texts]
+
+
+def test_a_card_of_a_draft_that_was_not_distilled_names_no_distillation() -> None:
+    kept = History(before=measured(0, "maths"), after=measured(0, "maths"), kept_step=0)
+    measures = training_measures(kept)
+    assert measures["acceptance"] == pytest.approx(0.6)
+    assert not any("distillation" in name for name in measures)
+
+
+def test_a_trace_of_other_draws_or_another_precision_is_another(target: Path) -> None:
+    same = [str(target), "--target", str(target), "--draft", str(target)]
+    changes: list[list[str]] = [[], ["--seed", "1"], ["--dtype", "bfloat16"], ["--rows", "2"]]
+    made = [trees._made_of(trees._parser("").parse_args([*same, *more])) for more in changes]
+    assert all(one != made[0] for one in made[1:])
+    longer = trees._parser("").parse_args([*same, "--max-new-tokens", "8"])
+    assert trees._made_of(longer) == made[0]  # decoding alone depends on it

@@ -73,17 +73,22 @@ def _run(given: argparse.Namespace) -> TreeSearch:
         stream_stored(given.rollouts), given.rollouts, given.split, given.rows
     )
     target, draft = (load_model(name, dtype=given.dtype) for name in (given.target, given.draft))
-    made_of = {
+    pair = Pair(target, draft, sampling, given.engine, given.max_new_tokens, given.seed)
+    given.out.mkdir(parents=True, exist_ok=True)
+    found = search_trees(rows, pair, given.out, rollouts=given.rows, made_of=_made_of(given))
+    found.write(given.out / FOUND)
+    return found
+
+
+def _made_of(given: argparse.Namespace) -> dict[str, str | None]:
+    """Contents of what a search is made of, and what else decides the trace that is kept."""
+    return {
         "target": fingerprint(given.target),
         "draft": fingerprint(given.draft),
         "rollouts": fingerprint(str(given.rollouts)),
         "rows": f"{given.rows} of {given.split}",
+        "draws": f"seed {given.seed}, {given.dtype}",
     }
-    pair = Pair(target, draft, sampling, given.engine, given.max_new_tokens, given.seed)
-    given.out.mkdir(parents=True, exist_ok=True)
-    found = search_trees(rows, pair, given.out, rollouts=given.rows, made_of=made_of)
-    found.write(given.out / FOUND)
-    return found
 
 
 def _sampling(rollouts: Path, target: str) -> SamplingConfig:

@@ -79,7 +79,10 @@ def _watched(measurements: tuple[Measurement, ...]) -> int:
 
 
 def training_measures(history: History) -> Mapping[str, float]:
-    """The figures for a model card: of all prompt sets together and of each."""
+    """The figures for a model card: of all prompt sets together and of each.
+
+    Before and after distillation; once, if there was none.
+    """
     measures: dict[str, float] = {}
     before, after = history.before, history.after
     if before is None or after is None:
@@ -87,12 +90,16 @@ def training_measures(history: History) -> Mapping[str, float]:
     pairs = {"": (before.overall, after.overall)}
     if len(after.sets) > 1:
         pairs |= {f", {name}": (before.sets[name], after.sets[name]) for name in after.sets}
+    was_trained = bool(history.steps or history.measurements)
     for where, (was, now) in pairs.items():
         for words, key in (
             ("acceptance", "acceptance"),
             ("expected tokens a round (token verification, K = 4)", "token_4"),
             ("expected tokens a round (block verification, K = 8)", "block_8"),
         ):
-            measures[f"{words} before distillation{where}"] = figure(was, key)
-            measures[f"{words} after distillation{where}"] = figure(now, key)
+            if was_trained:
+                measures[f"{words} before distillation{where}"] = figure(was, key)
+                measures[f"{words} after distillation{where}"] = figure(now, key)
+            else:
+                measures[f"{words}{where}"] = figure(now, key)
     return measures
