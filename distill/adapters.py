@@ -98,11 +98,12 @@ def load_plain(name: str, lora: LoraConfig | None) -> PreTrainedModel:
 
 
 def trained_weights(trainer: Trainer) -> dict[str, Tensor]:
-    """The weights that a trainer trains: all, or those of adapters alone; on every process.
+    """The weights that a trainer trains: all, or those of adapters alone.
 
-    All processes must call this together.
+    All processes must call this together; under ZeRO-3 the main process alone gets them.
     """
-    weights: dict[str, Tensor] = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    # DeepSpeed gathers what is in parts in the main process, and gives the others None.
+    weights: dict[str, Tensor] = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
     if not isinstance(trainer.accelerator.unwrap_model(trainer.model), peft.PeftModel):
         return weights
     return {name: weight for name, weight in weights.items() if ADAPTER in name}

@@ -11,17 +11,17 @@ positions at once, up to the order of the sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from specdata.lm_head import LMHead
 
-Loss = Callable[[Tensor, slice], Tensor]
+T = TypeVar("T")
+
+ChunkLoss = Callable[[Tensor, slice], Tensor]
 """(n, V) logits of the draft, and which of all positions they are -> the sum of their losses."""
 
 MEMORY_BUDGET = 2 << 30
@@ -29,7 +29,7 @@ MEMORY_BUDGET = 2 << 30
 gradients and what the draft's body keeps for its backward pass; `benchmarks/distill_memory.py`
 measures it."""
 CHUNK_BYTES = 1 << 30
-ENTRY_BYTES = 52  # measured: for a logit of each model, their distributions, a loss, its gradient
+ENTRY_BYTES = 52  # for a logit of each model, their distributions, a loss and its gradient
 
 
 def positions_at_once(vocabulary: int) -> int:
@@ -37,7 +37,9 @@ def positions_at_once(vocabulary: int) -> int:
     return max(1, CHUNK_BYTES // (ENTRY_BYTES * vocabulary))
 
 
-def chunked_loss(states: Tensor, head: LMHead, loss: Loss, *, at_once: int | None = None) -> Tensor:
+def chunked_loss(
+    states: Tensor, head: LMHead, loss: ChunkLoss, *, at_once: int | None = None
+) -> Tensor:
     """Return the sum of a loss over positions; its gradient reaches the states and the output.
 
     Under ZeRO-3 and DDP it must be called inside the forward of the engine's module.
@@ -56,8 +58,48 @@ def chunked_loss(states: Tensor, head: LMHead, loss: Loss, *, at_once: int | Non
         parts = (loss(head.logits(states[chunk]), chunk) for chunk in _chunks(states, size))
         return sum(parts, _zero(states))
     trained = [] if head.embedding is None else _trained(head.embedding)
-    summed: Tensor = _Chunked.apply(states, head, loss, size, *trained)  # type: ignore[no-untyped-call]
-    return summed
+
+    def summed(given: Tensor) -> Tensor:
+        total: Tensor = _Chunked.apply(given, head, loss, size, *trained)  # type: ignore[no-untyped-call]
+        return total
+
+    if head.embedding is None:
+        return summed(states)
+    # ZeRO-3 has an output matrix at hand in the forward and backward of the embedding alone.
+    return inside_forward(head.embedding, head.embedding, summed, states)
+
+
+def inside_forward(
+    model: nn.Module, inner: nn.Module, work: Callable[..., T], *inputs: Tensor
+) -> T:
+    """Do some work as the forward of a module, so that an engine around it prepares for it.
+
+    DDP and ZeRO-3 act in the forward of what they wrap, and the loss calls parts of the model
+    alone. TRL's trainers do the same.
+
+    Args:
+        model: `inner`, or what an engine made of it.
+        inner: whose forward the work stands for.
+        work: is done once, with the inputs as the engine passes them on.
+        inputs: of the forward.
+    """
+    own = vars(inner).get("forward")  # an engine may have given it one
+
+    def forward(*given: Tensor) -> T:
+        restore()  # the work may call the model
+        return work(*given)
+
+    def restore() -> None:
+        vars(inner).pop("forward", None)
+        if own is not None:
+            vars(inner)["forward"] = own
+
+    vars(inner)["forward"] = forward
+    try:
+        result: T = model(*inputs)
+    finally:
+        restore()
+    return result
 
 
 class _Chunked(torch.autograd.Function):
@@ -65,11 +107,10 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, head: LMHead, loss: Loss, size: int, *trained: nn.Parameter
+        ctx: Any, states: Tensor, head: LMHead, loss: ChunkLoss, size: int, *trained: nn.Parameter
     ) -> Tensor:
         if type(head.embedding) is nn.Linear:
-            with _gathered(head.embedding):
-                total, ctx.gradients = _of_linear(states, head, head.embedding, loss, size)
+            total, ctx.gradients = _of_linear(states, head, head.embedding, loss, size)
         else:
             total, ctx.gradients = _by_autograd(states, head, trained, loss, size)
         return total
@@ -83,7 +124,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _of_linear(
-    states: Tensor, head: LMHead, linear: nn.Linear, loss: Loss, size: int
+    states: Tensor, head: LMHead, linear: nn.Linear, loss: ChunkLoss, size: int
 ) -> tuple[Tensor, list[Tensor]]:
     """The sum, and its gradients, which are added up in place: one output matrix, not several."""
     total, of_states, trained = _zero(states), torch.zeros_like(states), _trained(linear)
@@ -106,7 +147,7 @@ def _of_linear(
 
 
 def _by_autograd(
-    states: Tensor, head: LMHead, trained: Sequence[nn.Parameter], loss: Loss, size: int
+    states: Tensor, head: LMHead, trained: Sequence[nn.Parameter], loss: ChunkLoss, size: int
 ) -> tuple[Tensor, list[Tensor]]:
     """The same, whatever makes the logits."""
     total, of_states = _zero(states), torch.zeros_like(states)
@@ -114,7 +155,7 @@ def _by_autograd(
     for chunk in _chunks(states, size):
         part = states[chunk].detach().requires_grad_()
         with torch.enable_grad():
-            value = loss(head.logits(part), chunk)
+            value = loss(_logits(head, part), chunk)
         of_states[chunk], *found = torch.autograd.grad(
             value, [part, *trained], materialize_grads=True
         )
@@ -124,6 +165,17 @@ def _by_autograd(
         else:
             torch._foreach_add_(gradients, found)
     return total, [of_states, *gradients]
+
+
+def _logits(head: LMHead, states: Tensor) -> Tensor:
+    """As `head.logits`, inside the embedding's own forward.
+
+    Its hooks are passed by: those of ZeRO-3 exchange weights between processes, and each process
+    has its own number of chunks.
+    """
+    if head.embedding is None:
+        return states
+    return head.logit_transform(head.embedding.forward(states))
 
 
 def _chunks(states: Tensor, size: int) -> Iterator[slice]:
@@ -138,18 +190,3 @@ def _zero(states: Tensor) -> Tensor:
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def _gathered(module: nn.Module) -> AbstractContextManager[Any]:
-    """Have the parameters of a module at hand which is read and not called, under ZeRO-3 too."""
-    if not is_deepspeed_zero3_enabled():
-        return nullcontext()
-    from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
-
-    # Tied ones may be there already, held by the embeddings, which release them themselves.
-    away = [
-        each
-        for each in module.parameters()
-        if each.ds_status != ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
-    ]
-    return GatheredParameters(away) if away else nullcontext()

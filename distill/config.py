@@ -66,7 +66,7 @@ class InitConfig(Config):
         description="layers cut from the target: how many, or which ([0, 5]; 0 is the first)",
     )
     choose: Literal["first", "last", "even", "search"] = Field(
-        default="even",
+        default="first",  # untrained, two or three of a real model start at .09, spaced ones at 0
         description="which layers are cut: the first, the last, evenly spaced (first and last "
         "included), or those found by one-step acceptance on a few rollouts",
     )

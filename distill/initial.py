@@ -31,7 +31,14 @@ from distill.training import save_model
 from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
 from specdata.model_folder import copy_tokenizer
-from specdata.models import known_ids, load_configs, load_model, load_tokenizer, positions
+from specdata.models import (
+    known_ids,
+    load_configs,
+    load_generation,
+    load_model,
+    load_tokenizer,
+    positions,
+)
 from specdata.probability import overlap, probabilities
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
@@ -86,10 +93,13 @@ def make_initial(
             the vocabulary cannot be reduced as asked.
         VocabularyMismatchError: if an existing draft has another vocabulary.
         ManifestError: if `out` was made with other settings.
-        ValueError: if there are no rollouts.
+        ValueError: if there are no rollouts, or all their completions are empty.
     """
-    if len(rollouts) == 0:
-        raise ValueError("rollouts must hold at least one rollout of split train, they are empty")
+    if len(rollouts) == 0 or not any(map(len, rollouts["completion_ids"])):
+        raise ValueError(
+            "rollouts must hold at least one completion token of split train, and these hold none: "
+            "make others"
+        )
     settings = Settings(
         {
             "target": fingerprint(str(target)),
@@ -108,7 +118,8 @@ def make_initial(
     elif state.is_main_process:
         model, made = _make(str(target), draft, rollouts, config, sampling, seed)
         if config.vocabulary is not None:
-            made |= _reduce(model, rollouts, config.vocabulary)
+            _, ends = load_generation(str(target))
+            made |= _reduce(model, rollouts, config.vocabulary, ends)
         made["parameters"] = sum(weight.numel() for weight in model.parameters())
         with atomic_folder(out) as temporary:
             save_model(model, temporary)
@@ -362,10 +373,13 @@ def _special(generation: GenerationConfig) -> GenerationConfig:
     )
 
 
-def _reduce(model: PreTrainedModel, rollouts: Dataset, count: int) -> dict[str, Any]:
-    """Reduce a draft's vocabulary, and make sure that nothing else has a probability then."""
-    ends = model.generation_config.eos_token_id
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
+def _reduce(
+    model: PreTrainedModel, rollouts: Dataset, count: int, ends: Iterable[int]
+) -> dict[str, Any]:
+    """Reduce a draft's vocabulary, and make sure that nothing else has a probability then.
+
+    `ends` are the target's end tokens: an existing draft may name others, and decoding ends there.
+    """
     vocabulary = model.config.get_text_config().vocab_size
     kept = frequent_tokens(rollouts, count, vocabulary, ends)
     reduce_vocabulary(model, kept)

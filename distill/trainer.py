@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, Trainer
 
 from distill.adapters import base_of
 from distill.batches import IGNORED, Numbered, collate
-from distill.chunked import chunked_loss
+from distill.chunked import chunked_loss, inside_forward
 from distill.config import DistilConfig
 from distill.losses import LOSSES
 from distill.on_policy import DraftTexts, copy_to_write, whole_draft
@@ -27,8 +27,6 @@ from specdata.models import end_ids, positions
 from specdata.probability import probabilities, to_vocabulary
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
-
-T = TypeVar("T")
 
 
 class DistilTrainer(Trainer):  # type: ignore[misc]
@@ -118,36 +116,6 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
             q_logits = q_logits / (self.sampling.temperature or 1.0)
             p_logits = probabilities(p_logits, self.sampling).log()
         return self.objective(q_logits, p_logits, ones) * len(ones)
-
-
-def inside_forward(model: torch.nn.Module, inner: torch.nn.Module, work: Callable[[], T]) -> T:
-    """Do some work as the forward of a module, so that an engine around it prepares for it.
-
-    DDP and ZeRO-3 act in the forward of what they wrap, and the loss calls parts of the model
-    alone. TRL's trainers do the same.
-
-    Args:
-        model: `inner`, or what an engine made of it.
-        inner: whose forward the work stands for.
-        work: is done once.
-    """
-    own = vars(inner).get("forward")  # an engine may have given it one
-
-    def forward(*_: object, **__: object) -> T:
-        restore()  # the work may call the model
-        return work()
-
-    def restore() -> None:
-        vars(inner).pop("forward", None)
-        if own is not None:
-            vars(inner)["forward"] = own
-
-    vars(inner)["forward"] = forward
-    try:
-        result: T = model()
-    finally:
-        restore()
-    return result
 
 
 def draft_trainer(

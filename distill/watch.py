@@ -117,7 +117,7 @@ class HeldOut:
         at_once = tokens_at_once(self._target)
         rows = rollouts.to_list()
         chosen = _evenly([row.get("dataset", "") for row in rows], watched)
-        others = [index for index in range(len(rows)) if index not in set(chosen)]
+        others = sorted(set(range(len(rows))) - set(chosen))
         self._batches = _in_batches([rows[index] for index in chosen], at_once)
         self._watched = len(self._batches)
         self._batches += _in_batches([rows[index] for index in others], at_once)

@@ -213,7 +213,7 @@ def test_from_a_pair_to_figures_in_one_command(tmp_path: Path) -> None:
     assert first["live"]["rows"]["mixed"]["code"]["block"]["8"]["value"] >= 1.0
     for row in first["size"]["rows"].values():
         check(row)
-        assert row["cost"] == pytest.approx(row["draft_seconds"] / row["target_seconds"])
+        assert row["cost"] == pytest.approx(0.182 * row["relative"])
     drafts = {path: path.stat().st_mtime_ns for path in (tmp_path / "run/drafts").rglob("*")}
     second = report("schedule")
     assert {name: first[name] for name in ("objectives", "table5", "live")} == {

@@ -228,7 +228,7 @@ def test_bfloat16_is_of_the_forward_and_the_weights_that_move_are_float32(
     1/256: a draft kept in bfloat16 would never move them."""
     trainer = trainer_of(pair, tmp_path, precision="bfloat16", learning_rate=1e-4)
     seen: set[torch.dtype] = set()
-    for module in trainer.student.modules():
+    for module in trainer.student.model.modules():  # the output embedding's forward is the loss
         if isinstance(module, nn.Linear):
             module.register_forward_hook(lambda _, __, output: seen.add(output.dtype))
     before = {name: each.clone() for name, each in trainer.student.named_parameters()}
@@ -257,8 +257,8 @@ def test_bfloat16_gradients_are_those_of_float32_up_to_its_rounding(
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_positions_times_vocabulary() -> None:
-    """The logits of one model alone would be 1 GiB in float32, and autograd's share 13 GiB."""
-    case = {"rows": 4, "completion": 512, "vocabulary": 131072}
+    """All logits at once, and what autograd makes of them, would take 3.3 GiB."""
+    case = {"rows": 2, "completion": 512, "vocabulary": 65536}
     done = subprocess.run(
         [sys.executable, str(BENCHMARK), "--case", json.dumps(case)],
         capture_output=True,

@@ -203,3 +203,22 @@ def test_a_killed_training_in_two_processes_ends_in_the_same_weights(
     assert written_under == ("PyTorch" if engine is ON_CPU else "DeepSpeed in 2 processes")
     finish(start_two(server, trained, pair, out, COMBINED, **engine))
     assert_same_draft(out, tmp_path / "whole")
+
+
+ZERO_3 = {**ZERO_2, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+ZERO_3 |= {"ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true"}
+
+
+@pytest.mark.slow
+def test_adapters_in_parts_are_gathered_and_merged(
+    pair: Path, tmp_path: Path, server: ForkServerContext
+) -> None:
+    """Under ZeRO-3 the main process alone gets the weights; the others go on without them."""
+    changes = {"lora": {"rank": 4}, "epochs": 1}
+    trained(pair, tmp_path / "alone", changes)
+    finish(start_two(server, trained, pair, tmp_path / "two", changes, **ZERO_3))
+    ours, theirs = (load_file(tmp_path / n / "model.safetensors") for n in ("two", "alone"))
+    before = load_file(pair / "draft" / "model.safetensors")
+    for name, weight in theirs.items():
+        moved = (weight - before[name]).square().mean().sqrt()
+        assert (ours[name] - weight).square().mean().sqrt() <= moved / 50, name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ def test_a_cut_draft_has_the_targets_vocabulary_context_and_ends(
 ) -> None:
     target = stored(tmp_path / "target", num_hidden_layers=3, tie_word_embeddings=tied)
     made = make(target, tmp_path / "draft", kind="target", layers=2)
-    assert made["layers"] == [0, 2]
+    assert made["layers"] == [0, 1]
     draft, whole = load_model(str(tmp_path / "draft")), load_model(str(target))
     assert draft.dtype == torch.float32
     assert draft.config.vocab_size == whole.config.vocab_size
@@ -249,6 +250,35 @@ def test_what_cannot_be_made_is_refused_and_leaves_nothing(
     with pytest.raises(ConfigError, match=said):
         make(target, tmp_path / "draft", **config)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("config", [{"vocabulary": 8}, {"layers": 1, "choose": "search"}])
+@pytest.mark.parametrize("rows", [[], [{"prompt_ids": [2, 3], "completion_ids": []}] * 2])
+def test_rollouts_without_a_completion_are_refused(
+    rows: list[Any], config: dict[str, Any], target: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="at least one completion token"):
+        make_initial(
+            target=target,
+            draft=None,
+            rollouts=Dataset.from_list(rows),
+            out=tmp_path / "draft",
+            config=InitConfig(kind="target", **config),
+            sampling=PLAIN,
+            seed=3,
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_draft_keeps_the_tokens_that_end_its_targets_texts(
+    target: Path, tmp_path: Path
+) -> None:
+    draft = shutil.copytree(target, tmp_path / "given")
+    settings = json.loads((draft / "generation_config.json").read_text())
+    (draft / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": 40}))
+    make(target, tmp_path / "made", draft=draft, kind="model", vocabulary=4)
+    kept = load_model(str(tmp_path / "made")).t2d.nonzero().squeeze(-1).tolist()
+    assert kept == [1, 3, 6, 7]
 
 
 def test_an_existing_draft_is_reduced_once_and_only_of_the_same_vocabulary(

@@ -40,6 +40,7 @@ OBJECTIVES = (*get_args(Objective), SFT)
 ALONE = "instructions alone"
 THREE = "three domains"
 UNDISTILLED = "undistilled"
+DEMO = "1 x 128, the demo's"
 
 
 class Benchmark:
@@ -151,8 +152,8 @@ def _data(bench: Benchmark) -> Iterator[dict[str, Any]]:
     first, *rest = DOMAINS
     shares = {
         THREE: dict.fromkeys(DOMAINS, 1),
-        "half of them instructions": {first: 2, **dict.fromkeys(rest, 1)},
         **{f"{domain} alone": {domain: 1} for domain in DOMAINS},
+        "half of them instructions": {first: 2, **dict.fromkeys(rest, 1)},
     }
     for mix, parts in shares.items():
         rollouts = {
@@ -185,10 +186,10 @@ def _size(bench: Benchmark) -> Iterator[dict[str, Any]]:
     folders = {
         name: started(STARTS[name], data, bench.default.rollouts, name=name) for name in names
     }
-    drafts = {
-        name: trained(bench.default.changed(start=folder), data, seed=0)
-        for name, folder in folders.items()
+    trainings = {DEMO: bench.default} | {
+        name: bench.default.changed(start=folder) for name, folder in folders.items()
     }
+    drafts = {name: trained(training, data, seed=0) for name, training in trainings.items()}
     prompts = [
         ids
         for domain in DOMAINS
@@ -196,11 +197,13 @@ def _size(bench: Benchmark) -> Iterator[dict[str, Any]]:
     ]
     costs = draft_costs(data, drafts, prompts, max_new_tokens=MAX_NEW_TOKENS)
     rows = {}
-    for name, folder in folders.items():
-        training = bench.default.changed(start=folder)
+    for name, training in trainings.items():
+        before = bench.judge.of(training.start or data.draft)
+        cost = options.draft_cost * costs[name]["relative"]
         rows[name] = {
-            **bench.row(training, 1, costs[name]["cost"]),
-            "before": figures(bench.judge.of(folder), bench.base, costs[name]["cost"]),
+            **bench.row(training, 1, cost),
+            "before": figures(before, bench.base, cost),
+            "cost": cost,
             "parameters": _parameters(drafts[name]),
             **costs[name],
         }
@@ -227,6 +230,11 @@ def _live(bench: Benchmark) -> Iterator[dict[str, Any]]:
     """Tokens a round in the real decoder."""
     options, data = bench.options, bench.data
     off = bench.default.changed(share=0.0)
+    about = {
+        "training": {"objective": off.objective, "mixed": options.mixed},
+        "prompts": options.prompts,
+        "repeats": options.repeats,
+    }
     drafts = {
         UNDISTILLED: data.draft,
         "off-policy": trained(off, data, seed=0),
@@ -252,7 +260,7 @@ def _live(bench: Benchmark) -> Iterator[dict[str, Any]]:
                 }
                 for verifier in VERIFIERS
             }
-            yield {"live": {"prompts": options.prompts, "repeats": options.repeats, "rows": rows}}
+            yield {"live": {**about, "rows": rows}}
 
 
 PARTS = {

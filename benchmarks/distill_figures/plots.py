@@ -21,7 +21,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
         for part, panel in (("objectives", _objectives), ("data", _data), ("size", _size))
         if part in report
     ]
-    figure = Figure(figsize=(5 * max(1, len(panels)), 4.5), layout="constrained")
+    figure = Figure(figsize=(5.5 * max(1, len(panels)), 5), layout="constrained")
     for number, (panel, part) in enumerate(panels, 1):
         panel(figure.add_subplot(1, len(panels), number), part)
     with atomic_write(path) as temporary:
@@ -43,7 +43,7 @@ def _objectives(axes: Axes, part: Mapping[str, Any]) -> None:
     axes.axvline(0.0, color="grey", linewidth=0.8)
     axes.set_yticks(range(len(rows)), [*rows], fontsize=6)
     axes.invert_yaxis()
-    axes.set_xlabel("acceptance gained over the undistilled draft")
+    axes.set_xlabel("acceptance gained")
     axes.legend()
 
 

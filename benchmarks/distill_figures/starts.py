@@ -40,7 +40,7 @@ class Initial:
 STARTS: Mapping[str, Sized | Initial] = {
     **{
         f"{layers} x {width}": Sized(layers, width)
-        for layers, width in ((1, 64), (1, 96), (1, 128), (1, 192), (2, 128))
+        for layers, width in ((1, 64), (1, 96), (1, 192), (2, 128))
     },
     **{
         f"{layers} of the target's layers, {choose}": Initial(
