@@ -100,7 +100,7 @@ def read_model(
     kind: Any = AutoModelForCausalLM
     if is_reduced(config):
         with torch.device("meta"):
-            architecture = type(AutoModelForCausalLM.from_config(config))
+            architecture = type(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
         kind = reduced_class(architecture, getattr(config, SIZE))
     model, info = kind.from_pretrained(
         source,

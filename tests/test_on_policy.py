@@ -473,7 +473,8 @@ join_processes()
 weights = assert_resumes_to_the_same_bits(Path(sys.argv[1]), RESUMED)
 if PartialState().is_main_process:
     torch.save(weights, Path(sys.argv[1]) / "weights.pt")
-print("engine", PartialState().distributed_type.value, PartialState().num_processes)
+state = PartialState()
+sys.stdout.write(f"engine {state.distributed_type.value} {state.num_processes}\\n")  # at once
 PartialState().destroy_process_group()
 """
 
