@@ -15,12 +15,12 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from peak_memory import peak
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from distill.chunked import MEMORY_BUDGET
@@ -80,11 +80,7 @@ def case(
         )
         collated = trainer.data_collator
         step(trainer, collated([dict(row) for row in data[rows:]]))
-        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-        base, begun = resident("VmRSS"), time.perf_counter()
-        step(trainer, collated([dict(row) for row in data[:rows]]))
-        seconds = time.perf_counter() - begun
-        return {"peak_mib": resident("VmHWM") - base, "base_mib": base, "seconds": seconds}
+        return peak(lambda: step(trainer, collated([dict(row) for row in data[:rows]])))
 
 
 def step(trainer: Any, batch: dict[str, torch.Tensor]) -> None:
@@ -92,12 +88,6 @@ def step(trainer: Any, batch: dict[str, torch.Tensor]) -> None:
     count = (batch["labels"] != -100).sum()
     trainer.student.train()
     trainer.compute_loss(trainer.student, batch, num_items_in_batch=count).backward()
-
-
-def resident(name: str) -> float:
-    """A figure of /proc/self/status in MiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
 
 
 def main() -> None:

@@ -12,12 +12,12 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from peak_memory import peak
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.measuring.environment import describe_environment
@@ -75,17 +75,7 @@ def case(length: int, top_p: float, top: int) -> dict[str, float]:
     distributions = partial(target_distributions, p, sampling, top)
     work = Labeller(distributions, q, VOCABULARY, sampling, 0, tokens_at_once(p, q))
     work([row(3)])
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    base, begun = resident("VmRSS"), time.perf_counter()
-    work([row(length)])
-    seconds = time.perf_counter() - begun
-    return {"peak_mib": resident("VmHWM") - base, "base_mib": base, "seconds": seconds}
-
-
-def resident(name: str) -> float:
-    """A figure of /proc/self/status in MiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
+    return peak(lambda: work([row(length)]))
 
 
 def main() -> None:

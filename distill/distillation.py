@@ -135,11 +135,11 @@ def distil(
         remedy=f"choose another output folder, or remove {out} and {_work(out)}",
         rewrite=_by_content,
     )
-    reports = reporters(config.report_to, out.with_name(f"{out.name}.logs"))
     if out.exists():
         shutil.rmtree(_work(out), ignore_errors=True)  # of a run killed right before its end
         settings.check_file(out / SETTINGS_FILE)
         return _stored(out)
+    reports = reporters(config.report_to, out.with_name(f"{out.name}.logs"))
     state = join_processes()
     tokenizer = load_tokenizer(str(target))
     check_shared_vocabulary(tokenizer, load_tokenizer(str(draft)))

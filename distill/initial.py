@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import sys
 from collections import Counter
@@ -25,6 +24,7 @@ from transformers import (
     set_seed,
 )
 
+from distill.batches import content_of
 from distill.config import ARCHITECTURES, InitConfig
 from distill.toy import language_model
 from distill.training import save_model
@@ -107,7 +107,7 @@ def make_initial(
             "config": config.model_dump(mode="json"),
             "sampling": asdict(sampling),
             "seed": seed,
-            "rollouts": _content(rollouts),
+            "rollouts": content_of(rollouts),
         },
         defaults_of(InitConfig, "config") | defaults_of(SamplingConfig, "sampling"),
         remedy=f"choose another output folder, or remove {out}",
@@ -481,11 +481,3 @@ def _check_saved(model: PreTrainedModel, folder: Path) -> None:
             f"{type(model).__name__} gives other logits once it is saved and loaded again, so no "
             "draft can be made of it: give draft.init another kind, or leave its vocabulary whole"
         )
-
-
-def _content(rollouts: Dataset) -> str:
-    """A short hash of the token ids, the same wherever and however the rows are stored."""
-    digest = hashlib.sha256()
-    for column in ("prompt_ids", "completion_ids"):
-        digest.update(json.dumps(list(rollouts[column])).encode())
-    return digest.hexdigest()[:16]

@@ -200,13 +200,6 @@ class HeldOut:
         return torch.stack([overlap(p, q), kl, ratios], dim=-1)
 
 
-def mean_acceptance(
-    target: PreTrainedModel, draft: PreTrainedModel, rollouts: Dataset, sampling: SamplingConfig
-) -> float:
-    """Mean of sum_x min(p, q) over all completion positions, both distributions as in serving."""
-    return HeldOut(target, rollouts, sampling).measure(draft).overall.acceptance
-
-
 def score(measurement: Measurement) -> float:
     """The number that the best weights have most of."""
     return measurement.overall.expected_tokens[SCORE]

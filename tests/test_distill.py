@@ -37,7 +37,7 @@ from distill.losses import LOSSES
 from distill.toy import train_toy_pair
 from distill.trainer import draft_trainer
 from distill.training import train_resumably
-from distill.watch import mean_acceptance
+from distill.watch import HeldOut
 from specdata.config import Config, read_config
 from specdata.errors import ManifestError, TrainingDivergedError, VocabularyMismatchError
 from specdata.models import load_model, load_tokenizer
@@ -112,6 +112,12 @@ def distilled(
 
 def weights(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
+
+
+def mean_acceptance(
+    target: PreTrainedModel, draft: PreTrainedModel, rows: Dataset, sampling: SamplingConfig
+) -> float:
+    return HeldOut(target, rows, sampling).measure(draft).overall.acceptance
 
 
 def assert_same_weights(ours: Path, theirs: Path) -> None:

@@ -22,7 +22,7 @@ from distill.checkpoint import complete
 from distill.config import DistilConfig
 from distill.config import Reporter as Reporting
 from distill.distillation import DistilResult, distil
-from distill.watch import HeldOut, mean_acceptance
+from distill.watch import HeldOut
 from specdata.config import read_config
 from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
 from specdata.expected_tokens import expected_tokens, log_ratios
@@ -278,7 +278,7 @@ def test_the_result_tells_of_every_prompt_set_and_is_stored(
     assert set(after.sets) == {"maths", "sums"}
     assert after.rollouts == 9
     target, draft = load_model(str(pair / "target")), load_model(str(out))
-    stored = mean_acceptance(target, draft, dev, SamplingConfig())
+    stored = HeldOut(target, dev, SamplingConfig()).measure(draft).overall.acceptance
     assert stored == pytest.approx(result.acceptance_after, abs=1e-6)
     assert trained(pair, dev, out) == result
 
