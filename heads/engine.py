@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import is_initialized
-from accelerate.utils import DistributedType, is_tensorboard_available, is_wandb_available
+from accelerate.utils import (
+    DistributedType,
+    GradientAccumulationPlugin,
+    is_tensorboard_available,
+    is_wandb_available,
+)
 from torch import Tensor, nn
 
 from heads.base import BaseHead
@@ -48,9 +53,17 @@ def start_accelerator(report_to: Tracker = "none", logs: Path | None = None) -> 
     # The head is float32 and leaves autocast by itself; an accelerator that the process already
     # has, from a trainer that ran before, cannot be changed and need not be.
     precision = None if is_initialized() else "no"
+    # Heads are trained without a dataloader. One that a trainer before left at its end (an error in
+    # its last step) would otherwise make every micro-batch a step of its own.
+    alone = GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False)
     if report_to == "none":
-        return Accelerator(mixed_precision=precision)
-    return Accelerator(mixed_precision=precision, log_with=report_to, project_dir=logs)
+        return Accelerator(mixed_precision=precision, gradient_accumulation_plugin=alone)
+    return Accelerator(
+        mixed_precision=precision,
+        gradient_accumulation_plugin=alone,
+        log_with=report_to,
+        project_dir=logs,
+    )
 
 
 @dataclass(slots=True)

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
+from accelerate.state import GradientState
 
 from heads import BaseHead
 from heads.config import HeadConfig
@@ -87,6 +89,31 @@ def test_heads_trained_together_are_those_trained_alone(
         assert stored[0] == stored[1]
     losses = [result.losses[-1] for result in results.values()]
     assert len({*losses}) == len(losses)
+
+
+def test_a_dataloader_that_a_trainer_left_at_its_end_does_not_change_the_steps(
+    tmp_path: Path,
+) -> None:
+    config = PAPER["0-1.0"]
+    expected = together(tmp_path / "all", {"head": config})["head"].losses
+    state = GradientState()
+    loader = prepare_data_loader(torch.utils.data.DataLoader([0, 1]), put_on_device=False)
+    rows = iter(loader)  # as where the last step raises an error: the state still holds it
+    assert [int(next(rows)) for _ in range(2)] == [0, 1]
+    assert state.end_of_dataloader
+    try:
+        result = train_head(
+            draft=tiny_draft(),
+            train=synthetic_rows(40, 1),
+            dev=synthetic_rows(12, 2, "dev"),
+            out=tmp_path / "alone",
+            config=config,
+            seed=7,
+            sampling=SAMPLING,
+        )
+    finally:
+        assert next(rows, None) is None
+    np.testing.assert_allclose(result.losses, expected, atol=1e-5)
 
 
 def test_the_draft_runs_once_for_all_heads(tmp_path: Path) -> None:
