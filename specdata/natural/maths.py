@@ -8,7 +8,7 @@ import random
 from functools import cache
 
 from specdata.natural.splits import split_of
-from specdata.natural.writing import Phrases, Writer, read_phrases, with_articles
+from specdata.natural.writing import Phrases, Writer, read_phrases
 
 _SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 _PRONOUNS = {
@@ -30,8 +30,8 @@ def write(rng: random.Random, split: str) -> str:
     name = writer.draw(whose)
     friend = next(drawn for drawn in iter(lambda: writer.draw(friends), "") if drawn != name)
     writer.bound |= {"NAME": name, "FRIEND": friend}
-    writer.bound["PROBLEM"] = with_articles(writer.write(story))
-    return writer.write("{prompt}").strip()
+    writer.bound["PROBLEM"] = writer.sentence(story)
+    return writer.sentence("{prompt}")
 
 
 def _problem(phrases: Phrases, rng: random.Random) -> tuple[str, dict[str, int]]:

@@ -70,6 +70,7 @@ class Writer:
     def sentence(self, phrase: str) -> str:
         """As `write`, with "an" before a vowel, a capital at the start, one full stop at an end."""
         text = re.sub(r"(?<=[.?!])\"[.,]", '"', with_articles(self.write(phrase)).strip())
+        text = re.sub(r"(?<!\.)\.\.(?!\.)", ".", re.sub("  +", " ", text))
         return text[:1].upper() + text[1:]
 
     def draw(self, section: str) -> str:
@@ -116,7 +117,8 @@ def _alternatives(pieces: Sequence[str], at: int, *, nested: bool) -> tuple[list
                 raise ValueError(f"braces must match, got {''.join(pieces)!r}")
             one = inner[0]
             is_name = len(inner) == len(one) == 1 and isinstance(one[0], str)
-            found[-1].append((str(one[0]),) if is_name else inner)
+            part: _Part = (str(one[0]),) if is_name else list(inner)
+            found[-1].append(part)
         elif piece == "|" and nested:
             found.append([])
         else:
