@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 from rich import box
@@ -39,6 +39,9 @@ from eval.reporting.trees import (
 from eval.reporting.verdict import HeadVerdict
 from specdata.history import History
 from specdata.storage.files import write_text
+
+if TYPE_CHECKING:
+    from eval.reporting.plots import Legend
 
 PAGE = "report.html"
 UNTIMED = "not measured"
@@ -305,20 +308,21 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
 
 def render_page(results: Results, context: Context) -> str:
     """One self-contained HTML page: no script, no font, no image outside it."""
-    from eval.reporting.plots import PLOTS, kinds, plot, to_svg  # imports matplotlib
+    from eval.reporting.plots import PLOTS, kinds, plot_apart, to_svg  # imports matplotlib
 
     plots = []
     for kind in kinds(results):
         what, drawings = PLOTS[kind], []
+        figures, legend = plot_apart(kind, results)
         for index, dataset in enumerate(results.datasets()):
             svg = to_svg(
-                plot(kind, results, [dataset]),
+                figures[index],
                 prefix=f"{kind}{index}",
                 title=f"{what.title}, {dataset}",
                 description=f"{what.caption} {_described(results, dataset, kind)}",
             )
             drawings.append(Markup(svg))  # safe: its words are drawn as paths or escaped
-        plots.append({"title": what.title, "caption": what.caption, "drawings": drawings})
+        plots.append(_figure(kind, what.title, what.caption, drawings, legend))
     return render(
         "report.html.jinja",
         context=context,
@@ -334,6 +338,16 @@ def render_page(results: Results, context: Context) -> str:
         ],
         trees=None if context.trees is None else _tree_section(context.trees, results),
     )
+
+
+def _figure(
+    prefix: str, title: str, caption: str, drawings: list[Markup], legend: Legend
+) -> dict[str, Any]:
+    """Drawings that share their axes, with the one legend of all of them."""
+    from eval.reporting.plots import legend_marks
+
+    marks = [(words, Markup(svg)) for words, svg in legend_marks(legend, prefix)]  # safe as above
+    return {"title": title, "caption": caption, "drawings": drawings, "legend": marks}
 
 
 def _tree_section(search: TreeSearch, results: Results) -> dict[str, Any]:
@@ -362,15 +376,16 @@ def _tree_section(search: TreeSearch, results: Results) -> dict[str, Any]:
 
 def _quality_section(quality: Quality) -> dict[str, Any]:
     """Tables and drawings of how well acceptance is predicted."""
-    from eval.reporting.plots import QUALITY_PLOTS, plot_quality, to_svg
+    from eval.reporting.plots import QUALITY_PLOTS, plot_quality_apart, to_svg
     from eval.reporting.quality_charts import described
 
     plots = []
     for kind, what in QUALITY_PLOTS.items():
+        figures, legend = plot_quality_apart(kind, quality)
         drawings = [
             Markup(  # safe as above
                 to_svg(
-                    plot_quality(kind, quality, [domain]),
+                    figures[index],
                     prefix=f"{kind}{index}",
                     title=f"{what.title}, {domain}",
                     description=f"{what.caption} {described(quality, domain, kind)}",
@@ -378,7 +393,7 @@ def _quality_section(quality: Quality) -> dict[str, Any]:
             )
             for index, domain in enumerate(quality.domains())
         ]
-        plots.append({"title": what.title, "caption": what.caption, "drawings": drawings})
+        plots.append(_figure(kind, what.title, what.caption, drawings, legend))
     return {
         "tables": {domain: quality_rows(quality, domain) for domain in quality.domains()},
         "columns": QUALITY_COLUMNS,
