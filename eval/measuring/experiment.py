@@ -268,6 +268,7 @@ class _Experiment:
             out.rounds,
             seconds=out.seconds if timed else None,
             finish=out.finish,
+            prompt_tokens=len(prompt.ids),
         )
         if _lossless(method) or method.drafter != "chain":
             return record
