@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from eval.measuring.methods import fit_rules, needs_fit, path_drafts, with_fit
 from eval.measuring.results import LostResultsError, write_results
-from eval.measuring.samples import SAMPLES, make_samples, write_samples
+from eval.measuring.samples import SAMPLES, make_samples, read_samples, write_samples
 from eval.reporting.report import PAGE, Context, terminal, write_report
 from eval.reporting.verdict import judge
 from recipes.best_tree import NOT_KEPT, known_search, search, why_not_searched
@@ -25,7 +25,7 @@ from recipes.checks import check_evaluation
 from recipes.config import PipelineConfig
 from recipes.draft_training import trainings_of
 from recipes.head_quality import known_quality, quality_file, quality_of
-from recipes.layout import draft_in_use, eval_stage, folder, head_in_use, is_cut
+from recipes.layout import draft_in_use, eval_folder, eval_stage, folder, head_in_use, is_cut
 from recipes.measured import RESULTS, measured_results, names_then
 from recipes.next_steps import after_eval
 from recipes.recipe import Recipe
@@ -331,6 +331,7 @@ def _context(config: PipelineConfig, results: Results, quality: Quality | None) 
         trainings=trainings_of(config),
         trees=known_search(config),
         no_trees=why_not_searched(config) or NOT_KEPT,
+        samples=read_samples(eval_folder(config) / SAMPLES),
     )
 
 

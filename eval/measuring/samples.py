@@ -117,7 +117,7 @@ def make_samples(prompts: Sequence[Prompt], folder: Path, decode: Decode) -> Sam
     """Texts of the prompts whose tokens were kept; none of an evaluation that kept none.
 
     Args:
-        prompts: of the evaluation, all of them done.
+        prompts: of the evaluation; those without a record are left out.
         folder: of the evaluation.
         decode: the tokenizer's, with special tokens and as it is.
 
@@ -127,6 +127,8 @@ def make_samples(prompts: Sequence[Prompt], folder: Path, decode: Decode) -> Sam
     samples = []
     for prompt in shown_prompts(prompts):
         path = record_file(folder / "prompts", prompt)
+        if not path.is_file():
+            continue
         remedy = "remove it, and run again"
         kept = read_record(path, (), remedy).get("tokens", {})
         try:
