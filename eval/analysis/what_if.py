@@ -18,11 +18,11 @@ Methods whose stopping depends on the cost keep the lengths that they chose in t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import yaml
@@ -123,9 +123,14 @@ class Priced:
 
     def followed_by(self, other: Priced) -> Priced:
         """The prompts of both."""
-        arrays = ("tokens", "fixed", "unit", "ratio", "clock")
-        joined = {n: np.concatenate([getattr(self, n), getattr(other, n)]) for n in arrays}
-        return replace(self, **joined)
+        return Priced(
+            self.run,
+            np.concatenate([self.tokens, other.tokens]),
+            np.concatenate([self.fixed, other.fixed]),
+            np.concatenate([self.unit, other.unit]),
+            np.concatenate([self.ratio, other.ratio]),
+            np.concatenate([self.clock, other.clock]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +286,9 @@ def seconds_at(table: Mapping[int, float], tokens: Reals) -> Reals:
     return np.asarray(np.interp(tokens, sizes, seconds) + beyond)
 
 
-def _of_sets(results: Results, price: Any) -> dict[str, WhatIf]:
+def _of_sets(
+    results: Results, price: Callable[[_Times, Run, _Counts], Priced]
+) -> dict[str, WhatIf]:
     """`price` maps times, run and counts to what the run takes; see `what_if`."""
     found: dict[str, WhatIf] = {}
     for dataset in results.datasets():

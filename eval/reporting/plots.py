@@ -41,6 +41,8 @@ from eval.reporting.training_charts import (
     draw_tokens,
 )
 from eval.reporting.trees import TITLE, draw_frontier
+from eval.reporting.what_if import Panel
+from eval.reporting.what_if_charts import draw_what_if
 from specdata.history import History
 from specdata.storage.files import atomic_write
 
@@ -365,6 +367,15 @@ def plot_trees(search: TreeSearch) -> Figure:
     """Draw how many tokens a round drafts of each kind emit."""
     with mpl.rc_context(_RC):
         return Panels([TITLE], HEIGHT, lambda axes, _: draw_frontier(axes, search)).together()
+
+
+def plot_what_if(shown: Sequence[Panel]) -> Figure:
+    """Draw predicted speed-ups against the cost ratio, one panel each."""
+    by_title = {panel.title: panel for panel in shown}
+    with mpl.rc_context(_RC):
+        return Panels(
+            list(by_title), HEIGHT, lambda axes, title: draw_what_if(axes, by_title[title])
+        ).together()
 
 
 def write_png(path: Path, figure: Figure) -> None:

@@ -41,6 +41,7 @@ from eval.reporting.trees import (
     described as described_trees,
 )
 from eval.reporting.verdict import HeadVerdict
+from eval.reporting.what_if import panels, what_if_section
 from specdata.history import History
 from specdata.storage.files import write_text
 
@@ -364,6 +365,7 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
         plot_quality,
         plot_training,
         plot_trees,
+        plot_what_if,
         training_kinds,
         write_png,
     )
@@ -379,6 +381,8 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
             write_png(folder / f"training-{name}.png", plot_training(history, drawn))
     if trees := context.trees:
         write_png(folder / "trees.png", plot_trees(trees))
+    if shown := panels(results):
+        write_png(folder / "what-if.png", plot_what_if(shown))
     path = folder / PAGE
     write_text(path, render_page(results, context))
     return path
@@ -418,6 +422,7 @@ def render_page(results: Results, context: Context) -> str:
             for number, each in enumerate(context.trainings.items())
         ],
         trees=None if context.trees is None else _tree_section(context.trees, results),
+        what_if=what_if_section(results),
     )
 
 
