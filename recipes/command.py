@@ -64,6 +64,13 @@ def trees(arguments: Sequence[str]) -> int:
     return main(arguments, "draftsmith trees")
 
 
+def what_if(arguments: Sequence[str]) -> int:
+    """Predict speed-ups at other costs of the draft, or on other machines, from counts."""
+    from eval.reporting.what_if import main
+
+    return main(arguments, "draftsmith what-if")
+
+
 def launch(arguments: Sequence[str]) -> int:
     """Start a recipe in several processes, as a launch profile says."""
     parser = argparse.ArgumentParser(
@@ -119,6 +126,7 @@ TOOLS: dict[str, Callable[[Sequence[str]], int]] = {
     "replay": replay,
     "sweep": sweep,
     "trees": trees,
+    "what-if": what_if,
     "launch": launch,
     "profile": profile,
 }

@@ -45,6 +45,8 @@ BELOW = {
         "hub": "errors",
         "vocabulary": "errors",
         "probability": "sampling",
+        # A leaf: rollouts and labels run any model through it.
+        "prepack": "",
         "adapter_folder": "errors",
         "draft_vocabulary": "errors",
         "gguf_file": "errors",
@@ -54,9 +56,9 @@ BELOW = {
         "expected_tokens": "",
         "history": "errors storage",
         "prompts": "errors hub natural seeds storage toy",
-        "rollouts": "config errors models probability prompts sampling seeds storage",
+        "rollouts": "config errors models prepack probability prompts sampling seeds storage",
         "model_folder": "errors gguf_file hub models storage toy",
-        "labels": "config errors lm_head models probability sampling seeds storage",
+        "labels": "config errors lm_head models prepack probability sampling seeds storage",
         "inspect": "errors gguf_file hub prompts storage terminal vocabulary",
     },
 }

@@ -7,11 +7,48 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_WORDS = (
-    "apple river stone cloud Python level garden noon window table radar house night banana "
-    "light green tree summer cat dog mango hello world data train refer music paper blue ocean "
-    "salt bread moon civic lemon tiger Anna kayak silver winter"
-).split()
+_WORDS = [
+    "apple",
+    "river",
+    "stone",
+    "cloud",
+    "Python",
+    "level",
+    "garden",
+    "noon",
+    "window",
+    "table",
+    "radar",
+    "house",
+    "night",
+    "banana",
+    "light",
+    "green",
+    "tree",
+    "summer",
+    "cat",
+    "dog",
+    "mango",
+    "hello",
+    "world",
+    "data",
+    "train",
+    "refer",
+    "music",
+    "paper",
+    "blue",
+    "ocean",
+    "salt",
+    "bread",
+    "moon",
+    "civic",
+    "lemon",
+    "tiger",
+    "Anna",
+    "kayak",
+    "silver",
+    "winter",
+]
 _SENTENCES = (
     "the quick brown fox jumps over the lazy dog",
     "Hello, world!",
@@ -155,7 +192,7 @@ KINDS: Mapping[str, Kind] = {
         _intervals,
     ),
     "nested": Kind(
-        "a list of lists of integers", "list[list[int]]", ("lists", "groups", "nested"),
+        "a list of lists of integers", "list[list[int]]", ("groups", "rows", "nested"),
         lambda rng: [_integers(0, 9, 1, 3)(rng) for _ in range(rng.randint(2, 3))],
     ),
 }  # fmt: skip

@@ -7,7 +7,8 @@ import operator
 import random
 from functools import cache
 
-from specdata.natural.writing import Writer, read_phrases, with_articles
+from specdata.natural.splits import split_of
+from specdata.natural.writing import Phrases, Writer, read_phrases, with_articles
 
 _SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 _PRONOUNS = {
@@ -16,15 +17,13 @@ _PRONOUNS = {
 }
 
 
-def write(rng: random.Random) -> tuple[str, list[str]]:
-    """A prompt, and the story with its numbers, which decides the split."""
+def write(rng: random.Random, split: str) -> str:
+    """A prompt; its story and numbers belong to the split, whoever it is told of."""
     phrases = read_phrases("maths.txt")
-    writer = Writer(phrases, rng)
-    numbers, _, story = rng.choice(phrases.sections["problem"]).partition(" :: ")
-    values: dict[str, int] = {}
-    for declaration in numbers.split():
-        name, _, value = declaration.partition("=")
-        values[name] = _number(value, values, rng)
+    story, values = _problem(phrases, rng)
+    while split_of(f"{story} {values}") != split:
+        story, values = _problem(phrases, rng)
+    writer = Writer(phrases, rng, split)
     whose = rng.choice(sorted(_PRONOUNS))
     friends = rng.choice(sorted(_PRONOUNS))
     writer.bound |= _PRONOUNS[whose] | {name: f"{value:,}" for name, value in values.items()}
@@ -32,10 +31,19 @@ def write(rng: random.Random) -> tuple[str, list[str]]:
     friend = next(drawn for drawn in iter(lambda: writer.draw(friends), "") if drawn != name)
     writer.bound |= {"NAME": name, "FRIEND": friend}
     writer.bound["PROBLEM"] = with_articles(writer.write(story))
-    return writer.write("{prompt}"), [" ".join([story, *map(str, values.values())])]
+    return writer.write("{prompt}").strip()
 
 
-def _number(value: str, values: dict[str, int], rng: random.Random) -> int:
+def _problem(phrases: Phrases, rng: random.Random) -> tuple[str, dict[str, int]]:
+    numbers, _, story = rng.choice(phrases.sections["problem"]).partition(" :: ")
+    values: dict[str, int] = {}
+    for declaration in numbers.split():
+        name, _, value = declaration.partition("=")
+        values[name] = draw_number(value, values, rng)
+    return story, values
+
+
+def draw_number(value: str, values: dict[str, int], rng: random.Random) -> int:
     """A number of a range (`2..9`, `10..90:5`), of a choice (`10,20,25`), or computed (`a*b+2`)."""
     if ".." in value:
         bounds, _, step = value.partition(":")

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 
 from specdata.natural import code, maths
+from specdata.natural.splits import SPLITS
 from specdata.natural.writing import Writer, read_phrases
 
-Write = Callable[[random.Random], tuple[str, Sequence[str]]]
-SPLITS = ("train", "dev", "test")
+Write = Callable[[random.Random, str], str]
+MOST = {"train": 50_000, "dev": 5_000, "test": 5_000}
+"""Prompts of each split that a set is read for."""
+
 # A set counts as used up after this many draws in a row without a prompt not seen before.
-_PATIENCE = 5_000
+_PATIENCE = 1_000
 
 
 def _of_phrases(name: str) -> Write:
-    def write(rng: random.Random) -> tuple[str, Sequence[str]]:
-        writer = Writer(read_phrases(name), rng)
-        return writer.sentence("{prompt}"), writer.subjects
+    def write(rng: random.Random, split: str) -> str:
+        return Writer(read_phrases(name), rng, split).sentence("{prompt}")
 
     return write
 
@@ -46,12 +47,17 @@ def natural_prompts(name: str, split: str, count: int, *, seed: int) -> list[str
         seed: the same seed gives the same prompts; a larger count only appends.
 
     Raises:
-        ValueError: if the set or the split is unknown, or the set has fewer prompts.
+        ValueError: if the set or the split is unknown, or the split has fewer prompts.
     """
     if name not in WRITERS:
         raise ValueError(f"unknown prompt set {name!r}; choose from {', '.join(NATURAL)}")
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}; choose from {', '.join(SPLITS)}")
+    if count > MOST[split]:
+        raise ValueError(
+            f"the {split} split of {name!r} has {MOST[split]} prompts, {count} were asked for: "
+            "lower `count`"
+        )
     taken = list(islice(_stream(name, split, seed), count))
     if len(taken) < count:
         raise ValueError(
@@ -66,15 +72,8 @@ def _stream(name: str, split: str, seed: int) -> Iterator[str]:
     seen: set[str] = set()
     repeats = 0
     while repeats < _PATIENCE:
-        text, subjects = WRITERS[name](rng)
-        repeats += 1
-        if text not in seen and all(split_of(subject) == split for subject in subjects):
+        text = WRITERS[name](rng, split)
+        repeats = repeats + 1 if text in seen else 0
+        if not repeats:
             seen.add(text)
-            repeats = 0
             yield text
-
-
-def split_of(subject: str) -> str:
-    """The split of a subject, decided by its text alone: 80 % train, 10 % dev, 10 % test."""
-    bucket = int.from_bytes(hashlib.sha256(subject.encode()).digest()[:8], "big") % 10
-    return {0: "dev", 1: "test"}.get(bucket, "train")

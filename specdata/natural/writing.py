@@ -1,10 +1,10 @@
-"""Texts written by chance from a file of phrases.
+r"""Texts written by chance from a file of phrases.
 
-A file has sections (`[name]`, one phrase a line; `#` begins a comment, `\\n` is a line break). In a
+A file has sections (`[name]`, one phrase a line; `#` begins a comment, `\n` is a line break). In a
 phrase `{name}` stands for a phrase of that section, another one each time; `{NAME}` or `{NAME2}`
-for one that is drawn once in a text and then repeated; `{one|other|}` for one of the alternatives, which may be
-empty and hold braces themselves. Sections under `[subject name]` hold what a text is about: those
-phrases decide to which split the text belongs.
+for one that is drawn once in a text and then repeated; `{one|other|}` for one of the alternatives,
+which may be empty and hold braces themselves. Sections under `[subject name]` hold what a text is
+about: their phrases are dealt to the splits, and a text is written of those of its split.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from functools import cache
 from importlib.resources import files
 from string import digits
 
+from specdata.natural.splits import SPLITS, dealt
+
 _PIECES = re.compile(r"[{}|]|[^{}|]+")
 # "an" before a vowel's letter, but for words that begin with another sound.
-_ARTICLE = re.compile(
-    r"\b([Aa]) (?=(?:[aeio]|u(?!s[aeiu]|ni[a-hj-mo-z]|r[aeiou]|ten)|8\b|11\b|18\b|hour|honest|heir)"
-    r"(?!one\b|once\b|eu))"
-)
+_ARTICLE = re.compile(r"\b([Aa]) (?=(?!one\b|once\b|eu|uni[^nm]|us[aei]|ute)[aeiou]|hour|honest)")
 
 # A text, a slot, or alternatives of phrases.
 _Part = str | tuple[str] | list[Sequence["_Part"]]
@@ -31,10 +30,19 @@ _Phrase = Sequence[_Part]
 
 @dataclass(frozen=True, slots=True)
 class Phrases:
-    """The sections of a file, and which of them hold subjects."""
+    """The sections of a file.
+
+    Attributes:
+        sections: name -> phrases.
+        subjects: (name, split) -> the phrases of that split, for the sections of subjects.
+    """
 
     sections: Mapping[str, Sequence[str]]
-    subjects: frozenset[str]
+    subjects: Mapping[tuple[str, str], Sequence[str]]
+
+    def choices(self, section: str, split: str) -> Sequence[str]:
+        """What may be drawn of a section in a text of a split."""
+        return self.subjects.get((section, split)) or self.sections[section]
 
 
 @dataclass(slots=True)
@@ -44,15 +52,15 @@ class Writer:
     Attributes:
         phrases: what it is written of.
         rng: decides the choices.
+        split: whose subjects may be drawn.
         bound: what `{NAME}` stands for; more may be given.
-        subjects: the phrases of subjects that were drawn.
-        drawn: all phrases that were.
+        drawn: the phrases that were.
     """
 
     phrases: Phrases
     rng: random.Random
+    split: str
     bound: dict[str, str] = field(default_factory=dict)
-    subjects: list[str] = field(default_factory=list)
     drawn: set[str] = field(default_factory=set)
 
     def write(self, phrase: str) -> str:
@@ -66,13 +74,11 @@ class Writer:
 
     def draw(self, section: str) -> str:
         """A phrase of a section, written: another one each time, while there is another."""
-        choices = self.phrases.sections[section]
+        choices = self.phrases.choices(section, self.split)
         phrase = self.rng.choice(choices)
         if phrase in self.drawn:
             phrase = self.rng.choice([new for new in choices if new not in self.drawn] or choices)
         self.drawn.add(phrase)
-        if section in self.phrases.subjects:
-            self.subjects.append(phrase)
         return self.write(phrase)
 
     def _write(self, part: _Part) -> str:
@@ -99,9 +105,7 @@ def parse(phrase: str) -> _Phrase:
     return alternatives[0]
 
 
-def _alternatives(
-    pieces: Sequence[str], at: int, *, nested: bool
-) -> tuple[list[list[_Part]], int]:
+def _alternatives(pieces: Sequence[str], at: int, *, nested: bool) -> tuple[list[list[_Part]], int]:
     """Alternatives up to the brace that closes them, and where that is."""
     found: list[list[_Part]] = [[]]
     while at < len(pieces) and pieces[at] != "}":
@@ -127,8 +131,8 @@ def with_articles(text: str) -> str:
 
 
 @cache
-def read_phrases(*names: str) -> Phrases:
-    """The sections of files of this folder, together.
+def read_phrases(name: str) -> Phrases:
+    """The sections of a file of this folder.
 
     Raises:
         ValueError: if a section comes twice.
@@ -136,14 +140,18 @@ def read_phrases(*names: str) -> Phrases:
     sections: dict[str, list[str]] = {}
     subjects: set[str] = set()
     phrases: list[str] = []
-    for name in names:
-        text = files(__package__).joinpath(name).read_text("utf-8")
-        for line in text.splitlines():
-            if header := re.fullmatch(r"\[(subject )?(\w+)\]", line):
-                if header[2] in sections:
-                    raise ValueError(f"a section must come once, [{header[2]}] comes twice")
-                phrases = sections[header[2]] = []
-                subjects |= {header[2]} if header[1] else set()
-            elif line.strip() and not line.startswith("#"):
-                phrases.append(line.replace("\\n", "\n"))
-    return Phrases(sections, frozenset(subjects))
+    text = files(__package__).joinpath(name).read_text("utf-8")
+    for line in text.splitlines():
+        if header := re.fullmatch(r"\[(subject )?(\w+)\]", line):
+            if header[2] in sections:
+                raise ValueError(f"a section must come once, [{header[2]}] comes twice in {name}")
+            phrases = sections[header[2]] = []
+            subjects |= {header[2]} if header[1] else set()
+        elif line.strip() and not line.startswith("#"):
+            phrases.append(line.replace("\\n", "\n"))
+    by_split = {
+        (section, split): dealt(sections[section], split)
+        for section in subjects
+        for split in SPLITS
+    }
+    return Phrases(sections, by_split)
