@@ -223,7 +223,8 @@ def test_drawings_use_the_colour_of_the_page(results: Results) -> None:
 DRAWN_COLOURS = {
     "speedup": {LOOKS[key].colour for key in SHOWN_FAMILIES},
     "pareto": {LOOKS[key].colour for key in SHOWN_FAMILIES - {"plain", "tree"}},
-    "acceptance": {LOOKS[key].colour for key in SHOWN_FAMILIES - {"plain"}},
+    "acceptance": {LOOKS[key].colour for key in ("fixed", "tree")},
+    "acceptance-adaptive": {LOOKS[key].colour for key in ("head", "rule", "transformers")},
     "cost": {colour for _, colour in PARTS},
 }
 
@@ -394,7 +395,7 @@ def test_plain_decoding_alone_makes_a_report(results: Results, tmp_path: Path) -
 def test_without_times_tables_say_so_and_drawings_need_none(tmp_path: Path) -> None:
     untimed = synthetic_results(datasets=("alpaca",), timed=False)
     check_metrics(untimed)
-    assert kinds(untimed) == ["efficiency", "pareto", "acceptance"]
+    assert kinds(untimed) == ["efficiency", "pareto", "acceptance", "acceptance-adaptive"]
     assert fastest(untimed.runs) is None
     (section,) = sections_of(untimed)
     assert all(row.cells[:2] == ("not measured", "not measured") for row in section.rows)
@@ -405,7 +406,7 @@ def test_without_times_tables_say_so_and_drawings_need_none(tmp_path: Path) -> N
     assert f"{best.method}, {best.block_efficiency:.2f}" in section.summary
     assert "★" not in section.footnote
     page = Page(write_report(untimed, tmp_path).read_text(encoding="utf-8"))
-    assert sum(a.get("role") == "img" for tag, a in page.tags if tag == "svg") == 3
+    assert sum(a.get("role") == "img" for tag, a in page.tags if tag == "svg") == 4
     assert {path.stem for path in tmp_path.glob("*.png")} == set(kinds(untimed))
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(terminal(untimed))

@@ -1,4 +1,4 @@
-"""One dataset on one pair of axes: speed, Pareto, acceptance by position, cost.
+"""One dataset on one pair of axes: speed, Pareto, cost.
 
 The colours are Okabe and Ito's, which can be told apart under every common form of colour
 blindness; marker shapes repeat the distinction.
@@ -32,8 +32,6 @@ POINT = "point"
 """gid of annotations that `place_labels` may move."""
 DATA = "data"
 """gid of lines that labels must not hide."""
-MIN_ROUNDS = 10
-"""Positions drafted in fewer rounds than this are not drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,45 +236,6 @@ def finish_pareto(axes: Axes, results: Results, dataset: str) -> None:
             va="bottom",
         )
     axes.set(xlim=xlim, ylim=ylim)
-
-
-# Tells runs of one family, and so of one colour, apart.
-_LINE_STYLES = ("-", "--", ":", "-.")
-
-
-def draw_positions(axes: Axes, results: Results, dataset: str) -> None:
-    """Marginal acceptance by position: the run with the longest drafts of each series."""
-    for group in series([run for run in results.of(dataset) if run.drafter is not None]):
-        run = max(group, key=lambda r: (len(r.acceptance_by_position), r.tokens_per_second or 0.0))
-        drafted = [sum(c) for c in zip(*_padded(run), strict=True)]
-        shown = sum(count >= MIN_ROUNDS for count in drafted)
-        if shown == 0:
-            continue
-        look = look_of(run)
-        before = sum(line.get_color() == look.colour for line in axes.get_lines())
-        axes.plot(
-            range(1, shown + 1),
-            run.acceptance_by_position[:shown],
-            color=look.colour,
-            marker=look.marker,
-            markersize=4.5,
-            linewidth=1.4,
-            markerfacecolor=look.colour if run.lossless else "none",
-            linestyle=_LINE_STYLES[before % len(_LINE_STYLES)],
-            label=label(run.method, 22),
-        )
-    axes.set_ylim(0, 1.02)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("drafted position")
-    axes.set_ylabel("accepted, of the rounds that drafted it")
-
-
-def _padded(run: Run) -> list[list[int]]:
-    """drafted_by_position of every generation, equally long."""
-    depth = len(run.acceptance_by_position)
-    return [
-        g.drafted_by_position + [0] * (depth - len(g.drafted_by_position)) for g in run.generations
-    ]
 
 
 PARTS = (("target", "#808080"), ("draft", "#0072B2"), ("overhead", "#E69F00"), ("rest", "#56B4E9"))

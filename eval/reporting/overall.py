@@ -167,14 +167,12 @@ def _basis(results: Results) -> str:
     hardware = where.hardware
     machine = hardware.get("gpu") if where.device.startswith("cuda") else hardware.get("cpu")
     threads = hardware.get("threads") if not where.device.startswith("cuda") else None
-    draft = next((run.draft for run in results.runs if run.draft is not None), None)
-    models = f"target {first.target}" + ("" if draft is None else f", draft {draft}")
     methods = {run.method for run in results.runs}
     drawn = sampling.get("max_new_tokens")
     limit = "" if drawn is None else f", at most {drawn} new tokens"
     return (
         f"Measured on the same prompts for all ({', '.join(sets)}{equally}), {sampler}{limit};"
-        f" {models}; {where.dtype} on {machine or where.device}"
+        f" {where.dtype} on {machine or where.device}"
         + (f", {threads} thread{'' if threads == 1 else 's'}" if threads else "")
         + f". Intervals are 95 %, paired by prompt; {len(methods)} methods were"
         " compared, and the fastest is chosen on the prompts it is judged on."

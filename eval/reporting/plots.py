@@ -28,11 +28,11 @@ from eval.reporting.charts import (
     GRID,
     INK,
     LOOKS,
-    MIN_ROUNDS,
     RULES,
     label,
     place_labels,
 )
+from eval.reporting.positions import MIN_ROUNDS, draw_adaptive, draw_fixed, has_runs
 from eval.reporting.quality_charts import draw_places, draw_positions, draw_reliability
 from eval.reporting.training_charts import (
     draw_acceptance,
@@ -99,9 +99,18 @@ PLOTS = {
     ),
     "acceptance": Plot(
         "Acceptance by position",
-        "Share of the rounds drafting this deep that accepted the position and all before it; the"
-        f" longest run of each kind, positions drafted in at least {MIN_ROUNDS} rounds.",
-        charts.draw_positions,
+        "Fixed lengths and trees, which draft every position in every round. Share of the rounds"
+        " drafting this deep that accepted the position and all before it, with its 95 % interval;"
+        f" the longest run of each kind, positions drafted in at least {MIN_ROUNDS} rounds.",
+        draw_fixed,
+        False,
+    ),
+    "acceptance-adaptive": Plot(
+        "Acceptance by position of adaptive rules",
+        "Not to be compared with fixed lengths: an adaptive rule goes on where it expects"
+        " acceptance, so the tokens it drafts far out are the easy ones. A marker's area is the"
+        " share of rounds that came so far; the table has how many tokens that were.",
+        draw_adaptive,
         False,
     ),
     "cost": Plot(
@@ -156,9 +165,16 @@ TRAINING_PLOTS: dict[str, Callable[[Axes, History], None]] = {
 }
 
 
+ADAPTIVE = {"acceptance": False, "acceptance-adaptive": True}
+"""Kinds that show a part of the runs: whether that is the one with adaptive lengths."""
+
+
 def kinds(results: Results) -> list[str]:
     """The keys of PLOTS that these results can fill: without times no speeds and no costs."""
-    left_out = ("efficiency",) if results.timed else ("speedup", "cost")
+    left_out = {"efficiency"} if results.timed else {"speedup", "cost"}
+    for kind, adaptive in ADAPTIVE.items():
+        if not has_runs(results, adaptive=adaptive):
+            left_out.add(kind)
     return [kind for kind in PLOTS if kind not in left_out]
 
 

@@ -390,7 +390,8 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
 
 def render_page(results: Results, context: Context) -> str:
     """One self-contained HTML page: no script, no font, no image outside it."""
-    from eval.reporting.plots import PLOTS, kinds, plot_apart, to_svg  # imports matplotlib
+    from eval.reporting.plots import ADAPTIVE, PLOTS, kinds, plot_apart, to_svg  # matplotlib
+    from eval.reporting.positions import position_tables
 
     plots = []
     for kind in kinds(results):
@@ -404,7 +405,10 @@ def render_page(results: Results, context: Context) -> str:
                 description=f"{what.caption} {_described(results, dataset, kind)}",
             )
             drawings.append(Markup(svg))  # safe: its words are drawn as paths or escaped
-        plots.append(_figure(kind, what.title, what.caption, drawings, legend))
+        drawn = _figure(kind, what.title, what.caption, drawings, legend)
+        if kind in ADAPTIVE:
+            drawn["positions"] = position_tables(results, adaptive=ADAPTIVE[kind])
+        plots.append(drawn)
     return render(
         "report.html.jinja",
         context=context,
@@ -526,6 +530,9 @@ def _models(results: Results) -> list[tuple[str, str]]:
 
 def _described(results: Results, dataset: str, kind: str) -> str:
     """The data of a drawing in words, for those who cannot see it."""
+    from eval.reporting.plots import ADAPTIVE
+    from eval.reporting.positions import is_adaptive, positions_of
+
     parts = []
     for run in results.of(dataset):
         if kind == "speedup" and run.speedup is not None:
@@ -535,9 +542,9 @@ def _described(results: Results, dataset: str, kind: str) -> str:
                 f"{run.method} discards {run.discard_rate:.2f}, verifies"
                 f" {run.verification_rate:.2f}"
             )
-        elif kind == "acceptance" and run.acceptance_by_position:
-            shares = " ".join(f"{share:.2f}" for share in run.acceptance_by_position)
-            parts.append(f"{run.method} {shares}")
+        elif kind in ADAPTIVE and run.drafter and is_adaptive(run) == ADAPTIVE[kind]:
+            found = positions_of(run)
+            parts.append(f"{run.method} {' '.join(f'{each.accepted:.2f}' for each in found)}")
         elif kind == "efficiency":
             parts.append(f"{run.method} {run.block_efficiency:.2f}")
         elif kind == "cost":
