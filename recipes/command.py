@@ -64,6 +64,13 @@ def trees(arguments: Sequence[str]) -> int:
     return main(arguments, "draftsmith trees")
 
 
+def table(arguments: Sequence[str]) -> int:
+    """Print a finished evaluation as a table for a README, and copy what to commit of it."""
+    from eval.reporting.table import main
+
+    return main(arguments, "draftsmith table")
+
+
 def launch(arguments: Sequence[str]) -> int:
     """Start a recipe in several processes, as a launch profile says."""
     parser = argparse.ArgumentParser(
@@ -119,6 +126,7 @@ TOOLS: dict[str, Callable[[Sequence[str]], int]] = {
     "replay": replay,
     "sweep": sweep,
     "trees": trees,
+    "table": table,
     "launch": launch,
     "profile": profile,
 }

@@ -34,9 +34,11 @@ from eval.reporting.charts import (
     place_labels,
 )
 from eval.reporting.quality_charts import draw_places, draw_positions, draw_reliability
+from eval.reporting.training import HeadTraining
 from eval.reporting.training_charts import (
     draw_acceptance,
     draw_by_position,
+    draw_head_loss,
     draw_loss,
     draw_tokens,
 )
@@ -359,6 +361,23 @@ def plot_training(history: History, kinds: Sequence[str]) -> Figure:
         return Panels(
             kinds, HEIGHT, lambda axes, kind: TRAINING_PLOTS[kind](axes, history)
         ).together()
+
+
+def plot_training_apart(history: History) -> tuple[list[Figure], Legend]:
+    """All that is known of a draft's training, a figure a kind, and the legend of all."""
+    with mpl.rc_context(_RC):
+        panels = Panels(
+            training_kinds(history),
+            HEIGHT,
+            lambda axes, kind: TRAINING_PLOTS[kind](axes, history),
+        )
+        return panels.apart()
+
+
+def plot_head_training(training: HeadTraining) -> Figure:
+    """Draw the loss of a head."""
+    with mpl.rc_context(_RC):
+        return Panels(["loss"], HEIGHT, lambda axes, _: draw_head_loss(axes, training)).together()
 
 
 def plot_trees(search: TreeSearch) -> Figure:
