@@ -38,7 +38,7 @@ def objectives_of(config: PipelineConfig) -> dict[str, str]:
     rows = draft.batch_size * draft.accumulation
     found["distillation"] = (
         f"Loss: {draft.objective} between target and draft at the completions' positions, batches"
-        f" of {rows} completions, {draft.epochs:g} epochs."
+        f" of {rows} completions a step, {draft.epochs:g} epochs."
     )
     return found
 

@@ -327,7 +327,8 @@ def _commands(config: PipelineConfig, results: Results) -> Commands | None:
     """What makes this evaluation again, from its run.json; None if that is missing."""
     if not (eval_folder(config) / RUN).is_file():
         return None
-    arguments = stage_record(eval_folder(config))["arguments"]
+    record = stage_record(eval_folder(config))
+    arguments = [without_passwords(argument) for argument in record["arguments"]]
     return commands(arguments, results.environment, _configuration(config))
 
 

@@ -81,10 +81,10 @@ def decide(verdict: HeadVerdict, quality: Quality | None) -> Decision:
         return Decision(f"{HEADLINES['not measured']}: {verdict.reason}.")
     # What decides: in each judgement the best fixed length and the hardest other rule to beat.
     deciding = [_hardest(each) for each in judged]
-    shown = ["; ".join(f"{saved} over {rule}" for rule, saved in few.items()) for few in deciding]
     names = ("in replay",) * bool(by_replay) + ("by the clock",) * bool(by_clock)
-    numbers = ", ".join(
-        f"{where} it saves {words}" for where, words in zip(names, shown, strict=True)
+    numbers = "; ".join(
+        f"{where} it {_sentence(list(few.items()))}"
+        for where, few in zip(names, deciding, strict=True)
     )
     against = _against(replay, by_clock)
     status = "The head pays" if not against else f"The head does not pay, because {against}"
@@ -155,12 +155,16 @@ def _cost(verdict: HeadVerdict) -> str:
     if cost is None:
         return ""
     extra = cost.with_head - cost.without
+    answers = (
+        f"{1000 * extra:.2f} ms, {100 * extra / cost.without:.0f} % of a draft step, go to the head"
+        if extra > 0
+        else "the head's answers take no time that shows"
+    )
     return (
         f"A drafted token takes {1000 * cost.with_head:.2f} ms with the head and"
-        f" {1000 * cost.without:.2f} ms at {cost.method}: asking the head costs"
-        f" {1000 * extra:.2f} ms, {100 * extra / cost.without:.0f} % of a draft step, and a forward"
-        f" of the target {1000 * cost.target:.2f} ms. Replay counts no time for the head's answers;"
-        " the clock does."
+        f" {1000 * cost.without:.2f} ms at {cost.method}: {answers}. A forward of the target takes"
+        f" {1000 * cost.target:.2f} ms. Replay counts no time for the head's answers; the clock"
+        " does."
     )
 
 

@@ -210,9 +210,9 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
                 raise ConfigError(f"--out must be another folder than that of {path}")
             write_evidence(results, path, asked.out, methods)
     except (ConfigError, ManifestError) as error:
-        print(f"error: {visible(str(error))}", file=sys.stderr)
+        sys.stderr.write(f"error: {visible(str(error))}\n")
         return 2
-    print(table, end="")
+    sys.stdout.write(table)
     return 0
 
 

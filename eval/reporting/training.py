@@ -92,14 +92,17 @@ def _cells(before: Figures, after: Figures) -> tuple[str, ...]:
 
 
 def training_summary(history: History) -> str:
-    """How long was trained and which weights were kept, in a sentence or two."""
+    """How long was trained, which weights were kept and at which rates, in a few sentences."""
+    return _course(history) + _rates(history.steps)
+
+
+def _course(history: History) -> str:
     if not history.steps and not history.measurements:
         return "Not trained: the draft is kept as it started."
     last = max([m.step for m in history.measurements] + [s.step for s in history.steps])
     text = f"{last} optimizer steps"
     if tokens := history.steps[-1].tokens if history.steps else None:
         text += f" on {tokens:,} tokens, prompts included"
-    text += _rates(history.steps)
     if history.kept_step is None:
         return f"{text}."
     if history.kept_by is None:
@@ -113,10 +116,11 @@ def _rates(steps: tuple[LoggedStep, ...]) -> str:
     """Learning rate and speed, as far as they were logged."""
     text = ""
     if rates := [(s.learning_rate, s.step) for s in steps if s.learning_rate is not None]:
-        top, step = max(rates, key=lambda rate: rate[0])
-        text += f", learning rate {top:.2g} at most (step {step}) and {rates[-1][0]:.2g} at the end"
+        top, step = max(rates)
+        text += f" Learning rate: {top:.2g} at most, logged at step {step}, and {rates[-1][0]:.2g}"
+        text += " at the end."
     if speeds := [s.tokens_per_second for s in steps if s.tokens_per_second is not None]:
-        text += f", {median(speeds):,.0f} tokens/s in the median"
+        text += f" Median speed: {median(speeds):,.0f} tokens/s."
     return text
 
 
