@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -25,6 +26,7 @@ from tests.synthetic_quality import synthetic_quality
 from tests.synthetic_results import ENVIRONMENT, T_DRAFT, synthetic_results
 from tests.test_training_report import history
 
+ROOT = Path(__file__).parent.parent
 SAVES = Interval(0.06, 0.05, 0.07)
 LOSES = Interval(-0.03, -0.04, -0.02)
 FASTER, SLOWER = Ratio(1.25, 1.1, 1.4), Ratio(0.8, 0.7, 0.9)
@@ -209,8 +211,7 @@ def test_the_commands_have_the_commit_the_versions_and_the_command_line() -> Non
 
 
 def test_the_configuration_of_the_report_is_the_one_that_was_run() -> None:
-    with open("recipes/configs/toy.yaml") as file:
-        config = build(yaml.safe_load(file))
+    config = build(yaml.safe_load((ROOT / "recipes/configs/toy.yaml").read_text()))
     written = _configuration(config)
     assert build(yaml.safe_load(written)) == config
     assert len(written) < 8000, "defaults are left out"

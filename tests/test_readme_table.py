@@ -10,6 +10,7 @@ from PIL import Image
 
 from eval.measuring.methods import PLAIN
 from eval.measuring.results import Results, check_metrics, read_results, write_results
+from eval.reporting.rendering import NOT_MEASURED
 from eval.reporting.table import BEGIN, END, ROWS, chosen, main, readme_table, table_in
 from tests.synthetic_results import synthetic_results
 
@@ -43,7 +44,7 @@ def test_a_row_has_the_speed_up_of_each_set_and_the_counts_of_all(results: Resul
         f"{sum(r.accepted for r in records) / sum(r.depth for r in records):.3f}",
         f"{sum(record.n_discarded for record in records) / tokens:.2f}",
     ]
-    assert rows[PLAIN][2:] == ["1.00", "–", "0.00"]
+    assert rows[PLAIN][2:] == ["1.00", NOT_MEASURED, "0.00"]
     assert "biased-0.05 †" in rows
 
 
