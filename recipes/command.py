@@ -71,6 +71,13 @@ def table(arguments: Sequence[str]) -> int:
     return main(arguments, "draftsmith table")
 
 
+def what_if(arguments: Sequence[str]) -> int:
+    """Predict speed-ups at other costs of the draft, or on other machines, from counts."""
+    from eval.reporting.what_if import main
+
+    return main(arguments, "draftsmith what-if")
+
+
 def launch(arguments: Sequence[str]) -> int:
     """Start a recipe in several processes, as a launch profile says."""
     parser = argparse.ArgumentParser(
@@ -127,6 +134,7 @@ TOOLS: dict[str, Callable[[Sequence[str]], int]] = {
     "sweep": sweep,
     "trees": trees,
     "table": table,
+    "what-if": what_if,
     "launch": launch,
     "profile": profile,
 }

@@ -43,6 +43,8 @@ from eval.reporting.training_charts import (
     draw_tokens,
 )
 from eval.reporting.trees import TITLE, draw_frontier
+from eval.reporting.what_if import Panel
+from eval.reporting.what_if_charts import draw_what_if
 from specdata.history import History
 from specdata.storage.files import atomic_write
 
@@ -384,6 +386,29 @@ def plot_trees(search: TreeSearch) -> Figure:
     """Draw how many tokens a round drafts of each kind emit."""
     with mpl.rc_context(_RC):
         return Panels([TITLE], HEIGHT, lambda axes, _: draw_frontier(axes, search)).together()
+
+
+def plot_what_if(shown: Sequence[Panel]) -> Figure:
+    """Draw predicted speed-ups against the cost ratio, one panel each."""
+    with mpl.rc_context(_RC):
+        return what_if_panels(shown).together()
+
+
+def plot_what_if_apart(shown: Sequence[Panel]) -> tuple[list[Figure], Legend]:
+    """The same, a figure a panel, and the legend of all."""
+    with mpl.rc_context(_RC):
+        return what_if_panels(shown).apart()
+
+
+def what_if_panels(shown: Sequence[Panel]) -> Panels:
+    """The panels of predicted speed-ups."""
+    by_title = {panel.title: panel for panel in shown}
+    return Panels(
+        list(by_title),
+        HEIGHT,
+        lambda axes, title: draw_what_if(axes, by_title[title]),
+        shared="xy",
+    )
 
 
 def write_png(path: Path, figure: Figure) -> None:
