@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from eval.analysis.what_if import PAPERS_RATIO, RATIOS, WhatIf
-from eval.reporting.charts import INK, LOOKS, family, label
+from eval.reporting.charts import INK, label, look_of
 from eval.reporting.what_if import Panel
 
 TICKS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -20,9 +20,9 @@ LEAST_SPAN = 1.6
 def draw_what_if(axes: Axes, panel: Panel) -> None:
     """A line a method, what the clock measured, and who wins where."""
     shown = panel.shown
-    highest, families = 1.0, dict.fromkeys(family(m.run) for m in shown.methods)
+    highest = 1.0
     for method in shown.methods:
-        look, curve = LOOKS[family(method.run)], shown.curve(method)
+        look, curve = look_of(method.run), shown.curve(method)
         highest = max(highest, float(curve.max()))
         axes.plot(
             RATIOS,
@@ -55,10 +55,8 @@ def draw_what_if(axes: Axes, panel: Panel) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("cost ratio  t_draft / t_target")
     axes.set_ylabel("predicted speed-up over the target alone")
-    for key in (key for key in LOOKS if key in families):
-        look = LOOKS[key]
+    for look in dict.fromkeys(look_of(method.run) for method in shown.methods):
         axes.plot([], [], color=look.colour, marker=look.marker, markersize=4, label=look.label)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 
 
 def _draw_winners(axes: Axes, shown: WhatIf) -> None:
@@ -68,7 +66,7 @@ def _draw_winners(axes: Axes, shown: WhatIf) -> None:
             continue
         won = RATIOS[(start <= RATIOS) & (end >= RATIOS)]
         curve = shown.curve(method, won)
-        axes.plot(won, curve, color=LOOKS[family(method.run)].colour, linewidth=2.8)
+        axes.plot(won, curve, color=look_of(method.run).colour, linewidth=2.8)
         axes.plot(won[-1], curve[-1], color=INK, marker="|", markersize=7)
         if end >= LEAST_SPAN * start:
             middle = float(np.sqrt(start * end))
@@ -94,8 +92,9 @@ def _mark_ratios(axes: Axes, here: float) -> None:
         left = ratio < other
         axes.annotate(
             name,
-            (ratio, axes.get_ylim()[1]),
+            (ratio, 1.0),
             (-3 if left else 3, -3),
+            xycoords=("data", "axes fraction"),
             textcoords="offset points",
             ha="right" if left else "left",
             va="top",
