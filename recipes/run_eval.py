@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.measuring.methods import fit_rules, needs_fit, path_drafts, with_fit
 from eval.measuring.results import LostResultsError, write_results
+from eval.measuring.samples import SAMPLES, make_samples, read_samples, write_samples
 from eval.reporting.report import PAGE, Context, terminal, write_report
 from eval.reporting.verdict import judge
 from recipes.best_tree import NOT_KEPT, known_search, search, why_not_searched
@@ -24,7 +25,7 @@ from recipes.checks import check_evaluation
 from recipes.config import PipelineConfig
 from recipes.draft_training import trainings_of
 from recipes.head_quality import known_quality, quality_file, quality_of
-from recipes.layout import draft_in_use, eval_stage, folder, head_in_use, is_cut
+from recipes.layout import draft_in_use, eval_folder, eval_stage, folder, head_in_use, is_cut
 from recipes.measured import RESULTS, measured_results, names_then
 from recipes.next_steps import after_eval
 from recipes.recipe import Recipe
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from eval.measuring.environment import Environment
     from eval.measuring.results import Results
     from heads import BaseHead
-    from specdata.prompts.loading import LoadedPrompts
+    from specdata.prompts.loading import LoadedPrompts, Prompt
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
@@ -105,6 +106,8 @@ def _restore(config: PipelineConfig, stage: Stage) -> None:
     else:
         if not (stage.folder / PAGE).is_file():
             say(f"{stage.name}: {stage.folder / PAGE} is missing; it is made again of the results")
+            if not (stage.folder / SAMPLES).is_file():
+                _keep_samples(stage.folder, _prompts(config).prompts, config.models.target)
             _report(config, stage, results)
         return
     from eval.measuring.experiment import stored_results
@@ -119,9 +122,10 @@ def _restore(config: PipelineConfig, stage: Stage) -> None:
         "draft": draft_in_use(config),
         "head": head_in_use(config),
     }
+    prompts = _prompts(config).prompts
     made = stored_results(
         models,
-        _prompts(config).prompts,
+        prompts,
         stage.folder,
         evaluation,
         sampling=config.sampling,
@@ -134,7 +138,20 @@ def _restore(config: PipelineConfig, stage: Stage) -> None:
         return
     say(f"{stage.name}: {lost}; it is made again from the records of the prompts")
     write_results(stage.folder / RESULTS, made)
+    _keep_samples(stage.folder, prompts, config.models.target)
     _report(config, stage, made)
+
+
+def _keep_samples(folder: Path, prompts: Sequence[Prompt], target: str) -> None:
+    """Write the texts of a few prompts beside the results."""
+    from specdata.models import load_tokenizer
+
+    tokenizer = load_tokenizer(target)
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+
+    write_samples(folder / SAMPLES, make_samples(prompts, folder, decode))
 
 
 def _environment_of(folder: Path, record: Mapping[str, Any]) -> Environment:
@@ -221,6 +238,7 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     finally:
         torch.set_num_threads(before)
     write_results(stage.folder / RESULTS, results)
+    _keep_samples(stage.folder, prompts, models.target)
     _report(config, stage, results)
     return {
         "runs": len(results.runs),
@@ -313,6 +331,7 @@ def _context(config: PipelineConfig, results: Results, quality: Quality | None) 
         trainings=trainings_of(config),
         trees=known_search(config),
         no_trees=why_not_searched(config) or NOT_KEPT,
+        samples=read_samples(eval_folder(config) / SAMPLES),
     )
 
 

@@ -29,6 +29,24 @@ class Strict(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
+class RoundTokens:
+    """The tokens of one round, kept of a few prompts so that a report can show their text.
+
+    Args:
+        drafted: token ids of the drafted nodes, in draft order.
+        emitted: token ids that the round added to the text: those accepted, and one more unless an
+            accepted one ended it.
+        accepted: how many of the emitted tokens were drafted.
+        depth: tokens on the longest drafted path.
+    """
+
+    drafted: list[int]
+    emitted: list[int]
+    accepted: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
 class PromptRecord:
     """What is stored of one generation; every published metric is a function of these.
 
@@ -180,6 +198,11 @@ def check_identity(record: PromptRecord) -> None:
         )
 
 
+def record_file(folder: Path, prompt: Prompt) -> Path:
+    """Where a folder of records has that of a prompt."""
+    return folder / f"{prompt.dataset}-{prompt.example_id}.json"
+
+
 class RecordStore:
     """The records of finished prompts on disk, one JSON file a prompt.
 
@@ -195,16 +218,29 @@ class RecordStore:
         self._settings = settings
 
     def _path(self, prompt: Prompt) -> Path:
-        return self._folder / f"{prompt.dataset}-{prompt.example_id}.json"
+        return record_file(self._folder, prompt)
 
     def has(self, prompt: Prompt) -> bool:
         """Whether this prompt is done."""
         return self._path(prompt).exists()
 
-    def put(self, prompt: Prompt, records: Mapping[str, PromptRecord]) -> None:
-        """Keep the records of a prompt, one a method: all of them or none."""
+    def put(
+        self,
+        prompt: Prompt,
+        records: Mapping[str, PromptRecord],
+        tokens: Mapping[str, Sequence[RoundTokens]] | None = None,
+    ) -> None:
+        """Keep the records of a prompt, one a method: all of them or none.
+
+        Args:
+            prompt: which is done.
+            records: method -> record.
+            tokens: method -> the tokens of its rounds, for a prompt whose text is to be shown.
+        """
         rows = {name: asdict(record) for name, record in records.items()}
-        write_json(self._path(prompt), {"settings": self._settings.values, "records": rows})
+        kept = {name: [asdict(each) for each in rounds] for name, rounds in (tokens or {}).items()}
+        stored = {"settings": self._settings.values, "records": rows}
+        write_json(self._path(prompt), stored | ({"tokens": kept} if kept else {}))
 
     def get(self, prompt: Prompt) -> dict[str, PromptRecord]:
         """Method -> record of a prompt that is done.

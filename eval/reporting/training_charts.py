@@ -21,10 +21,10 @@ LINES = (
 )
 BEFORE, AFTER = "#808080", "#0072B2"
 ROUNDS = {
-    "token_4": ("token, K = 4", "#0072B2", "o", "-"),
-    "token_8": ("token, K = 8", "#0072B2", "s", "--"),
-    "block_4": ("block, K = 4", "#D55E00", "^", "-"),
-    "block_8": ("block, K = 8", "#D55E00", "D", "--"),
+    "token_4": ("token, K = 4", "#56B4E9", "o", "-"),
+    "token_8": ("token, K = 8", "#0072B2", "o", "-"),
+    "block_4": ("block, K = 4", "#56B4E9", "o", "--"),
+    "block_8": ("block, K = 8", "#0072B2", "o", "--"),
 }
 MARKED = 12
 """Lines of more points have no markers."""
@@ -34,7 +34,7 @@ def draw_loss(axes: Axes, history: History) -> None:
     """The objective, as it was logged."""
     x = [step.step for step in history.steps]
     _plot(axes, x, [step.loss for step in history.steps], *LINES[0], name="loss")
-    _finish(axes, history, "loss", legend=False)
+    _finish(axes, history, "loss")
 
 
 def draw_acceptance(axes: Axes, history: History) -> None:
@@ -74,7 +74,6 @@ def draw_by_position(axes: Axes, history: History) -> None:
     axes.set_xticks(list(ticks), list(ticks.values()))
     axes.set_xlabel("position in the completion")
     axes.set_ylabel("acceptance, sum of min(p, q)")
-    _add_legend(axes)
 
 
 def _plot(
@@ -99,7 +98,7 @@ def _plot(
     )
 
 
-def _finish(axes: Axes, history: History, what: str, *, legend: bool = True) -> None:
+def _finish(axes: Axes, history: History, what: str) -> None:
     """Name the axes, and mark the step whose weights were kept."""
     if history.kept_by is not None and history.kept_step is not None:
         axes.axvline(
@@ -108,12 +107,6 @@ def _finish(axes: Axes, history: History, what: str, *, legend: bool = True) -> 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(what)
-    if legend:
-        _add_legend(axes)
-
-
-def _add_legend(axes: Axes) -> None:
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
 
 
 def described_training(history: History, kind: str) -> str:

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from eval.analysis.what_if import PAPERS_RATIO, RATIOS, WhatIf
-from eval.reporting.charts import INK, LOOKS, family, label
+from eval.reporting.charts import INK, label, look_of
 from eval.reporting.what_if import Panel
 
 TICKS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -20,9 +20,13 @@ LEAST_SPAN = 1.6
 def draw_what_if(axes: Axes, panel: Panel) -> None:
     """A line a method, what the clock measured, and who wins where."""
     shown = panel.shown
-    highest, families = 1.0, dict.fromkeys(family(m.run) for m in shown.methods)
+    highest = 1.0
+    # Of lines and marks together, which are drawn apart.
+    looks = {look.label: look for look in (look_of(method.run) for method in shown.methods)}
+    for look in looks.values():
+        axes.plot([], [], color=look.colour, marker=look.marker, markersize=4, label=look.label)
     for method in shown.methods:
-        look, curve = LOOKS[family(method.run)], shown.curve(method)
+        look, curve = look_of(method.run), shown.curve(method)
         highest = max(highest, float(curve.max()))
         axes.plot(
             RATIOS,
@@ -47,7 +51,6 @@ def draw_what_if(axes: Axes, panel: Panel) -> None:
     _draw_winners(axes, shown)
     axes.axhline(1.0, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
     axes.set_ylim(0, ROOM * highest)
-    _mark_ratios(axes, shown.ratio)
     axes.set_xscale("log")
     axes.set_xlim(TICKS[0], TICKS[-1])
     axes.xaxis.set_major_locator(FixedLocator(TICKS))
@@ -55,10 +58,6 @@ def draw_what_if(axes: Axes, panel: Panel) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("cost ratio  t_draft / t_target")
     axes.set_ylabel("predicted speed-up over the target alone")
-    for key in (key for key in LOOKS if key in families):
-        look = LOOKS[key]
-        axes.plot([], [], color=look.colour, marker=look.marker, markersize=4, label=look.label)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 
 
 def _draw_winners(axes: Axes, shown: WhatIf) -> None:
@@ -68,7 +67,7 @@ def _draw_winners(axes: Axes, shown: WhatIf) -> None:
             continue
         won = RATIOS[(start <= RATIOS) & (end >= RATIOS)]
         curve = shown.curve(method, won)
-        axes.plot(won, curve, color=LOOKS[family(method.run)].colour, linewidth=2.8)
+        axes.plot(won, curve, color=look_of(method.run).colour, linewidth=2.8)
         axes.plot(won[-1], curve[-1], color=INK, marker="|", markersize=7)
         if end >= LEAST_SPAN * start:
             middle = float(np.sqrt(start * end))
@@ -84,8 +83,12 @@ def _draw_winners(axes: Axes, shown: WhatIf) -> None:
             )
 
 
-def _mark_ratios(axes: Axes, here: float) -> None:
-    """Upright lines at this machine's ratio and the papers', each labelled on its outer side."""
+def mark_ratios(axes: Axes, panel: Panel) -> None:
+    """Upright lines at this machine's ratio and the papers', each labelled on its outer side.
+
+    Call it once the limits are final.
+    """
+    here = panel.shown.ratio
     for ratio, name, other in (
         (here, f"here {here:.2g}", PAPERS_RATIO),
         (PAPERS_RATIO, f"papers {PAPERS_RATIO:g}", here),

@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from specdata.models import end_ids, known_ids
+from specdata.prepack import prepacked
 from specdata.probability import SamplingConfig, inverse_cdf, probabilities, to_vocabulary
 from specdata.seeds import generator_for
 
@@ -83,12 +84,13 @@ class TransformersBackend:
         """See `Backend`. The same requests always make the same batches, hence the same bits."""
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].ids))
         completions: dict[int, list[int]] = {}
-        for start in range(0, len(order), self.batch_size):
-            batch = order[start : start + self.batch_size]
-            rows = [requests[index] for index in batch]
-            uniforms = torch.stack([self._uniforms(row) for row in rows])
-            ids = sample_batch(self.model, [row.ids for row in rows], uniforms, self.sampling)
-            completions.update(zip(batch, ids, strict=True))
+        with prepacked(self.model):
+            for start in range(0, len(order), self.batch_size):
+                batch = order[start : start + self.batch_size]
+                rows = [requests[index] for index in batch]
+                uniforms = torch.stack([self._uniforms(row) for row in rows])
+                ids = sample_batch(self.model, [row.ids for row in rows], uniforms, self.sampling)
+                completions.update(zip(batch, ids, strict=True))
         ends = end_ids(self.model)
         return [
             Completion(ids, "eos" if ids[-1] in ends else "length")
