@@ -23,6 +23,7 @@ from eval.analysis.what_if import (
     what_if,
 )
 from eval.measuring.methods import PLAIN
+from eval.measuring.pooled import pool
 from eval.measuring.records import PromptRecord, record_prompt
 from eval.measuring.results import Results, build_results, read_results, write_results
 from eval.reporting.report import Context, render_page
@@ -176,6 +177,10 @@ def test_times_that_add_up_are_predicted_exactly_of_every_kind_of_method() -> No
             clocked = found[run.dataset].clocked(by_name(found[run.dataset])[run.method])
             assert clocked.value == pytest.approx(run.speedup)
             assert (clocked.low, clocked.high) == pytest.approx(run.intervals["speedup"])
+    for row in pool(results)[1:]:  # the report's own row over all sets
+        clocked = found[POOLED].clocked(by_name(found[POOLED])[row.method])
+        assert clocked.value == pytest.approx(row.value("speedup"))
+        assert (clocked.low, clocked.high) == pytest.approx(row.interval("speedup"))
 
 
 def test_another_ratio_predicts_what_a_machine_with_that_draft_takes() -> None:
@@ -200,14 +205,17 @@ def test_a_method_is_slower_the_more_its_draft_costs_and_breaks_even_once() -> N
 
 def test_with_a_free_draft_and_a_memory_bound_target_speed_is_tokens_a_call() -> None:
     results = additive()
+    rows = pool(results)
     for name, shown in memory_bound(results).items():
         for priced in shown.methods:
-            calls = priced.run.block_efficiency if name != POOLED else None
-            predicted = shown.speedup(priced, 0.0).value
-            assert predicted == pytest.approx(calls or priced.tokens.sum() / priced.fixed.sum())
-            # A draft as dear as the target: each of its forwards is one more call.
-            both = priced.fixed.sum() + priced.unit.sum()
-            assert shown.speedup(priced, 1.0).value == pytest.approx(priced.tokens.sum() / both)
+            run = priced.run
+            calls = run.block_efficiency
+            if name == POOLED:
+                (calls,) = (r.value("block_efficiency") for r in rows if r.method == run.method)
+            assert shown.speedup(priced, 0.0).value == pytest.approx(calls)
+            if name != POOLED:  # a draft as dear as the target: its forwards are further calls
+                each = run.tokens / (run.n_target + run.draft_forwards)
+                assert shown.speedup(priced, 1.0).value == pytest.approx(each)
     maths = by_name(memory_bound(results)["maths"])["K=5"]
     assert maths.unit.sum() == maths.run.draft_forwards
     assert maths.fixed.sum() == maths.run.n_target

@@ -44,7 +44,7 @@ from eval.reporting.training_charts import (
 )
 from eval.reporting.trees import TITLE, draw_frontier
 from eval.reporting.what_if import Panel
-from eval.reporting.what_if_charts import draw_what_if
+from eval.reporting.what_if_charts import draw_what_if, mark_ratios
 from specdata.history import History
 from specdata.storage.files import atomic_write
 
@@ -423,7 +423,8 @@ def what_if_panels(shown: Sequence[Panel]) -> Panels:
         list(by_title),
         HEIGHT,
         lambda axes, title: draw_what_if(axes, by_title[title]),
-        shared="xy",
+        shared="y",
+        finish=lambda axes, title: mark_ratios(axes, by_title[title]),
     )
 
 

@@ -111,25 +111,29 @@ def panels(results: Results) -> list[Panel]:
 
 def what_if_section(results: Results) -> dict[str, Any] | None:
     """What a page shows; None if the results cannot tell (`eval.analysis.what_if.what_if`)."""
-    from eval.reporting.plots import legend_marks, plot_what_if_apart, to_svg  # matplotlib
+    from eval.reporting.plots import (  # imports matplotlib
+        legend_marks,
+        plot_what_if_apart,
+        to_svg,
+    )
     from eval.reporting.what_if_charts import described_what_if
 
     found = what_if(results)
     if not found:
         return None
     (name, whole), *sets = found.items()
-    shown = panels(results)
-    figures, legend = plot_what_if_apart(shown)
+    drawn = panels(results)
+    figures, legend = plot_what_if_apart(drawn)
     drawings = [
         Markup(  # safe: its words are drawn as paths or escaped
             to_svg(
-                figures[number],
+                figure,
                 prefix=f"what-if{number}",
                 title=f"{TITLE}, {panel.title}",
                 description=f"{CAPTION} {described_what_if(panel)}",
             )
         )
-        for number, panel in enumerate(shown)
+        for number, (panel, figure) in enumerate(zip(drawn, figures, strict=True))
     ]
     return {
         "name": name,
@@ -138,11 +142,11 @@ def what_if_section(results: Results) -> dict[str, Any] | None:
         "columns": WHAT_IF_COLUMNS,
         "rows": what_if_rows(whole),
         "footnote": basis(whole),
-        "sets": {each: f"{headline(found)} {agreement(found)}" for each, found in sets},
+        "sets": {each: f"{headline(shown)} {agreement(shown)}" for each, shown in sets},
         "title": TITLE,
         "caption": f"{CAPTION} {MEMORY_BOUND[0].upper()}{MEMORY_BOUND[1:]}.",
         "drawings": drawings,
-        "legend": [(words, Markup(svg)) for words, svg in legend_marks(legend, "what-if")],
+        "legend": [(words, Markup(mark)) for words, mark in legend_marks(legend, "what-if")],
     }
 
 

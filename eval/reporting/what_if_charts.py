@@ -21,6 +21,10 @@ def draw_what_if(axes: Axes, panel: Panel) -> None:
     """A line a method, what the clock measured, and who wins where."""
     shown = panel.shown
     highest = 1.0
+    # Of lines and marks together, which are drawn apart.
+    looks = {look.label: look for look in (look_of(method.run) for method in shown.methods)}
+    for look in looks.values():
+        axes.plot([], [], color=look.colour, marker=look.marker, markersize=4, label=look.label)
     for method in shown.methods:
         look, curve = look_of(method.run), shown.curve(method)
         highest = max(highest, float(curve.max()))
@@ -47,7 +51,6 @@ def draw_what_if(axes: Axes, panel: Panel) -> None:
     _draw_winners(axes, shown)
     axes.axhline(1.0, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
     axes.set_ylim(0, ROOM * highest)
-    _mark_ratios(axes, shown.ratio)
     axes.set_xscale("log")
     axes.set_xlim(TICKS[0], TICKS[-1])
     axes.xaxis.set_major_locator(FixedLocator(TICKS))
@@ -55,8 +58,6 @@ def draw_what_if(axes: Axes, panel: Panel) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("cost ratio  t_draft / t_target")
     axes.set_ylabel("predicted speed-up over the target alone")
-    for look in dict.fromkeys(look_of(method.run) for method in shown.methods):
-        axes.plot([], [], color=look.colour, marker=look.marker, markersize=4, label=look.label)
 
 
 def _draw_winners(axes: Axes, shown: WhatIf) -> None:
@@ -82,8 +83,12 @@ def _draw_winners(axes: Axes, shown: WhatIf) -> None:
             )
 
 
-def _mark_ratios(axes: Axes, here: float) -> None:
-    """Upright lines at this machine's ratio and the papers', each labelled on its outer side."""
+def mark_ratios(axes: Axes, panel: Panel) -> None:
+    """Upright lines at this machine's ratio and the papers', each labelled on its outer side.
+
+    Call it once the limits are final.
+    """
+    here = panel.shown.ratio
     for ratio, name, other in (
         (here, f"here {here:.2g}", PAPERS_RATIO),
         (PAPERS_RATIO, f"papers {PAPERS_RATIO:g}", here),
@@ -92,9 +97,8 @@ def _mark_ratios(axes: Axes, here: float) -> None:
         left = ratio < other
         axes.annotate(
             name,
-            (ratio, 1.0),
+            (ratio, axes.get_ylim()[1]),
             (-3 if left else 3, -3),
-            xycoords=("data", "axes fraction"),
             textcoords="offset points",
             ha="right" if left else "left",
             va="top",
