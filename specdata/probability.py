@@ -17,6 +17,10 @@ NEGLIGIBLE_MASS = 1e-15
 BELOW_ONE = 1 - 1e-15
 # Vocabularies of at least this many tokens are summed in blocks to draw one token.
 LARGE, BLOCK = 8192, 256
+# Less mass than this beyond top_p may be rounding.
+SPARE_MASS = 1e-5
+# Probabilities whose running sums are made at once on a CPU: in float64, they stay in its cache.
+SUMMED_AT_ONCE = 1 << 17
 
 
 def probabilities(logits: Tensor, sampling: SamplingConfig) -> Tensor:
@@ -55,11 +59,26 @@ def nucleus(probs: Tensor, top_p: float) -> Tensor:
     Returns:
         (..., V), rows sum to 1.
     """
-    ordered, index = probs.sort(dim=-1, descending=True, stable=True)
+    size = probs.shape[-1]
+    rows = probs.reshape(-1, size)
+    # Sorting a large vocabulary takes as long as a small model's forward. Tokens below the bound
+    # have less than half of the mass that may be left out, so they stand behind the nucleus. Where
+    # rounding might decide, the bound is 0.
+    spare = rows.sum(dim=-1, keepdim=True) - top_p
+    bound = torch.where(spare > SPARE_MASS, spare / (2 * size), 0.0)
+    row, token = (rows >= bound).nonzero(as_tuple=True)
+    counts = torch.bincount(row, minlength=len(rows))
+    place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
+    likely = rows.new_zeros(len(rows), int(counts.max()) if len(rows) else 0)
+    likely[row, place] = rows.detach()[row, token]
+    ordered, index = likely.sort(dim=-1, descending=True, stable=True)
     # A token stays while the mass before it is below top_p, so the best one always stays.
     outside = ordered.cumsum(dim=-1) - ordered >= top_p
-    probs = probs.masked_fill(torch.zeros_like(outside).scatter_(-1, index, outside), 0.0)
-    return probs / probs.sum(dim=-1, keepdim=True)
+    stays = ~torch.zeros_like(outside).scatter_(-1, index, outside)[row, place]
+    row, token = row[stays], token[stays]
+    kept = torch.zeros_like(rows)
+    kept[row, token] = rows[row, token]
+    return (kept / kept.sum(dim=-1, keepdim=True)).view(probs.shape)
 
 
 def to_vocabulary(logits: Tensor, size: int) -> Tensor:
@@ -89,7 +108,15 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
 
 def inverse_cdfs(probs: Tensor, uniforms: Tensor) -> Tensor:
     """As `inverse_cdf`, with any number of uniforms a row: (..., V), (..., S) -> (..., S)."""
-    cdf = probs.double().cumsum(dim=-1)
+    at_once = max(1, SUMMED_AT_ONCE // probs.shape[-1])
+    if probs.device.type != "cpu" or probs.dim() != 2 or len(probs) <= at_once:
+        return _inverse_cdfs(probs, uniforms)
+    pieces = zip(probs.split(at_once), uniforms.split(at_once), strict=True)
+    return torch.cat([_inverse_cdfs(*piece) for piece in pieces])
+
+
+def _inverse_cdfs(probs: Tensor, uniforms: Tensor) -> Tensor:
+    cdf = probs.cumsum(dim=-1, dtype=torch.float64)
     total = cdf[..., -1:]
     # Rounding may lift u * total to total itself; stay below it.
     points = torch.minimum(uniforms.double() * total, total * BELOW_ONE)

@@ -1,0 +1,67 @@
+"""Linear layers in oneDNN's blocked layout, while a model only reads its weights.
+
+For the tens of rows of a batch that is decoded, the matrix library rearranges a weight matrix for
+every product, which takes as long as the product; and it is slow for the many columns of an output
+matrix. oneDNN keeps the rearranged copy. So this is done for float32 on a CPU only, and costs a
+copy of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Larger models are left as they are: the copy may not fit beside them. In bytes.
+LARGEST_COPY = 4 << 30
+# With fewer weights than this the layout gains less than calling oneDNN costs.
+SMALLEST_LAYER = 1 << 15
+
+
+@contextmanager
+def prepacked(*models: nn.Module) -> Iterator[None]:
+    """Run the linear layers of models from copies in oneDNN's layout in the `with` block.
+
+    Results are equal up to rounding. Weights must not change meanwhile; forwards that record
+    gradients use the weights themselves. Without oneDNN, in another precision, on another device,
+    and for models whose copies would exceed `LARGEST_COPY`, nothing changes.
+    """
+    layers: dict[int, nn.Linear] = {}
+    for model in models:
+        mine = {id(layer): layer for layer in model.modules() if _can_prepack(layer)}
+        # A weight that two layers share counts twice: it is copied twice.
+        if sum(4 * layer.weight.numel() for layer in mine.values()) <= LARGEST_COPY:
+            layers |= mine
+    try:
+        for layer in layers.values():
+            packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), None)
+            layer.forward = partial(_forward, layer, packed)  # type: ignore[method-assign]
+        yield
+    finally:
+        for layer in layers.values():
+            layer.__dict__.pop("forward", None)
+
+
+def _can_prepack(layer: nn.Module) -> bool:
+    return (
+        type(layer) is nn.Linear
+        and "forward" not in layer.__dict__
+        and layer.weight.device.type == "cpu"
+        and layer.weight.dtype == torch.float32
+        and layer.weight.numel() >= SMALLEST_LAYER
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    )
+
+
+def _forward(layer: nn.Linear, packed: Any, x: Tensor) -> Tensor:
+    """What the layer does to x: (..., in) -> (..., out)."""
+    if torch.is_grad_enabled() or x.dtype != torch.float32:
+        return nn.functional.linear(x, layer.weight, layer.bias)
+    # Looked up here, because builds of torch without oneDNN do not have it.
+    linear = torch.ops.mkldnn._linear_pointwise.default
+    out: Tensor = linear(x, packed, layer.bias, "none", [], "")
+    return out
