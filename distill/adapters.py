@@ -25,6 +25,7 @@ from transformers.utils import is_bitsandbytes_available
 from distill.config import LoraConfig
 from specdata.adapter_folder import base_of_adapters
 from specdata.errors import ConfigError
+from specdata.gguf_file import is_gguf
 from specdata.hub import hub_source
 from specdata.models import load_model
 from specdata.seeds import seed_for
@@ -164,8 +165,10 @@ def _quantization(lora: LoraConfig) -> BitsAndBytesConfig:
 def _local_folder(name: str) -> str | None:
     """The folder of a model that has been loaded: its own, or its snapshot in the Hub's cache.
 
-    None for a folder of adapters, whose merged model lies nowhere.
+    None for a folder of adapters, whose merged model lies nowhere, and for a GGUF file.
     """
+    if is_gguf(name):
+        return None
     source, revision = hub_source(name)
     if Path(source).is_dir():
         return None if base_of_adapters(source) else source

@@ -11,12 +11,14 @@ positions at once, up to the order of the sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from specdata.draft_vocabulary import ReducedOutput
 from specdata.lm_head import LMHead
 
 T = TypeVar("T")
@@ -38,7 +40,12 @@ def positions_at_once(vocabulary: int) -> int:
 
 
 def chunked_loss(
-    states: Tensor, head: LMHead, loss: ChunkLoss, *, at_once: int | None = None
+    states: Tensor,
+    head: LMHead,
+    loss: ChunkLoss,
+    *,
+    at_once: int | None = None,
+    is_narrow: bool = False,
 ) -> Tensor:
     """Return the sum of a loss over positions; its gradient reaches the states and the output.
 
@@ -49,18 +56,27 @@ def chunked_loss(
         head: makes logits of them; called, or if it is a plain linear layer read.
         loss: gives the sum over a chunk; positions must not depend on each other.
         at_once: positions of a chunk (default: as many as fit into `CHUNK_BYTES`).
+        is_narrow: the loss takes the logits of the kept tokens of a reduced vocabulary alone, and
+            `head.embedding` is its `specdata.draft_vocabulary.ReducedOutput`.
 
     Returns:
         A scalar, 0 without positions.
     """
-    size = at_once or positions_at_once(head.vocabulary)
+    linear = head.embedding
+    if is_narrow:
+        assert isinstance(linear, ReducedOutput)
+    elif type(linear) is not nn.Linear:
+        linear = None
+    width = head.vocabulary if linear is None else len(linear.weight)
+    size = at_once or positions_at_once(width)
     if not torch.is_grad_enabled():
-        parts = (loss(head.logits(states[chunk]), chunk) for chunk in _chunks(states, size))
+        logits = head.logits if linear is None else partial(_linear_logits, head, linear)
+        parts = (loss(logits(states[chunk]), chunk) for chunk in _chunks(states, size))
         return sum(parts, _zero(states))
     trained = [] if head.embedding is None else _trained(head.embedding)
 
     def summed(given: Tensor) -> Tensor:
-        total: Tensor = _Chunked.apply(given, head, loss, size, *trained)  # type: ignore[no-untyped-call]
+        total: Tensor = _Chunked.apply(given, head, linear, loss, size, *trained)  # type: ignore[no-untyped-call]
         return total
 
     if head.embedding is None:
@@ -107,10 +123,16 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, head: LMHead, loss: ChunkLoss, size: int, *trained: nn.Parameter
+        ctx: Any,
+        states: Tensor,
+        head: LMHead,
+        linear: nn.Linear | ReducedOutput | None,
+        loss: ChunkLoss,
+        size: int,
+        *trained: nn.Parameter,
     ) -> Tensor:
-        if type(head.embedding) is nn.Linear:
-            total, ctx.gradients = _of_linear(states, head, head.embedding, loss, size)
+        if linear is not None:
+            total, ctx.gradients = _of_linear(states, head, linear, loss, size)
         else:
             total, ctx.gradients = _by_autograd(states, head, trained, loss, size)
         return total
@@ -120,11 +142,15 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None  # nothing else may hold them
         of_states, *rest = (each.mul_(grad) for each in gradients)
-        return of_states, None, None, None, *rest
+        return of_states, None, None, None, None, *rest
+
+
+def _linear_logits(head: LMHead, linear: nn.Linear | ReducedOutput, states: Tensor) -> Tensor:
+    return head.logit_transform(nn.functional.linear(states, linear.weight, linear.bias))
 
 
 def _of_linear(
-    states: Tensor, head: LMHead, linear: nn.Linear, loss: ChunkLoss, size: int
+    states: Tensor, head: LMHead, linear: nn.Linear | ReducedOutput, loss: ChunkLoss, size: int
 ) -> tuple[Tensor, list[Tensor]]:
     """The sum, and its gradients, which are added up in place: one output matrix, not several."""
     total, of_states, trained = _zero(states), torch.zeros_like(states), _trained(linear)

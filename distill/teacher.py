@@ -10,13 +10,15 @@ training, so nothing is to be stored for a killed run to go on.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from datasets import Dataset
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distill.batches import IGNORED, collate
+from distill.chunked import positions_at_once
 from specdata.labels.labeller import by_length, tokens_at_once
 from specdata.lm_head import find_lm_head
 
@@ -24,19 +26,47 @@ KEPT_BYTES = 1 << 30
 """States that are kept in memory, in bytes, in each process; other rows are read at every pass."""
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a draft with a reduced vocabulary can learn of its target: the rest is one number.
+
+    A token that the draft cannot propose has q = 0, so it adds to a divergence as part of a sum
+    over all such tokens. That sum takes the target's whole output matrix, but only once.
+
+    Attributes:
+        kept: (N,) ids of the tokens that the draft can propose.
+        temperature: at which distributions are compared, above 0.
+    """
+
+    kept: Tensor
+    temperature: float
+
+
 class Teacher:
     """A frozen target beside the draft that learns from it."""
 
-    def __init__(self, model: PreTrainedModel, rollouts: Dataset | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, rollouts: Dataset | None = None, part: Part | None = None
+    ) -> None:
         """Choose what is kept.
 
         Args:
             model: the target.
             rollouts: what the draft trains on, if it pays to keep what the target says of it.
+            part: what the draft can learn of it, if that is less than all; needs an output
+                embedding that is a linear layer.
         """
         self.model = model.eval().requires_grad_(False)
         self.head = find_lm_head(self.model)
+        self.part = part
+        self._rows: tuple[Tensor, Tensor | None] | None = None
+        if part is not None:
+            output = self.head.embedding
+            assert type(output) is nn.Linear
+            bias = None if output.bias is None else output.bias[part.kept]
+            self._rows = output.weight[part.kept], bias
         self._kept: dict[int, Tensor] = {}
+        self._rests: dict[int, Tensor] = {}
         self._rollouts = rollouts
         self._group: dict[int, list[int]] = {}
         if rollouts is not None:
@@ -52,16 +82,53 @@ class Teacher:
         Returns:
             (N, H), or (N, V) logits if `head.embedding` is None; no gradient reaches them.
         """
-        examples = batch["examples"].tolist()
+        return self.said(batch)[0]
+
+    def said(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """As `states`, and of a target of which a part is learnt the rest, as a logit.
+
+        Returns:
+            (N, H) states, and (N,) log of the sum of exp(logit / temperature) over the tokens that
+            the draft cannot propose; None if it can learn everything.
+        """
+        examples, device = batch["examples"].tolist(), batch["labels"].device
         parts: dict[int, Tensor] = {}
+        rests: dict[int, Tensor] = {}
         for row, example in enumerate(examples):
             if example in self._group:
-                parts[row] = self._state_of(example).to(batch["labels"].device)
+                parts[row] = self._state_of(example).to(device)
+                if self.part is not None:
+                    rests[row] = self._rests[example].to(device)
         others = [row for row in range(len(examples)) if row not in parts]
         if others:
-            chosen = torch.tensor(others, device=batch["labels"].device)
+            chosen = torch.tensor(others, device=device)
             parts |= dict(zip(others, self._read(batch, chosen), strict=True))
-        return torch.cat([parts[row] for row in range(len(examples))])
+            if self.part is not None:
+                rests |= {row: self._rest_of(parts[row]) for row in others}
+        states = torch.cat([parts[row] for row in range(len(examples))])
+        if self.part is None:
+            return states, None
+        return states, torch.cat([rests[row] for row in range(len(examples))])
+
+    def part_logits(self, states: Tensor, rest: Tensor) -> Tensor:
+        """(n, H) states and the (n,) rest of them -> (n, N + 1) logits at the temperature."""
+        assert self.part is not None
+        assert self._rows is not None
+        logits = self.head.logit_transform(nn.functional.linear(states, *self._rows)).float()
+        return torch.cat([logits / self.part.temperature, rest[:, None]], dim=-1)
+
+    @torch.inference_mode()
+    def _rest_of(self, states: Tensor) -> Tensor:
+        assert self.part is not None
+        rests, size = [], positions_at_once(self.head.vocabulary)
+        for begin in range(0, len(states), size):
+            logits = (
+                self.head.logits(states[begin : begin + size])
+                .float()
+                .index_fill(-1, self.part.kept, -torch.inf)
+            )
+            rests.append((logits / self.part.temperature).logsumexp(dim=-1))
+        return torch.cat(rests)
 
     def _plan(self, rollouts: Dataset) -> None:
         """Divide the first rollouts, as many as can be kept, into batches of like length."""
@@ -93,6 +160,8 @@ class Teacher:
             states = self._read(batch, torch.arange(len(group), device=self.model.device))
             for place, state in zip(batch["rows"].tolist(), states, strict=True):
                 self._kept[group[place]] = state.cpu()
+                if self.part is not None:
+                    self._rests[group[place]] = self._rest_of(state).cpu()
         return self._kept[example]
 
     @torch.inference_mode()

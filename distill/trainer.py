@@ -9,19 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from datasets import Dataset
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from distill.adapters import base_of
 from distill.batches import IGNORED, Numbered, collate
 from distill.chunked import chunked_loss, inside_forward
 from distill.config import DistilConfig
+from distill.initial import decoder_layers
 from distill.losses import LOSSES
+from distill.muon import MuonWithAdamW, muon_optimizer
 from distill.on_policy import DraftTexts, copy_to_write, whole_draft
-from distill.teacher import Teacher
+from distill.teacher import Part, Teacher
 from distill.training import Schedule, training_arguments, whole_batches
+from specdata.draft_vocabulary import kept_tokens
+from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head
 from specdata.models import end_ids, positions
 from specdata.probability import probabilities, to_vocabulary
@@ -87,11 +92,13 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         """
         ids, attention = inputs["input_ids"], inputs["attention_mask"]
         chosen = inputs["labels"][:, 1:] != IGNORED
-        taught = self.teacher.states(inputs)
+        taught, rest = self.teacher.said(inputs)
 
         def loss(q_logits: Tensor, chunk: slice) -> Tensor:
             # The teacher is as in serving, whatever the precision that the draft trains in.
             with torch.autocast(ids.device.type, enabled=False):
+                if rest is not None:
+                    return self._part_divergence(q_logits, taught[chunk], rest[chunk])
                 with torch.no_grad():
                     p_logits = self.teacher.head.logits(taught[chunk])
                 return self._divergence(q_logits, p_logits)
@@ -99,7 +106,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         def total() -> Tensor:
             with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.in_bfloat16):
                 learnt = self.student_head.trained_states(ids, attention)[:, :-1][chosen]
-                return chunked_loss(learnt, self.student_head, loss)
+                return chunked_loss(learnt, self.student_head, loss, is_narrow=rest is not None)
 
         value = inside_forward(model, self.student, total)
         counted = chosen.sum() if num_items_in_batch is None else num_items_in_batch
@@ -116,6 +123,35 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
             q_logits = q_logits / (self.sampling.temperature or 1.0)
             p_logits = probabilities(p_logits, self.sampling).log()
         return self.objective(q_logits, p_logits, ones) * len(ones)
+
+    def _part_divergence(self, q_logits: Tensor, states: Tensor, rest: Tensor) -> Tensor:
+        """The same value and gradient from the tokens that the draft can propose: (n, N) logits."""
+        part = self.teacher.part
+        assert part is not None
+        with torch.no_grad():
+            p_logits = self.teacher.part_logits(states, rest)
+        q_logits = nn.functional.pad(q_logits / part.temperature, (0, 1), value=-torch.inf)
+        return self.objective(q_logits, p_logits, torch.ones_like(rest)) * len(rest)
+
+
+def learnt_part(
+    teacher: PreTrainedModel,
+    student: torch.nn.Module,
+    config: DistilConfig,
+    sampling: SamplingConfig,
+) -> Part | None:
+    """What of the target's distributions is enough for the draft; None if all of it is needed.
+
+    Truncation (top_k, top_p) of p depends on all tokens, and greedy p on the largest of all.
+    """
+    kept = kept_tokens(base_of(student))
+    sampled = config.warp == "sampler"
+    truncated = sampling.top_k != 0 or sampling.top_p < 1.0 or sampling.temperature == 0.0
+    if kept is None or (sampled and truncated):
+        return None
+    if type(find_lm_head(teacher).embedding) is not nn.Linear:
+        return None
+    return Part(kept.to(teacher.device), sampling.temperature if sampled else 1.0)
 
 
 def draft_trainer(
@@ -138,18 +174,23 @@ def draft_trainer(
         save_steps=config.save_steps,
         gradient_checkpointing=config.gradient_checkpointing,
     )
+    if config.freeze_embeddings:
+        _freeze_embeddings(student)
     pad_id = teacher.generation_config.pad_token_id
     # Padding is masked everywhere, so any id will do where a model names none.
     pad_id = 0 if pad_id is None else pad_id
     # Each process keeps all rows; reading them once is worth it if it would read more otherwise.
     is_kept = config.epochs > state.num_processes
     return DistilTrainer(
-        teacher=Teacher(teacher, train if is_kept else None),
+        teacher=Teacher(
+            teacher, train if is_kept else None, learnt_part(teacher, student, config, sampling)
+        ),
         config=config,
         sampling=sampling,
         texts=_draft_texts(teacher, student, config, sampling, seed, pad_id),
         model=student,
-        args=training_arguments(work, schedule, seed=seed),
+        args=(arguments := training_arguments(work, schedule, seed=seed)),
+        optimizers=(_optimizer(student, config, arguments), None),
         train_dataset=Numbered(train),
         data_collator=collate(
             pad_id,
@@ -157,6 +198,32 @@ def draft_trainer(
             processes=state.num_processes,
         ),
     )
+
+
+def _freeze_embeddings(student: PreTrainedModel) -> None:
+    embedding, output = student.get_input_embeddings(), student.get_output_embeddings()
+    if output is not None and embedding.weight is output.weight:
+        raise ConfigError(
+            "draft.freeze_embeddings would freeze the draft's output matrix, which is its input "
+            "embedding: leave it out, or reduce the vocabulary (draft.init.vocabulary)"
+        )
+    embedding.weight.requires_grad_(False)
+
+
+def _optimizer(
+    student: PreTrainedModel, config: DistilConfig, arguments: TrainingArguments
+) -> MuonWithAdamW | None:
+    """What `config.optimizer` names; None: the Trainer makes it (AdamW)."""
+    if config.optimizer == "adamw":
+        return None
+    if join_processes().distributed_type == DistributedType.DEEPSPEED:
+        raise ConfigError(
+            "draft.optimizer muon needs whole matrices, and DeepSpeed divides them: launch without "
+            "DeepSpeed, or set draft.optimizer to adamw"
+        )
+    _, layers = decoder_layers(student)
+    betas = (arguments.adam_beta1, arguments.adam_beta2)
+    return muon_optimizer(student, layers, lr=config.learning_rate, betas=betas)
 
 
 def _draft_texts(

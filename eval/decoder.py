@@ -448,6 +448,7 @@ class SpeculativeDecoder:
             draft_seconds=draft_seconds,
             target_seconds=target_seconds,
             overhead_seconds=lap(),
+            tokens=tuple(tree.token_list),
         )
         return emitted, drawn.verifier, record
 

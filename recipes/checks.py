@@ -26,6 +26,7 @@ from recipes.layout import (
 from specdata.adapter_folder import base_of_adapters
 from specdata.config import nearest
 from specdata.errors import ConfigError
+from specdata.gguf_file import has_template, is_gguf
 from specdata.prompts.config import PromptSet
 from specdata.rollouts.config import check_samples
 
@@ -276,6 +277,8 @@ def has_chat_template(config: PipelineConfig) -> bool | None:
     """Whether the target has a chat template; None if its tokenizer is not on this machine."""
     if is_made_here(config, config.models.target):
         return False
+    if is_gguf(config.models.target):
+        return has_template(config.models.target)
     here = on_this_machine(config.models.target)
     if here is None:
         return None

@@ -15,6 +15,7 @@ from recipes.config import PipelineConfig
 from recipes.run import Stage, absolute, is_within
 from specdata.adapter_folder import base_of_adapters
 from specdata.errors import ConfigError
+from specdata.gguf_file import describe_gguf, is_gguf
 from specdata.hub import hub_source
 from specdata.prompts.conversations import conversation_inputs
 from specdata.prompts.reading import prompt_inputs, source_of
@@ -452,9 +453,15 @@ def sizes_of(config: PipelineConfig, model: str) -> Mapping[str, Any]:
 
 
 def described(model: str) -> Mapping[str, Any]:
-    """What a model's config.json says of the language model; empty if it is not on this machine."""
+    """What a model's config.json says of the language model; empty if it is not on this machine.
+
+    Raises:
+        ConfigError: if it is a GGUF file that cannot be read.
+    """
     if base := base_of_adapters(model):
         return described(base)
+    if is_gguf(model):
+        return describe_gguf(model)
     here = on_this_machine(model)
     try:
         known = json.loads((here / "config.json").read_text("utf-8")) if here else {}

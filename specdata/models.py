@@ -25,6 +25,7 @@ from transformers import (
 from specdata.adapter_folder import base_of_adapters, merge_adapters
 from specdata.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
 from specdata.errors import ConfigError, full_disk
+from specdata.gguf_file import gguf_configs, is_gguf, load_gguf, load_gguf_tokenizer
 from specdata.hub import hub_source
 from specdata.storage.files import fingerprint
 
@@ -35,14 +36,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load_model(
     name: str, *, dtype: str = "float32", quantization: BitsAndBytesConfig | None = None
 ) -> Any:
-    """Load a causal LM from a folder or the Hub, in eval mode, on the GPU if there is one.
+    """Load a causal LM from a folder, a GGUF file or the Hub: in eval mode, on the GPU if any.
 
     Code that comes with a model is never run: see `asks_for_remote_code`. A draft with a reduced
     vocabulary (`specdata.draft_vocabulary`) gets logits as wide as its vocabulary all the same.
 
     Args:
         name: a folder, or a Hub id, which may carry a revision: OWNER/NAME@REVISION. Adapters in a
-            folder (PEFT's) are merged into the base that they name.
+            folder (PEFT's) are merged into the base that they name; the weights of a GGUF file are
+            dequantised.
         dtype: precision of the weights, one of `DTYPES`.
         quantization: stores matrices in fewer bits.
 
@@ -61,19 +63,30 @@ def load_model(
             )
         model = _of_base(name, base, lambda: load_model(base, dtype=dtype))
         return merge_adapters(model, name, base).eval()
-    source, revision = hub_source(name)
-
-    def load() -> tuple[Any, dict[str, Any]]:
-        return read_model(source, revision, DTYPES[dtype], quantization)
-
-    model, info = _from_hub("model", name, load)
+    model, info = _read(name, DTYPES[dtype], quantization)
     if missing := sorted(info["missing_keys"]):
         # transformers would fill them with random numbers and only log it.
+        remedy = "convert it again" if is_gguf(name) else "save it again with save_pretrained"
         raise ConfigError(
-            f"the weights of {name!r} do not fit its config.json: {len(missing)} are missing "
-            f"(first: {missing[0]}); save the model again with save_pretrained"
+            f"the weights of {name!r} do not fit its configuration: {len(missing)} are missing "
+            f"(first: {missing[0]}); {remedy}"
         )
     return model.eval() if quantization else model.to(device()).eval()
+
+
+def _read(
+    name: str, dtype: torch.dtype, quantization: BitsAndBytesConfig | None
+) -> tuple[Any, dict[str, Any]]:
+    """A model that is no adapters, and what transformers says of its keys."""
+    if is_gguf(name):
+        if quantization:
+            raise ConfigError(
+                f"{name} is a GGUF file, whose weights cannot be quantised again: give the model "
+                "as a folder or Hub id, or leave out draft.lora.bits"
+            )
+        return load_gguf(name, dtype)
+    source, revision = hub_source(name)
+    return _from_hub("model", name, lambda: read_model(source, revision, dtype, quantization))
 
 
 def read_model(
@@ -122,6 +135,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """
     if not (Path(name) / "tokenizer_config.json").is_file() and (base := base_of_adapters(name)):
         return _of_base(name, base, lambda: load_tokenizer(base))
+    if is_gguf(name):
+        return load_gguf_tokenizer(name)
     source, revision = hub_source(name)
     return _from_hub(
         "tokenizer",
@@ -137,7 +152,7 @@ def check_dtype(dtype: str) -> None:
 
 
 def hub_commit(name: str) -> str | None:
-    """The commit of a Hub model that has been loaded; None for a folder."""
+    """The commit of a Hub model that has been loaded; None for a folder or file."""
     source, revision = hub_source(name)
     if Path(source).exists():
         return None
@@ -178,6 +193,8 @@ def load_configs(name: str) -> tuple[PreTrainedConfig, GenerationConfig]:
     """
     if base := base_of_adapters(name):
         return _of_base(name, base, lambda: load_configs(base))
+    if is_gguf(name):
+        return gguf_configs(name)
     source, revision = hub_source(name)
 
     def load() -> tuple[PreTrainedConfig, GenerationConfig]:

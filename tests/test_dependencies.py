@@ -16,7 +16,8 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 DEPENDENCIES = [Requirement(line) for line in PROJECT["dependencies"]]
-DEVELOPMENT = [Requirement(line) for line in PROJECT["optional-dependencies"]["dev"]]
+EXTRAS = PROJECT["optional-dependencies"]
+DEVELOPMENT = [Requirement(line) for line in EXTRAS["dev"]]
 PACKAGES = ("specdata", "distill", "heads", "eval", "recipes")
 MODULES = {"pyyaml": "yaml"}
 PARTS = {"pydantic_core", "markupsafe"}  # of pydantic and of jinja2, which pin them
@@ -94,4 +95,12 @@ def test_what_is_declared_is_imported_and_what_is_imported_is_declared() -> None
             elif isinstance(node, ast.ImportFrom):
                 imported.add((node.module or "").partition(".")[0])
     declared = {MODULES.get(wanted.name, wanted.name) for wanted in DEPENDENCIES}
-    assert imported - {*sys.stdlib_module_names, *PACKAGES, *PARTS} == declared
+    optional = {
+        Requirement(line).name for name, lines in EXTRAS.items() if name != "dev" for line in lines
+    }
+    found = imported - {*sys.stdlib_module_names, *PACKAGES, *PARTS}
+    assert found - optional == declared
+
+
+def test_the_tests_are_run_with_what_reads_gguf_files() -> None:
+    assert {*EXTRAS["gguf"]} <= {*EXTRAS["dev"]}

@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from distill import teacher as teachers
+from distill import trainer as trainers
 from distill.batches import Numbered, check_context, collate, fitted
 from distill.config import DistilConfig
 from distill.distillation import distil
+from distill.losses import LOSSES
 from distill.teacher import Teacher
-from distill.trainer import DistilTrainer, draft_trainer
+from distill.trainer import DistilTrainer, draft_trainer, learnt_part
+from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig
@@ -60,6 +63,69 @@ def gradients(trainer: DistilTrainer) -> dict[str, Tensor]:
     count = (batch["labels"] != -100).sum()
     trainer.compute_loss(trainer.student, batch, num_items_in_batch=count).backward()
     return {name: each.grad for name, each in trainer.student.named_parameters()}
+
+
+# --- a draft with a reduced vocabulary
+
+
+@pytest.mark.parametrize("objective", LOSSES)
+@pytest.mark.parametrize("temperature", [None, 0.5])
+def test_a_reduced_draft_learns_the_same_from_the_tokens_that_it_can_propose(
+    pair: Path,
+    tmp_path: Path,
+    objective: str,
+    temperature: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    warp = "raw" if temperature is None else "sampler"
+    sampling = SamplingConfig(temperature or 0.7, top_p=0.9 if temperature is None else 1.0)
+
+    def learnt(whole: bool) -> tuple[float, dict[str, Tensor]]:
+        draft = load_model(str(pair / "draft"))
+        reduce_vocabulary(draft, range(3, 40, 2))
+        config = DistilConfig(
+            **{**QUICK.model_dump(), "objective": objective, "warp": warp}  # type: ignore[arg-type]
+        )
+        target = load_model(str(pair / "target"))
+        data = texts_of(pair, 8, seed=1)
+        with monkeypatch.context() as patched:
+            if whole:
+                patched.setattr(trainers, "learnt_part", lambda *_: None)
+            trainer = draft_trainer(target, draft, data, tmp_path, config, sampling, 0)
+        assert isinstance(trainer, DistilTrainer)
+        assert (trainer.teacher.part is None) == whole
+        batch = next(iter(trainer.get_train_dataloader()))
+        value = trainer.compute_loss(draft, batch, num_items_in_batch=torch.tensor(1))
+        assert isinstance(value, Tensor)
+        value.backward()  # type: ignore[no-untyped-call]
+        return value.item(), {n: p.grad for n, p in draft.named_parameters() if p.grad is not None}
+
+    (value, gradients_), (expected, of_whole) = learnt(whole=False), learnt(whole=True)
+    assert value == pytest.approx(expected, rel=1e-5)
+    assert gradients_.keys() == of_whole.keys()
+    for name, gradient in gradients_.items():
+        torch.testing.assert_close(gradient, of_whole[name], rtol=1e-3, atol=1e-5)
+    assert max(float(gradient.abs().max()) for gradient in gradients_.values()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("warp", "sampling", "is_part"),
+    [
+        ("raw", SamplingConfig(0.2, top_p=0.9), True),
+        ("sampler", SamplingConfig(0.2), True),
+        ("sampler", SamplingConfig(0.2, top_p=0.9), False),
+        ("sampler", SamplingConfig(1.0, top_k=20), False),
+        ("sampler", SamplingConfig(0.0), False),
+    ],
+)
+def test_truncation_takes_the_whole_distribution_of_the_target(
+    pair: Path, warp: str, sampling: SamplingConfig, is_part: bool
+) -> None:
+    draft, target = (load_model(str(pair / name)) for name in ("draft", "target"))
+    config = DistilConfig(**{**QUICK.model_dump(), "warp": warp})
+    assert learnt_part(target, draft, config, sampling) is None
+    reduce_vocabulary(draft, range(3, 40, 2))
+    assert (learnt_part(target, draft, config, sampling) is not None) == is_part
 
 
 # --- what the target says

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.runtime.graphs import shared_graphs
-from eval.runtime.prepack import SMALLEST_PREPACKED
+from eval.runtime.prepack import SMALLEST_PREPACKED, can_prepack
 from specdata.errors import ConfigError
 from tests.test_decoder import head
 from tests.tiny import tiny_llama
@@ -87,6 +87,24 @@ def test_prepacked_matrices_with_biases_give_the_eager_logits(engine: str) -> No
         for name in ("eager", engine)
     )
     assert tokens(eager, 0, 300) == tokens(graph, 0, 300)
+
+
+def test_bfloat16_matrices_are_prepacked_where_the_processor_multiplies_them() -> None:
+    model = medium_llama(0).to(torch.bfloat16)
+    supported = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    assert can_prepack(model) == supported
+    assert not can_prepack(medium_llama(0).to(torch.float16))
+    # A graph whose logits differ from the eager ones by more than rounding is refused.
+    config = DecodeConfig(temperature=0.0, length=3)
+    decoder = SpeculativeDecoder.from_config(
+        model, medium_llama(1).to(torch.bfloat16), config, engine="captured"
+    )
+    assert len(tokens(decoder, 0, 40)) == 40
+    packed = torch.ops.draftsmith.prepacked_linear.default
+    graphs = shared_graphs(model, "captured")._graphs
+    assert graphs
+    for graph in graphs.values():
+        assert any(node.target is packed for node in graph.graph.nodes) == supported  # type: ignore[attr-defined]
 
 
 def test_graphs_are_shared_by_decoders_until_the_weights_change() -> None:

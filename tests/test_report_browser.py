@@ -32,9 +32,9 @@ FLAGS = [
 PROBE = """<script>addEventListener("load", () => { document.title = JSON.stringify({
   width: innerWidth, needed: document.documentElement.scrollWidth,
   broken: [...document.images].filter(image => !image.naturalWidth).length,
-  small: [...document.querySelectorAll("svg")].filter(
+  small: [...document.querySelectorAll("svg[role=img]")].filter(
     drawing => drawing.getBoundingClientRect().width < 200).length,
-  head: document.getElementById("verdict").getBoundingClientRect().top < innerHeight / 2 ? 1 : 0,
+  head: document.getElementById("verdict").getBoundingClientRect().top < innerHeight ? 1 : 0,
   tables: document.querySelectorAll("table caption").length }) })</script>"""
 
 

@@ -25,6 +25,7 @@ class _Observer:
         self.committed: list[int] = []
         self.drafted: list[int] = []
         self.forwards: list[int] = []
+        self.read: list[Tensor] = []
         self._draft_forwards = 0
         self._prompt = prompt
 
@@ -33,6 +34,7 @@ class _Observer:
         cached = int(kwargs["past_key_values"].get_seq_length())
         committed = cached + 1 if self.committed else self._prompt
         self.drafted.append(cached + kwargs["input_ids"].shape[1] - committed)
+        self.read.append(kwargs["input_ids"])
         self.committed.append(committed)
         self.forwards.append(self._draft_forwards)
         self._draft_forwards = 0
@@ -44,13 +46,16 @@ class _Observer:
         """One record a forward; the share of draft and target in the time is not known."""
         ends = [*self.committed[1:], total]
         records = []
-        for start, end, drafted, forwards in zip(
-            self.committed, ends, self.drafted, self.forwards, strict=True
+        for start, end, drafted, forwards, read in zip(
+            self.committed, ends, self.drafted, self.forwards, self.read, strict=True
         ):
             emitted = end - start
             # An accepted end token leaves no room for the bonus token.
             accepted = min(drafted, emitted if over and end == total else emitted - 1)
-            records.append(Round(drafted, drafted, accepted, emitted, forwards, 0.0, 0.0, 0.0))
+            tokens = tuple(read[0, read.shape[1] - drafted :].tolist())
+            records.append(
+                Round(drafted, drafted, accepted, emitted, forwards, 0.0, 0.0, 0.0, tokens)
+            )
         return tuple(records)
 
 

@@ -20,8 +20,9 @@ from eval.measuring.assisted import assisted_generate
 from eval.measuring.bias import measure_bias
 from eval.measuring.environment import Environment
 from eval.measuring.methods import EvalConfig, MethodConfig, method_defaults, rewritten
-from eval.measuring.records import PromptRecord, RecordStore, record_prompt
+from eval.measuring.records import PromptRecord, RecordStore, RoundTokens, record_prompt
 from eval.measuring.results import Method, Results, build_results
+from eval.measuring.samples import round_tokens, shown_prompts
 from eval.rounds import Generation
 from eval.verifiers import VERIFIERS
 from heads import BaseHead
@@ -213,7 +214,7 @@ class _Experiment:
         runners = {method.name: self._runner(method) for method in self.config.methods}
         for run in runners.values():
             run(prompts[0], self.config.warmup_tokens)
-        names = list(runners)
+        names, shown = list(runners), shown_prompts(prompts)
         for turn, prompt in enumerate(prompts):
             if store.has(prompt):
                 self.report(len(names))
@@ -229,7 +230,12 @@ class _Experiment:
                 method.name: self._record(method, prompt, outs[method.name], timed=True)
                 for method in self.config.methods
             }
-            store.put(prompt, records)
+            kept = {
+                method.name: round_tokens(outs[method.name])
+                for method in self.config.methods
+                if prompt in shown and method.decoder != "plain"
+            }
+            store.put(prompt, records, kept)
 
     def count(self, prompts: Sequence[Prompt], store: RecordStore) -> None:
         """Decode the prompts in batches: the same tokens and counts, but no times.
@@ -239,11 +245,13 @@ class _Experiment:
         its own: stopping rules may learn from what was decoded before.
         """
         size = BATCHES * self.config.batch
+        shown = shown_prompts(prompts)
         for group in (prompts[start : start + size] for start in range(0, len(prompts), size)):
             if all(store.has(prompt) for prompt in group):
                 self.report(len(group) * len(self.config.methods))
                 continue
             records: list[dict[str, PromptRecord]] = [{} for _ in group]
+            tokens: list[dict[str, list[RoundTokens]]] = [{} for _ in group]
             for method in self.config.methods:
                 outs = self._decoder(method).generate_batch(
                     [torch.tensor(prompt.ids) for prompt in group],
@@ -254,10 +262,12 @@ class _Experiment:
                     size=self.config.batch,
                     report=self.report,
                 )
-                for prompt, out, record in zip(group, outs, records, strict=True):
+                for prompt, out, record, kept in zip(group, outs, records, tokens, strict=True):
                     record[method.name] = self._record(method, prompt, out, timed=False)
-            for prompt, record in zip(group, records, strict=True):
-                store.put(prompt, record)
+                    if prompt in shown and method.decoder != "plain":
+                        kept[method.name] = round_tokens(out)
+            for prompt, record, kept in zip(group, records, tokens, strict=True):
+                store.put(prompt, record, kept)
 
     def _record(
         self, method: MethodConfig, prompt: Prompt, out: Generation, *, timed: bool
@@ -268,6 +278,7 @@ class _Experiment:
             out.rounds,
             seconds=out.seconds if timed else None,
             finish=out.finish,
+            prompt_tokens=len(prompt.ids),
         )
         if _lossless(method) or method.drafter != "chain":
             return record

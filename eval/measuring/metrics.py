@@ -74,8 +74,7 @@ class Metrics(Strict):
     seconds: dict[str, float]
 
 
-# Rates as numerator / denominator; a denominator of zero makes the rate None.
-_RATES = {
+RATES = {
     "block_efficiency": ("tokens", "rounds"),
     "acceptance_rate": ("accepted", "depth"),
     "discard_rate": ("n_discarded", "tokens"),
@@ -83,7 +82,8 @@ _RATES = {
     "tokens_per_second": ("tokens", "seconds"),
     "total_variation": ("variation", "variation_tokens"),
 }
-_SCALARS = tuple(sorted({name for rate in _RATES.values() for name in rate}))
+"""Rates as numerator / denominator, fields of PromptRecord; a denominator of zero makes it None."""
+_SCALARS = tuple(sorted({name for rate in RATES.values() for name in rate}))
 _scalars = attrgetter(*_SCALARS)
 
 
@@ -109,8 +109,8 @@ class _Sums:
         )
 
     def rate(self, name: str) -> Array:
-        """One of _RATES, (...)."""
-        above, below = _RATES[name]
+        """One of RATES, (...)."""
+        above, below = RATES[name]
         return _divide(self.scalars[above], self.scalars[below])
 
 
@@ -137,7 +137,7 @@ def compute_metrics(
     total, resampled = _whole(sums), sums.weighted(weights)
     if total.scalars["tokens"] == 0:
         raise ValueError("no method can be rated on zero emitted tokens; raise max_new_tokens")
-    rates = {name: value for name in _RATES if not np.isnan(value := float(total.rate(name)))}
+    rates = {name: value for name in RATES if not np.isnan(value := float(total.rate(name)))}
     intervals = {name: interval(resampled.rate(name)) for name in rates}
     speedup = None
     if plain is not None and timed:

@@ -18,6 +18,7 @@ from eval.drafting.stopping import STOPPING_RULES, StoppingRule
 from eval.measuring.environment import Environment
 from eval.measuring.methods import PLAIN
 from eval.measuring.metrics import (
+    Interval,
     LatencyFit,
     Metrics,
     compute_metrics,
@@ -90,6 +91,15 @@ class Run(Metrics, Method):
     """One method on one dataset: what was run, its metrics, and its generations."""
 
     generations: list[PromptRecord] = Field(min_length=1)
+
+    def rate(self, name: str) -> tuple[float | None, Interval | None]:
+        """A rate and its interval; None for those that do not exist.
+
+        Args:
+            name: a field of `Metrics` that is one number.
+        """
+        value: float | None = getattr(self, name)
+        return value, self.intervals.get(name)
 
 
 class Results(Strict):

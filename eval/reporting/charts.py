@@ -1,4 +1,4 @@
-"""One dataset on one pair of axes: speed, Pareto, acceptance by position, cost.
+"""One dataset on one pair of axes: speed, Pareto, cost.
 
 The colours are Okabe and Ito's, which can be told apart under every common form of colour
 blindness; marker shapes repeat the distinction.
@@ -32,8 +32,6 @@ POINT = "point"
 """gid of annotations that `place_labels` may move."""
 DATA = "data"
 """gid of lines that labels must not hide."""
-MIN_ROUNDS = 10
-"""Positions drafted in fewer rounds than this are not drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +47,28 @@ LOOKS = {
     "plain": Look("target alone", "#808080", "X"),
     "fixed": Look("fixed length", "#0072B2", "o"),
     "head": Look("acceptance head", "#D55E00", "s"),
-    "rule": Look("training-free stop rule", "#009E73", "^"),
+    "rule": Look("training-free rule", "#009E73", "^"),
     "cost": Look("cost rule", "#E69F00", "v"),
     "tree": Look("several drafts", "#CC79A7", "D"),
     "transformers": Look("transformers' own", "#56B4E9", "P"),
 }
+
+
+RULES = {
+    "confidence": Look("confidence", "#009E73", "^"),
+    "entropy": Look("entropy", "#4DAF4A", "v"),
+    "cumulative": Look("cumulative", "#1B7837", "<"),
+    "logit": Look("logit", "#66A61E", ">"),
+    "margin": Look("margin", "#00796B", "p"),
+    "numbers": Look("numbers", "#8FBC5A", "h"),
+}
+"""Training-free rules: shades of one colour, a marker each; the same in every drawing."""
+
+
+def look_of(run: Run) -> Look:
+    """How a method is drawn: as its family, training-free rules each in their own way."""
+    key = family(run)
+    return RULES.get(run.stop or "", LOOKS[key]) if key == "rule" else LOOKS[key]
 
 
 def family(run: Run) -> str:
@@ -88,7 +103,14 @@ def _draw_bars(axes: Axes, given: Sequence[Run], name: str) -> None:
     values = np.array([getattr(run, name) for run in runs], float)
     bounds = np.array([run.intervals[name] for run in runs])
     rows = np.arange(len(runs))
-    bars = axes.barh(rows, values, color=[LOOKS[family(r)].colour for r in runs], height=0.72)
+    looks = [look_of(run) for run in runs]
+    bars = axes.barh(
+        rows,
+        values,
+        color=[look.colour for look in looks],
+        label=[look.label for look in looks],
+        height=0.72,
+    )
     for bar, run in zip(bars, runs, strict=True):
         if not run.lossless:
             bar.set(hatch="////", edgecolor="white", linewidth=0)
@@ -131,11 +153,10 @@ def series(runs: Sequence[Run]) -> list[list[Run]]:
 def draw_pareto(axes: Axes, results: Results, dataset: str) -> None:
     """Verification rate against discard rate of the chain methods; lower left is better.
 
-    Trees are left out: they discard siblings by design, so their nodes do not compare. The grey
-    lines join points of equal speed-up by SpecDec++ Eq. 5.1 with the dataset's fitted times.
+    Trees are left out: they discard siblings by design, so their nodes do not compare.
     """
     for group in series([r for r in results.of(dataset) if r.drafter in ("chain", "transformers")]):
-        look = LOOKS[family(group[0])]
+        look = look_of(group[0])
         axes.plot(
             [run.discard_rate for run in group],
             [run.verification_rate for run in group],
@@ -145,6 +166,7 @@ def draw_pareto(axes: Axes, results: Results, dataset: str) -> None:
             markerfacecolor=look.colour if group[0].lossless else "none",
             linewidth=1.4,
             linestyle="-" if group[0].verifier == "token" else "--",
+            label=look.label,
             gid=DATA,
         )
         for run in group:
@@ -169,7 +191,6 @@ def draw_pareto(axes: Axes, results: Results, dataset: str) -> None:
     axes.margins(0.14)
     axes.set_xlabel("discard rate  (N discarded / N)")
     axes.set_ylabel("verification rate  (N target / N)")
-    _draw_equal_speed(axes, results, dataset)
 
 
 def _point_name(run: Run) -> str:
@@ -184,8 +205,12 @@ def _point_name(run: Run) -> str:
     return label(f"{verifier}{stop}{value}")
 
 
-def _draw_equal_speed(axes: Axes, results: Results, dataset: str) -> None:
-    """Lines t_d (1 + x) + (t_t - t_d) y = t_t / s for a few round values of the speed-up s."""
+def finish_pareto(axes: Axes, results: Results, dataset: str) -> None:
+    """Join points of equal speed-up by SpecDec++ Eq. 5.1 with the dataset's fitted times.
+
+    Grey lines t_d (1 + x) + (t_t - t_d) y = t_t / s for a few round values of the speed-up s, as
+    far as the axes go.
+    """
     fit = results.latency.get(dataset)
     if fit is None or not 0 < fit.t_draft < fit.t_target:
         return
@@ -213,47 +238,6 @@ def _draw_equal_speed(axes: Axes, results: Results, dataset: str) -> None:
     axes.set(xlim=xlim, ylim=ylim)
 
 
-# Tells runs of one family, and so of one colour, apart.
-_LINE_STYLES = ("-", "--", ":", "-.")
-
-
-def draw_positions(axes: Axes, results: Results, dataset: str) -> None:
-    """Marginal acceptance by position: the run with the longest drafts of each series."""
-    for group in series([run for run in results.of(dataset) if run.drafter is not None]):
-        run = max(group, key=lambda r: (len(r.acceptance_by_position), r.tokens_per_second or 0.0))
-        drafted = [sum(c) for c in zip(*_padded(run), strict=True)]
-        shown = sum(count >= MIN_ROUNDS for count in drafted)
-        if shown == 0:
-            continue
-        look = LOOKS[family(run)]
-        before = sum(line.get_color() == look.colour for line in axes.get_lines())
-        axes.plot(
-            range(1, shown + 1),
-            run.acceptance_by_position[:shown],
-            color=look.colour,
-            marker=look.marker,
-            markersize=4.5,
-            linewidth=1.4,
-            markerfacecolor=look.colour if run.lossless else "none",
-            linestyle=_LINE_STYLES[before % len(_LINE_STYLES)],
-            label=label(run.method, 22),
-        )
-    axes.set_ylim(0, 1.02)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("drafted position")
-    axes.set_ylabel("accepted, of the rounds that drafted it")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
-
-
-def _padded(run: Run) -> list[list[int]]:
-    """drafted_by_position of every generation, equally long."""
-    depth = len(run.acceptance_by_position)
-    return [
-        g.drafted_by_position + [0] * (depth - len(g.drafted_by_position)) for g in run.generations
-    ]
-
-
 PARTS = (("target", "#808080"), ("draft", "#0072B2"), ("overhead", "#E69F00"), ("rest", "#56B4E9"))
 
 
@@ -268,7 +252,6 @@ def draw_cost(axes: Axes, results: Results, dataset: str) -> None:
     axes.set_yticks(range(len(runs)), [label(run.method) for run in runs])
     axes.set_xlabel("milliseconds per emitted token")
     axes.grid(axis="y", visible=False)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.1), ncols=4)
 
 
 def _milliseconds(run: Run, part: str) -> float:

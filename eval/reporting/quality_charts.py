@@ -8,34 +8,36 @@ from operator import attrgetter
 
 from matplotlib.axes import Axes
 
+from eval.analysis.prediction import BINS
 from eval.analysis.quality import PositionScores, Prediction, Quality
 from eval.analysis.rivals import HEAD
-from eval.reporting.charts import INK
-from eval.reporting.quality import predictor_name
+from eval.reporting.charts import INK, LOOKS, RULES, Look
+from eval.reporting.quality import main_prediction, predictor_name
 
 SHORT = {"drawn": "drawn", "consumed": "one token later", "before": "before the draw"}
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """How a predictor is drawn."""
+    """How a predictor is drawn: as the method that reads it, and the head by moment."""
 
-    colour: str
-    marker: str
-    style: str
+    look: Look
+    style: str = "-"
+    hollow: bool = False
 
 
-HEAD_COLOUR = "#D55E00"
 LINES = {
-    (HEAD, "drawn"): Line(HEAD_COLOUR, "s", "-"),
-    (HEAD, "consumed"): Line(HEAD_COLOUR, "D", "--"),
-    (HEAD, "before"): Line(HEAD_COLOUR, "x", ":"),
-    ("margin", "drawn"): Line("#009E73", "^", "-"),
-    ("logit", "drawn"): Line("#0072B2", "o", "-"),
-    ("cumulative", "drawn"): Line("#CC79A7", "v", "-"),
-    ("numbers", "drawn"): Line("#E69F00", "P", "-"),
+    (HEAD, "drawn"): Line(LOOKS["head"]),
+    (HEAD, "consumed"): Line(LOOKS["head"], "--", hollow=True),
+    (HEAD, "before"): Line(LOOKS["head"], ":", hollow=True),
+    ("margin", "drawn"): Line(RULES["margin"]),
+    ("logit", "drawn"): Line(RULES["logit"], "--"),
+    ("cumulative", "drawn"): Line(RULES["cumulative"], "-."),
+    ("numbers", "drawn"): Line(RULES["numbers"], ":"),
 }
-"""Predictor and moment -> its look; the colours are those of `eval.reporting.charts`."""
+"""Predictor and moment -> how it is drawn."""
+COUNTS = 0.2
+"""Height of the highest bar of counts."""
 MIN_TOKENS = 30
 """Bins and positions with fewer tokens are not drawn."""
 
@@ -43,17 +45,56 @@ MIN_TOKENS = 30
 def draw_reliability(axes: Axes, quality: Quality, domain: str) -> None:
     """Mean label against mean prediction of each bin; calibrated ones lie on the diagonal."""
     axes.plot([0, 1], [0, 1], color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
+    if (judged := main_prediction(quality, domain)) is not None:
+        _draw_counts(axes, judged)
     for prediction, line in _drawn(quality, domain):
         bins = [each for each in prediction.reliability if each.tokens >= MIN_TOKENS]
         x, y = [each.predicted for each in bins], [each.accepted.value for each in bins]
         if prediction.predictor == HEAD and bins:
             ends = [(each.accepted.low, each.accepted.high) for each in bins]
-            axes.vlines(x, *zip(*ends, strict=True), color=line.colour, linewidth=1.0)
+            axes.vlines(x, *zip(*ends, strict=True), color=line.look.colour, linewidth=1.0)
         _plot(axes, x, y, prediction, line)
     axes.set(xlim=(0, 1), ylim=(0, 1))
     axes.set_xlabel("predicted probability of acceptance")
     axes.set_ylabel("mean acceptance of these tokens")
-    _add_legend(axes)
+
+
+def _draw_counts(axes: Axes, judged: Prediction) -> None:
+    """At the bottom, how many tokens each of the head's bins holds; its calibration error."""
+    total = sum(each.tokens for each in judged.reliability)
+    most = max(each.tokens for each in judged.reliability)
+    axes.bar(
+        [(each.number + 0.5) / BINS for each in _numbered(judged)],
+        [COUNTS * each.tokens / most for each in _numbered(judged)],
+        width=0.9 / BINS,
+        color=LOOKS["plain"].colour,
+        alpha=0.45,
+        zorder=0.5,
+        label="head's tokens by bin, to scale",
+    )
+    ece = judged.scores.ece
+    axes.annotate(
+        f"ECE of the head {ece.value:.3f} [{ece.low:.3f}, {ece.high:.3f}]\n{total:,} tokens",
+        (0.03, 0.97),
+        xycoords="axes fraction",
+        va="top",
+        fontsize=8,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbered:
+    """A bin with its number from 0, of BINS of equal width."""
+
+    number: int
+    tokens: int
+
+
+def _numbered(judged: Prediction) -> list[_Numbered]:
+    return [
+        _Numbered(min(int(each.predicted * BINS), BINS - 1), each.tokens)
+        for each in judged.reliability
+    ]
 
 
 def draw_positions(axes: Axes, quality: Quality, domain: str) -> None:
@@ -86,11 +127,10 @@ def _draw_auroc(
                 y.append(auroc.value)
                 ends.append((auroc.low, auroc.high))
         if prediction.predictor == HEAD and x:
-            axes.vlines(x, *zip(*ends, strict=True), color=line.colour, linewidth=1.0)
+            axes.vlines(x, *zip(*ends, strict=True), color=line.look.colour, linewidth=1.0)
         _plot(axes, x, y, prediction, line)
     axes.set_xticks(list(ticks), list(ticks.values()))
     axes.set_ylabel("AUROC")
-    _add_legend(axes)
 
 
 def _drawn(quality: Quality, domain: str) -> list[tuple[Prediction, Line]]:
@@ -106,17 +146,14 @@ def _plot(
     axes.plot(
         x,
         y,
-        color=line.colour,
-        marker=line.marker,
+        color=line.look.colour,
+        marker=line.look.marker,
         markersize=4.5,
+        markerfacecolor="none" if line.hollow else line.look.colour,
         linewidth=1.4,
         linestyle=line.style,
         label=prediction.predictor + when,
     )
-
-
-def _add_legend(axes: Axes) -> None:
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 
 
 def described(quality: Quality, domain: str, kind: str) -> str:

@@ -16,7 +16,6 @@ import torch
 from huggingface_hub import HfApi, ModelCardData, errors
 from huggingface_hub.constants import CONFIG_NAME
 from torch import Tensor
-from transformers import AutoConfig
 
 from eval.analysis.quality import QUALITY, Quality
 from eval.measuring.results import Results, Run, check_metrics, write_results
@@ -39,12 +38,12 @@ from heads import BaseHead, ImmediateHead
 from heads.inputs import Moment
 from heads.remote import write_custom_generate
 from specdata.draft_vocabulary import kept_tokens, restore_vocabulary, substitute_row
-from specdata.errors import ConfigError, ManifestError
-from specdata.hub import hub_source
+from specdata.errors import ManifestError
 from specdata.lm_head import capturing_hidden
 from specdata.model_folder import add_former_names, copy_tokenizer
 from specdata.models import (
     asks_for_remote_code,
+    load_configs,
     load_tokenizer,
     read_model,
     remote_code_refused,
@@ -389,11 +388,4 @@ def _load_whole(source: Path) -> Any:
 
 def _target_config(target: str) -> Any:
     """The configuration of the target's language model."""
-    try:
-        source, revision = hub_source(target)
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        if asks_for_remote_code(error):
-            raise remote_code_refused("configuration of the target", target) from error
-        raise ConfigError(f"cannot load the configuration of the target {target!r}") from error
-    return config.get_text_config()
+    return load_configs(target)[0].get_text_config()

@@ -39,10 +39,11 @@ CAPTION = (
     " that emit more than every smaller one of their kind are drawn."
 )
 LOOKS = {
-    "chain": ("#57606a", "o"),
-    "k-configuration": ("#0969da", "s"),
-    "static tree": ("#1a7f37", "^"),
+    "chain": ("#0072B2", "o"),
+    "k-configuration": ("#CC79A7", "D"),
+    "static tree": ("#8E4585", "d"),
 }
+"""As chains and trees look in `eval.reporting.charts`."""
 NAMES = {
     "chain": "chain",
     "k-configuration": "k-configuration",
@@ -160,7 +161,6 @@ def draw_frontier(axes: Axes, search: TreeSearch) -> None:
         )
     axes.set_xlabel("drafted nodes")
     axes.set_ylabel("expected tokens a round")
-    axes.legend(loc="lower right")
 
 
 def described(search: TreeSearch) -> str:

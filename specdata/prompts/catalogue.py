@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from specdata.natural.sets import NATURAL
 from specdata.toy.corpus import FAMILIES, LIBRARY
 
-EMBEDDED = (*FAMILIES, LIBRARY)
+EMBEDDED = (*FAMILIES, LIBRARY, *NATURAL)
 # The Hub's own conversion, for repositories that hold a script, and how it names its files.
 PARQUET_EXPORT = "refs/convert/parquet"
 _EXPORTED = {name: f"*/{name}/*.parquet" for name in ("train", "validation", "test")}

@@ -13,8 +13,9 @@ class PromptSet:
     """Some prompts of one data set, constructed by position: `PromptSet("maths", "test", 100)`."""
 
     name: str = Field(
-        description="embedded (instruct, maths, code, library), catalogued (alpaca, gsm8k, ...), a "
-        "JSONL, JSON or parquet file, a folder, or a Hub id OWNER/NAME[@REVISION]"
+        description="embedded (natural, for chat models: chat-assistant, chat-maths, chat-code, "
+        "chat-letters; for the embedded pair: instruct, maths, code, library), catalogued (alpaca, "
+        "gsm8k, ...), a JSONL, JSON or parquet file, a folder, or a Hub id OWNER/NAME[@REVISION]"
     )
     split: str = Field(default="test", description="train, dev or test; stored with each row")
     count: int = Field(

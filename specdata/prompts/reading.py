@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from specdata.errors import ConfigError, full_disk
 from specdata.hub import hub_source
+from specdata.natural.sets import NATURAL, natural_prompts
 from specdata.prompts.catalogue import CATALOGUE, EMBEDDED, CataloguedSet, Form, Part
 from specdata.prompts.chat_templates import Message, user_turns
 from specdata.prompts.config import PromptSet
@@ -40,6 +41,7 @@ _LONGEST_NAME = 200
 PromptRow = Mapping[str, Any] | None  # None: a row whose text cannot be decoded
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _PROMPT = Form(plain=("{prompt}",))
+_ASKED = Form(ask=("{prompt}",), plain=("{prompt}",))
 MESSAGES = Form(
     messages="messages", roles={"system": "system", "user": "user", "assistant": "assistant"}
 )
@@ -151,6 +153,8 @@ def _rows_of(wanted: PromptSet, seed: int) -> Iterator[PromptRow]:
             texts = library_prompts(wanted.split, wanted.count, seed=seed)
         elif wanted.name in EMBEDDED and not wanted.count:
             raise ConfigError(f"{wanted.name!r} is written from a seed without end: give a `count`")
+        elif wanted.name in NATURAL:
+            texts = natural_prompts(wanted.name, wanted.split, wanted.count, seed=seed)
         elif wanted.name in EMBEDDED:
             texts = embedded_prompts(wanted.name, wanted.split, wanted.count, seed=seed)
         else:
@@ -465,12 +469,16 @@ def form_of(wanted: PromptSet, row: Mapping[str, Any]) -> Form:
     """
     catalogued = CATALOGUE.get(wanted.name)
     if wanted.template is not None:
-        asks = catalogued is not None and bool(catalogued.form.ask or catalogued.form.questions)
+        asks = wanted.name in NATURAL or (
+            catalogued is not None and bool(catalogued.form.ask or catalogued.form.questions)
+        )
         form = Form(ask=(wanted.template,) if asks else (), plain=(wanted.template,))
         if catalogued:
             form = dataclasses.replace(form, keep=catalogued.form.keep)
     elif catalogued:
         form = catalogued.form
+    elif wanted.name in NATURAL:
+        form = _ASKED
     else:
         form = MESSAGES if "messages" in row else _PROMPT
         if "messages" not in row:

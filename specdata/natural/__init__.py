@@ -1,0 +1,1 @@
+"""Prompts in natural English, written from a seed: what people ask a chat model."""
