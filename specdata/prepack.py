@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +46,8 @@ def prepacked(*models: nn.Module) -> Iterator[None]:
             layer.__dict__.pop("forward", None)
 
 
-def _can_prepack(layer: nn.Module) -> bool:
-    return (
+def _can_prepack(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    return bool(
         type(layer) is nn.Linear
         and "forward" not in layer.__dict__
         and layer.weight.device.type == "cpu"

@@ -39,15 +39,16 @@ def progress(
     """
     from tqdm import tqdm
 
-    on_terminal: dict[str, Any] = {"file": sys.stderr}
-    lines = {"file": _Lines(), "mininterval": LINE_SECONDS, "bar_format": _LINE}
+    shown: dict[str, Any] = {"file": sys.stderr}
+    if not sys.stderr.isatty():
+        shown = {"file": _Lines(), "mininterval": LINE_SECONDS, "bar_format": _LINE}
     return tqdm(
         total=total,
         desc=label,
         unit=unit,
         initial=done,
         disable=not is_shown,
-        **on_terminal if sys.stderr.isatty() else lines,
+        **shown,
     )
 
 

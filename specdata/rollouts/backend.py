@@ -220,7 +220,9 @@ def read_prompts(
     width = max(map(len, rest))
     most = PROMPT_TOKENS.get(model.device.type, PROMPT_TOKENS["cpu"])
     at_once = max(1, most // width) if plain else len(rest)
-    logits, masks, parts = [], [], []
+    logits: list[Tensor] = []
+    masks: list[Tensor] = []
+    parts: list[tuple[DynamicCache, int]] = []  # with what each is padded to the widest
     for start in range(0, len(rest), at_once):
         rows = rest[start : start + at_once]
         longest = max(map(len, rows))
