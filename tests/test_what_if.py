@@ -29,6 +29,7 @@ from eval.measuring.results import Results, build_results, read_results, write_r
 from eval.reporting.report import Context, render_page
 from eval.reporting.what_if import OUTSIDE, headline, main, panels, what_if_section
 from eval.rounds import Round
+from tests.light_imports import run_without_heavy_libraries
 from tests.synthetic_results import ENVIRONMENT, method, synthetic_results
 
 
@@ -409,3 +410,13 @@ def test_unusable_input_of_the_command_is_refused(
     assert "--ratio is t_draft/t_target, above 0" in capsys.readouterr().err
     assert main([str(tmp_path), "--machine", str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml" in capsys.readouterr().err
+
+
+def test_help_of_the_command_imports_no_heavy_library_and_shows_a_table_that_is_read(
+    tmp_path: Path,
+) -> None:
+    shown = run_without_heavy_libraries("-m", "recipes.command", "what-if", "--help")
+    assert "usage: draftsmith what-if" in shown
+    example = shown.split("JSON or YAML:\n")[1].split("\n\npositional")[0]
+    (tmp_path / "machine.yaml").write_text(example)
+    assert Machine.read(tmp_path / "machine.yaml").target[5] == 0.022
