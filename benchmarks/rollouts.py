@@ -1,12 +1,18 @@
-"""Speed of rollouts and labels on the embedded pair.
+"""Speed of rollouts and labels on the embedded pair, and where the time of a real target goes.
 
-    python benchmarks/rollouts.py [--out runs/bench/rollouts.json] [--parts speed processes]
+    python benchmarks/rollouts.py [--out runs/bench/rollouts.json]
+        [--parts speed processes accounting] [--target FOLDER] [--draft FOLDER]
 
 Speed: tokens/s of batched rollouts, of one-prompt-at-a-time `generate`, and of labels (completion
 tokens only) made with both models and, with top_k 50, again from 64 kept target logits; each with
 one and with two threads, of which the better counts. Processes: one and two that fill a dataset
 together, a thread each. Metrics are medians over repetitions with their range; goals are printed
 as met or missed.
+
+Accounting, of `--target` and `--draft` or of random weights of a 135M Llama's shape: rollouts as a
+share of the target's own forward of as many rows; labels, and distillation where the draft's folder
+holds its history, as shares of forwards of 512 rows. The figures of one line are taken in turn, and
+each is the least of the repetitions, so a busy machine blurs ratios little.
 """
 
 from __future__ import annotations
@@ -27,9 +33,10 @@ import datasets
 import torch
 import transformers
 from embedded import BATCH, NEW_TOKENS, PLAIN, VOCABULARY, pair, requests, rolled_out, row
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from eval.measuring.environment import describe_environment
+from specdata.history import read_history
 from specdata.labels.config import LabelsConfig
 from specdata.labels.labeller import (
     Labeller,
@@ -40,9 +47,10 @@ from specdata.labels.labeller import (
 from specdata.labels.make import make_labels
 from specdata.labels.top_logits import TopLogitDistributions
 from specdata.lm_head import find_lm_head
-from specdata.models import device
-from specdata.probability import SamplingConfig
-from specdata.rollouts.backend import Request
+from specdata.models import device, load_model
+from specdata.prepack import prepacked
+from specdata.probability import SamplingConfig, inverse_cdf, probabilities
+from specdata.rollouts.backend import Request, TransformersBackend
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.files import write_json
 from specdata.storage.manifest import read_manifest
@@ -55,8 +63,16 @@ TOP_K, KEPT = SamplingConfig(top_k=50), 64
 # What is decoded: so many prompts in batches, and so many of them one at a time.
 PROMPTS, ALONE = 128, 6
 SHARD = 16  # prompts of one shard, where processes share the work
-PARTS = ("speed", "processes")
-GOALS = {"rollouts_per_generate": 5.0, "labels_per_rollouts": 20.0, "two_processes": 1.7}
+PARTS = ("speed", "processes", "accounting")
+# Accounting: rows decoded together, tokens of a prompt and new ones, rollouts that are labelled.
+BATCHES, PROMPT, NEW, LABELLED = (24, 64), 90, 17, 8
+LARGE = 512  # rows of the forward that labels and distillation are compared with
+GOALS = {
+    "rollouts_per_generate": 5.0,
+    "labels_per_rollouts": 20.0,
+    "two_processes": 1.7,
+    "decode_share": 0.8,
+}
 
 
 def one_at_a_time(target: PreTrainedModel, asked: list[Request]) -> int:
@@ -238,6 +254,163 @@ def worker(folder: Path, kind: str, out: Path) -> int:
     return int(read_manifest(out)["counts"]["tokens"])
 
 
+def stand_in(layers: int) -> PreTrainedModel:
+    """Random weights of a 135M Llama's shape, or of its first layers."""
+    torch.manual_seed(layers)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def least(works: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Seconds of each work, the least of the repetitions, which take turns."""
+    seconds = dict.fromkeys(works, float("inf"))
+    for _ in range(repeats + 1):  # the first is slow
+        for name, work in works.items():
+            begun = time.perf_counter()
+            work()
+            seconds[name] = min(seconds[name], time.perf_counter() - begun)
+    return seconds
+
+
+def accounting(
+    target_folder: Path | None, draft_folder: Path | None, repeats: int
+) -> dict[str, Any]:
+    """Shares of the forwards that rollouts, labels and distillation cannot do without."""
+    target = load_model(str(target_folder)) if target_folder else stand_in(30)
+    draft = load_model(str(draft_folder)) if draft_folder else stand_in(2)
+    target.generation_config.eos_token_id = None  # every row has as many tokens
+    found: dict[str, Any] = {
+        "target": str(target_folder or "random weights of a 135M Llama"),
+        "draft": str(draft_folder or "random weights of its first two layers"),
+        "rollouts": [],
+        "labels": [],
+    }
+    samplers = {"temperature .2, top_p .9": SamplingConfig(0.2, 0, 0.9), "temperature 1": PLAIN}
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for size in BATCHES:
+            for name, sampling in samplers.items():
+                line = decoding(target, size, sampling, repeats)
+                found["rollouts"].append({"threads": threads, "sampler": name, **line})
+                print(
+                    f"rollouts, threads {threads}, {size} rows, {name}: decoding "
+                    f"{line['decode']:.0f} tokens/s, {line['share']:.0%} of the bare forward "
+                    f"({line['bare']:.0f}), {line['share_of_prepacked']:.0%} of one with "
+                    f"prepacked weights; sampling {line['sampling_share']:.0%} of a step"
+                )
+        line = labelling(target, draft, repeats)
+        if history := read_history(draft_folder) if draft_folder else None:
+            rates = [step.tokens_per_second for step in history.steps if step.tokens_per_second]
+            # A step is a forward of the target, and of the draft one with twice its cost behind it.
+            ideal = 1 / (1 / line["target_rate"] + 3 / line["draft_rate"])
+            line["distillation_share"] = statistics.median(rates) / ideal if rates else None
+        found["labels"].append({"threads": threads, **line})
+        print(
+            f"labels, threads {threads}: {line['tokens_read']:.0f} tokens/s read, "
+            f"{line['share']:.0%} of forwards of {LARGE} rows by both models"
+        )
+    return found
+
+
+@torch.inference_mode()
+def decoding(
+    target: PreTrainedModel, size: int, sampling: SamplingConfig, repeats: int
+) -> dict[str, Any]:
+    """Tokens/s of decoding a batch, the prompts' own time left out, and what bounds it."""
+    vocabulary = target.config.get_text_config().vocab_size
+    draw = torch.Generator().manual_seed(0)
+    asked = [
+        Request(torch.randint(3, vocabulary, (PROMPT - n % 20,), generator=draw).tolist(), (n,))
+        for n in range(size)
+    ]
+    ids = torch.randint(3, vocabulary, (size, 1), generator=draw, device="cpu").to(target.device)
+    logits = target(input_ids=ids, use_cache=False).logits[:, -1]
+    uniforms = torch.rand(size, generator=draw, dtype=torch.float64).to(target.device)
+
+    def bare() -> object:
+        return target(input_ids=ids, use_cache=False).logits
+
+    def packed() -> float:
+        with prepacked(target):
+            return least({"": bare}, 1)[""]
+
+    def completed(new: int) -> Callable[[], object]:
+        backend = TransformersBackend(target, sampling, new, size, seed=0)
+        return lambda: backend.complete(asked)
+
+    fast = min(packed() for _ in range(repeats))
+    seconds = least(
+        {
+            "bare": bare,
+            "prompts": completed(1),
+            "all": completed(NEW),
+            "sampling": lambda: inverse_cdf(probabilities(logits, sampling), uniforms),
+        },
+        repeats,
+    )
+    step = (seconds["all"] - seconds["prompts"]) / (NEW - 1)
+    return {
+        "rows": size,
+        "bare": size / seconds["bare"],
+        "bare_prepacked": size / fast,
+        "decode": size / step,
+        "prompts": sum(len(request.ids) for request in asked) / seconds["prompts"],
+        "share": seconds["bare"] / step,
+        "share_of_prepacked": fast / step,
+        "sampling_share": seconds["sampling"] / step,
+    }
+
+
+@torch.inference_mode()
+def labelling(target: PreTrainedModel, draft: PreTrainedModel, repeats: int) -> dict[str, Any]:
+    """Tokens/s that labelling reads, prompts included and padding not, and what bounds it."""
+    p, q = find_lm_head(target), find_lm_head(draft)
+    sampling = SamplingConfig(0.2, 0, 0.9)
+    work = Labeller(
+        partial(target_distributions, p, sampling, 0),
+        q,
+        p.vocabulary,
+        sampling,
+        0,
+        tokens_at_once(p, q),
+    )
+    draw = torch.Generator().manual_seed(0)
+    texts = [
+        torch.randint(3, p.vocabulary, (2, PROMPT), generator=draw).tolist()
+        for _ in range(LABELLED)
+    ]
+    rows = [row(Request(prompt, (n,)), text) for n, (prompt, text) in enumerate(texts)]
+    ids = torch.randint(3, p.vocabulary, (1, LARGE), generator=draw).to(target.device)
+
+    def labelled() -> None:
+        with prepacked(target, draft):
+            work(rows)
+
+    seconds = least(
+        {
+            "target": lambda: target(input_ids=ids, use_cache=False),
+            "draft": lambda: draft(input_ids=ids, use_cache=False),
+            "labels": labelled,
+        },
+        repeats,
+    )
+    read = 2 * PROMPT * LABELLED
+    return {
+        "target_rate": LARGE / seconds["target"],
+        "draft_rate": LARGE / seconds["draft"],
+        "tokens_read": read / seconds["labels"],
+        "share": read * (seconds["target"] + seconds["draft"]) / LARGE / seconds["labels"],
+    }
+
+
 def goals(record: dict[str, Any]) -> list[dict[str, Any]]:
     """What was asked for, what came, and whether that is met; parts that were left out are not."""
     cases = []
@@ -247,6 +420,12 @@ def goals(record: dict[str, Any]) -> list[dict[str, Any]]:
     for kind in ("rollouts", "labels"):
         if scaling := record.get("processes"):
             cases.append((f"{kind}, two processes per one", scaling[kind], GOALS["two_processes"]))
+    for line in record.get("accounting", {}).get("rollouts", ()):
+        name = (
+            f"decoding per bare forward of {line['rows']}, {line['sampler']}, "
+            f"threads {line['threads']}"
+        )
+        cases.append((name, line["share"], GOALS["decode_share"]))
     return [
         {"name": name, "found": value, "goal": f"at least {goal:g}", "met": value >= goal}
         for name, value, goal in cases
@@ -258,6 +437,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/bench/rollouts.json"))
     parser.add_argument("--pair", type=Path, default=PAIR)
+    parser.add_argument("--target", type=Path, help="a model's folder, for the accounting")
+    parser.add_argument("--draft", type=Path, help="its draft's folder, for the accounting")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -272,6 +453,8 @@ def main() -> None:
         record["speed"] = speed(options.pair, options.repeats)
     if "processes" in options.parts:
         record["processes"] = processes(options.pair, options.repeats)
+    if "accounting" in options.parts:
+        record["accounting"] = accounting(options.target, options.draft, options.repeats)
     record["goals"] = goals(record)
     for entry in record["goals"]:
         mark = "met" if entry["met"] else "MISSED"

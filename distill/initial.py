@@ -28,8 +28,9 @@ from distill.batches import content_of
 from distill.config import ARCHITECTURES, InitConfig
 from distill.toy import language_model
 from distill.training import save_model
-from specdata.draft_vocabulary import reduce_vocabulary
+from specdata.draft_vocabulary import reduce_vocabulary, replace_output
 from specdata.errors import ConfigError
+from specdata.lm_head import find_lm_head, hidden_states
 from specdata.model_folder import copy_tokenizer
 from specdata.models import (
     known_ids,
@@ -54,6 +55,10 @@ RESULT_FILE = "initial.json"
 SEARCH_ROWS, SEARCH_POSITIONS = 16, 32
 # Layers that are tried at each step of a search after the first: the best of the step before.
 SEARCH_WIDTH = 16
+# Rollouts that an output matrix is fitted on; 96 of 124 tokens were enough for a width of 576.
+ALIGNED_ROWS = 128
+# Added to the diagonal of the least squares, as a share of its mean.
+RIDGE = 1e-2
 # The context of a fresh draft whose target has no limit, unless the rollouts are longer.
 LEAST_POSITIONS = 2048
 # Ids that the layers of a cut draft are tried on.
@@ -327,7 +332,51 @@ def _make(
         _, found = decoder_layers(whole)
         layers = choose_layers(config.choose, config.layers, len(found))
     made: dict[str, Any] = {"kind": "target", "layers": layers}
-    return cut(whole, layers), made | ({} if acceptance is None else {"acceptance": acceptance})
+    draft_model = cut(whole, layers)
+    if config.align:
+        align_output(draft_model, whole, rollouts)
+    return draft_model, made | ({} if acceptance is None else {"acceptance": acceptance})
+
+
+@torch.no_grad()
+def align_output(model: PreTrainedModel, target: PreTrainedModel, rollouts: Dataset) -> None:
+    """Give a cut model an output matrix that reads its states as the target's reads its own.
+
+    With A the (H, H) matrix for which `states A` is nearest to the target's last hidden states
+    (least squares, at the completion positions of `ALIGNED_ROWS` rollouts), and W the target's
+    output matrix, the new one is W A^T: linear shortcuts (Din et al. 2023, arXiv:2303.09435), put
+    into the weights. The input embedding stays, so tied matrices are untied.
+
+    Raises:
+        ConfigError: if the output embedding is not a linear layer over the last hidden states.
+    """
+    output = model.get_output_embeddings()
+    if find_lm_head(target).embedding is None or type(output) is not nn.Linear:
+        raise ConfigError(
+            f"{type(target).__name__} makes its logits in a way that is not known, so a draft's "
+            "output matrix cannot be fitted to them: leave draft.init.align out"
+        )
+    wanted = min(ALIGNED_ROWS, len(rollouts))
+    gram = cross = torch.zeros((), dtype=torch.float64)
+    with progress(wanted, "aligning the output matrix", "row") as bar:
+        for row in rollouts.select([index * len(rollouts) // wanted for index in range(wanted)]):
+            ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=model.device)
+            first = len(row["prompt_ids"]) - 1
+            ours, theirs = (
+                hidden_states(each, ids)[0, first:-1].double() for each in (model, target)
+            )
+            gram, cross = gram + ours.T @ ours, cross + ours.T @ theirs
+            bar.update()
+    # States of few rollouts may not span the space; this keeps the map small where they do not.
+    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+    shortcut = torch.linalg.solve(gram, cross)
+    vocabulary, width = output.weight.shape
+    fitted = nn.Linear(width, vocabulary, bias=output.bias is not None, device="meta")
+    weight = (output.weight.double() @ shortcut.T).to(output.weight.dtype)
+    fitted.weight = nn.Parameter(weight)
+    if output.bias is not None:
+        fitted.bias = nn.Parameter(output.bias.clone())
+    replace_output(model, fitted)
 
 
 def _fresh(target: str, rollouts: Dataset, config: InitConfig, seed: int) -> PreTrainedModel:

@@ -9,20 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from distill.adapters import base_of
 from distill.batches import IGNORED, Numbered, collate
 from distill.chunked import chunked_loss, inside_forward
 from distill.config import DistilConfig
+from distill.initial import decoder_layers
 from distill.losses import LOSSES
+from distill.muon import MuonWithAdamW, muon_optimizer
 from distill.on_policy import DraftTexts, copy_to_write, whole_draft
 from distill.teacher import Part, Teacher
 from distill.training import Schedule, training_arguments, whole_batches
 from specdata.draft_vocabulary import kept_tokens
+from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head
 from specdata.models import end_ids, positions
 from specdata.probability import probabilities, to_vocabulary
@@ -170,6 +174,8 @@ def draft_trainer(
         save_steps=config.save_steps,
         gradient_checkpointing=config.gradient_checkpointing,
     )
+    if config.freeze_embeddings:
+        _freeze_embeddings(student)
     pad_id = teacher.generation_config.pad_token_id
     # Padding is masked everywhere, so any id will do where a model names none.
     pad_id = 0 if pad_id is None else pad_id
@@ -183,7 +189,8 @@ def draft_trainer(
         sampling=sampling,
         texts=_draft_texts(teacher, student, config, sampling, seed, pad_id),
         model=student,
-        args=training_arguments(work, schedule, seed=seed),
+        args=(arguments := training_arguments(work, schedule, seed=seed)),
+        optimizers=(_optimizer(student, config, arguments), None),
         train_dataset=Numbered(train),
         data_collator=collate(
             pad_id,
@@ -191,6 +198,32 @@ def draft_trainer(
             processes=state.num_processes,
         ),
     )
+
+
+def _freeze_embeddings(student: PreTrainedModel) -> None:
+    embedding, output = student.get_input_embeddings(), student.get_output_embeddings()
+    if output is not None and embedding.weight is output.weight:
+        raise ConfigError(
+            "draft.freeze_embeddings would freeze the draft's output matrix, which is its input "
+            "embedding: leave it out, or reduce the vocabulary (draft.init.vocabulary)"
+        )
+    embedding.weight.requires_grad_(False)
+
+
+def _optimizer(
+    student: PreTrainedModel, config: DistilConfig, arguments: TrainingArguments
+) -> MuonWithAdamW | None:
+    """What `config.optimizer` names; None: the Trainer makes it (AdamW)."""
+    if config.optimizer == "adamw":
+        return None
+    if join_processes().distributed_type == DistributedType.DEEPSPEED:
+        raise ConfigError(
+            "draft.optimizer muon needs whole matrices, and DeepSpeed divides them: launch without "
+            "DeepSpeed, or set draft.optimizer to adamw"
+        )
+    _, layers = decoder_layers(student)
+    betas = (arguments.adam_beta1, arguments.adam_beta2)
+    return muon_optimizer(student, layers, lr=config.learning_rate, betas=betas)
 
 
 def _draft_texts(

@@ -64,6 +64,20 @@ def trees(arguments: Sequence[str]) -> int:
     return main(arguments, "draftsmith trees")
 
 
+def table(arguments: Sequence[str]) -> int:
+    """Print a finished evaluation as a table for a README, and copy what to commit of it."""
+    from eval.reporting.table import main
+
+    return main(arguments, "draftsmith table")
+
+
+def what_if(arguments: Sequence[str]) -> int:
+    """Predict speed-ups at other costs of the draft, or on other machines, from counts."""
+    from eval.reporting.what_if import main
+
+    return main(arguments, "draftsmith what-if")
+
+
 def launch(arguments: Sequence[str]) -> int:
     """Start a recipe in several processes, as a launch profile says."""
     parser = argparse.ArgumentParser(
@@ -119,6 +133,8 @@ TOOLS: dict[str, Callable[[Sequence[str]], int]] = {
     "replay": replay,
     "sweep": sweep,
     "trees": trees,
+    "table": table,
+    "what-if": what_if,
     "launch": launch,
     "profile": profile,
 }

@@ -19,7 +19,7 @@ from recipes.recipe import Recipe
 from recipes.run import Stage, finished, made_as_asked, run_stage, say
 from specdata.errors import ConfigError
 from specdata.processes import is_main, process_count
-from specdata.terminal import progress
+from specdata.terminal import TokenProgress, progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,6 +110,7 @@ def _complete(
     settings = by_content(stage.settings.extended(made_of))
     asked = turns_asked(loaded.prompts, wanted.samples)
     with progress(asked, "rollouts", "row", is_shown=is_main()) as bar:
+        shown = TokenProgress(bar)
         make_rollouts(
             backend,
             loaded.prompts,
@@ -117,7 +118,8 @@ def _complete(
             wanted,
             dialogue=Dialogue(tokenizer, longest),
             settings=settings,
-            report=bar.update,
+            report=shown.update,
+            part_done=shown.part,
         )
     counts = read_manifest(stage.folder)["counts"]
     return {**counts, "asked": asked, "prompts": loaded.report}

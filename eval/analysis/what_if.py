@@ -18,11 +18,11 @@ Methods whose stopping depends on the cost keep the lengths that they chose in t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import yaml
@@ -108,6 +108,7 @@ class Priced:
         unit: seconds of the draft's forwards if one took as long as the target's of one token.
         ratio: t_draft / t_target where the counts were recorded.
         clock: seconds that were measured.
+        sizes: prompts of each set, in the order of the arrays.
     """
 
     run: Run
@@ -116,6 +117,14 @@ class Priced:
     unit: Reals
     ratio: Reals
     clock: Reals
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, run: Run, counts: _Counts, *, fixed: Reals, unit: Reals, ratio: float) -> Priced:
+        """One prompt set at one ratio."""
+        prompts = len(counts.tokens)
+        ratios = np.full(prompts, ratio)
+        return cls(run, counts.tokens, fixed, unit, ratios, counts.seconds, (prompts,))
 
     def seconds(self, ratio: float | None = None) -> Reals:
         """(P,) at another ratio; None is the own one."""
@@ -123,9 +132,33 @@ class Priced:
 
     def followed_by(self, other: Priced) -> Priced:
         """The prompts of both."""
-        arrays = ("tokens", "fixed", "unit", "ratio", "clock")
-        joined = {n: np.concatenate([getattr(self, n), getattr(other, n)]) for n in arrays}
-        return replace(self, **joined)
+        return Priced(
+            self.run,
+            np.concatenate([self.tokens, other.tokens]),
+            np.concatenate([self.fixed, other.fixed]),
+            np.concatenate([self.unit, other.unit]),
+            np.concatenate([self.ratio, other.ratio]),
+            np.concatenate([self.clock, other.clock]),
+            self.sizes + other.sizes,
+        )
+
+    def per_token(self, seconds: Reals, *, resampled: bool = False) -> Reals:
+        """Seconds of an emitted token, the sets counting alike (`eval.measuring.pooled`).
+
+        Args:
+            seconds: (P,) of these prompts.
+            resampled: return bootstrap resamples of the prompts of each set, too.
+
+        Returns:
+            (1,), or (1 + RESAMPLES,) with the prompts as they are first.
+        """
+        total, start = np.zeros(1), 0
+        for seed, size in enumerate(self.sizes):
+            own = slice(start, start + size)
+            weights = _weights(size, seed) if resampled else np.ones((1, size))
+            total = total + (weights @ seconds[own]) / (weights @ self.tokens[own])
+            start += size
+        return np.asarray(total / len(self.sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +175,9 @@ class WhatIf:
 
     @property
     def ratio(self) -> float:
-        """t_draft / t_target here, the mean over prompts."""
-        return float(self.plain.ratio.mean())
+        """t_draft / t_target here, the mean over prompt sets."""
+        firsts = np.cumsum((0, *self.plain.sizes[:-1]))
+        return float(self.plain.ratio[firsts].mean())
 
     def speedup(self, method: Priced, ratio: float | None = None) -> Interval:
         """Predicted speed over plain decoding, with its paired interval over prompts.
@@ -167,7 +201,7 @@ class WhatIf:
 
     def curve(self, method: Priced, ratios: Reals = RATIOS) -> Reals:
         """Predicted speed-ups at (R,) ratios."""
-        per_token = (method.fixed.sum() + ratios * method.unit.sum()) / method.tokens.sum()
+        per_token = method.per_token(method.fixed) + ratios * method.per_token(method.unit)
         return np.asarray(self._plain_seconds / per_token)
 
     def break_even(self, method: Priced) -> float:
@@ -175,43 +209,42 @@ class WhatIf:
 
         Below 0 it never is; infinite for a method without forwards of the draft.
         """
-        left = self._plain_seconds * method.tokens.sum() - method.fixed.sum()
-        unit = float(method.unit.sum())
-        return float(left) / unit if unit > 0 else float(np.copysign(np.inf, left))
+        left = self._plain_seconds - float(method.per_token(method.fixed)[0])
+        unit = float(method.per_token(method.unit)[0])
+        return left / unit if unit > 0 else float(np.copysign(np.inf, left))
 
     def fastest(self, ratio: float | None = None) -> Priced:
         """The fastest lossless method at a ratio, which may be plain."""
-        plain = [self.plain]
-        lossless = [each for each in self.methods if each.run.lossless]
-        return min(plain + lossless, key=lambda m: float(m.seconds(ratio).sum() / m.tokens.sum()))
+        lossless = [self.plain, *(each for each in self.methods if each.run.lossless)]
+        return min(lossless, key=lambda each: float(each.per_token(each.seconds(ratio))[0]))
 
     def winners(self, ratios: Reals = RATIOS) -> list[tuple[Priced, float, float]]:
         """Who is the fastest lossless method from which ratio to which, by ascending ratio."""
+        lossless = [self.plain, *(each for each in self.methods if each.run.lossless)]
+        best = np.stack([self.curve(each, ratios) for each in lossless]).argmax(axis=0)
         found: list[tuple[Priced, float, float]] = []
-        for ratio in map(float, ratios):
-            best = self.fastest(ratio)
-            if found and found[-1][0] is best:
-                found[-1] = best, found[-1][1], ratio
+        for number, ratio in zip(best.tolist(), ratios.tolist(), strict=True):
+            if found and found[-1][0] is lossless[number]:
+                found[-1] = lossless[number], found[-1][1], ratio
             else:
-                found.append((best, ratio, ratio))
+                found.append((lossless[number], ratio, ratio))
         return found
 
     @property
     def _plain_seconds(self) -> float:
         """Of a token."""
-        return float(self.plain.fixed.sum() / self.plain.tokens.sum())
+        return float(self.plain.per_token(self.plain.fixed)[0])
 
     def _speedup(self, method: Priced, seconds: Reals, plain: Reals) -> Interval:
-        weights = _weights(len(plain))
-        mine = (weights @ method.tokens) / (weights @ seconds)
-        theirs = (weights @ self.plain.tokens) / (weights @ plain)
-        own = method.tokens.sum() / seconds.sum() * plain.sum() / self.plain.tokens.sum()
-        return Interval(float(own), *interval(mine / theirs))
+        theirs = self.plain.per_token(plain, resampled=True)
+        value, *resamples = theirs / method.per_token(seconds, resampled=True)
+        return Interval(float(value), *interval(np.array(resamples)))
 
 
 @cache
-def _weights(prompts: int) -> Reals:
-    return bootstrap_weights(prompts)
+def _weights(prompts: int, seed: int) -> Reals:
+    """(1 + RESAMPLES, prompts): all prompts once first."""
+    return np.vstack([np.ones(prompts), bootstrap_weights(prompts, seed)])
 
 
 def what_if(results: Results) -> dict[str, WhatIf]:
@@ -233,9 +266,8 @@ def memory_bound(results: Results) -> dict[str, WhatIf]:
     """
 
     def priced(times: _Times, run: Run, counts: _Counts) -> Priced:
-        ratio = np.full(len(counts.tokens), times.ratio)
         unit = counts.forwards if run.drafter else np.zeros_like(counts.tokens)
-        return Priced(run, counts.tokens, counts.rounds, unit, ratio, counts.seconds)
+        return Priced.of(run, counts, fixed=counts.rounds, unit=unit, ratio=times.ratio)
 
     return _of_sets(results, priced)
 
@@ -261,8 +293,7 @@ def on_machine(results: Results, machine: Machine) -> dict[str, WhatIf]:
             drafting = seconds_at(machine.draft, counts.prompt_tokens) + steps * step
             drafting = np.where(counts.forwards > 0, drafting, 0.0)
         fixed = target + machine.overhead * counts.rounds
-        own = np.full(len(fixed), ratio)
-        return Priced(run, counts.tokens, fixed, drafting / ratio, own, counts.seconds)
+        return Priced.of(run, counts, fixed=fixed, unit=drafting / ratio, ratio=ratio)
 
     return _of_sets(results, priced)
 
@@ -281,7 +312,9 @@ def seconds_at(table: Mapping[int, float], tokens: Reals) -> Reals:
     return np.asarray(np.interp(tokens, sizes, seconds) + beyond)
 
 
-def _of_sets(results: Results, price: Any) -> dict[str, WhatIf]:
+def _of_sets(
+    results: Results, price: Callable[[_Times, Run, _Counts], Priced]
+) -> dict[str, WhatIf]:
     """`price` maps times, run and counts to what the run takes; see `what_if`."""
     found: dict[str, WhatIf] = {}
     for dataset in results.datasets():
@@ -510,8 +543,7 @@ def _as_measured(times: _Times, run: Run, counts: _Counts) -> Priced:
     else:
         beside = times.beside_forwards(run, counts) if run.drafter else 0.0
         fixed = fixed + beside + times.rounds[run.drafter, run.verifier] * counts.rounds
-    ratio = np.full(len(fixed), times.ratio)
-    return Priced(run, counts.tokens, fixed, unit, ratio, counts.seconds)
+    return Priced.of(run, counts, fixed=fixed, unit=unit, ratio=times.ratio)
 
 
 def _loop_parts(counts: _Counts) -> Reals:

@@ -34,13 +34,17 @@ from eval.reporting.charts import (
 )
 from eval.reporting.positions import MIN_ROUNDS, draw_adaptive, draw_fixed, has_runs
 from eval.reporting.quality_charts import draw_places, draw_positions, draw_reliability
+from eval.reporting.training import HeadTraining
 from eval.reporting.training_charts import (
     draw_acceptance,
     draw_by_position,
+    draw_head_loss,
     draw_loss,
     draw_tokens,
 )
 from eval.reporting.trees import TITLE, draw_frontier
+from eval.reporting.what_if import Panel
+from eval.reporting.what_if_charts import draw_what_if, mark_ratios
 from specdata.history import History
 from specdata.storage.files import atomic_write
 
@@ -377,10 +381,51 @@ def plot_training(history: History, kinds: Sequence[str]) -> Figure:
         ).together()
 
 
+def plot_training_apart(history: History) -> tuple[list[Figure], Legend]:
+    """All that is known of a draft's training, a figure a kind, and the legend of all."""
+    with mpl.rc_context(_RC):
+        panels = Panels(
+            training_kinds(history),
+            HEIGHT,
+            lambda axes, kind: TRAINING_PLOTS[kind](axes, history),
+        )
+        return panels.apart()
+
+
+def plot_head_training(training: HeadTraining) -> Figure:
+    """Draw the loss of a head."""
+    with mpl.rc_context(_RC):
+        return Panels(["loss"], HEIGHT, lambda axes, _: draw_head_loss(axes, training)).together()
+
+
 def plot_trees(search: TreeSearch) -> Figure:
     """Draw how many tokens a round drafts of each kind emit."""
     with mpl.rc_context(_RC):
         return Panels([TITLE], HEIGHT, lambda axes, _: draw_frontier(axes, search)).together()
+
+
+def plot_what_if(shown: Sequence[Panel]) -> Figure:
+    """Draw predicted speed-ups against the cost ratio, one panel each."""
+    with mpl.rc_context(_RC):
+        return what_if_panels(shown).together()
+
+
+def plot_what_if_apart(shown: Sequence[Panel]) -> tuple[list[Figure], Legend]:
+    """The same, a figure a panel, and the legend of all."""
+    with mpl.rc_context(_RC):
+        return what_if_panels(shown).apart()
+
+
+def what_if_panels(shown: Sequence[Panel]) -> Panels:
+    """The panels of predicted speed-ups."""
+    by_title = {panel.title: panel for panel in shown}
+    return Panels(
+        list(by_title),
+        HEIGHT,
+        lambda axes, title: draw_what_if(axes, by_title[title]),
+        shared="y",
+        finish=lambda axes, title: mark_ratios(axes, by_title[title]),
+    )
 
 
 def write_png(path: Path, figure: Figure) -> None:

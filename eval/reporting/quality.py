@@ -55,6 +55,57 @@ def quality_rows(quality: Quality, domain: str) -> list[QualityRow]:
     return [QualityRow(predictor_name(p), _cells(p), p.predictor == HEAD) for p in ordered]
 
 
+# Heading of a column of the table of bins, and how to read it.
+BIN_COLUMNS = (
+    ("predicted", "Mean prediction of the bin's tokens; bins are of equal width."),
+    ("accepted", "Their mean label: the observed acceptance, with its 95 % bootstrap interval."),
+    ("tokens", "How many drafted tokens the bin holds."),
+    ("share", "Of all tokens."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BinTable:
+    """The head's reliability diagram in numbers.
+
+    Args:
+        caption: which predictions, and their expected calibration error.
+        rows: a bin each, in the order of BIN_COLUMNS.
+    """
+
+    caption: str
+    rows: list[tuple[str, ...]]
+
+
+def bin_table(quality: Quality) -> BinTable | None:
+    """The bins of the head over all prompt sets together; None without a head."""
+    judged = main_prediction(quality, quality.domains()[0])
+    if judged is None:
+        return None
+    total = sum(each.tokens for each in judged.reliability)
+    return BinTable(
+        f"{predictor_name(judged).capitalize()}, {judged.domain}: expected calibration error"
+        f" {with_interval(judged.scores.ece)}",
+        [
+            (
+                f"{each.predicted:.3f}",
+                with_interval(each.accepted),
+                f"{each.tokens:,}",
+                f"{100.0 * each.tokens / total:.1f} %",
+            )
+            for each in judged.reliability
+        ],
+    )
+
+
+def main_prediction(quality: Quality, domain: str) -> Prediction | None:
+    """What a head says of a token when decoding asks it first, as soon as that is drawn."""
+    made = {p.moment: p for p in quality.of(domain) if p.predictor == HEAD}
+    return next(
+        (made[moment] for moment in ("drawn", "consumed", "before") if moment in made), None
+    )
+
+
 def basis(quality: Quality) -> str:
     """What the figures rest on."""
     rollouts, dev = quality.rollouts[quality.judged_on], quality.rollouts["dev"]

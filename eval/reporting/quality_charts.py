@@ -8,10 +8,11 @@ from operator import attrgetter
 
 from matplotlib.axes import Axes
 
+from eval.analysis.prediction import BINS
 from eval.analysis.quality import PositionScores, Prediction, Quality
 from eval.analysis.rivals import HEAD
 from eval.reporting.charts import INK, LOOKS, RULES, Look
-from eval.reporting.quality import predictor_name
+from eval.reporting.quality import main_prediction, predictor_name
 
 SHORT = {"drawn": "drawn", "consumed": "one token later", "before": "before the draw"}
 
@@ -35,6 +36,8 @@ LINES = {
     ("numbers", "drawn"): Line(RULES["numbers"], ":"),
 }
 """Predictor and moment -> how it is drawn."""
+COUNTS = 0.2
+"""Height of the highest bar of counts."""
 MIN_TOKENS = 30
 """Bins and positions with fewer tokens are not drawn."""
 
@@ -42,6 +45,8 @@ MIN_TOKENS = 30
 def draw_reliability(axes: Axes, quality: Quality, domain: str) -> None:
     """Mean label against mean prediction of each bin; calibrated ones lie on the diagonal."""
     axes.plot([0, 1], [0, 1], color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
+    if (judged := main_prediction(quality, domain)) is not None:
+        _draw_counts(axes, judged)
     for prediction, line in _drawn(quality, domain):
         bins = [each for each in prediction.reliability if each.tokens >= MIN_TOKENS]
         x, y = [each.predicted for each in bins], [each.accepted.value for each in bins]
@@ -52,6 +57,44 @@ def draw_reliability(axes: Axes, quality: Quality, domain: str) -> None:
     axes.set(xlim=(0, 1), ylim=(0, 1))
     axes.set_xlabel("predicted probability of acceptance")
     axes.set_ylabel("mean acceptance of these tokens")
+
+
+def _draw_counts(axes: Axes, judged: Prediction) -> None:
+    """At the bottom, how many tokens each of the head's bins holds; its calibration error."""
+    total = sum(each.tokens for each in judged.reliability)
+    most = max(each.tokens for each in judged.reliability)
+    axes.bar(
+        [(each.number + 0.5) / BINS for each in _numbered(judged)],
+        [COUNTS * each.tokens / most for each in _numbered(judged)],
+        width=0.9 / BINS,
+        color=LOOKS["plain"].colour,
+        alpha=0.45,
+        zorder=0.5,
+        label="head's tokens by bin, to scale",
+    )
+    ece = judged.scores.ece
+    axes.annotate(
+        f"ECE of the head {ece.value:.3f} [{ece.low:.3f}, {ece.high:.3f}]\n{total:,} tokens",
+        (0.03, 0.97),
+        xycoords="axes fraction",
+        va="top",
+        fontsize=8,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbered:
+    """A bin with its number from 0, of BINS of equal width."""
+
+    number: int
+    tokens: int
+
+
+def _numbered(judged: Prediction) -> list[_Numbered]:
+    return [
+        _Numbered(min(int(each.predicted * BINS), BINS - 1), each.tokens)
+        for each in judged.reliability
+    ]
 
 
 def draw_positions(axes: Axes, quality: Quality, domain: str) -> None:

@@ -18,12 +18,24 @@ from eval.analysis.tree_results import TreeSearch
 from eval.measuring.pooled import PooledRow, fastest_pooled, pool
 from eval.measuring.results import Results, Run, fastest
 from eval.measuring.samples import Samples
+from eval.reporting.commands import Commands
 from eval.reporting.drill_down import drill_down
-from eval.reporting.findings import Finding, findings
+from eval.reporting.findings import Decision, Finding, decide, findings
 from eval.reporting.overall import FEW_PROMPTS, WIDE, is_wide, overall
-from eval.reporting.quality import QUALITY_COLUMNS, basis, quality_rows
+from eval.reporting.quality import (
+    BIN_COLUMNS,
+    QUALITY_COLUMNS,
+    basis,
+    bin_table,
+    quality_rows,
+)
 from eval.reporting.rendering import NOT_MEASURED, render
-from eval.reporting.training import TRAINING_COLUMNS, training_rows, training_summary
+from eval.reporting.training import (
+    TRAINING_COLUMNS,
+    HeadTraining,
+    training_rows,
+    training_summary,
+)
 from eval.reporting.trees import (
     AGREEMENT_COLUMNS,
     CAPTION,
@@ -41,6 +53,7 @@ from eval.reporting.trees import (
     described as described_trees,
 )
 from eval.reporting.verdict import HeadVerdict
+from eval.reporting.what_if import panels, what_if_section
 from specdata.history import History
 from specdata.storage.files import write_text
 
@@ -103,6 +116,9 @@ class Context:
         verdict: whether the head pays by the clock.
         quality: how good its probabilities are, and what it saves in replay.
         trainings: name of a training of the draft -> its history.
+        objectives: name of a training of the draft -> what was minimised, a sentence.
+        head_training: how the acceptance head was trained.
+        commands: what makes this report again.
         trees: which draft tree would be best.
         no_trees: why that is not known, a sentence; empty if nothing is to be said.
         samples: the texts of a few prompts.
@@ -115,6 +131,9 @@ class Context:
     verdict: HeadVerdict | None = None
     quality: Quality | None = None
     trainings: Mapping[str, History] = field(default_factory=dict)
+    objectives: Mapping[str, str] = field(default_factory=dict)
+    head_training: HeadTraining | None = None
+    commands: Commands | None = None
     trees: TreeSearch | None = None
     no_trees: str = ""
     samples: Samples | None = None
@@ -123,6 +142,11 @@ class Context:
     def findings(self) -> list[Finding]:
         """Whether the head pays, in words; none without a head."""
         return [] if self.verdict is None else findings(self.verdict, self.quality)
+
+    @property
+    def decision(self) -> Decision | None:
+        """The same in one sentence, with the numbers that decide; None without a head."""
+        return None if self.verdict is None else decide(self.verdict, self.quality)
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +365,8 @@ def terminal(results: Results, context: Context | None = None) -> Group:
     first = overall(results)
     tables.append(Text(first.finding, style="bold"))
     tables += [Text(f"  {words}") for words in (first.exactness, *first.cautions) if words]
+    if context and context.decision:
+        tables.append(Text(context.decision.sentence, style="bold"))
     for finding in context.findings if context else ():
         tables.append(Text(finding.headline, style="bold"))
         tables += [Text(f"  {name}: {words}") for name, words in finding.brief.items()]
@@ -361,9 +387,11 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
         QUALITY_PLOTS,
         kinds,
         plot,
+        plot_head_training,
         plot_quality,
         plot_training,
         plot_trees,
+        plot_what_if,
         training_kinds,
         write_png,
     )
@@ -377,8 +405,12 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
     for name, history in context.trainings.items():
         if drawn := training_kinds(history):
             write_png(folder / f"training-{name}.png", plot_training(history, drawn))
+    if context.head_training is not None:
+        write_png(folder / "training-head.png", plot_head_training(context.head_training))
     if trees := context.trees:
         write_png(folder / "trees.png", plot_trees(trees))
+    if shown := panels(results):
+        write_png(folder / "what-if.png", plot_what_if(shown))
     path = folder / PAGE
     write_text(path, render_page(results, context))
     return path
@@ -418,10 +450,14 @@ def render_page(results: Results, context: Context) -> str:
         models=_models(results),
         quality=None if context.quality is None else _quality_section(context.quality),
         trainings=[
-            _training_section(number, *each)
-            for number, each in enumerate(context.trainings.items())
+            _training_section(number, name, history, context.objectives.get(name, ""))
+            for number, (name, history) in enumerate(context.trainings.items())
         ],
+        head_training=None
+        if context.head_training is None
+        else _head_training_section(context.head_training),
         trees=None if context.trees is None else _tree_section(context.trees, results),
+        what_if=what_if_section(results),
     )
 
 
@@ -480,6 +516,8 @@ def _quality_section(quality: Quality) -> dict[str, Any]:
         ]
         plots.append(_figure(kind, what.title, what.caption, drawings, legend))
     return {
+        "bins": bin_table(quality),
+        "bin_columns": BIN_COLUMNS,
         "tables": {domain: quality_rows(quality, domain) for domain in quality.domains()},
         "columns": QUALITY_COLUMNS,
         "plots": plots,
@@ -487,16 +525,18 @@ def _quality_section(quality: Quality) -> dict[str, Any]:
     }
 
 
-def _training_section(number: int, name: str, history: History) -> dict[str, Any]:
+def _training_section(number: int, name: str, history: History, objective: str) -> dict[str, Any]:
     """Table and drawings of how the draft was trained."""
-    from eval.reporting.plots import plot_training, to_svg, training_kinds
+    from eval.reporting.plots import plot_training_apart, to_svg, training_kinds
     from eval.reporting.training_charts import described_training
 
+    prefix = f"training{number}"
+    figures, legend = plot_training_apart(history)
     drawings = [
         Markup(  # safe as above
             to_svg(
-                plot_training(history, [kind]),
-                prefix=f"training{number}-{index}",
+                figures[index],
+                prefix=f"{prefix}-{index}",
                 title=f"{name}, {kind}",
                 description=described_training(history, kind),
             )
@@ -506,10 +546,25 @@ def _training_section(number: int, name: str, history: History) -> dict[str, Any
     return {
         "name": name,
         "summary": training_summary(history),
+        "objective": objective,
         "rows": training_rows(history),
         "columns": TRAINING_COLUMNS,
-        "drawings": drawings,
+        "plot": _figure(prefix, name, "", drawings, legend),
     }
+
+
+def _head_training_section(training: HeadTraining) -> dict[str, Any]:
+    """Drawing of how the head was trained."""
+    from eval.reporting.plots import plot_head_training, to_svg
+    from eval.reporting.training_charts import described_head_loss
+
+    svg = to_svg(
+        plot_head_training(training),
+        prefix="head-training",
+        title="acceptance head, loss",
+        description=described_head_loss(training),
+    )
+    return {"summary": training.summary, "drawing": Markup(svg)}  # safe as above
 
 
 def _models(results: Results) -> list[tuple[str, str]]:

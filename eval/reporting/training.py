@@ -1,11 +1,12 @@
-"""Tables of what training changed in a draft, on rollouts that were not trained on."""
+"""Trainings in words and tables: what was minimised, how long, and what it changed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 
-from specdata.history import Figures, History, Measurement
+from specdata.history import Figures, History, LoggedStep, Measurement
 
 ALL = "all"
 """Name of the row over all prompt sets."""
@@ -22,6 +23,39 @@ TRAINING_COLUMNS = (
     ("tokens a round, block K=4", "block_4", "Of rounds that draft 4, by block verification."),
     ("tokens a round, block K=8", "block_8", "Of rounds that draft 8, by block verification."),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTraining:
+    """How an acceptance head was trained.
+
+    Args:
+        losses: the objective in every step.
+        epochs: passes over the rows.
+        rows: labelled rollouts that it was trained on.
+        batch_size: of them in a step.
+        learning_rate: the largest.
+        rejection_weight: how much more the loss counts a rejection than an acceptance.
+    """
+
+    losses: tuple[float, ...]
+    epochs: int
+    rows: int
+    batch_size: int
+    learning_rate: float
+    rejection_weight: float = 1.0
+
+    @property
+    def summary(self) -> str:
+        """What the curve is, in sentences."""
+        weight = "" if self.rejection_weight == 1.0 else f", rejections x {self.rejection_weight:g}"
+        return (
+            f"Binary cross-entropy of predicted and true acceptance in nats{weight}, of the rows of"
+            f" each step before they are learnt from: {len(self.losses):,} optimizer steps of"
+            f" {self.batch_size} labelled rollouts, {self.epochs} passes over {self.rows:,};"
+            f" learning rate up to {self.learning_rate:g}, warmed up, then down to 0 as a cosine."
+            " True acceptance is a probability, so even a perfect head keeps a loss above 0."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +92,11 @@ def _cells(before: Figures, after: Figures) -> tuple[str, ...]:
 
 
 def training_summary(history: History) -> str:
-    """How long was trained and which weights were kept, in a sentence or two."""
+    """How long was trained, which weights were kept and at which rates, in a few sentences."""
+    return _course(history) + _rates(history.steps)
+
+
+def _course(history: History) -> str:
     if not history.steps and not history.measurements:
         return "Not trained: the draft is kept as it started."
     last = max([m.step for m in history.measurements] + [s.step for s in history.steps])
@@ -72,6 +110,18 @@ def training_summary(history: History) -> str:
     where = "it started from" if history.kept_step == 0 else f"of step {history.kept_step}"
     text += f". Kept: the weights {where}, which were best by {history.kept_by}"
     return f"{text}, on {_watched(history.measurements)} watched dev rollouts."
+
+
+def _rates(steps: tuple[LoggedStep, ...]) -> str:
+    """Learning rate and speed, as far as they were logged."""
+    text = ""
+    if rates := [(s.learning_rate, s.step) for s in steps if s.learning_rate is not None]:
+        top, step = max(rates)
+        text += f" Learning rate: {top:.2g} at most, logged at step {step}, and {rates[-1][0]:.2g}"
+        text += " at the end."
+    if speeds := [s.tokens_per_second for s in steps if s.tokens_per_second is not None]:
+        text += f" Median speed: {median(speeds):,.0f} tokens/s."
+    return text
 
 
 def _watched(measurements: tuple[Measurement, ...]) -> int:

@@ -1,13 +1,16 @@
-"""Drawings of a draft's training: its loss, and what was measured of it meanwhile."""
+"""Drawings of trainings: the loss of draft and head, and what was measured of the draft."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from eval.reporting.charts import INK, label
+from eval.reporting.charts import GRID, INK, LOOKS, label
+from eval.reporting.training import HeadTraining
 from specdata.history import History, Measurement
 
 # Okabe and Ito's colours, as in `eval.reporting.charts`, with markers that repeat the distinction.
@@ -28,13 +31,79 @@ ROUNDS = {
 }
 MARKED = 12
 """Lines of more points have no markers."""
+BLOCKS = 60
+"""A longer curve than twice this is drawn as means of so many blocks of equal length."""
 
 
 def draw_loss(axes: Axes, history: History) -> None:
     """The objective, as it was logged."""
     x = [step.step for step in history.steps]
-    _plot(axes, x, [step.loss for step in history.steps], *LINES[0], name="loss")
+    _draw_curve(axes, x, [step.loss for step in history.steps])
     _finish(axes, history, "loss")
+
+
+def draw_head_loss(axes: Axes, training: HeadTraining) -> None:
+    """The objective of a head in every step."""
+    losses = training.losses
+    _draw_curve(axes, range(1, len(losses) + 1), losses, LOOKS["head"].colour)
+    per_epoch = len(losses) / max(training.epochs, 1)
+    for epoch in range(1, training.epochs if per_epoch > 1 else 0):
+        axes.axvline(epoch * per_epoch, color=GRID, linewidth=0.9, zorder=0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="x", visible=False)  # the lines between epochs take its place
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss")
+
+
+def _draw_curve(
+    axes: Axes, x: Sequence[int], y: Sequence[float], colour: str = LINES[0][0]
+) -> None:
+    """A loss; a long one as means of blocks, with what four in five steps of a block lie within.
+
+    Blocks do not overlap and none is left out, so the line neither lags nor hides a step.
+    """
+    if len(x) <= 2 * BLOCKS:
+        _plot(axes, x, y, colour, LINES[0][1], name="loss")
+        return
+    blocks = loss_blocks(x, y)
+    middle = [block.middle for block in blocks]
+    axes.fill_between(
+        middle,
+        [block.low for block in blocks],
+        [block.high for block in blocks],
+        color=colour,
+        alpha=0.25,
+        linewidth=0,
+        label="four in five of its steps",
+    )
+    name = f"mean of {-(-len(x) // BLOCKS)} steps"
+    _plot(axes, middle, [block.mean for block in blocks], colour, "", name=name)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Consecutive points of a curve: their middle, and mean, 10 % and 90 % quantile of values."""
+
+    middle: float
+    mean: float
+    low: float
+    high: float
+
+
+def loss_blocks(x: Sequence[int], y: Sequence[float]) -> list[Block]:
+    """At most BLOCKS blocks of equal length, the last may be shorter.
+
+    Args:
+        x: (n,) steps.
+        y: (n,) losses.
+    """
+    size = -(-len(x) // BLOCKS)
+    blocks = []
+    for start in range(0, len(x), size):
+        steps, values = x[start : start + size], np.asarray(y[start : start + size])
+        low, high = np.quantile(values, (0.1, 0.9)).tolist()
+        blocks.append(Block((steps[0] + steps[-1]) / 2, float(values.mean()), low, high))
+    return blocks
 
 
 def draw_acceptance(axes: Axes, history: History) -> None:
@@ -78,7 +147,7 @@ def draw_by_position(axes: Axes, history: History) -> None:
 
 def _plot(
     axes: Axes,
-    x: Sequence[int],
+    x: Sequence[float],
     y: Sequence[float],
     colour: str,
     marker: str,
@@ -124,6 +193,12 @@ def described_training(history: History, kind: str) -> str:
         else f"step {m.step} token K=4 {m.overall.expected_tokens['token_4']:.2f}"
         for m in history.measurements
     )
+
+
+def described_head_loss(training: HeadTraining) -> str:
+    """The loss of a head in words, by block."""
+    blocks = loss_blocks(range(1, len(training.losses) + 1), training.losses)
+    return _values(f"step {block.middle:.0f} {block.mean:.4f}" for block in blocks)
 
 
 def _positions(measured: Measurement) -> str:

@@ -6,7 +6,7 @@ evaluation's prompts: by tokens a second over all prompt sets together, and for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -57,6 +57,24 @@ class Rival:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadCost:
+    """What asking a head costs, by the clock.
+
+    Args:
+        with_head: seconds of a forward of the draft and what is done about its token, the head's
+            answer included.
+        without: the same of the fixed length that it is compared with.
+        target: seconds of a forward of the target with the head.
+        method: that fixed length.
+    """
+
+    with_head: float
+    without: float
+    target: float
+    method: str
+
+
+@dataclass(frozen=True, slots=True)
 class HeadVerdict:
     """Whether a head pays, and what that was judged by.
 
@@ -73,6 +91,7 @@ class HeadVerdict:
         fastest: of all methods without a head, chosen in hindsight by speed on the evaluation's
             prompts, so looking better than it is; any verifier. Not judged by.
         choice: what the rivals were chosen by.
+        cost: what asking the head costs.
     """
 
     status: Status
@@ -85,6 +104,7 @@ class HeadVerdict:
     left_out: tuple[str, ...] = ()
     fastest: Rival | None = None
     choice: DevChoice | None = field(default=None)
+    cost: HeadCost | None = None
 
 
 def judge(results: Results, choice: DevChoice | None) -> HeadVerdict:
@@ -135,7 +155,28 @@ def judge(results: Results, choice: DevChoice | None) -> HeadVerdict:
         left_out=tuple(left_out),
         fastest=_fastest(mine, headless),
         choice=choice,
+        cost=_cost(mine, families["fixed"], rivals),
     )
+
+
+def _cost(
+    mine: Sequence[Run], fixed: Mapping[str, Sequence[Run]], rivals: Sequence[Rival]
+) -> HeadCost | None:
+    """Time of a draft step with the head and at the fixed length it is compared with."""
+    method = next(rival.method for rival in rivals if rival.rule == "fixed")
+    with_head, without = (_draft_step(runs) for runs in (mine, fixed[method]))
+    if not (with_head and without):
+        return None
+    records = [record for run in mine for record in run.generations]
+    target = sum(each.target_seconds for each in records) / sum(each.rounds for each in records)
+    return HeadCost(with_head, without, target, method)
+
+
+def _draft_step(runs: Sequence[Run]) -> float | None:
+    """Seconds of a drafted token; None if nothing was drafted or timed."""
+    records = [record for run in runs for record in run.generations]
+    drafted = sum(record.n_draft for record in records)
+    return sum(record.draft_seconds for record in records) / drafted if drafted else None
 
 
 def _families(results: Results) -> dict[str, dict[str, list[Run]]]:

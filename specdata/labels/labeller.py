@@ -42,6 +42,9 @@ POSITIONS = {"cpu": 32, "cuda": 256}
 # there, (C, V), and what else is stored of the target.
 DistributionsAt = Callable[[slice, Tensor], tuple[Tensor, Mapping[str, Tensor]]]
 
+PartDone = Callable[[float, int], object]
+"""Told of a number of rows that were labelled since the last call, and of their positions."""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -101,6 +104,7 @@ class Labeller:
         seed: the run's seed.
         tokens_at_once: tokens of one forward; a longer row goes by itself.
         draws: S, how many Y a position of the rows of split "train"; others have one.
+        part_done: told, after each batch, of its rows and of their positions.
     """
 
     distributions: Callable[[Batch], DistributionsAt]
@@ -110,6 +114,7 @@ class Labeller:
     seed: int
     tokens_at_once: int
     draws: int = 1
+    part_done: PartDone | None = None
 
     @torch.inference_mode()
     def __call__(self, rows: Sequence[Rollout]) -> list[Label]:
@@ -135,6 +140,8 @@ class Labeller:
                 if self.draws > 1 and rows[index]["split"] != "train":
                     mine |= {name: [] for name in MORE_DRAWS.names}
                 labels[index] = cast(Label, {**rows[index], **mine})
+            if self.part_done:
+                self.part_done(len(indices), sum(lengths))
         return [labels[index] for index in range(len(rows))]
 
     def _columns(self, batch: Batch) -> dict[str, Tensor]:

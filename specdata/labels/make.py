@@ -15,12 +15,14 @@ from specdata.errors import ConfigError, ManifestError
 from specdata.labels.config import LabelsConfig
 from specdata.labels.labeller import (
     Labeller,
+    PartDone,
     kept_distributions,
     target_distributions,
     tokens_at_once,
 )
 from specdata.labels.top_logits import TopLogitDistributions
 from specdata.lm_head import find_lm_head
+from specdata.prepack import prepacked
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset, load_stored
 from specdata.storage.manifest import read_manifest
@@ -28,7 +30,7 @@ from specdata.storage.resume import Settings, defaults_of, differences
 from specdata.storage.schema import LABELS, MORE_DRAWS, TOP_LOGITS, Label
 
 
-def make_labels(
+def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
     target: PreTrainedModel,
     draft: PreTrainedModel,
     rollouts: datasets.Dataset,
@@ -39,6 +41,7 @@ def make_labels(
     seed: int,
     settings: Settings,
     report: Callable[[int], object],
+    part_done: PartDone | None = None,
 ) -> int:
     """Label every position of every rollout, under the sampler that serving will use.
 
@@ -57,6 +60,7 @@ def make_labels(
         seed: the run's seed; a row's own seed is made of it and of what identifies the row.
         settings: what else decides the rows; stored in the manifest, compared on resume.
         report: called with the number of rows done.
+        part_done: told of work within a shard, as by `Labeller`.
 
     Returns:
         Number of labelled rollouts.
@@ -74,9 +78,11 @@ def make_labels(
         seed,
         tokens_at_once(p, q),
         _draws(config, sampling),
+        part_done,
     )
     settings = settings.extended({"top_logits": top})
-    return _fill(rollouts, folder, work, config, settings, report, keeps_logits=top > 0)
+    with prepacked(target, draft):
+        return _fill(rollouts, folder, work, config, settings, report, keeps_logits=top > 0)
 
 
 def labels_from_cache(
@@ -89,6 +95,7 @@ def labels_from_cache(
     seed: int,
     settings: Settings,
     report: Callable[[int], object],
+    part_done: PartDone | None = None,
 ) -> int:
     """Label the rollouts of an earlier labels dataset, from the target logits that it keeps.
 
@@ -103,6 +110,7 @@ def labels_from_cache(
         seed: as in `make_labels`; the same seed draws the same tokens.
         settings: what else decides the rows.
         report: called with the number of rows done.
+        part_done: told of work within a shard, as by `Labeller`.
 
     Raises:
         ConfigError: if the dataset keeps no logits, or not enough of them for this sampler.
@@ -124,9 +132,11 @@ def labels_from_cache(
         seed,
         tokens_at_once(q),
         _draws(config, sampling),
+        part_done,
     )
     settings = settings.extended({"bound": config.bound})
-    return _fill(load_stored(source), folder, work, config, settings, report)
+    with prepacked(draft):
+        return _fill(load_stored(source), folder, work, config, settings, report)
 
 
 def sampling_of(folder: Path) -> SamplingConfig:

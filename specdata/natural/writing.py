@@ -68,8 +68,8 @@ class Writer:
         return "".join(self._write(part) for part in parse(phrase))
 
     def sentence(self, phrase: str) -> str:
-        """As `write`, with "an" before a vowel, a capital at the start and no stray spaces."""
-        text = with_articles(self.write(phrase)).strip()
+        """As `write`, with "an" before a vowel, a capital at the start, one full stop at an end."""
+        text = re.sub(r"(?<=[.?!])\"[.,]", '"', with_articles(self.write(phrase)).strip())
         return text[:1].upper() + text[1:]
 
     def draw(self, section: str) -> str:

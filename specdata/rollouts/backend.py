@@ -6,7 +6,7 @@ neighbours; and its cache is copied whole for every token, which takes most of t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -24,6 +24,10 @@ from specdata.seeds import generator_for
 # The cache is copied when it is full, and when this share of a batch's rows has ended.
 GROWTH = 1.5
 LEAVE = 0.25
+# Tokens of the prompts that are read together, padding included, and how many that all begin with
+# are worth a forward of their own.
+PROMPT_TOKENS = {"cpu": 1024, "cuda": 16384}
+FEWEST_SHARED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +56,20 @@ class Completion:
     finish: Literal["eos", "length"]
 
 
+PartDone = Callable[[float, int], object]
+"""Told of rows, or parts of them, that were done since the last call, and of their new tokens."""
+
+
+def untold(_rows: float, _tokens: int) -> None:
+    """A `PartDone` that tells nobody."""
+
+
 class Backend(Protocol):
     """What completes prompts: a model in this process or a server."""
 
-    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+    def complete(
+        self, requests: Sequence[Request], part_done: PartDone = untold
+    ) -> list[Completion]:
         """Return one completion for each request, in their order.
 
         A completion must not depend on the other requests, except through rounding.
@@ -80,7 +94,9 @@ class TransformersBackend:
     batch_size: int
     seed: int
 
-    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+    def complete(
+        self, requests: Sequence[Request], part_done: PartDone = untold
+    ) -> list[Completion]:
         """See `Backend`. The same requests always make the same batches, hence the same bits."""
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].ids))
         completions: dict[int, list[int]] = {}
@@ -89,7 +105,13 @@ class TransformersBackend:
                 batch = order[start : start + self.batch_size]
                 rows = [requests[index] for index in batch]
                 uniforms = torch.stack([self._uniforms(row) for row in rows])
-                ids = sample_batch(self.model, [row.ids for row in rows], uniforms, self.sampling)
+                ids = sample_batch(
+                    self.model,
+                    [row.ids for row in rows],
+                    uniforms,
+                    self.sampling,
+                    part_done=part_done,
+                )
                 completions.update(zip(batch, ids, strict=True))
         ends = end_ids(self.model)
         return [
@@ -111,6 +133,7 @@ def sample_batch(
     *,
     ends: Collection[int] | None = None,
     vocabulary: int | None = None,
+    part_done: PartDone = untold,
 ) -> list[list[int]]:
     """Sample a batch by inverse CDF, so that a row depends on its own uniforms alone.
 
@@ -123,45 +146,40 @@ def sample_batch(
         sampling: the sampler of every token.
         ends: token ids that end a completion (default: the model's own).
         vocabulary: ids from here on are never drawn (default: the model's own vocabulary).
+        part_done: told of every token; a row that ends counts for what it might have become.
 
     Returns:
         B completions as token ids; one that ended before its uniforms did has an end token last.
     """
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in prompts])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
-    lengths = torch.tensor([len(row) for row in uniforms]).to(model.device)
+    limits = [len(row) for row in uniforms]
+    lengths = torch.tensor(limits).to(model.device)
     uniforms = pad_sequence(list(uniforms), batch_first=True).to(model.device)
-    ids, mask = ids.to(model.device), mask.to(model.device)
     ended_by = torch.tensor(
         sorted(end_ids(model) if ends is None else ends), dtype=torch.long, device=model.device
     )
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     cache = growing_cache(model)
+    logits, mask = read_prompts(model, prompts, cache)
+    positions = mask.sum(dim=1, keepdim=True) - 1
     drawn: list[list[int]] = [[] for _ in prompts]
     rows = list(range(len(prompts)))  # row of the batch -> prompt
     alive = torch.ones(len(rows), dtype=torch.bool, device=model.device)
     for step in range(uniforms.shape[1]):
-        logits = model(
-            input_ids=known_ids(ids, model),
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
         logits = to_vocabulary(logits, vocabulary or logits.shape[-1])
         token = inverse_cdf(probabilities(logits, sampling), uniforms[:, step])
-        for row, new, going in zip(rows, token.tolist(), alive.tolist(), strict=True):
-            if going:
+        going = {row for row, is_alive in zip(rows, alive.tolist(), strict=True) if is_alive}
+        for row, new in zip(rows, token.tolist(), strict=True):
+            if row in going:
                 drawn[row].append(new)
         alive = alive & ~torch.isin(token, ended_by) & (step + 1 < lengths)
-        # Rows that have ended stay where they are: the model may have no position beyond.
-        ids, positions = token.unsqueeze(1), positions[:, -1:] + alive.unsqueeze(1)
-        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-        left = int(alive.sum())
+        ended = {row for row, is_alive in zip(rows, alive.tolist(), strict=True) if not is_alive}
+        share = sum((limits[row] - step if row in ended else 1) / limits[row] for row in going)
+        part_done(share, len(going))
+        left = len(rows) - len(ended)
         if left == 0:
             break
+        # Rows that have ended stay where they are: the model may have no position beyond.
+        ids, positions = token.unsqueeze(1), positions + alive.unsqueeze(1)
+        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
         if left <= (1 - LEAVE) * len(rows):
             keep = alive.nonzero().squeeze(1)
             cache.batch_select_indices(keep)
@@ -169,7 +187,100 @@ def sample_batch(
                 part[keep] for part in (ids, positions, mask, uniforms, lengths, alive)
             )
             rows = [rows[index] for index in keep.tolist()]
+        logits = _forward(model, ids, mask, positions, cache)
     return drawn
+
+
+def read_prompts(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], cache: DynamicCache
+) -> tuple[Tensor, Tensor]:
+    """Fill an empty cache with prompts, and return what follows them.
+
+    What all prompts begin with, as chat templates do, is read once, and the rest a few prompts at a
+    time, so that those of like length, which should stand together, are padded little. Models with
+    other layers than plain ones in their cache read everything at once.
+
+    Args:
+        model: the language model.
+        prompts: B prompts of any lengths.
+        cache: an empty cache of `growing_cache`.
+
+    Returns:
+        Logits after each prompt (B, V), and which positions of the cache hold its tokens: a mask
+        (B, length), 1 at tokens and 0 at padding.
+    """
+    plain = all(type(layer) is GrowingLayer for layer in cache.layers)
+    shared = _shared_length(prompts) if plain else 0
+    beginning = growing_cache(model)
+    if shared:
+        ids = torch.tensor([prompts[0][:shared]], device=model.device)
+        mask = torch.ones_like(ids)
+        _forward(model, ids, mask, mask.cumsum(dim=1) - 1, beginning)
+    rest = [list(prompt[shared:]) for prompt in prompts]
+    width = max(map(len, rest))
+    most = PROMPT_TOKENS.get(model.device.type, PROMPT_TOKENS["cpu"])
+    at_once = max(1, most // width) if plain else len(rest)
+    logits, masks, parts = [], [], []
+    for start in range(0, len(rest), at_once):
+        rows = rest[start : start + at_once]
+        longest = max(map(len, rows))
+        padding = [[0] * (longest - len(row)) for row in rows]
+        ids = torch.tensor([zeros + row for zeros, row in zip(padding, rows, strict=True)])
+        mask = torch.tensor(
+            [
+                [1] * shared + zeros + [1] * len(row)
+                for zeros, row in zip(padding, rows, strict=True)
+            ]
+        )
+        ids, mask = ids.to(model.device), mask.to(model.device)
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, shared:]
+        part = cache if at_once >= len(rest) else growing_cache(model)
+        if shared:
+            for layer, begun in zip(part.layers, beginning.layers, strict=True):
+                like = (len(rows), -1, -1, -1)
+                layer.update(begun.keys.expand(like), begun.values.expand(like))
+        logits.append(_forward(model, ids, mask, positions, part))
+        masks.append(_padded(mask.unsqueeze(-1), shared, width - longest).squeeze(-1))
+        if part is not cache:
+            parts.append((part, width - longest))
+    for index, layer in enumerate(cache.layers if parts else ()):
+        pieces = [(part.layers[index], padding) for part, padding in parts]
+        keys = torch.cat([_padded(piece.keys, shared, padding) for piece, padding in pieces])
+        values = torch.cat([_padded(piece.values, shared, padding) for piece, padding in pieces])
+        layer.update(keys, values)
+    return torch.cat(logits), torch.cat(masks)
+
+
+def _shared_length(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all prompts begin with, at least one token left to each; 0 for few."""
+    first, last = min(prompts), max(prompts)  # all others lie between them
+    most = min(map(len, prompts)) - 1
+    unlike = (place for place in range(most) if first[place] != last[place])
+    shared = next(unlike, most) if len(prompts) > 1 else 0
+    return shared if shared >= FEWEST_SHARED else 0
+
+
+def _padded(part: Tensor, shared: int, padding: int) -> Tensor:
+    """(..., n, size) with zeros after the first `shared` of n: (..., n + padding, size)."""
+    if not padding:
+        return part
+    zeros = part.new_zeros(*part.shape[:-2], padding, part.shape[-1])
+    return torch.cat([part[..., :shared, :], zeros, part[..., shared:, :]], dim=-2)
+
+
+def _forward(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache
+) -> Tensor:
+    """Logits (B, V) after the last of the new tokens (B, n), which the cache then holds."""
+    logits: Tensor = model(
+        input_ids=known_ids(ids, model),
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    ).logits[:, -1]
+    return logits
 
 
 def growing_cache(model: PreTrainedModel) -> DynamicCache:

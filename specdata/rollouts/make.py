@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdata.prompts.chat_templates import Message, next_turn
 from specdata.prompts.loading import Prompt
-from specdata.rollouts.backend import Backend, Completion, Request
+from specdata.rollouts.backend import Backend, Completion, PartDone, Request, untold
 from specdata.rollouts.config import RolloutConfig
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.resume import Settings
@@ -43,6 +43,7 @@ def make_rollouts(
     dialogue: Dialogue | None = None,
     settings: Settings,
     report: Callable[[int], object],
+    part_done: PartDone = untold,
 ) -> int:
     """Complete every prompt, turn after turn, and store the dataset (see `fill_dataset`).
 
@@ -57,6 +58,7 @@ def make_rollouts(
         dialogue: needed where prompts have follow-ups.
         settings: everything that decides the rows; stored in the manifest, compared on resume.
         report: called with the number of rows done.
+        part_done: told of work within a shard.
 
     Returns:
         Number of completions in the dataset.
@@ -69,7 +71,10 @@ def make_rollouts(
         ordered[start : start + config.shard_size]
         for start in range(0, len(ordered), config.shard_size)
     ]
-    shards = [partial(complete_group, backend, group, config.samples, dialogue) for group in groups]
+    shards = [
+        partial(complete_group, backend, group, config.samples, dialogue, part_done)
+        for group in groups
+    ]
     return fill_dataset(folder, ROLLOUTS, settings, shards, report)
 
 
@@ -114,7 +119,11 @@ class _Turn:
 
 
 def complete_group(
-    backend: Backend, group: Sequence[Prompt], samples: int, dialogue: Dialogue | None
+    backend: Backend,
+    group: Sequence[Prompt],
+    samples: int,
+    dialogue: Dialogue | None,
+    part_done: PartDone = untold,
 ) -> list[Rollout]:
     """Complete all samples and turns of some prompts; rows by prompt, then sample, then turn."""
     turns = [
@@ -124,7 +133,7 @@ def complete_group(
     ]
     rows: dict[tuple[int, int, int], Rollout] = {}
     while turns:
-        completions = backend.complete([turn.request() for turn in turns])
+        completions = backend.complete([turn.request() for turn in turns], part_done)
         pairs = list(zip(turns, completions, strict=True))
         rows.update((turn.place, turn.row(completion)) for turn, completion in pairs)
         turns = []

@@ -18,13 +18,13 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import httpx2
 
 from specdata.errors import ConfigError
-from specdata.rollouts.backend import Completion, Request
+from specdata.rollouts.backend import Completion, PartDone, Request, untold
 from specdata.rollouts.config import VllmConfig
 from specdata.sampling import SamplingConfig
 from specdata.seeds import seed_for
@@ -130,7 +130,9 @@ class VllmBackend:
         length: int | None = served[self.model].get("max_model_len")
         return length
 
-    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+    def complete(
+        self, requests: Sequence[Request], part_done: PartDone = untold
+    ) -> list[Completion]:
         """See `Backend`; up to `config.concurrency` requests are under way at once.
 
         Raises:
@@ -140,6 +142,8 @@ class VllmBackend:
         with ThreadPoolExecutor(self.config.concurrency) as pool:
             futures = [pool.submit(self._complete, request) for request in requests]
             try:
+                for future in as_completed(futures):
+                    part_done(1, len(future.result().ids))
                 return [future.result() for future in futures]
             except BaseException:
                 pool.shutdown(cancel_futures=True)

@@ -1,0 +1,220 @@
+"""The table and picture of a finished evaluation for a README.
+
+python -m eval.reporting.table RESULTS [--method NAME ...] [--out FOLDER]
+draftsmith table RESULTS [--method NAME ...] [--out FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from eval.measuring.methods import PLAIN
+from eval.measuring.results import Results, Run, check_metrics, read_results
+from eval.reporting.rendering import NOT_MEASURED, escape_markdown
+from specdata.config import nearest
+from specdata.errors import ConfigError, ManifestError
+from specdata.storage.files import write_text
+from specdata.terminal import visible
+
+ROWS = 14
+"""Most methods of a table that nobody chose."""
+RESULTS, PAGE, PICTURE = "results.json", "report.html", "speedup.png"
+BEGIN, END = "<!-- table of {path} -->", "<!-- end of table -->"
+"""Lines of a document between which the table of a results file stands."""
+
+
+def readme_table(results: Results, methods: Sequence[str] = ()) -> str:
+    """A Markdown table: a method a row, its speed-up on each prompt set and its counts over all.
+
+    Args:
+        results: of one evaluation.
+        methods: which, in this order; by default of each kind of method the one setting that is
+            fastest over all prompt sets, plain decoding first, at most ROWS.
+
+    Raises:
+        ConfigError: if a method is not in the results.
+    """
+    rows = chosen(results, methods)
+    sets = results.datasets()
+    lines = [
+        _line("method", *(escape_markdown(name) for name in sets), *COUNTS),
+        _line("---", *["---:"] * (len(sets) + len(COUNTS))),
+    ]
+    for name in rows:
+        runs = {run.dataset: run for run in results.runs if run.method == name}
+        speeds = [_speed(runs[each]) if each in runs else NOT_MEASURED for each in sets]
+        mark = "" if all(run.lossless for run in runs.values()) else " †"
+        lines.append(_line(escape_markdown(name) + mark, *speeds, *_counts(list(runs.values()))))
+    return "\n".join([*lines, "", _footnote(results, by_hand=bool(methods))]) + "\n"
+
+
+COUNTS = ("tokens a target call", "acceptance", "discard")
+
+
+def chosen(results: Results, methods: Sequence[str] = ()) -> list[str]:
+    """The names of the rows of `readme_table`."""
+    known = list(dict.fromkeys(run.method for run in results.runs))
+    for name in methods:
+        if name not in known:
+            raise ConfigError(f"no method {name!r} was measured: {nearest(name, known)}")
+    if methods:
+        return list(methods)
+    kinds: dict[tuple[str | None, ...], list[str]] = {}
+    for name in known:
+        run = next(run for run in results.runs if run.method == name)
+        if name != PLAIN:
+            kinds.setdefault((run.drafter, run.verifier, run.stop), []).append(name)
+    best = [max(names, key=lambda name: _rate(results, name)) for names in kinds.values()]
+    best.sort(key=lambda name: -_rate(results, name))
+    plain = [PLAIN] if PLAIN in known else []
+    return plain + best[: ROWS - len(plain)]
+
+
+def selection(results: Results, methods: Sequence[str]) -> Results:
+    """The results of some methods alone, in this order."""
+    order = {name: place for place, name in enumerate(methods)}
+    runs = sorted(
+        (run for run in results.runs if run.method in order),
+        key=lambda run: (results.datasets().index(run.dataset), order[run.method]),
+    )
+    return results.model_copy(update={"runs": runs})
+
+
+def _rate(results: Results, name: str) -> float:
+    """Tokens a second over all prompt sets; tokens a target call where nothing was timed."""
+    records = [r for run in results.runs if run.method == name for r in run.generations]
+    cost = sum(r.seconds for r in records) or sum(r.rounds for r in records)
+    return sum(r.tokens for r in records) / cost
+
+
+def _speed(run: Run) -> str:
+    if run.speedup is None:
+        return NOT_MEASURED
+    low, high = run.intervals["speedup"]
+    return f"{run.speedup:.2f}x [{low:.2f}, {high:.2f}]"
+
+
+def _counts(runs: Sequence[Run]) -> tuple[str, ...]:
+    """Over all prompt sets together, in the order of COUNTS."""
+    records = [record for run in runs for record in run.generations]
+    tokens = sum(record.tokens for record in records)
+    depth = sum(record.depth for record in records)
+    accepted = sum(record.accepted for record in records)
+    return (
+        f"{tokens / sum(record.rounds for record in records):.2f}",
+        f"{accepted / depth:.3f}" if depth else NOT_MEASURED,
+        f"{sum(record.n_discarded for record in records) / tokens:.2f}",
+    )
+
+
+def _footnote(results: Results, *, by_hand: bool) -> str:
+    where, first = results.environment, results.runs[0]
+    prompts = ", ".join(f"{each} {results.of(each)[0].prompts}" for each in results.datasets())
+    settings = ", ".join(f"{name} {value}" for name, value in first.sampling.items())
+    hardware = where.hardware
+    machine = hardware.get("gpu") or f"{hardware.get('cores')} cores of {hardware.get('cpu')}"
+    threads = f", {hardware['threads']} of torch's threads" if hardware.get("threads") else ""
+    commit = f", commit {where.git_commit[:7]}" if where.git_commit else ""
+    text = (
+        f"Speed-up over the target alone, same prompts, interleaved; brackets hold 95 % bootstrap"
+        f" intervals over prompts. Counts are over all prompt sets. Prompts: {prompts}; {settings}."
+        f" {machine}{threads}, {where.dtype}{commit}."
+    )
+    if not by_hand:
+        text += " Of each kind of method the setting that was fastest on these prompts."
+    if any(not run.lossless for run in results.runs):
+        text += " † changes the target's distribution."
+    return escape_markdown(text)
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def table_in(document: str, path: str) -> str | None:
+    """The table of a results file in a document, between its marks; None if it has none.
+
+    Args:
+        document: Markdown.
+        path: the results file as the marks name it.
+
+    Raises:
+        ValueError: if there is no end mark.
+    """
+    begin = BEGIN.format(path=path) + "\n"
+    if begin not in document:
+        return None
+    rest = document.split(begin, 1)[1]
+    if END not in rest:
+        raise ValueError(f"the table of {path} must end with the line {END}")
+    return rest.split(END, 1)[0]
+
+
+def write_evidence(results: Results, source: Path, out: Path, methods: Sequence[str]) -> None:
+    """What to commit of an evaluation: its results, its report and a picture of the table.
+
+    The results are written without white space, half as large; nothing else is left out.
+
+    Args:
+        results: what `source` holds.
+        source: results.json, its report beside it.
+        out: folder, created if missing.
+        methods: those of the picture.
+    """
+    from eval.reporting.plots import plot, write_png  # imports matplotlib
+
+    values = results.model_dump(mode="json")
+    text = json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    write_text(out / RESULTS, text + "\n")
+    if (page := source.with_name(PAGE)).is_file():
+        shutil.copyfile(page, out / PAGE)
+    write_png(out / PICTURE, plot("speedup", selection(results, methods), results.datasets()))
+
+
+def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
+    """Print the table; returns the exit status, 2 for unusable input."""
+    parser = argparse.ArgumentParser(
+        program or "python -m eval.reporting.table",
+        description="Print a finished evaluation as a Markdown table, for a README.",
+    )
+    parser.add_argument("results", type=Path, help="results.json, or the folder that holds it")
+    parser.add_argument(
+        "--method",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a row; again for more. By default the fastest setting of each kind of method",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help=f"also write what to commit there: {RESULTS}, {PAGE} and {PICTURE}",
+    )
+    asked = parser.parse_args(arguments)
+    path = asked.results / RESULTS if asked.results.is_dir() else asked.results
+    try:
+        results = read_results(path)
+        check_metrics(results, path)
+        methods = chosen(results, asked.method)
+        table = readme_table(results, asked.method)
+        if asked.out is not None:
+            if not results.timed:
+                raise ConfigError(f"{path} holds no speeds to draw: measure with eval.batch 1")
+            if asked.out.resolve() == path.parent.resolve():
+                raise ConfigError(f"--out must be another folder than that of {path}")
+            write_evidence(results, path, asked.out, methods)
+    except (ConfigError, ManifestError) as error:
+        sys.stderr.write(f"error: {visible(str(error))}\n")
+        return 2
+    sys.stdout.write(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""Where a draft starts and how its training steps: aligned outputs, Muon, frozen embeddings."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers import PreTrainedModel
+
+from distill import initial
+from distill.config import DistilConfig, InitConfig
+from distill.initial import align_output, cut, decoder_layers, make_initial
+from distill.muon import MuonWithAdamW, muon_optimizer
+from distill.trainer import DistilTrainer, draft_trainer
+from specdata.draft_vocabulary import reduce_vocabulary
+from specdata.errors import ConfigError
+from specdata.lm_head import hidden_states
+from specdata.models import load_model
+from specdata.sampling import SamplingConfig
+from tests.families import tiny
+from tests.random_pair import random_pair, texts_of
+
+ROWS = Dataset.from_list(
+    [
+        {
+            "prompt_ids": [(7 * row + place) % 37 + 1 for place in range(3)],
+            "completion_ids": [(11 * row + 3 * place) % 37 + 1 for place in range(12)],
+        }
+        for row in range(20)
+    ]
+)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    random_pair(folder)
+    return folder
+
+
+def states_of(model: PreTrainedModel) -> torch.Tensor:
+    """Last hidden states at the completion positions of all rows."""
+    parts = []
+    for row in ROWS:
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+        parts.append(hidden_states(model, ids)[0, len(row["prompt_ids"]) - 1 : -1])
+    return torch.cat(parts)
+
+
+# --- aligned output matrices
+
+
+@pytest.mark.parametrize("family", ["llama", "granite", "gpt2"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_aligned_output_is_the_targets_after_the_least_squares_map_of_the_states(
+    family: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(initial, "RIDGE", 0.0)
+    target = tiny(family, 0, vocab=40, tie_word_embeddings=tied, dtype=torch.float64)
+    embedding = target.get_input_embeddings().weight.detach().clone()
+    draft = cut(target, [0])
+    ours, theirs = states_of(draft), states_of(target)
+    shortcut = torch.linalg.lstsq(ours, theirs).solution
+    expected = target.get_output_embeddings().weight @ shortcut.T
+    align_output(draft, target, ROWS)
+    torch.testing.assert_close(draft.get_output_embeddings().weight, expected)
+    assert draft.get_input_embeddings().weight.equal(embedding)
+    assert target.get_input_embeddings().weight.equal(embedding)
+    assert not draft.config.get_text_config().tie_word_embeddings
+
+
+def test_all_layers_are_aligned_already() -> None:
+    target = tiny("llama", 0, vocab=40, dtype=torch.float64)
+    draft = cut(target, range(len(decoder_layers(target)[1])))
+    align_output(draft, target, ROWS)
+    ids = torch.arange(1, 13).unsqueeze(0)
+    gap = (draft(input_ids=ids).logits - target(input_ids=ids).logits).abs().max()
+    # The ridge alone shrinks it.
+    assert gap < 0.2 * target(input_ids=ids).logits.abs().max()
+
+
+def test_an_aligned_reduced_draft_is_made_and_loads(pair: Path, tmp_path: Path) -> None:
+    def acceptance(**config: Any) -> float:
+        out = tmp_path / str(config)
+        rollouts = texts_of(pair, 8, seed=1)
+        make_initial(
+            target=pair / "target",
+            draft=None,
+            rollouts=rollouts,
+            out=out,
+            config=InitConfig(kind="target", layers=1, vocabulary=30, **config),
+            sampling=SamplingConfig(),
+            seed=0,
+        )
+        draft, target = load_model(str(out)), load_model(str(pair / "target"))
+        total = 0.0
+        for row in rollouts:
+            ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+            p, q = (model(input_ids=ids).logits.softmax(-1) for model in (target, draft))
+            total += float(torch.minimum(p, q).sum(-1).mean().detach())
+        return total
+
+    assert acceptance(align=True) > acceptance()
+
+
+def test_only_layers_of_the_target_can_be_aligned() -> None:
+    with pytest.raises(ValueError, match="align"):
+        InitConfig(kind="fresh", align=True)
+
+
+# --- Muon
+
+
+def muon(model: PreTrainedModel) -> MuonWithAdamW:
+    return muon_optimizer(model, decoder_layers(model)[1], lr=1e-2, betas=(0.9, 0.95))
+
+
+def stepped(model: PreTrainedModel, optimizer: torch.optim.Optimizer, seeds: range) -> None:
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for weight in model.parameters():
+            weight.grad = torch.randn(weight.shape, generator=generator)
+        optimizer.step()
+
+
+def test_muon_steps_the_matrices_of_the_layers_and_adamw_all_else() -> None:
+    model = tiny("llama", 0, vocab=40, dtype=torch.float32)
+    _, layers = decoder_layers(model)
+    inner = {id(weight) for weight in layers.parameters() if weight.ndim == 2}
+    alike = copy.deepcopy(model)
+    stepped(model, muon(model), range(3))
+    twins = dict(alike.named_parameters())
+    expected: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(
+            [twins[n] for n, w in model.named_parameters() if id(w) in inner],
+            lr=1e-2,
+            weight_decay=0.0,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(
+            [twins[n] for n, w in model.named_parameters() if id(w) not in inner],
+            lr=1e-2,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+        ),
+    ]
+    for seed in range(3):
+        for optimizer in expected:
+            stepped(alike, optimizer, range(seed, seed + 1))
+    for name, weight in model.named_parameters():
+        assert weight.equal(twins[name]), name
+
+
+def test_a_scheduler_sets_the_rate_of_both_also_after_a_state_is_loaded() -> None:
+    model = tiny("llama", 0, vocab=40, dtype=torch.float32)
+    first = muon(model)
+    stepped(model, first, range(2))
+    stored, weights = copy.deepcopy(first.state_dict()), copy.deepcopy(model.state_dict())
+    stepped(model, first, range(2, 4))
+    expected = copy.deepcopy(model.state_dict())
+    model.load_state_dict(weights)
+    second = muon(model)
+    second.load_state_dict(stored)
+    stepped(model, second, range(2, 4))
+    for name, value in model.state_dict().items():
+        assert value.equal(expected[name]), name
+    schedule = torch.optim.lr_scheduler.LambdaLR(second, lambda _: 0.0)
+    stepped(model, second, range(4, 6))
+    schedule.step()
+    assert [group["lr"] for part in second.parts for group in part.param_groups] == [0.0, 0.0]
+    for name, value in model.state_dict().items():
+        assert value.equal(expected[name]), name
+
+
+def test_adapters_are_not_trained_with_muon() -> None:
+    with pytest.raises(ValueError, match="optimizer must be adamw with lora"):
+        DistilConfig(optimizer="muon", lora={"rank": 2})
+    with pytest.raises(ValueError, match="freeze_embeddings must be left out with lora"):
+        DistilConfig(freeze_embeddings=True, lora={"rank": 2})
+
+
+# --- frozen embeddings
+
+
+def trainer_of(pair: Path, work: Path, draft: PreTrainedModel) -> DistilTrainer:
+    config = DistilConfig(
+        epochs=2, batch_size=4, learning_rate=1e-2, freeze_embeddings=True, report_to=[]
+    )
+    target, rows = load_model(str(pair / "target")), texts_of(pair, 8, seed=1)
+    trainer = draft_trainer(target, draft, rows, work, config, SamplingConfig(), 0)
+    assert isinstance(trainer, DistilTrainer)
+    return trainer
+
+
+def test_a_frozen_embedding_stays_and_all_else_learns(pair: Path, tmp_path: Path) -> None:
+    draft = load_model(str(pair / "draft"))
+    reduce_vocabulary(draft, range(40))
+    before = {name: weight.detach().clone() for name, weight in draft.named_parameters()}
+    trainer_of(pair, tmp_path, draft).train()
+    embedding = draft.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    for name, weight in draft.named_parameters():
+        assert weight.equal(before[name]) == (weight is embedding.weight), name
+
+
+def test_a_tied_embedding_cannot_be_frozen(pair: Path, tmp_path: Path) -> None:
+    draft = load_model(str(pair / "draft"))
+    draft.config.tie_word_embeddings = True
+    draft.get_output_embeddings().weight = draft.get_input_embeddings().weight
+    with pytest.raises(ConfigError, match="reduce the vocabulary"):
+        trainer_of(pair, tmp_path, draft)

