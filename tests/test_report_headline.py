@@ -27,6 +27,22 @@ def results() -> Results:
     return synthetic_results(datasets=("alpaca", "gsm8k"))
 
 
+@pytest.fixture(scope="module")
+def few(results: Results) -> Results:
+    """Few methods, so that drawing them is quick."""
+    return only(results, "plain", "fixed-4", "head-0.9", "transformers", "biased-0.05")
+
+
+@pytest.fixture(scope="module")
+def page(few: Results) -> str:
+    return render_page(few, Context())
+
+
+@pytest.fixture(scope="module")
+def hostile_page(few: Results) -> str:
+    return shown(few, ROUNDS)
+
+
 def rebuilt(results: Results, change: Callable[[Run], Run | None]) -> Results:
     """The results of changed runs; those of which nothing is left are dropped."""
     runs = [changed for run in results.runs if (changed := change(run)) is not None]
@@ -107,7 +123,7 @@ def test_the_fastest_of_one_set_is_the_fastest_pooled(results: Results) -> None:
     assert [row.method for row in pooled[1]] == [run.method for run in single[1]]
 
 
-def test_the_pooled_table_stands_beside_those_of_the_sets(results: Results) -> None:
+def test_the_pooled_table_stands_beside_those_of_the_sets(results: Results, page: str) -> None:
     section = pooled_section(results)
     assert section is not None
     assert section.dataset == ALL_SETS
@@ -115,7 +131,6 @@ def test_the_pooled_table_stands_beside_those_of_the_sets(results: Results) -> N
     assert [row.mark for row in section.rows].count("★") == 1
     assert "counts alike" in section.summary
     assert pooled_section(rebuilt(results, lambda r: r if r.dataset == "alpaca" else None)) is None
-    page = render_page(results, Context())
     assert page.index(f"<strong>{ALL_SETS}") < page.index("<strong>alpaca")
 
 
@@ -123,7 +138,7 @@ def test_the_pooled_table_stands_beside_those_of_the_sets(results: Results) -> N
 
 
 def test_the_first_sentence_names_the_fastest_lossless_method_and_its_paired_intervals(
-    results: Results,
+    results: Results, page: str
 ) -> None:
     said = overall(results)
     rows = {row.method: row for row in pool(results)}
@@ -141,7 +156,6 @@ def test_the_first_sentence_names_the_fastest_lossless_method_and_its_paired_int
     assert f"{PROMPTS} of alpaca, {PROMPTS} of gsm8k, each set counting alike" in said.basis
     assert "at temperature 1.0, top-k 50" in said.basis
     assert "Simulated CPU @ 2.0 GHz, 1 thread." in said.basis
-    page = render_page(results, Context())
     assert page.index('class="finding"') < page.index('id="results"')
 
 
@@ -194,11 +208,11 @@ def test_without_times_nothing_is_called_fastest() -> None:
 
 
 def test_few_prompts_and_wide_intervals_carry_a_warning_and_enough_carry_none(
-    results: Results,
+    results: Results, few: Results, page: str
 ) -> None:
     assert PROMPTS < FEW_PROMPTS
-    few = overall(results).cautions[0]
-    assert f"alpaca {PROMPTS}, gsm8k {PROMPTS}; fewer than {FEW_PROMPTS} a set" in few
+    said = overall(results).cautions[0]
+    assert f"alpaca {PROMPTS}, gsm8k {PROMPTS}; fewer than {FEW_PROMPTS} a set" in said
     assert is_wide(1.0, (0.89, 1.11))
     assert not is_wide(1.0, (0.91, 1.09))
     (row,) = [row for row in sections_of(results)[0].rows if row.method == "fixed-12"]
@@ -206,8 +220,7 @@ def test_few_prompts_and_wide_intervals_carry_a_warning_and_enough_carry_none(
     assert run.method == "fixed-12"
     assert row.figures[0].interval.endswith("~") == is_wide(*run.rate("speedup"))
     assert "Fewer than 24 prompts" in sections_of(results)[0].footnote
-    page = render_page(results, Context())
-    assert page.count('class="caution"') == len(overall(results).cautions)
+    assert page.count('class="caution"') == len(overall(few).cautions) > 0
 
     def more(run: Run) -> Run:
         """Each prompt 40 times under other names: no set is small."""
@@ -223,7 +236,9 @@ def test_few_prompts_and_wide_intervals_carry_a_warning_and_enough_carry_none(
     assert "Fewer than" not in sections_of(enough)[0].footnote
 
 
-def test_every_figure_of_every_table_has_its_interval(results: Results) -> None:
+def test_every_figure_of_every_table_has_its_interval(
+    results: Results, few: Results, page: str
+) -> None:
     pooled = pooled_section(results)
     assert pooled is not None
     cells = 0
@@ -234,8 +249,7 @@ def test_every_figure_of_every_table_has_its_interval(results: Results) -> None:
                     assert re.fullmatch(r"\[[\d.]+, [\d.]+\]~?", figure.interval), row.method
                     cells += 1
     assert cells == 3 * (6 * len(results.of("alpaca")) - 1)
-    page = render_page(results, Context())
-    run = results.runs[1]
+    run = few.runs[1]
     for name, decimals in (("acceptance_rate", 3), ("discard_rate", 3), ("block_efficiency", 2)):
         low, high = run.intervals[name]
         assert f"[{low:.{decimals}f}, {high:.{decimals}f}]" in page
@@ -269,7 +283,7 @@ def test_the_figures_of_a_position_are_those_of_the_generations(results: Results
 
 
 def test_the_table_of_an_adaptive_rule_says_how_many_tokens_reached_each_position(
-    results: Results,
+    results: Results, page: str
 ) -> None:
     (run,) = [run for run in results.of("alpaca") if run.method == "head-0.9"]
     table = position_tables(results, adaptive=True)[0]
@@ -280,7 +294,6 @@ def test_the_table_of_an_adaptive_rule_says_how_many_tokens_reached_each_positio
     counts = [each.drafted for each in positions_of(run)]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] < counts[0]
-    page = render_page(results, Context())
     assert "Not to be compared with fixed lengths" in page
     assert all(cell[1] in page for cell in cells)
 
@@ -350,43 +363,43 @@ def shown(results: Results, rounds: list[RoundText], prompt: str = HOSTILE) -> s
 
 
 def test_what_is_not_struck_through_is_the_decoded_text_and_nothing_of_it_is_markup(
-    results: Results,
+    hostile_page: str,
 ) -> None:
-    page = shown(results, ROUNDS)
-    found = Tokens(page)
+    found = Tokens(hostile_page)
     assert found.kept == TEXT == SampleText(rounds=ROUNDS, is_whole=True).text
     assert "script" not in found.tags
     assert "49" not in found.kept
-    assert page.count("<script") == 0
+    assert "<script" not in hostile_page
 
 
-def test_accepted_discarded_and_added_tokens_differ_without_colour(results: Results) -> None:
-    found = Tokens(shown(results, ROUNDS))
+def test_accepted_discarded_and_added_tokens_differ_without_colour(hostile_page: str) -> None:
+    found = Tokens(hostile_page)
     tags: dict[str, list[str]] = {"u": [], "del": [], "b": []}
     for tag, text in found.tokens:
         tags[tag].append(text)
     assert tags["u"] == ["a ", "<b>", "", "é\n\n", "  x", "end"]
     assert tags["del"] == ["⏎", UNSEEN, HOSTILE, "no"]
     assert tags["b"] == [" </u>", "&lt;", HOSTILE]
-    page = shown(results, ROUNDS)
+    page = hostile_page
     assert 'title="Round 1: 5 drafted, 2 accepted, one corrected by the target"' in page
     assert 'title="Round 2: 3 drafted, 3 accepted, and one more token"' in page
     assert 'title="Round 4: 1 drafted, 1 accepted"' in page
 
 
-def test_prompts_are_folded_and_bounded_and_hostile_ones_are_text(results: Results) -> None:
-    page = shown(results, ROUNDS * 400, prompt=HOSTILE * 400)
+def test_prompts_are_folded_and_bounded_and_hostile_ones_are_text(few: Results, page: str) -> None:
+    without = page
+    page = shown(few, ROUNDS * 400, prompt=HOSTILE * 400)
     assert page.count("<script") == 0
     assert "characters …]" in page
     assert "; its begin" in page
     assert len(Tokens(page).tokens) <= MOST_TOKENS + 6
     assert '<details class="sample">' in page
     assert "open>" not in page
-    assert len(page) - len(render_page(results, Context())) < 40_000
+    assert len(page) - len(without) < 40_000
 
 
 def test_few_methods_are_shown_the_best_first_and_sets_without_samples_left_out(
-    results: Results,
+    results: Results, page: str
 ) -> None:
     runs = [run for run in results.of("alpaca") if run.drafter is not None]
     text = SampleText(rounds=ROUNDS, is_whole=True)
@@ -400,4 +413,4 @@ def test_few_methods_are_shown_the_best_first_and_sets_without_samples_left_out(
     assert len(methods) <= MOST_METHODS
     assert any(method.startswith("head") for method in methods)
     assert any(method.startswith("fixed") for method in methods)
-    assert "Prompt by prompt" not in render_page(results, Context())
+    assert "Prompt by prompt" not in page

@@ -125,8 +125,8 @@ def _finding_of_counts(best: PooledRow | None, batch: int) -> str:
         return text + "."
     value, within = best.value("block_efficiency"), best.interval("block_efficiency")
     return (
-        f"{text}, so nothing is said of what is fastest. Most tokens a forward of the target:"
-        f" {best.method}, {value:.2f} {_interval(within)}."
+        f"{text}: counts alone, which say nothing of the draft's cost. Most tokens a forward of"
+        f" the target: {best.method}, {value:.2f} {_interval(within)}."
     )
 
 
