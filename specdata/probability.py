@@ -111,8 +111,8 @@ def inverse_cdfs(probs: Tensor, uniforms: Tensor) -> Tensor:
     at_once = max(1, SUMMED_AT_ONCE // probs.shape[-1])
     if probs.device.type != "cpu" or probs.dim() != 2 or len(probs) <= at_once:
         return _inverse_cdfs(probs, uniforms)
-    pieces = zip(probs.split(at_once), uniforms.split(at_once), strict=True)
-    return torch.cat([_inverse_cdfs(*piece) for piece in pieces])
+    pieces = [slice(start, start + at_once) for start in range(0, len(probs), at_once)]
+    return torch.cat([_inverse_cdfs(probs[piece], uniforms[piece]) for piece in pieces])
 
 
 def _inverse_cdfs(probs: Tensor, uniforms: Tensor) -> Tensor:

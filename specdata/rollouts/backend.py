@@ -255,7 +255,7 @@ def read_prompts(
 
 def _shared_length(prompts: Sequence[Sequence[int]]) -> int:
     """How many tokens all prompts begin with, at least one token left to each; 0 for few."""
-    first, last = min(prompts), max(prompts)  # all others lie between them
+    first, last = min(map(list, prompts)), max(map(list, prompts))  # all others lie between them
     most = min(map(len, prompts)) - 1
     unlike = (place for place in range(most) if first[place] != last[place])
     shared = next(unlike, most) if len(prompts) > 1 else 0
