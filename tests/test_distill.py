@@ -325,7 +325,7 @@ pair, out = map(Path, sys.argv[1:])
 gradients = step_gradients(pair, out.with_name("work"), batch_size=8, accumulation=1)
 if PartialState().is_main_process:
     save_file(gradients, out)
-print("processes", PartialState().num_processes)
+print("processes " + str(PartialState().num_processes) + chr(10), end="", flush=True)
 """
 
 
