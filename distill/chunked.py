@@ -67,7 +67,8 @@ def chunked_loss(
         assert isinstance(linear, ReducedOutput)
     elif type(linear) is not nn.Linear:
         linear = None
-    width = head.vocabulary if linear is None else len(linear.weight)
+    # Not the rows of the matrix: under ZeRO-3 it has none here.
+    width = len(linear.kept) if isinstance(linear, ReducedOutput) else head.vocabulary
     size = at_once or positions_at_once(width)
     if not torch.is_grad_enabled():
         logits = head.logits if linear is None else partial(_linear_logits, head, linear)

@@ -36,9 +36,10 @@ from distill.distillation import DistilResult, distil
 from distill.losses import LOSSES
 from distill.toy import train_toy_pair
 from distill.trainer import draft_trainer
-from distill.training import train_resumably
+from distill.training import save_model, train_resumably
 from distill.watch import HeldOut
 from specdata.config import Config, read_config
+from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ManifestError, TrainingDivergedError, VocabularyMismatchError
 from specdata.models import load_model, load_tokenizer
 from specdata.probability import SamplingConfig
@@ -469,10 +470,14 @@ def test_a_killed_distillation_ends_in_the_same_weights(pair: Path, tmp_path: Pa
     assert_same_weights(out, tmp_path / "whole")
 
 
-def with_untied_draft(pair: Path, folder: Path) -> Path:
-    """The pair, with a draft whose output matrix is a copy of its input embeddings."""
+def with_untied_draft(pair: Path, folder: Path, kept: int | None = None) -> Path:
+    """The pair, with a draft whose output matrix is a copy of its input embeddings, or a part."""
     shutil.copytree(pair, folder)
     tied = load_model(str(pair / "draft"))
+    if kept is not None:
+        reduce_vocabulary(tied, range(kept))
+        save_model(tied, folder / "draft")
+        return folder
     config = LlamaConfig(**{**tied.config.to_dict(), "tie_word_embeddings": False})
     untied = LlamaForCausalLM(config)
     untied.load_state_dict(tied.state_dict())
@@ -483,9 +488,9 @@ def with_untied_draft(pair: Path, folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("stage", "kept"), [(2, None), (3, None), (3, 300)])
 def test_two_deepspeed_processes_train_the_same_draft_as_one(
-    pair: Path, tmp_path: Path, stage: int
+    pair: Path, tmp_path: Path, stage: int, kept: int | None
 ) -> None:
     """Stage 3 divides the output matrix, too, which the loss reads without calling it.
 
@@ -493,7 +498,7 @@ def test_two_deepspeed_processes_train_the_same_draft_as_one(
     stage 3 has one of its own.
     """
     if stage == 3:
-        pair = with_untied_draft(pair, tmp_path / "pair")
+        pair = with_untied_draft(pair, tmp_path / "pair", kept)
     alone = distilled(pair, tmp_path / "alone", QUICK)
     launcher = [*DEEPSPEED, f"--zero_stage={stage}", "--zero3_save_16bit_model=true"]
     printed = launched(launcher, command("distil", pair, tmp_path / "two", QUICK))
