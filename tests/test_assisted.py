@@ -45,6 +45,23 @@ def test_its_threshold_ends_drafts_and_without_one_all_have_the_full_length() ->
     assert len(set(drafted[0.3])) > 2
 
 
+def test_accepted_tokens_are_those_that_were_drafted_also_where_the_target_ends_the_text() -> None:
+    by_target = by_draft = 0
+    for seed in range(60):
+        made, start = generated(0.0, seed), 0
+        for turn in made.rounds:
+            emitted = made.tokens[start : start + turn.emitted].tolist()
+            assert list(turn.tokens[: turn.accepted]) == emitted[: turn.accepted]
+            assert turn.emitted - turn.accepted in (0, 1)
+            start += turn.emitted
+        last = made.rounds[-1]
+        if made.finish == "eos":
+            by_target += last.emitted > last.accepted
+            by_draft += last.emitted == last.accepted
+    assert by_target > 2
+    assert by_draft > 2
+
+
 def method(**given: object) -> MethodConfig:
     return read_config(MethodConfig, {"name": "theirs", "decoder": "assisted", **given})
 

@@ -42,6 +42,15 @@ class _Observer:
     def on_draft(self, _module: torch.nn.Module, _args: Any, _kwargs: dict[str, Any]) -> None:
         self._draft_forwards += 1
 
+    def drafted_at(self, place: int) -> int | None:
+        """The token that the last round drafted there, if it drafted so many.
+
+        An end token of the target's own never equals it: it would be drawn from a residual in which
+        what was rejected has no probability.
+        """
+        read, drafted = self.read[-1], self.drafted[-1]
+        return int(read[0, read.shape[1] - drafted + place]) if place < drafted else None
+
     def rounds(self, total: int, over: bool) -> tuple[Round, ...]:
         """One record a forward; the share of draft and target in the time is not known."""
         ends = [*self.committed[1:], total]
@@ -156,7 +165,8 @@ def assisted_generate(
         seconds = time.perf_counter() - begun
     tokens = sequence[len(prompt_ids) :].cpu()
     ended = int(tokens[-1]) in end_ids(target)
-    # The last emitted token was drafted and accepted if nothing of the draft was left over.
     last = len(sequence) - observer.committed[-1]
-    rounds = observer.rounds(len(sequence), over=ended and last <= observer.drafted[-1])
+    rounds = observer.rounds(
+        len(sequence), over=ended and observer.drafted_at(last - 1) == tokens[-1]
+    )
     return Generation(tokens, rounds, "eos" if ended else "length", seconds)
