@@ -77,7 +77,6 @@ class InitConfig(Config):
         "(default: all)",
     )
 
-    # Two layers of SmolLM2-135M start at a sum min(p, q) of .27 instead of .04, four at .29.
     align: bool = Field(
         default=False,
         description="with kind target: fit the output matrix to the draft's own last states (least "
@@ -209,12 +208,10 @@ class DistilConfig(Config):
     batch_size: int = Field(8, ge=1, description="rollouts in a batch, over all processes")
     accumulation: int = Field(1, ge=1, description="batches added up before an optimizer step")
     learning_rate: float = Field(1e-4, gt=0.0, description="largest learning rate")
-    # SmolLM2-135M cut to two layers, 208 steps of 4 rollouts of three domains, T = .2, top_p .9:
-    # sum min(p, q) of .423 with muon at 2e-3, .395 with adamw at 1e-3.
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw",
-        description="adamw, or muon for the matrices of the layers and adamw for all else: learns "
-        "more of few rollouts; not under DeepSpeed, not with lora",
+        description="adamw, or muon for the matrices of the layers and adamw for all else: fewer, "
+        "slower steps; not under DeepSpeed, not with lora",
     )
     freeze_embeddings: bool = Field(
         False,
