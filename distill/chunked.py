@@ -72,7 +72,7 @@ def chunked_loss(
     size = at_once or positions_at_once(width)
     if not torch.is_grad_enabled():
         logits = head.logits if linear is None else partial(_linear_logits, head, linear)
-        parts = (loss(logits(states[chunk]), chunk) for chunk in _chunks(states, size))
+        parts = (loss(logits(states[chunk]), chunk) for chunk in chunks(states, size))
         return sum(parts, _zero(states))
     trained = [] if head.embedding is None else _trained(head.embedding)
 
@@ -156,7 +156,7 @@ def _of_linear(
     """The sum, and its gradients, which are added up in place: one output matrix, not several."""
     total, of_states, trained = _zero(states), torch.zeros_like(states), _trained(linear)
     gradients = [torch.zeros_like(each) for each in trained]
-    for chunk in _chunks(states, size):
+    for chunk in chunks(states, size):
         part = states[chunk]
         logits = nn.functional.linear(part, linear.weight, linear.bias).requires_grad_()
         with torch.enable_grad():
@@ -179,7 +179,7 @@ def _by_autograd(
     """The same, whatever makes the logits."""
     total, of_states = _zero(states), torch.zeros_like(states)
     gradients: list[Tensor] = []
-    for chunk in _chunks(states, size):
+    for chunk in chunks(states, size):
         part = states[chunk].detach().requires_grad_()
         with torch.enable_grad():
             value = loss(_logits(head, part), chunk)
@@ -205,7 +205,7 @@ def _logits(head: LMHead, states: Tensor) -> Tensor:
     return head.logit_transform(head.embedding.forward(states))
 
 
-def _chunks(states: Tensor, size: int) -> Iterator[slice]:
+def chunks(states: Tensor, size: int) -> Iterator[slice]:
     """Slices of all positions; one, which is empty, if there are none."""
     for begin in range(0, max(1, len(states)), size):
         yield slice(begin, begin + size)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distill.batches import IGNORED, collate
-from distill.chunked import positions_at_once
+from distill.chunked import chunks, positions_at_once
 from specdata.labels.labeller import by_length, tokens_at_once
 from specdata.lm_head import find_lm_head
 
@@ -53,18 +53,18 @@ class Teacher:
         Args:
             model: the target.
             rollouts: what the draft trains on, if it pays to keep what the target says of it.
-            part: what the draft can learn of it, if that is less than all; needs an output
-                embedding that is a linear layer.
+            part: what the draft can learn of it, if that is less than all; left aside where the
+                output embedding is not a linear layer, of which rows can be taken.
         """
         self.model = model.eval().requires_grad_(False)
         self.head = find_lm_head(self.model)
-        self.part = part
+        self.part: Part | None = None
         self._rows: tuple[Tensor, Tensor | None] | None = None
-        if part is not None:
-            output = self.head.embedding
-            assert type(output) is nn.Linear
-            bias = None if output.bias is None else output.bias[part.kept]
-            self._rows = output.weight[part.kept], bias
+        output = self.head.embedding
+        if part is not None and type(output) is nn.Linear:
+            kept = part.kept.to(model.device)
+            self.part = Part(kept, part.temperature)
+            self._rows = output.weight[kept], None if output.bias is None else output.bias[kept]
         self._kept: dict[int, Tensor] = {}
         self._rests: dict[int, Tensor] = {}
         self._rollouts = rollouts
@@ -72,24 +72,19 @@ class Teacher:
         if rollouts is not None:
             self._plan(rollouts)
 
-    def states(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def states(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return the last hidden states at the labelled positions of a batch, row after row.
+
+        Of a target of which a part is learnt, the rest comes with them, as a logit.
 
         Args:
             batch: of `distill.batches.collate`. A row with an index in `examples` is that rollout;
                 one with -1 carries other text, and is read.
 
         Returns:
-            (N, H), or (N, V) logits if `head.embedding` is None; no gradient reaches them.
-        """
-        return self.said(batch)[0]
-
-    def said(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """As `states`, and of a target of which a part is learnt the rest, as a logit.
-
-        Returns:
-            (N, H) states, and (N,) log of the sum of exp(logit / temperature) over the tokens that
-            the draft cannot propose; None if it can learn everything.
+            (N, H), or (N, V) logits if `head.embedding` is None, which no gradient reaches; and
+            (N,) log of the sum of exp(logit / temperature) over the tokens that the draft cannot
+            propose, None without a `part`.
         """
         examples, device = batch["examples"].tolist(), batch["labels"].device
         parts: dict[int, Tensor] = {}
@@ -120,13 +115,10 @@ class Teacher:
     @torch.inference_mode()
     def _rest_of(self, states: Tensor) -> Tensor:
         assert self.part is not None
-        rests, size = [], positions_at_once(self.head.vocabulary)
-        for begin in range(0, len(states), size):
-            logits = (
-                self.head.logits(states[begin : begin + size])
-                .float()
-                .index_fill(-1, self.part.kept, -torch.inf)
-            )
+        rests = []
+        for chunk in chunks(states, positions_at_once(self.head.vocabulary)):
+            logits = self.head.logits(states[chunk]).float()
+            logits = logits.index_fill(-1, self.part.kept, -torch.inf)
             rests.append((logits / self.part.temperature).logsumexp(dim=-1))
         return torch.cat(rests)
 

@@ -92,7 +92,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         """
         ids, attention = inputs["input_ids"], inputs["attention_mask"]
         chosen = inputs["labels"][:, 1:] != IGNORED
-        taught, rest = self.teacher.said(inputs)
+        taught, rest = self.teacher.states(inputs)
 
         def loss(q_logits: Tensor, chunk: slice) -> Tensor:
             # The teacher is as in serving, whatever the precision that the draft trains in.
@@ -135,10 +135,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
 
 
 def learnt_part(
-    teacher: PreTrainedModel,
-    student: torch.nn.Module,
-    config: DistilConfig,
-    sampling: SamplingConfig,
+    student: torch.nn.Module, config: DistilConfig, sampling: SamplingConfig
 ) -> Part | None:
     """What of the target's distributions is enough for the draft; None if all of it is needed.
 
@@ -149,9 +146,7 @@ def learnt_part(
     truncated = sampling.top_k != 0 or sampling.top_p < 1.0 or sampling.temperature == 0.0
     if kept is None or (sampled and truncated):
         return None
-    if type(find_lm_head(teacher).embedding) is not nn.Linear:
-        return None
-    return Part(kept.to(teacher.device), sampling.temperature if sampled else 1.0)
+    return Part(kept, sampling.temperature if sampled else 1.0)
 
 
 def draft_trainer(
@@ -183,7 +178,7 @@ def draft_trainer(
     is_kept = config.epochs > state.num_processes
     return DistilTrainer(
         teacher=Teacher(
-            teacher, train if is_kept else None, learnt_part(teacher, student, config, sampling)
+            teacher, train if is_kept else None, learnt_part(student, config, sampling)
         ),
         config=config,
         sampling=sampling,

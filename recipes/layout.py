@@ -365,6 +365,8 @@ def _initial_bytes(config: PipelineConfig) -> int | None:
     elif init.kind == "target":
         count = init.layers if isinstance(init.layers, int) else len(init.layers)
         sizes["num_hidden_layers"] = count
+        if init.align:
+            sizes["tie_word_embeddings"] = False
     return _llama_bytes(sizes, init.vocabulary)
 
 

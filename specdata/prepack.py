@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,7 @@ def prepacked(*models: nn.Module) -> Iterator[None]:
             layers |= mine
     try:
         for layer in layers.values():
-            packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), None)
-            layer.forward = partial(_forward, layer, packed)  # type: ignore[method-assign]
+            layer.forward = partial(_forward, layer, reordered(layer.weight.detach()))  # type: ignore[method-assign]
         yield
     finally:
         for layer in layers.values():
@@ -57,11 +56,22 @@ def _can_prepack(layer: nn.Module) -> TypeGuard[nn.Linear]:
     )
 
 
-def _forward(layer: nn.Linear, packed: Any, x: Tensor) -> Tensor:
+def _forward(layer: nn.Linear, packed: Tensor, x: Tensor) -> Tensor:
     """What the layer does to x: (..., in) -> (..., out)."""
     if torch.is_grad_enabled() or x.dtype != torch.float32:
         return nn.functional.linear(x, layer.weight, layer.bias)
+    return reordered_linear(x, packed, layer.bias)
+
+
+def reordered(weight: Tensor) -> Tensor:
+    """A copy of a (out, in) weight in oneDNN's layout, for `reordered_linear` alone."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    return packed
+
+
+def reordered_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer with a `reordered` weight: (..., in) -> (..., out)."""
     # Looked up here, because builds of torch without oneDNN do not have it.
     linear = torch.ops.mkldnn._linear_pointwise.default
-    out: Tensor = linear(x, packed, layer.bias, "none", [], "")
+    out: Tensor = linear(x, weight, bias, "none", [], "")
     return out

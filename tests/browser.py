@@ -23,7 +23,6 @@ FLAGS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
-    "--remote-debugging-pipe",
 ]
 
 
@@ -41,7 +40,15 @@ class Browser:
         # Chromium reads commands from descriptor 3 and writes answers to descriptor 4.
         shell = f'exec "$0" "$@" 3<&{asked} 4>&{answer}'
         self._process = subprocess.Popen(
-            ["bash", "-c", shell, CHROMIUM, *FLAGS, f"--user-data-dir={folder}/profile"],
+            [
+                "bash",
+                "-c",
+                shell,
+                CHROMIUM,
+                *FLAGS,
+                "--remote-debugging-pipe",
+                f"--user-data-dir={folder}/profile",
+            ],
             pass_fds=(asked, answer),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

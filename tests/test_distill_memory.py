@@ -21,7 +21,7 @@ from distill.batches import Numbered, check_context, collate, fitted
 from distill.config import DistilConfig
 from distill.distillation import distil
 from distill.losses import LOSSES
-from distill.teacher import Teacher
+from distill.teacher import Part, Teacher
 from distill.trainer import DistilTrainer, draft_trainer, learnt_part
 from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
@@ -121,11 +121,20 @@ def test_a_reduced_draft_learns_the_same_from_the_tokens_that_it_can_propose(
 def test_truncation_takes_the_whole_distribution_of_the_target(
     pair: Path, warp: str, sampling: SamplingConfig, is_part: bool
 ) -> None:
-    draft, target = (load_model(str(pair / name)) for name in ("draft", "target"))
+    draft = load_model(str(pair / "draft"))
     config = DistilConfig(**{**QUICK.model_dump(), "warp": warp})
-    assert learnt_part(target, draft, config, sampling) is None
+    assert learnt_part(draft, config, sampling) is None
     reduce_vocabulary(draft, range(3, 40, 2))
-    assert (learnt_part(target, draft, config, sampling) is not None) == is_part
+    assert (learnt_part(draft, config, sampling) is not None) == is_part
+
+
+def test_a_row_without_labels_has_no_rest(pair: Path) -> None:
+    target = load_model(str(pair / "target"))
+    teacher = Teacher(target, part=Part(torch.arange(3, 40, 2), 1.0))
+    batch = collate(0)([rows()[0]])
+    assert [len(each) for each in teacher.states(batch) if each is not None] == [4, 4]
+    batch["labels"].fill_(-100)
+    assert [len(each) for each in teacher.states(batch) if each is not None] == [0, 0]
 
 
 # --- what the target says
@@ -159,7 +168,7 @@ def test_what_is_kept_of_the_target_is_what_it_says_and_is_read_once(
     model.model.register_forward_pre_hook(lambda *_: read.append(1))
     for _ in range(3):
         for batch in batches(2):
-            torch.testing.assert_close(kept.states(batch), live.states(batch))
+            torch.testing.assert_close(kept.states(batch)[0], live.states(batch)[0])
     assert len(read) == 1 + 9  # all six rows in one batch, and every batch at every pass
     # No more is kept than fits: three rows have 4 + 9 + 2 positions of 16 doubles.
     monkeypatch.setattr(teachers, "KEPT_BYTES", 15 * 16 * 8)
@@ -167,7 +176,7 @@ def test_what_is_kept_of_the_target_is_what_it_says_and_is_read_once(
     read.clear()
     for _ in range(2):
         for batch in batches(2):
-            torch.testing.assert_close(part.states(batch), live.states(batch))
+            torch.testing.assert_close(part.states(batch)[0], live.states(batch)[0])
     assert len(read) == (1 + 2 + 2) + 6  # the second batch has one of the others, the third two
 
 
@@ -175,8 +184,8 @@ def test_what_is_kept_has_the_same_bits_whatever_the_order_of_training() -> None
     """So a killed run, which reads the rollouts in the order of what is left, goes on exactly."""
     model = tiny_llama(0, vocab=23).float()
     one, other = Teacher(model, rows()), Teacher(model, rows())
-    forwards = [one.states(batch) for batch in batches(2)]
-    backwards = [other.states(batch) for batch in reversed(list(batches(2)))]
+    forwards = [one.states(batch)[0] for batch in batches(2)]
+    backwards = [other.states(batch)[0] for batch in reversed(list(batches(2)))]
     for ours, theirs in zip(forwards, reversed(backwards), strict=True):
         assert torch.equal(ours, theirs)
 

@@ -308,13 +308,16 @@ def arguments(target: Path, *more: str) -> list[str]:
     [
         ["--draft.init.kind", "target", "--draft.init.layers", "3"],
         ["--draft.init.kind", "target", "--draft.init.vocabulary", "50"],
+        ["--draft.init.kind", "target", "--draft.init.align", "true"],
         ["--draft.init.kind", "fresh", "--draft.init.architecture", "toy"],
         ["--draft.init.kind", "fresh", "--draft.init.vocabulary", "50"],
     ],
 )
+@pytest.mark.parametrize("tied", [False, True])
 def test_the_plan_states_the_size_of_the_draft_that_is_made(
-    more: list[str], target: Path, tmp_path: Path
+    more: list[str], tied: bool, tmp_path: Path
 ) -> None:
+    target = stored(tmp_path / "model", num_hidden_layers=4, tie_word_embeddings=tied)
     config = parse(arguments(target, *more)).config
     assert config.draft is not None
     made = make(target, tmp_path / "draft", **config.draft.init.model_dump())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -11,23 +10,10 @@ import pytest
 
 from eval.reporting.report import Context, write_report
 from eval.reporting.verdict import judge
+from tests.browser import CHROMIUM, FLAGS
 from tests.synthetic_quality import synthetic_quality
 from tests.synthetic_results import synthetic_results
 
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--force-device-scale-factor=1",
-]
 # Asks the page itself, after layout, and leaves the answer where --dump-dom shows it.
 PROBE = """<script>addEventListener("load", () => { document.title = JSON.stringify({
   width: innerWidth, needed: document.documentElement.scrollWidth,
@@ -49,7 +35,8 @@ def test_the_page_fits_the_screen_and_every_drawing_is_shown(width: int, tmp_pat
     probed.write_text(page.read_text(encoding="utf-8") + PROBE, encoding="utf-8")
     assert CHROMIUM is not None
     done = subprocess.run(
-        [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path}/profile", f"--window-size={width},900",
+        [CHROMIUM, *FLAGS, "--force-device-scale-factor=1", f"--user-data-dir={tmp_path}/profile",
+         f"--window-size={width},900",
          "--dump-dom", probed.as_uri()],
         capture_output=True,
         text=True,

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, fx
 from transformers import PreTrainedModel
 
+from specdata.prepack import reordered, reordered_linear
+
 # With fewer weights than this the layout gains less than calling oneDNN costs.
 SMALLEST_PREPACKED = 1 << 17
 
@@ -128,17 +130,13 @@ class _PrepackedWeights:
     def add(self, owner: object, weight: Tensor, bias: Tensor | None) -> int:
         """Store a layer for as long as `owner` lives; return its handle."""
         handle, self._next = self._next, self._next + 1
-        self._layers[handle] = torch.ops.mkldnn._reorder_linear_weight(weight, None), bias
+        self._layers[handle] = reordered(weight), bias
         weakref.finalize(owner, self._layers.pop, handle)
         return handle
 
     def linear(self, x: Tensor, handle: int, _size: int) -> Tensor:
         """Apply a layer: (..., in) to (..., out)."""
-        weight, bias = self._layers[handle]
-        # Looked up here, because builds of torch without oneDNN do not have it.
-        linear = torch.ops.mkldnn._linear_pointwise.default
-        out: Tensor = linear(x, weight, bias, "none", [], "")
-        return out
+        return reordered_linear(x, *self._layers[handle])
 
 
 _PREPACKED = _PrepackedWeights()
