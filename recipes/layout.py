@@ -328,11 +328,11 @@ def _rows_size(config: PipelineConfig, token_bytes: Callable[[str], int]) -> str
 def _eval_size(config: PipelineConfig) -> str:
     sets, methods = config.eval.sets, len(config.eval.methods)
     if not all(wanted.count for wanted in sets):
-        return f"results.json, report.html and plots, {_bytes(methods * GENERATION)} a prompt"
+        return f"results, samples, report.html and plots, {_bytes(methods * GENERATION)} a prompt"
     prompts = sum(wanted.count for wanted in sets)
     generations = prompts * methods
     return (
-        f"results.json, report.html and plots: {prompts:,} prompts x {methods} methods = "
+        f"results, samples, report.html and plots: {prompts:,} prompts x {methods} methods = "
         f"{generations:,} generations of at most {config.eval.max_new_tokens} tokens, "
         f"{_bytes(generations * GENERATION + REPORT)}"
     )

@@ -125,9 +125,10 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
     for stage in stages:
         console.print(f"\n{stage.name} ({_state(stage)})", style="bold", markup=False)
         for name, source in stage.inputs.items():
-            there = "" if Path(source).exists() else " (from the Hub)"
-            if there and is_within(source, str(given.get("output"))):
-                there = " (not made yet)"
+            there = ""
+            if not Path(source).exists():
+                here = is_within(source, str(given.get("output"))) or source.count("/") > 1
+                there = " (not made yet)" if here else " (from the Hub)"
             console.print(f"  reads {name}: {source}{there}", markup=False)
         console.print(f"  writes {stage.folder}: {stage.size}", markup=False)
 

@@ -16,6 +16,7 @@ from eval.measuring.metrics import (
     compute_metrics,
     fit_latency,
     interval,
+    latency_intervals,
     speed_ratio_interval,
 )
 from eval.measuring.records import PromptRecord, check_identity, record_prompt
@@ -24,6 +25,7 @@ from eval.measuring.results import (
     build_results,
     check_metrics,
     fit_latencies,
+    fitted,
     read_results,
     recompute,
     write_results,
@@ -251,6 +253,34 @@ def test_fitted_latency_predicts_the_seconds_of_a_token_by_equation_5_1() -> Non
     # The rearrangement is exact: it only uses N_draft = N + N_discarded - N_target.
     direct = (fit.t_draft * metrics.n_draft + fit.t_target * metrics.n_target) / metrics.tokens
     assert predicted == pytest.approx(direct)
+
+
+def test_the_interval_of_the_fitted_times_contains_the_fit_and_the_machine(
+    results: Results,
+) -> None:
+    for dataset, fit in results.latency.items():
+        assert fit is not None
+        draft, target = latency_intervals(fitted(results, dataset))
+        assert draft[0] <= fit.t_draft <= draft[1]
+        assert target[0] <= fit.t_target <= target[1]
+        assert draft[1] - draft[0] < 0.2 * T_DRAFT
+        assert target[1] - target[0] < 0.2 * T_TARGET
+
+
+def test_resampled_times_are_those_of_least_squares_without_negative_ones() -> None:
+    rng = np.random.default_rng(1)
+    once = [simulate(rng, "0", lengths=(i, i), ease=0.5) for i in range(8)]
+    for change in (
+        lambda r: r,
+        lambda r: dataclasses.replace(r, seconds=10.0 / (1 + r.n_draft)),
+        lambda r: dataclasses.replace(r, seconds=r.n_draft**2 / (1 + r.rounds)),
+    ):
+        records = [change(record) for record in once]
+        fit = fit_latency(records)
+        assert fit is not None
+        # One prompt: every resample is the prompt itself.
+        assert latency_intervals(records)[0] == pytest.approx((fit.t_draft, fit.t_draft))
+        assert latency_intervals(records)[1] == pytest.approx((fit.t_target, fit.t_target))
 
 
 def test_latency_fit_is_none_when_the_two_times_cannot_be_told_apart() -> None:

@@ -330,3 +330,34 @@ def fit_latency(records: Sequence[PromptRecord]) -> LatencyFit | None:
         r_squared=1 - float(residual) ** 2 / spread,
         generations=len(records),
     )
+
+
+def latency_intervals(records: Sequence[PromptRecord]) -> tuple[Interval, Interval]:
+    """95 % intervals of t_draft and t_target of `fit_latency`, of which there must be a fit.
+
+    Prompts are resampled with all their generations, whatever the method. Of two times that may not
+    be negative, the one that least squares would make so is 0 and the other is fitted alone.
+    """
+    names = list(dict.fromkeys(record.prompt_id for record in records))
+    row = {name: index for index, name in enumerate(names)}
+    sums = np.zeros((5, len(names)))
+    for record in records:
+        drafted, rounds, seconds = record.n_draft, record.rounds, record.seconds
+        sums[:, row[record.prompt_id]] += (
+            drafted**2,
+            drafted * rounds,
+            rounds**2,
+            drafted * seconds,
+            rounds * seconds,
+        )
+    dd, dr, rr, ds, rs = sums @ bootstrap_weights(len(names)).T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        determinant = dd * rr - dr**2
+        draft = (rr * ds - dr * rs) / determinant
+        target = (dd * rs - dr * ds) / determinant
+        alone = rs / rr, ds / dd
+    draft, target = (
+        np.where(target < 0, alone[1], np.maximum(draft, 0.0)),
+        np.where(draft < 0, alone[0], np.maximum(target, 0.0)),
+    )
+    return interval(draft), interval(target)

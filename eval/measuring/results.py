@@ -169,17 +169,17 @@ def fit_latencies(results: Results) -> dict[str, LatencyFit | None]:
     Trees are left out: their N_draft counts nodes, many of which share one draft forward. So is
     transformers, whose loop has costs of its own.
     """
-    return {
-        dataset: fit_latency(
-            [
-                generation
-                for run in results.of(dataset)
-                if run.drafter in (None, "chain")
-                for generation in run.generations
-            ]
-        )
-        for dataset in results.datasets()
-    }
+    return {dataset: fit_latency(fitted(results, dataset)) for dataset in results.datasets()}
+
+
+def fitted(results: Results, dataset: str) -> list[PromptRecord]:
+    """The generations of a dataset whose times `fit_latencies` fits."""
+    return [
+        generation
+        for run in results.of(dataset)
+        if run.drafter in (None, "chain")
+        for generation in run.generations
+    ]
 
 
 def fastest(runs: Sequence[Run]) -> tuple[Run, list[Run]] | None:

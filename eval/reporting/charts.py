@@ -150,6 +150,9 @@ def series(runs: Sequence[Run]) -> list[list[Run]]:
     return list(groups.values())
 
 
+VERIFICATION = "verification_rate"
+
+
 def draw_pareto(axes: Axes, results: Results, dataset: str) -> None:
     """Verification rate against discard rate of the chain methods; lower left is better.
 
@@ -170,6 +173,20 @@ def draw_pareto(axes: Axes, results: Results, dataset: str) -> None:
             gid=DATA,
         )
         for run in group:
+            values = np.array([run.discard_rate, run.verification_rate])
+            bounds = np.array([run.intervals[name] for name in ("discard_rate", VERIFICATION)])
+            errors = np.abs(bounds.T - values)
+            axes.errorbar(
+                values[:1],
+                values[1:],
+                xerr=errors[:, :1],
+                yerr=errors[:, 1:],
+                fmt="none",
+                ecolor=look.colour,
+                elinewidth=0.7,
+                alpha=0.55,
+                zorder=0.8,
+            )
             axes.annotate(
                 _point_name(run),
                 (run.discard_rate, run.verification_rate),
@@ -242,14 +259,18 @@ PARTS = (("target", "#808080"), ("draft", "#0072B2"), ("overhead", "#E69F00"), (
 
 
 def draw_cost(axes: Axes, results: Results, dataset: str) -> None:
-    """Milliseconds of an emitted token, split into target, draft, overhead and the rest."""
+    """Milliseconds of an emitted token, of target, draft, overhead and the rest; 95 % intervals."""
     runs = sorted(results.of(dataset), key=lambda run: run.tokens_per_second or 0.0)
     left = np.zeros(len(runs))
     for part, colour in PARTS:
         widths = np.array([_milliseconds(run, part) for run in runs])
         axes.barh(range(len(runs)), widths, left=left, color=colour, height=0.72, label=part)
         left += widths
-    axes.set_yticks(range(len(runs)), [label(run.method) for run in runs])
+    fastest_first = np.array([run.intervals["tokens_per_second"][::-1] for run in runs])
+    errors = np.abs(1000 / fastest_first.T - left)
+    rows = np.arange(len(runs))
+    axes.errorbar(left, rows, xerr=errors, fmt="none", ecolor=INK, elinewidth=1.1, capsize=2.5)
+    axes.set_yticks(rows, [label(run.method) for run in runs])
     axes.set_xlabel("milliseconds per emitted token")
     axes.grid(axis="y", visible=False)
 

@@ -61,7 +61,7 @@ def overall(results: Results) -> Overall:
         finding,
         _exactness(best, rows),
         _basis(results),
-        (*_few(results), *_wide(results), *_uncertain(best, plain)),
+        (*_few(results), *_wide(results), *_uncertain(best, plain), *_with_head(results, best)),
     )
 
 
@@ -112,7 +112,7 @@ def _against_transformers(best: PooledRow, rows: Sequence[PooledRow]) -> str:
             f" {_interval(within)}."
         )
     value, within = best.over(theirs, "tokens_per_second")
-    told = "" if within[0] > 1 else ", which is not told apart from it"
+    told = "" if within[0] > 1 else "; the two are not told apart"
     return (
         f" Against transformers' own assisted generation at its best ({theirs.method}) it is"
         f" {value:.2f} times as fast {_interval(within)}{told}."
@@ -223,6 +223,15 @@ def _uncertain(best: PooledRow | None, plain: PooledRow | None) -> list[str]:
     if low <= 1 <= high:
         return ["Too uncertain to tell whether anything is gained: the interval contains 1."]
     return []
+
+
+def _with_head(results: Results, best: PooledRow | None) -> list[str]:
+    if not results.timed or best is None or best.runs[0].head is None:
+        return []
+    return [
+        f"The fastest of these prompts, {best.method}, stops by a head. Whether the head pays is"
+        " judged below on more prompts than these, and may be judged otherwise."
+    ]
 
 
 def _interval(within: tuple[float, float]) -> str:

@@ -15,8 +15,9 @@ from rich.text import Text
 
 from eval.analysis.quality import Quality
 from eval.analysis.tree_results import TreeSearch
+from eval.measuring.metrics import latency_intervals
 from eval.measuring.pooled import PooledRow, fastest_pooled, pool
-from eval.measuring.results import Results, Run, fastest
+from eval.measuring.results import Results, Run, fastest, fitted
 from eval.measuring.samples import Samples
 from eval.reporting.commands import Commands
 from eval.reporting.drill_down import drill_down
@@ -232,11 +233,17 @@ def _section(results: Results, dataset: str) -> DatasetSection:
     footnote += _marks(rows)
     fit = results.latency.get(dataset)
     if fit is not None:
+        draft, target = latency_intervals(fitted(results, dataset))
         footnote += (
-            f" Fitted times: {1000 * fit.t_draft:.2f} ms a drafted token,"
-            f" {1000 * fit.t_target:.2f} ms a target forward (R² = {fit.r_squared:.3f})."
+            f" Fitted times: {_milliseconds(fit.t_draft, draft)} a drafted token,"
+            f" {_milliseconds(fit.t_target, target)} a target forward (R² = {fit.r_squared:.3f})."
         )
     return DatasetSection(dataset, _summary(results, dataset), tuple(rows), footnote)
+
+
+def _milliseconds(seconds: float, within: tuple[float, float]) -> str:
+    low, high = (1000 * end for end in within)
+    return f"{1000 * seconds:.2f} ms [{low:.2f}, {high:.2f}]"
 
 
 def _rows(
