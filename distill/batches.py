@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from specdata.errors import ConfigError
 from specdata.models import positions
+from specdata.target_states import COLUMN
 
 IGNORED = -100  # the Trainer counts the labels that differ from it
 
@@ -103,7 +104,9 @@ class Numbered(torch.utils.data.Dataset[Row]):
     """Rollouts that say which they are: `example` is their index."""
 
     def __init__(self, rollouts: Dataset) -> None:
-        self.rollouts = rollouts
+        # The teacher reads states by itself, without handing them through the batches.
+        there = [name for name in (COLUMN,) if name in rollouts.column_names]
+        self.rollouts = rollouts.remove_columns(there) if there else rollouts
 
     def __len__(self) -> int:
         return len(self.rollouts)

@@ -4,7 +4,8 @@ A draft passes over the same rollouts several times, and the target says the sam
 So its last hidden states at the completion positions are kept, as far as `KEPT_BYTES` go; its
 output matrix makes logits of them again, a chunk at a time. Rollouts are read in batches of like
 length, which depend on the data alone: what is kept has the same bits whatever the order of
-training, so nothing is to be stored for a killed run to go on.
+training, so nothing is to be stored for a killed run to go on. Rollouts that are stored with states
+(`specdata.target_states`) are not read at all.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from distill.batches import IGNORED, collate
 from distill.chunked import chunks, positions_at_once
 from specdata.labels.labeller import by_length, tokens_at_once
 from specdata.lm_head import find_lm_head
+from specdata.target_states import COLUMN, stored_states
 
 KEPT_BYTES = 1 << 30
 """States that are kept in memory, in bytes, in each process; other rows are read at every pass."""
@@ -70,7 +72,10 @@ class Teacher:
         self._rollouts = rollouts
         self._group: dict[int, list[int]] = {}
         if rollouts is not None:
-            self._plan(rollouts)
+            if COLUMN in rollouts.column_names and self.head.embedding is not None:
+                self._group = {index: [index] for index in range(len(rollouts))}
+            else:
+                self._plan(rollouts)
 
     def states(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return the last hidden states at the labelled positions of a batch, row after row.
@@ -146,6 +151,11 @@ class Teacher:
         """What is kept of a rollout; it is read with its whole group when it is first wanted."""
         if example not in self._kept:
             assert self._rollouts is not None
+            if (state := stored_states(self._rollouts[example], self.head)) is not None:
+                if self.part is not None and example not in self._rests:
+                    device = self.model.device
+                    self._rests[example] = self._rest_of(state.to(device)).cpu()
+                return state
             group = self._group[example]
             batch = collate(0)([self._rollouts[index] for index in group])
             batch = {name: values.to(self.model.device) for name, values in batch.items()}

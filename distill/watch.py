@@ -19,6 +19,7 @@ from specdata.lm_head import LMHead, find_lm_head
 from specdata.models import check_length
 from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.sampling import SamplingConfig
+from specdata.target_states import COLUMN, stored_states
 
 DRAFTED = (4, 8)
 """Tokens drafted in the rounds whose expected tokens are measured."""
@@ -52,6 +53,7 @@ class _Batch:
         tokens: (N,) the completions' own tokens.
         lengths: (B,) tokens of each completion.
         sets: B names of prompt sets.
+        members: B indices of the rollouts.
     """
 
     ids: Tensor
@@ -61,9 +63,11 @@ class _Batch:
     tokens: Tensor
     lengths: Tensor
     sets: Sequence[str]
+    members: Sequence[int]
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, Any]]) -> _Batch:
+    def of(cls, all_rows: Sequence[Mapping[str, Any]], members: Sequence[int]) -> _Batch:
+        rows = [all_rows[index] for index in members]
         whole = [torch.tensor(row["prompt_ids"] + row["completion_ids"]) for row in rows]
         lengths = torch.tensor([len(row["completion_ids"]) for row in rows])
         row = torch.arange(len(rows)).repeat_interleave(lengths)
@@ -78,6 +82,7 @@ class _Batch:
             torch.cat([torch.tensor(row["completion_ids"]) for row in rows]),
             lengths,
             [str(row.get("dataset", "")) for row in rows],
+            members,
         )
 
     def states(self, head: LMHead) -> Tensor:
@@ -92,7 +97,8 @@ class HeldOut:
 
     Models run on batches of rows of like length; distributions over the vocabulary are made for a
     few positions at a time. The target says the same of them at every measurement, so its states
-    are kept, as far as `KEPT_BYTES` go: then a measurement runs only the draft.
+    are kept, as far as `KEPT_BYTES` go, or read where the rollouts store them: then a measurement
+    runs only the draft.
     """
 
     def __init__(
@@ -115,12 +121,13 @@ class HeldOut:
         self._target = find_lm_head(target)
         self._kept: dict[int, Tensor] = {}
         at_once = tokens_at_once(self._target)
-        rows = rollouts.to_list()
+        self._stored = rollouts if COLUMN in rollouts.column_names else None
+        rows = (rollouts.remove_columns(COLUMN) if self._stored else rollouts).to_list()
         chosen = _evenly([row.get("dataset", "") for row in rows], watched)
         others = sorted(set(range(len(rows))) - set(chosen))
-        self._batches = _in_batches([rows[index] for index in chosen], at_once)
+        self._batches = _in_batches(rows, chosen, at_once)
         self._watched = len(self._batches)
-        self._batches += _in_batches([rows[index] for index in others], at_once)
+        self._batches += _in_batches(rows, others, at_once)
 
     @torch.inference_mode()
     def measure(
@@ -180,6 +187,10 @@ class HeldOut:
     def _target_states(self, index: int, batch: _Batch) -> Tensor:
         if index in self._kept:
             return self._kept[index]
+        if self._stored is not None:
+            stored = [stored_states(self._stored[row], self._target) for row in batch.members]
+            if known := [states for states in stored if states is not None]:
+                return torch.cat(known)
         states = batch.states(self._target)
         kept = sum(each.numel() * each.element_size() for each in self._kept.values())
         if kept + states.numel() * states.element_size() <= KEPT_BYTES:
@@ -220,9 +231,14 @@ def _evenly(sets: Sequence[str], count: int | None) -> list[int]:
     return sorted(chosen)
 
 
-def _in_batches(rows: Sequence[Mapping[str, Any]], at_once: int) -> list[_Batch]:
-    lengths = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
-    return [_Batch.of([rows[i] for i in chosen]) for chosen in by_length(lengths, at_once)]
+def _in_batches(
+    rows: Sequence[Mapping[str, Any]], members: Sequence[int], at_once: int
+) -> list[_Batch]:
+    lengths = [len(rows[i]["prompt_ids"]) + len(rows[i]["completion_ids"]) for i in members]
+    return [
+        _Batch.of(rows, [members[place] for place in chosen])
+        for chosen in by_length(lengths, at_once)
+    ]
 
 
 def _sets_of_positions(batch: _Batch) -> list[str]:

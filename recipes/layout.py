@@ -98,7 +98,7 @@ def rollouts_stage(config: PipelineConfig) -> Stage:
     """Complete the prompts with the target."""
     values = {"rollouts": config.rollouts.decisive(), **_sampled(config)}
     inputs = {"target": config.models.target, **prompt_inputs(config.rollouts.sets)}
-    size = _rows_size(config, lambda _split: ROLLOUT_TOKEN)
+    size = _rows_size(config, lambda _split: ROLLOUT_TOKEN + _state_bytes(config))
     return _stage(config, "rollouts", values, inputs, size)
 
 
@@ -323,6 +323,15 @@ def _rows_size(config: PipelineConfig, token_bytes: Callable[[str], int]) -> str
         f"{rollouts.samples * prompts:,} completions{more}, at most {most * prompts:,} tokens, "
         f"{_bytes(stored)}"
     )
+
+
+def _state_bytes(config: PipelineConfig) -> int:
+    """Bytes of a token's state that rollouts store; 0 where they store none, or it is unknown."""
+    if not config.rollouts.keep_states:
+        return 0
+    known = sizes_of(config, config.models.target)
+    width = next((known[name] for name in ("hidden_size", "n_embd") if name in known), 0)
+    return int(width) * (4 if config.models.dtype == "float32" else 2)
 
 
 def _eval_size(config: PipelineConfig) -> str:

@@ -152,7 +152,12 @@ def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[st
         model = load_model(models.target, dtype=models.dtype)
         described, limit = model.config, positions(model.config)
         backend = TransformersBackend(
-            model, config.sampling, wanted.max_new_tokens, wanted.batch_size, config.seed
+            model,
+            config.sampling,
+            wanted.max_new_tokens,
+            wanted.batch_size,
+            config.seed,
+            keep_states=wanted.keep_states,
         )
     identity["revision"] = revision_of(models.target)
     return backend, identity, limit

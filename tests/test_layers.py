@@ -53,12 +53,15 @@ BELOW = {
         "models": "adapter_folder draft_vocabulary errors gguf_file hub storage",
         "lm_head": "errors models",
         "storage": "config errors processes",
+        "target_states": "errors lm_head storage",
         "expected_tokens": "",
         "history": "errors storage",
         "prompts": "errors hub natural seeds storage toy",
-        "rollouts": "config errors models prepack probability prompts sampling seeds storage",
+        "rollouts": "config errors lm_head models prepack probability prompts sampling seeds "
+        "storage target_states",
         "model_folder": "errors gguf_file hub models storage toy",
-        "labels": "config errors lm_head models prepack probability sampling seeds storage",
+        "labels": "config errors lm_head models prepack probability sampling seeds storage "
+        "target_states",
         "inspect": "errors gguf_file hub prompts storage terminal vocabulary",
     },
 }

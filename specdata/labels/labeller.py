@@ -29,6 +29,7 @@ from specdata.probability import (
 )
 from specdata.seeds import generator_for
 from specdata.storage.schema import MORE_DRAWS, TOP_LOGITS, Label, Rollout
+from specdata.target_states import stored_states
 
 # Tokens of one forward, padding included. Larger batches leave a CPU's caches (at 4096 the toy pair
 # is labelled a third slower), smaller ones leave a GPU waiting.
@@ -192,8 +193,16 @@ def _compare(p: Tensor, q: Tensor, uniforms: Tensor) -> dict[str, Tensor]:
 def target_distributions(
     target: LMHead, sampling: SamplingConfig, top: int, batch: Batch
 ) -> DistributionsAt:
-    """The target's distributions from its own forward, with its `top` largest logits to keep."""
-    states = batch.states(target)
+    """The target's distributions from the states that the rollouts keep, or from its own forward.
+
+    With its `top` largest logits to keep.
+    """
+    stored = [stored_states(row, target) for row in batch.rows]
+    known = [states for states in stored if states is not None]
+    if len(known) == len(stored):
+        states = torch.cat(known).to(batch.ids.device)
+    else:
+        states = batch.states(target)
 
     def there(here: slice, _q: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
         logits = target.logits(states[here])

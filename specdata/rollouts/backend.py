@@ -7,6 +7,7 @@ neighbours; and its cache is copied whole for every token, which takes most of t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -16,10 +17,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from specdata.lm_head import capturing_hidden
 from specdata.models import end_ids, known_ids
 from specdata.prepack import prepacked
 from specdata.probability import SamplingConfig, inverse_cdf, probabilities, to_vocabulary
 from specdata.seeds import generator_for
+from specdata.target_states import check_keepable
 
 # The cache is copied when it is full, and when this share of a batch's rows has ended.
 GROWTH = 1.5
@@ -50,10 +53,12 @@ class Completion:
     Attributes:
         ids: the new token ids only, at least one.
         finish: "eos" if the last id is an end token, else "length".
+        states: (C, H) last hidden states that the tokens were drawn from, if they were asked for.
     """
 
     ids: list[int]
     finish: Literal["eos", "length"]
+    states: Tensor | None = None
 
 
 PartDone = Callable[[float, int], object]
@@ -86,6 +91,10 @@ class TransformersBackend:
         max_new_tokens: longest completion, in tokens.
         batch_size: rows decoded together.
         seed: the run's seed.
+        keep_states: whether completions come with their states.
+
+    Raises:
+        ConfigError: with `keep_states`, for a model whose states do not make its logits.
     """
 
     model: PreTrainedModel
@@ -93,6 +102,12 @@ class TransformersBackend:
     max_new_tokens: int
     batch_size: int
     seed: int
+    keep_states: bool = False
+
+    def __post_init__(self) -> None:
+        """Find out now rather than after hours of sampling."""
+        if self.keep_states:
+            check_keepable(self.model)
 
     def complete(
         self, requests: Sequence[Request], part_done: PartDone = untold
@@ -100,10 +115,12 @@ class TransformersBackend:
         """See `Backend`. The same requests always make the same batches, hence the same bits."""
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].ids))
         completions: dict[int, list[int]] = {}
+        states: dict[int, Tensor] = {}
         with prepacked(self.model):
             for start in range(0, len(order), self.batch_size):
                 batch = order[start : start + self.batch_size]
                 rows = [requests[index] for index in batch]
+                kept: list[list[Tensor]] | None = [[] for _ in rows] if self.keep_states else None
                 uniforms = torch.stack([self._uniforms(row) for row in rows])
                 ids = sample_batch(
                     self.model,
@@ -111,12 +128,14 @@ class TransformersBackend:
                     uniforms,
                     self.sampling,
                     part_done=part_done,
+                    states=kept,
                 )
+                states |= {i: torch.stack(each) for i, each in zip(batch, kept or (), strict=False)}
                 completions.update(zip(batch, ids, strict=True))
         ends = end_ids(self.model)
         return [
-            Completion(ids, "eos" if ids[-1] in ends else "length")
-            for _, ids in sorted(completions.items())
+            Completion(ids, "eos" if ids[-1] in ends else "length", states.get(index))
+            for index, ids in sorted(completions.items())
         ]
 
     def _uniforms(self, request: Request) -> Tensor:
@@ -134,6 +153,7 @@ def sample_batch(
     ends: Collection[int] | None = None,
     vocabulary: int | None = None,
     part_done: PartDone = untold,
+    states: list[list[Tensor]] | None = None,
 ) -> list[list[int]]:
     """Sample a batch by inverse CDF, so that a row depends on its own uniforms alone.
 
@@ -147,6 +167,8 @@ def sample_batch(
         ends: token ids that end a completion (default: the model's own).
         vocabulary: ids from here on are never drawn (default: the model's own vocabulary).
         part_done: told of every token; a row that ends counts for what it might have become.
+        states: B lists, to which the (H,) last hidden state that each token was drawn from is
+            added, on the CPU (default: they are not looked at).
 
     Returns:
         B completions as token ids; one that ended before its uniforms did has an end token last.
@@ -157,37 +179,48 @@ def sample_batch(
     ended_by = torch.tensor(
         sorted(end_ids(model) if ends is None else ends), dtype=torch.long, device=model.device
     )
-    cache = growing_cache(model)
-    logits, mask = read_prompts(model, prompts, cache)
-    positions = mask.sum(dim=1, keepdim=True) - 1
-    drawn: list[list[int]] = [[] for _ in prompts]
-    rows = list(range(len(prompts)))  # row of the batch -> prompt
-    alive = torch.ones(len(rows), dtype=torch.bool, device=model.device)
-    for step in range(uniforms.shape[1]):
-        logits = to_vocabulary(logits, vocabulary or logits.shape[-1])
-        token = inverse_cdf(probabilities(logits, sampling), uniforms[:, step])
-        going = {row for row, is_alive in zip(rows, alive.tolist(), strict=True) if is_alive}
-        for row, new in zip(rows, token.tolist(), strict=True):
-            if row in going:
-                drawn[row].append(new)
-        alive = alive & ~torch.isin(token, ended_by) & (step + 1 < lengths)
-        ended = {row for row, is_alive in zip(rows, alive.tolist(), strict=True) if not is_alive}
-        share = sum((limits[row] - step if row in ended else 1) / limits[row] for row in going)
-        part_done(share, len(going))
-        left = len(rows) - len(ended)
-        if left == 0:
-            break
-        # Rows that have ended stay where they are: the model may have no position beyond.
-        ids, positions = token.unsqueeze(1), positions + alive.unsqueeze(1)
-        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-        if left <= (1 - LEAVE) * len(rows):
-            keep = alive.nonzero().squeeze(1)
-            cache.batch_select_indices(keep)
-            ids, positions, mask, uniforms, lengths, alive = (
-                part[keep] for part in (ids, positions, mask, uniforms, lengths, alive)
-            )
-            rows = [rows[index] for index in keep.tolist()]
-        logits = _forward(model, ids, mask, positions, cache)
+    seen: list[Tensor] = []
+    with nullcontext() if states is None else capturing_hidden(model, seen.append):
+        cache = growing_cache(model)
+        logits, mask = read_prompts(model, prompts, cache)
+        positions = mask.sum(dim=1, keepdim=True) - 1
+        drawn: list[list[int]] = [[] for _ in prompts]
+        rows = list(range(len(prompts)))  # row of the batch -> prompt
+        alive = torch.ones(len(rows), dtype=torch.bool, device=model.device)
+        for step in range(uniforms.shape[1]):
+            logits = to_vocabulary(logits, vocabulary or logits.shape[-1])
+            token = inverse_cdf(probabilities(logits, sampling), uniforms[:, step])
+            going = {row for row, is_alive in zip(rows, alive.tolist(), strict=True) if is_alive}
+            for row, new in zip(rows, token.tolist(), strict=True):
+                if row in going:
+                    drawn[row].append(new)
+            if states is not None:
+                # What all prompts begin with was read first, by itself; the rows come after it.
+                read = torch.cat([each[:, -1] for each in seen])[-len(rows) :].cpu()
+                seen.clear()
+                for row, state in zip(rows, read, strict=True):
+                    if row in going:
+                        states[row].append(state)
+            alive = alive & ~torch.isin(token, ended_by) & (step + 1 < lengths)
+            ended = {
+                row for row, is_alive in zip(rows, alive.tolist(), strict=True) if not is_alive
+            }
+            share = sum((limits[row] - step if row in ended else 1) / limits[row] for row in going)
+            part_done(share, len(going))
+            left = len(rows) - len(ended)
+            if left == 0:
+                break
+            # Rows that have ended stay where they are: the model may have no position beyond.
+            ids, positions = token.unsqueeze(1), positions + alive.unsqueeze(1)
+            mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+            if left <= (1 - LEAVE) * len(rows):
+                keep = alive.nonzero().squeeze(1)
+                cache.batch_select_indices(keep)
+                ids, positions, mask, uniforms, lengths, alive = (
+                    part[keep] for part in (ids, positions, mask, uniforms, lengths, alive)
+                )
+                rows = [rows[index] for index in keep.tolist()]
+            logits = _forward(model, ids, mask, positions, cache)
     return drawn
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from specdata.config import MOST_TOKENS, Config
 from specdata.errors import ConfigError
@@ -59,11 +59,25 @@ class RolloutConfig(Config):
         default=64, ge=1, description="prompts of one shard, which is made or lost as a whole"
     )
     batch_size: int = Field(default=64, ge=1, description="completions decoded together")
+    keep_states: bool = Field(
+        default=False,
+        description="store the target's last hidden states with the completions (hidden size x "
+        "bytes of a number, a token), so that neither distillation nor labels run the target again",
+    )
     backend: Literal["transformers", "vllm"] = Field(
         default="transformers",
         description="transformers (in this process) or vllm (a server in its own)",
     )
     vllm: VllmConfig = Field(default=VllmConfig(), description="the server of backend vllm")
+
+    @model_validator(mode="after")
+    def _states_are_known(self) -> Self:
+        if self.keep_states and self.backend != "transformers":
+            raise ValueError(
+                f"keep_states needs backend transformers, got {self.backend}: a server does not "
+                "give its hidden states"
+            )
+        return self
 
     def decisive(self) -> dict[str, Any]:
         """The settings that the rows depend on, as JSON values.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from specdata.prompts.chat_templates import Message, next_turn
@@ -18,7 +19,8 @@ from specdata.rollouts.backend import Backend, Completion, PartDone, Request, un
 from specdata.rollouts.config import RolloutConfig
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.resume import Settings
-from specdata.storage.schema import ROLLOUTS, Rollout
+from specdata.storage.schema import ROLLOUTS, TARGET_STATES, Rollout
+from specdata.target_states import to_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ def make_rollouts(
         backend: completes the prompts.
         prompts: what is completed; their order does not matter.
         folder: where the dataset goes.
-        config: completions of a prompt, prompts of a shard.
+        config: completions of a prompt, prompts of a shard, whether states are stored.
         dialogue: needed where prompts have follow-ups.
         settings: everything that decides the rows; stored in the manifest, compared on resume.
         report: called with the number of rows done.
@@ -75,7 +77,8 @@ def make_rollouts(
         partial(complete_group, backend, group, config.samples, dialogue, part_done)
         for group in groups
     ]
-    return fill_dataset(folder, ROLLOUTS, settings, shards, report)
+    schema = pa.schema([*ROLLOUTS, *(TARGET_STATES if config.keep_states else ())])
+    return fill_dataset(folder, schema, settings, shards, report)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ class _Turn:
         return Request(self.ids, (*key, turn) if turn else key)
 
     def row(self, completion: Completion) -> Rollout:
-        return Rollout(
+        row = Rollout(
             example_id=self.prompt.example_id,
             dataset=self.prompt.dataset,
             split=self.prompt.split,
@@ -103,6 +106,9 @@ class _Turn:
             completion_ids=completion.ids,
             finish=completion.finish,
         )
+        if completion.states is not None:
+            row["target_states"] = to_bytes(completion.states)
+        return row
 
     def next(self, completion: Completion, dialogue: Dialogue) -> _Turn | None:
         """The next turn, unless this was the last one or the conversation has become too long."""

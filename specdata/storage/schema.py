@@ -5,7 +5,7 @@ Tokens are stored as ids, because the tokens of a decoded text may be others.
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import pyarrow as pa
 
@@ -26,6 +26,8 @@ class Rollout(TypedDict):
         prompt_ids: token ids of the prompt.
         completion_ids: token ids of the completion, at least one.
         finish: "eos" (the last completion id is an end token) or "length".
+        target_states: where they were asked for, the target's last hidden states that the
+            completion's tokens were drawn from, (C, H), as `specdata.target_states` writes them.
     """
 
     example_id: str
@@ -36,6 +38,7 @@ class Rollout(TypedDict):
     prompt_ids: list[int]
     completion_ids: list[int]
     finish: str
+    target_states: NotRequired[bytes]
 
 
 class Label(Rollout):
@@ -82,6 +85,8 @@ ROLLOUTS = pa.schema(
         ("finish", pa.string()),
     ]
 )
+# One more column of rollouts whose states are kept.
+TARGET_STATES = pa.schema([("target_states", pa.large_binary())])
 LABELS = pa.schema(
     [
         *ROLLOUTS,

@@ -1,0 +1,64 @@
+"""The target's last hidden states along its completions, stored with the rollouts.
+
+The target computes them while it samples. Kept, they spare distillation and labels a forward of it
+over every rollout: its output matrix makes the same logits of them again. They are those of the
+forwards that sampled, so they differ from those of a later forward by rounding alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdata.errors import ConfigError
+from specdata.lm_head import LMHead, find_lm_head
+from specdata.storage.schema import TARGET_STATES
+
+(COLUMN,) = TARGET_STATES.names
+
+
+def check_keepable(model: Any) -> None:
+    """Raise ConfigError for a model whose logits are not made of its last states in a known way."""
+    if find_lm_head(model).embedding is None:
+        raise ConfigError(
+            f"rollouts.keep_states must be false for {type(model).__name__}: its logits are not "
+            "made of its last hidden states in a way known here"
+        )
+
+
+def to_bytes(states: Tensor) -> bytes:
+    """(C, H) states in the model's precision -> what is stored of them."""
+    return bytes(states.contiguous().cpu().view(torch.uint8).numpy())
+
+
+def stored_states(row: Mapping[str, Any], target: LMHead) -> Tensor | None:
+    """The target's states at the completion tokens of a stored rollout.
+
+    Args:
+        row: a rollout, of which the completion may have been cut since.
+        target: the model that they are stored of, in the same precision.
+
+    Returns:
+        (C, H) on the CPU; None if the rollout was stored without, or if the target's logits are
+        not made of its states.
+
+    Raises:
+        ConfigError: if their size is not that of states of this target.
+    """
+    stored = row.get(COLUMN)
+    if stored is None or target.embedding is None:
+        return None
+    dtype = target.model.dtype
+    width = target.model.config.get_text_config().hidden_size
+    wanted = len(row["completion_ids"])
+    if len(stored) % (width * dtype.itemsize) or len(stored) < wanted * width * dtype.itemsize:
+        raise ConfigError(
+            f"the rollouts keep {len(stored):,} bytes of states for {wanted} tokens, but the target"
+            f" has {width} numbers of {dtype.itemsize} bytes a token: they were made with another "
+            "target or models.dtype; make the rollouts again"
+        )
+    states = torch.frombuffer(bytearray(stored), dtype=dtype).view(-1, width)
+    return states[:wanted]

@@ -1,0 +1,177 @@
+"""The target's states that rollouts keep are those of its forward, and stand in for it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import datasets
+import pytest
+import torch
+
+from distill.batches import Numbered, collate, fitted
+from distill.teacher import Part, Teacher
+from distill.watch import HeldOut
+from specdata.config import read_config
+from specdata.errors import ConfigError
+from specdata.labels.labeller import Labeller, target_distributions
+from specdata.lm_head import find_lm_head, hidden_states
+from specdata.probability import SamplingConfig
+from specdata.prompts.config import PromptSet
+from specdata.prompts.loading import Prompt
+from specdata.rollouts.backend import Request, TransformersBackend
+from specdata.rollouts.config import RolloutConfig
+from specdata.rollouts.make import make_rollouts
+from specdata.storage.dataset import load_stored
+from specdata.storage.resume import Settings
+from specdata.target_states import COLUMN, stored_states
+from tests.tiny import tiny_llama
+
+SAMPLING = SamplingConfig(0.8, 0, 0.9)
+TARGET, DRAFT = tiny_llama(0, vocab=23).float(), tiny_llama(1, vocab=23).float()
+TARGET.generation_config.eos_token_id = [5, 12, 17, 21]
+CONFIG = RolloutConfig(
+    sets=[PromptSet(name="instruct", split="dev", count=1)], max_new_tokens=9, keep_states=True
+)
+
+
+def backend(**changes: Any) -> TransformersBackend:
+    return TransformersBackend(
+        TARGET, SAMPLING, CONFIG.max_new_tokens, batch_size=8, seed=3, **changes
+    )
+
+
+def prompts() -> list[Prompt]:
+    """Of many lengths; the first ten all begin alike, as chat templates make them."""
+    common = [1 + place % 4 for place in range(10)]
+    texts = [[*common, 7, *range(6, 6 + n % 5)] for n in range(10)]
+    texts += [[8 + n] * (n + 1) for n in range(6)]
+    return [Prompt("instruct", "dev", f"prompt {n}", ids, ()) for n, ids in enumerate(texts)]
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> datasets.Dataset:
+    folder = tmp_path_factory.mktemp("rollouts") / "made"
+    make_rollouts(
+        backend(keep_states=True),
+        prompts(),
+        folder,
+        CONFIG,
+        settings=Settings({}),
+        report=lambda rows: None,
+    )
+    return load_stored(folder)
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's layers must not run."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the target was run")
+
+    handles = [layer.register_forward_pre_hook(refuse) for layer in TARGET.model.layers]
+    yield  # type: ignore[misc]
+    for handle in handles:
+        handle.remove()
+
+
+def test_kept_states_are_those_of_a_forward_over_the_whole_text(rollouts: datasets.Dataset) -> None:
+    head = find_lm_head(TARGET)
+    finishes = set()
+    for row in rollouts:
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+        expected = hidden_states(TARGET, ids)[0, len(row["prompt_ids"]) - 1 : -1]
+        torch.testing.assert_close(stored_states(row, head), expected, rtol=1e-4, atol=1e-5)
+        finishes.add((row["finish"], len(row["completion_ids"]) < 8))
+    assert {("eos", True), ("length", False)} <= finishes  # some ended early, others ran on
+
+
+def test_keeping_states_changes_no_token() -> None:
+    asked = [Request(prompt.ids, (prompt.example_id, 0)) for prompt in prompts()]
+    plain, kept = backend().complete(asked), backend(keep_states=True).complete(asked)
+    assert [each.ids for each in plain] == [each.ids for each in kept]
+    assert {each.states for each in plain} == {None}
+    assert [len(each.ids) for each in kept] == [
+        len(each.states) for each in kept if each.states is not None
+    ]
+
+
+def labels(rows: datasets.Dataset) -> list[dict[str, Any]]:
+    work = Labeller(
+        partial(target_distributions, P, SAMPLING, 0), find_lm_head(DRAFT), 23, SAMPLING, 0, 64
+    )
+    return [dict(row) for row in work(rows.to_list())]  # type: ignore[arg-type]
+
+
+P = find_lm_head(TARGET)
+
+
+def test_labels_of_kept_states_are_those_of_a_forward_and_need_none(
+    rollouts: datasets.Dataset, request: pytest.FixtureRequest
+) -> None:
+    expected = labels(rollouts.remove_columns(COLUMN))
+    request.getfixturevalue("unread")
+    for ours, theirs in zip(labels(rollouts), expected, strict=True):
+        assert ours["draft_ids"] == theirs["draft_ids"]
+        assert ours["accept_prob"] == pytest.approx(theirs["accept_prob"], abs=1e-4)
+        assert ours["overlap"] == pytest.approx(theirs["overlap"], abs=1e-4)
+
+
+@pytest.mark.parametrize("part", [None, Part(torch.arange(3, 20, 2), 0.8)])
+def test_a_teacher_says_the_same_of_kept_states_and_reads_nothing(
+    rollouts: datasets.Dataset, part: Part | None, request: pytest.FixtureRequest
+) -> None:
+    numbered = Numbered(rollouts)
+    assert COLUMN not in numbered[0]
+    batches = [collate(0)([numbered[n] for n in group]) for group in ((0, 3, 1), (2, 7), (3, 0))]
+    live = Teacher(TARGET, part=part)
+    expected = [live.states(batch) for batch in batches]
+    teacher = Teacher(TARGET, rollouts, part)
+    request.getfixturevalue("unread")
+    for batch, wanted in zip(batches, expected, strict=True):
+        torch.testing.assert_close(teacher.states(batch), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_draft_is_measured_on_kept_states_as_on_a_forwards(
+    rollouts: datasets.Dataset, request: pytest.FixtureRequest
+) -> None:
+    bare = HeldOut(TARGET, rollouts.remove_columns(COLUMN), SAMPLING, watched=5)
+    held_out = HeldOut(TARGET, rollouts, SAMPLING, watched=5)
+    expected = [bare.measure(DRAFT, watched_only=only) for only in (True, False)]
+    request.getfixturevalue("unread")
+    for only, wanted in zip((True, False), expected, strict=True):
+        found = held_out.measure(DRAFT, watched_only=only)
+        assert found.overall.acceptance == pytest.approx(wanted.overall.acceptance, abs=1e-5)
+        assert found.overall.expected_tokens == pytest.approx(wanted.overall.expected_tokens)
+
+
+def test_rollouts_that_are_cut_keep_the_states_of_what_is_left(rollouts: datasets.Dataset) -> None:
+    longest = max(range(len(rollouts)), key=lambda n: len(rollouts[n]["completion_ids"]))
+    whole = stored_states(rollouts[longest], P)
+    limit = len(rollouts[longest]["prompt_ids"]) + 2
+    cut = fitted(rollouts.select([longest]), limit).rollouts
+    assert whole is not None
+    assert len(whole) > 2
+    assert torch.equal(stored_states(cut[0], P), whole[:2])
+
+
+def test_states_of_another_precision_or_width_are_refused(rollouts: datasets.Dataset) -> None:
+    with pytest.raises(ConfigError, match=r"made with another target or models\.dtype"):
+        stored_states(rollouts[0], find_lm_head(tiny_llama(0, vocab=23)))  # float64
+    row = dict(rollouts[0])
+    row[COLUMN] = row[COLUMN][:-3]
+    with pytest.raises(ConfigError, match="make the rollouts again"):
+        stored_states(row, P)
+
+
+def test_a_server_gives_no_states() -> None:
+    with pytest.raises(ConfigError, match="keep_states needs backend transformers"):
+        read_config(
+            RolloutConfig,
+            {
+                "sets": [{"name": "instruct", "split": "dev"}],
+                "backend": "vllm",
+                "keep_states": True,
+            },
+        )
