@@ -45,6 +45,7 @@ from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings, defaults_of
+from specdata.target_states import stored_states
 from specdata.terminal import progress
 from specdata.vocabulary import check_shared_vocabulary
 
@@ -351,7 +352,7 @@ def align_output(model: PreTrainedModel, target: PreTrainedModel, rollouts: Data
         ConfigError: if the output embedding is not a linear layer over the last hidden states.
     """
     output = model.get_output_embeddings()
-    if find_lm_head(target).embedding is None or type(output) is not nn.Linear:
+    if (head := find_lm_head(target)).embedding is None or type(output) is not nn.Linear:
         raise ConfigError(
             f"{type(target).__name__} makes its logits in a way that is not known, so a draft's "
             "output matrix cannot be fitted to them: leave draft.init.align out"
@@ -362,10 +363,11 @@ def align_output(model: PreTrainedModel, target: PreTrainedModel, rollouts: Data
         for row in rollouts.select([index * len(rollouts) // wanted for index in range(wanted)]):
             ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=model.device)
             first = len(row["prompt_ids"]) - 1
-            ours, theirs = (
-                hidden_states(each, ids)[0, first:-1].double() for each in (model, target)
-            )
-            gram, cross = gram + ours.T @ ours, cross + ours.T @ theirs
+            theirs = stored_states(row, head)
+            if theirs is None:
+                theirs = hidden_states(target, ids)[0, first:-1]
+            ours = hidden_states(model, ids)[0, first:-1].double()
+            gram, cross = gram + ours.T @ ours, cross + ours.T @ theirs.to(ours)
             bar.update()
     # States of few rollouts may not span the space; this keeps the map small where they do not.
     gram.diagonal().add_(RIDGE * gram.diagonal().mean())

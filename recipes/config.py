@@ -99,6 +99,11 @@ class PipelineConfig(Config):
                 "models.draft is missing: name a draft, or let this run make one with draft.init "
                 "(kind: target or fresh)"
             )
+        if self.draft is not None and self.draft.spared and self.head is None:
+            raise ValueError(
+                f"draft.spared ({self.draft.spared:g}) keeps rollouts for a head, and there is no "
+                "head section: leave it out, or add one"
+            )
         if self.models.draft is not None and makes_it and self.toy is None:
             raise ValueError(
                 f"models.draft ({self.models.draft}) and draft.init (kind: "

@@ -107,6 +107,7 @@ def initial_stage(config: PipelineConfig) -> Stage:
     assert config.draft is not None
     values = {"init": config.draft.init.model_dump(mode="json"), **_sampled(config)}
     values["sets"] = config.draft.sets
+    values |= _spared(config)
     inputs = {"target": config.models.target, "rollouts": str(folder(config, "rollouts"))}
     if config.draft.init.kind == "model":
         assert config.models.draft is not None  # the configuration's own check
@@ -127,6 +128,7 @@ def finetuned_stage(config: PipelineConfig) -> Stage:
         inputs |= conversation_inputs(tuning.conversations)
     else:
         values["sets"] = config.draft.sets
+        values |= _spared(config)
         inputs["rollouts"] = str(folder(config, "rollouts"))
     return _stage(config, "finetuned", values, inputs, f"the draft, {_draft_size(config)}")
 
@@ -152,9 +154,20 @@ def draft_stage(config: PipelineConfig) -> Stage:
     return _stage(config, "draft", values, inputs, f"the draft, {_draft_size(config)}")
 
 
+def spared(config: PipelineConfig) -> float:
+    """Share of the training rollouts that the draft does not learn from."""
+    return config.draft.spared if config.draft else 0.0
+
+
+def _spared(config: PipelineConfig) -> dict[str, Any]:
+    """The same as a setting of a stage; nothing where it is 0, as in runs that did not know it."""
+    return {"spared": share} if (share := spared(config)) else {}
+
+
 def labels_stage(config: PipelineConfig) -> Stage:
     """Label the rollouts with the draft in use."""
     values = {"labels": config.labels.model_dump(mode="json"), **_sampled(config)}
+    values |= _spared(config)
     inputs = {
         "target": config.models.target,
         "draft": draft_in_use(config),
@@ -178,6 +191,7 @@ def head_stage(config: PipelineConfig) -> Stage:
     assert config.head is not None
     head = config.head
     values = {"head": head.decisive(), "seed": config.seed, "dtype": config.models.dtype}
+    values |= _spared(config)
     inputs = {"draft": draft_in_use(config), "labels": str(folder(config, "labels"))}
     size = f"the head, {_head_size(config)}"
     if head.cache == "disk":

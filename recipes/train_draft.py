@@ -127,7 +127,8 @@ def _rollouts(config: PipelineConfig, split: str) -> Dataset:
     assert config.draft is not None
     source, wanted = folder(config, "rollouts"), config.draft.sets
     sets = None if wanted is None else [short_name(name) for name in wanted]
-    return of_split(load_stored(source), split, source, sets=sets)
+    spared = config.draft.spared if split == "train" else 0.0
+    return of_split(load_stored(source), split, source, sets=sets, spared=spared)
 
 
 RECIPE = Recipe(

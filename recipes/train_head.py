@@ -20,6 +20,7 @@ from recipes.layout import (
     folder,
     head_stage,
     labels_stage,
+    spared,
     without_names,
 )
 from recipes.next_steps import after_head
@@ -89,7 +90,7 @@ def _precision(after: Mapping[str, Any]) -> str | None:
 def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     from specdata.labels.make import labels_from_cache, load_labels, make_labels, mean_overlap
     from specdata.models import load_model, load_tokenizer
-    from specdata.storage.dataset import load_stored
+    from specdata.storage.dataset import is_spared, load_stored
     from specdata.vocabulary import check_shared_vocabulary, vocabulary_fingerprint
 
     models, draft_name = config.models, draft_in_use(config)
@@ -97,6 +98,15 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     check_shared_vocabulary(tokenizer, load_tokenizer(draft_name))
     draft = load_model(draft_name, dtype=models.dtype)
     rollouts = load_stored(folder(config, "rollouts"))
+    if share := spared(config):
+        splits = zip(rollouts["split"], rollouts["example_id"], strict=True)
+        rollouts = rollouts.select(
+            [
+                index
+                for index, (split, example) in enumerate(splits)
+                if split != "train" or is_spared(example, share)
+            ]
+        )
     source = {
         "target": _identity(models.target),
         "tokenizer": vocabulary_fingerprint(tokenizer),
@@ -155,7 +165,13 @@ def _train(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     draft_name = draft_in_use(config)
     result = train_head(
         draft=load_model(draft_name, dtype=config.models.dtype),
-        train=of_split(labels, "train", folder(config, "labels")),
+        train=of_split(
+            labels,
+            "train",
+            folder(config, "labels"),
+            spared=spared(config),
+            wants_spared=True,
+        ),
         dev=of_split(labels, "dev", folder(config, "labels")),
         out=stage.folder / "model",
         config=config.head,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from distill.batches import Numbered, collate, fitted
+from distill.initial import align_output, cut
 from distill.teacher import Part, Teacher
 from distill.watch import HeldOut
 from specdata.config import read_config
@@ -24,7 +25,7 @@ from specdata.rollouts.config import RolloutConfig
 from specdata.rollouts.make import make_rollouts
 from specdata.storage.dataset import load_stored
 from specdata.storage.resume import Settings
-from specdata.target_states import COLUMN, stored_states
+from specdata.target_states import COLUMN, stored_states, to_bytes
 from tests.tiny import tiny_llama
 
 SAMPLING = SamplingConfig(0.8, 0, 0.9)
@@ -144,6 +145,24 @@ def test_a_draft_is_measured_on_kept_states_as_on_a_forwards(
         found = held_out.measure(DRAFT, watched_only=only)
         assert found.overall.acceptance == pytest.approx(wanted.overall.acceptance, abs=1e-5)
         assert found.overall.expected_tokens == pytest.approx(wanted.overall.expected_tokens)
+
+
+def test_an_output_matrix_is_aligned_with_kept_states(rollouts: datasets.Dataset) -> None:
+    def aligned(rows: datasets.Dataset) -> torch.Tensor:
+        draft = cut(TARGET, [0])
+        align_output(draft, TARGET, rows)
+        return draft.get_output_embeddings().weight
+
+    forward, kept = aligned(rollouts.remove_columns(COLUMN)), aligned(rollouts)
+    torch.testing.assert_close(kept, forward, rtol=1e-3, atol=1e-4)
+
+    def doubled(row: dict[str, Any]) -> dict[str, Any]:
+        states = stored_states(row, P)
+        assert states is not None
+        return {COLUMN: to_bytes(2 * states)}
+
+    # They are what it is made of, and not the target's own.
+    torch.testing.assert_close(aligned(rollouts.map(doubled)), 2 * kept, rtol=1e-3, atol=1e-4)
 
 
 def test_rollouts_that_are_cut_keep_the_states_of_what_is_left(rollouts: datasets.Dataset) -> None:

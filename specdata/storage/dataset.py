@@ -11,6 +11,7 @@ written before the shard gets its name, so a shard without a record was not made
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import time
@@ -243,8 +244,25 @@ def _finished_files(folder: Path) -> list[str]:
     return [as_pattern(folder / record["file"]) for record in manifest["shards"]]
 
 
+def is_spared(example_id: str, share: float) -> bool:
+    """Whether a prompt is among a share of all, which its id alone decides.
+
+    Args:
+        example_id: of a rollout; all completions of a prompt go together.
+        share: from 0 to 1.
+    """
+    digest = hashlib.sha256(f"spared {example_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
 def of_split(
-    dataset: datasets.Dataset, split: str, source: Path, *, sets: Sequence[str] | None = None
+    dataset: datasets.Dataset,
+    split: str,
+    source: Path,
+    *,
+    sets: Sequence[str] | None = None,
+    spared: float = 0.0,
+    wants_spared: bool = False,
 ) -> datasets.Dataset:
     """Rows of one split of a stored dataset, in its order.
 
@@ -253,20 +271,27 @@ def of_split(
         split: "train", "dev" or "test".
         source: its folder, for the message.
         sets: only rows of these prompt sets, by the names in column `dataset`; by default of all.
+        spared: share of the prompts that are left out (`is_spared`).
+        wants_spared: only rows of that share instead; all where it is 0.
 
     Raises:
         ConfigError: if there are none.
     """
-    found = zip(dataset["split"], dataset["dataset"], strict=True)
+    found = zip(dataset["split"], dataset["dataset"], dataset["example_id"], strict=True)
     rows = dataset.select(
         [
             row
-            for row, (name, prompts) in enumerate(found)
-            if name == split and (sets is None or prompts in sets)
+            for row, (name, prompts, example) in enumerate(found)
+            if name == split
+            and (sets is None or prompts in sets)
+            and (not spared or is_spared(example, spared) == wants_spared)
         ]
     )
     if len(rows) == 0:
         of = f" of {' or '.join(sets)}" if sets is not None else ""
+        if spared:
+            kind = "are" if wants_spared else "are not"
+            of += f" that {kind} among the share {spared:g} that the draft is spared"
         raise ConfigError(
             f"{source} has no rows of split {split!r}{of}: rollouts.sets must hold a prompt set "
             "with that split, not all of whose prompts are dropped as duplicates"

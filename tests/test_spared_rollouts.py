@@ -1,0 +1,82 @@
+"""Rollouts that a draft is spared: its head learns from these alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from recipes import make_rollouts, train_draft, train_head
+from recipes.config import PipelineConfig, parse
+from specdata.errors import ConfigError
+from specdata.storage.dataset import is_spared, load_stored
+from tests.test_sharding import pair
+
+__all__ = ["pair"]
+SHARE = 0.4
+
+
+def tree_of(pair: Path, folder: Path) -> dict[str, Any]:
+    tree: dict[str, Any] = yaml.safe_load((pair / "pair.yaml").read_text())
+    (prompt_set,) = tree["rollouts"]["sets"]
+    lines = Path(prompt_set["name"]).read_text().splitlines(keepends=True)
+    (folder / "dev.jsonl").write_text("".join(lines[:4]))
+    (folder / "train.jsonl").write_text("".join(lines[4:20]))
+    tree["rollouts"] |= {
+        "max_new_tokens": 12,
+        "keep_states": True,
+        "sets": [
+            {"name": str(folder / f"{split}.jsonl"), "split": split, "count": 0}
+            for split in ("train", "dev")
+        ],
+    }
+    tree["output"] = str(folder / "out")
+    tree["draft"] = {"epochs": 1, "spared": SHARE, "report_to": []}
+    tree["head"] = {"depth": 1, "epochs": 1}
+    return tree
+
+
+def config_of(tree: dict[str, Any], folder: Path) -> PipelineConfig:
+    path = folder / "pair.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return parse(["--config", str(path)]).config
+
+
+def test_a_share_of_prompts_is_about_that_share_and_grows_with_it() -> None:
+    names = [f"prompt {number}" for number in range(4000)]
+    some = {name for name in names if is_spared(name, 0.2)}
+    more = {name for name in names if is_spared(name, 0.5)}
+    assert some < more
+    assert len(some) == pytest.approx(800, abs=4 * (4000 * 0.2 * 0.8) ** 0.5)
+    assert not any(is_spared(name, 0.0) for name in names)
+
+
+@pytest.mark.slow
+def test_draft_and_head_learn_from_different_rollouts(pair: Path, tmp_path: Path) -> None:
+    config = config_of(tree_of(pair, tmp_path), tmp_path)
+    asked = ["--config", str(tmp_path / "pair.yaml")]
+    for recipe in (make_rollouts, train_draft, train_head):
+        assert recipe.RECIPE.run(asked) == 0
+    rollouts = load_stored(tmp_path / "out" / "rollouts")
+    of = {
+        split: {row["example_id"] for row in rollouts if row["split"] == split}
+        for split in ("train", "dev")
+    }
+    spared = {name for name in of["train"] if is_spared(name, SHARE)}
+    assert 0 < len(spared) < len(of["train"])
+    learnt = train_draft._rollouts(config, "train")
+    assert {*learnt["example_id"]} == of["train"] - spared
+    assert {*train_draft._rollouts(config, "dev")["example_id"]} == of["dev"]
+    labels = load_stored(tmp_path / "out" / "labels")
+    assert {*labels["example_id"]} == spared | of["dev"]
+    # The head's own record of how much it was given.
+    assert {row["split"] for row in labels} == {"train", "dev"}
+
+
+def test_rollouts_are_not_spared_for_a_head_that_is_not_trained(pair: Path, tmp_path: Path) -> None:
+    tree = tree_of(pair, tmp_path)
+    del tree["head"]
+    with pytest.raises(ConfigError, match=r"draft\.spared \(0\.4\) keeps rollouts for a head"):
+        config_of(tree, tmp_path)
