@@ -229,8 +229,8 @@ def _with_head(results: Results, best: PooledRow | None) -> list[str]:
     if not results.timed or best is None or best.runs[0].head is None:
         return []
     return [
-        f"The fastest of these prompts, {best.method}, stops by a head. Whether the head pays is"
-        " judged below on more prompts than these, and may be judged otherwise."
+        f"The fastest on these prompts, {best.method}, stops by a head. Whether the head pays is"
+        " judged on other prompts, too, and can come out otherwise."
     ]
 
 
