@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from specdata.errors import ConfigError
 from specdata.models import positions
-from specdata.target_states import COLUMN
+from specdata.target_states import without_states
 
 IGNORED = -100  # the Trainer counts the labels that differ from it
 
@@ -105,8 +105,7 @@ class Numbered(torch.utils.data.Dataset[Row]):
 
     def __init__(self, rollouts: Dataset) -> None:
         # The teacher reads states by itself, without handing them through the batches.
-        there = [name for name in (COLUMN,) if name in rollouts.column_names]
-        self.rollouts = rollouts.remove_columns(there) if there else rollouts
+        self.rollouts = without_states(rollouts)
 
     def __len__(self) -> int:
         return len(self.rollouts)
@@ -164,6 +163,6 @@ def _length(row: Row) -> int:
 def content_of(rollouts: Dataset) -> str:
     """A short hash of the token ids, the same wherever and however the rows are stored."""
     digest = hashlib.sha256()
-    for row in rollouts:
+    for row in without_states(rollouts):
         digest.update(json.dumps([row["prompt_ids"], row["completion_ids"]]).encode())
     return digest.hexdigest()[:16]

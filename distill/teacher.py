@@ -22,7 +22,7 @@ from distill.batches import IGNORED, collate
 from distill.chunked import chunks, positions_at_once
 from specdata.labels.labeller import by_length, tokens_at_once
 from specdata.lm_head import find_lm_head
-from specdata.target_states import COLUMN, stored_states
+from specdata.target_states import has_states, stored_states
 
 KEPT_BYTES = 1 << 30
 """States that are kept in memory, in bytes, in each process; other rows are read at every pass."""
@@ -72,7 +72,7 @@ class Teacher:
         self._rollouts = rollouts
         self._group: dict[int, list[int]] = {}
         if rollouts is not None:
-            if COLUMN in rollouts.column_names and self.head.embedding is not None:
+            if has_states(rollouts) and self.head.embedding is not None:
                 self._group = {index: [index] for index in range(len(rollouts))}
             else:
                 self._plan(rollouts)

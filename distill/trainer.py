@@ -32,7 +32,7 @@ from specdata.models import end_ids, positions
 from specdata.probability import probabilities, to_vocabulary
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
-from specdata.target_states import COLUMN
+from specdata.target_states import has_states
 
 
 class DistilTrainer(Trainer):  # type: ignore[misc]
@@ -176,7 +176,7 @@ def draft_trainer(
     # Padding is masked everywhere, so any id will do where a model names none.
     pad_id = 0 if pad_id is None else pad_id
     # Each process keeps all rows; reading them once is worth it if it would read more otherwise.
-    is_kept = config.epochs > state.num_processes or COLUMN in train.column_names
+    is_kept = config.epochs > state.num_processes or has_states(train)
     return DistilTrainer(
         teacher=Teacher(
             teacher, train if is_kept else None, learnt_part(student, config, sampling)

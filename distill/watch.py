@@ -19,7 +19,7 @@ from specdata.lm_head import LMHead, find_lm_head
 from specdata.models import check_length
 from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.sampling import SamplingConfig
-from specdata.target_states import COLUMN, stored_states
+from specdata.target_states import has_states, stored_states, without_states
 
 DRAFTED = (4, 8)
 """Tokens drafted in the rounds whose expected tokens are measured."""
@@ -121,8 +121,8 @@ class HeldOut:
         self._target = find_lm_head(target)
         self._kept: dict[int, Tensor] = {}
         at_once = tokens_at_once(self._target)
-        self._stored = rollouts if COLUMN in rollouts.column_names else None
-        rows = (rollouts.remove_columns(COLUMN) if self._stored else rollouts).to_list()
+        self._stored = rollouts if has_states(rollouts) else None
+        rows = without_states(rollouts).to_list()
         chosen = _evenly([row.get("dataset", "") for row in rows], watched)
         others = sorted(set(range(len(rows))) - set(chosen))
         self._batches = _in_batches(rows, chosen, at_once)

@@ -125,12 +125,19 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
     for stage in stages:
         console.print(f"\n{stage.name} ({_state(stage)})", style="bold", markup=False)
         for name, source in stage.inputs.items():
-            there = ""
-            if not Path(source).exists():
-                here = is_within(source, str(given.get("output"))) or source.count("/") > 1
-                there = " (not made yet)" if here else " (from the Hub)"
+            there = _absent(source, str(given.get("output")))
             console.print(f"  reads {name}: {source}{there}", markup=False)
         console.print(f"  writes {stage.folder}: {stage.size}", markup=False)
+
+
+def _absent(source: str, output: str) -> str:
+    """What to say of an input that is not on this machine; nothing of one that is."""
+    if Path(source).exists():
+        return ""
+    # A Hub id is OWNER/NAME or NAME, its revision aside; an address has "://".
+    is_path = source.startswith((".", "/")) or source.partition("@")[0].count("/") > 1
+    here = is_within(source, output) or (is_path and "://" not in source)
+    return " (not made yet)" if here else " (from the Hub)"
 
 
 def _state(stage: Stage) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 
 from specdata.errors import ConfigError
@@ -32,6 +33,16 @@ def check_keepable(model: Any) -> None:
 def to_bytes(states: Tensor) -> bytes:
     """(C, H) states in the model's precision -> what is stored of them."""
     return bytes(states.contiguous().cpu().view(torch.uint8).numpy())
+
+
+def has_states(rollouts: Dataset) -> bool:
+    """Whether rollouts are stored with their states."""
+    return COLUMN in rollouts.column_names
+
+
+def without_states(rollouts: Dataset) -> Dataset:
+    """The same rows without them: reading a row reads every column."""
+    return rollouts.remove_columns(COLUMN) if has_states(rollouts) else rollouts
 
 
 def stored_states(row: Mapping[str, Any], target: LMHead) -> Tensor | None:

@@ -15,7 +15,7 @@ import yaml
 from recipes import make_rollouts, train_head
 from specdata.labels.make import load_labels
 from specdata.probability import SamplingConfig
-from tests.test_sharding import ROOT, pair
+from tests.test_sharding import ROOT, pair, with_train_and_dev
 
 __all__ = ["pair"]
 pytestmark = pytest.mark.slow
@@ -28,18 +28,7 @@ def labelled(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     and have three draws.
     """
     folder = tmp_path_factory.mktemp("labelled")
-    tree = yaml.safe_load((pair / "pair.yaml").read_text())
-    (prompt_set,) = tree["rollouts"]["sets"]
-    lines = Path(prompt_set["name"]).read_text().splitlines(keepends=True)
-    (folder / "dev.jsonl").write_text("".join(lines[:4]))
-    (folder / "train.jsonl").write_text("".join(lines[4:20]))
-    tree["rollouts"] |= {
-        "max_new_tokens": 12,
-        "sets": [
-            {"name": str(folder / f"{split}.jsonl"), "split": split, "count": 0}
-            for split in ("train", "dev")
-        ],
-    }
+    tree = with_train_and_dev(pair, folder)
     tree |= {"output": str(folder / "out"), "sampling": {"top_k": 8}}
     tree |= {"labels": {"shard_size": 4, "top_logits": 10, "draws": 3}}
     tree |= {"head": {"depth": 1, "epochs": 1}}

@@ -10,7 +10,7 @@ import pytest
 
 from recipes.config import PipelineConfig, parse
 from recipes.layout import by_content, eval_stage, rollouts_stage
-from recipes.recipe import Recipe
+from recipes.recipe import Recipe, _absent
 from recipes.run import (
     KEYS,
     Stage,
@@ -355,3 +355,24 @@ def test_a_folder_is_replaced_only_by_a_whole_one(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == [here]
     with pytest.raises(FileExistsError, match="must not exist"), atomic_folder(here):
         pass
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("owner/name", "from the Hub"),
+        ("gpt2", "from the Hub"),
+        ("owner/name@refs/pr/1", "from the Hub"),
+        ("https://example.org/a/b.jsonl", "from the Hub"),
+        ("runs/pair/target", "not made yet"),
+        ("./target", "not made yet"),
+        ("/target", "not made yet"),
+        ("out/draft", "not made yet"),
+        (".", ""),
+    ],
+)
+def test_a_plan_tells_paths_that_are_not_there_from_what_is_fetched(
+    source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _absent(source, "out") == (f" ({said})" if said else "")

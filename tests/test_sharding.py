@@ -65,6 +65,23 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def with_train_and_dev(pair: Path, folder: Path) -> dict[str, Any]:
+    """The pair's configuration with 16 prompts to train on and 4 others held out, as files."""
+    tree: dict[str, Any] = yaml.safe_load((pair / "pair.yaml").read_text())
+    (prompt_set,) = tree["rollouts"]["sets"]
+    lines = Path(prompt_set["name"]).read_text().splitlines(keepends=True)
+    (folder / "dev.jsonl").write_text("".join(lines[:4]))
+    (folder / "train.jsonl").write_text("".join(lines[4:20]))
+    tree["rollouts"] |= {
+        "max_new_tokens": 12,
+        "sets": [
+            {"name": str(folder / f"{split}.jsonl"), "split": split, "count": 0}
+            for split in ("train", "dev")
+        ],
+    }
+    return tree
+
+
 def start(
     pair: Path, folder: Path, count: int, *arguments: str, grace: int = 30
 ) -> list[subprocess.Popen[str]]:

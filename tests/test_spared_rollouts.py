@@ -7,31 +7,21 @@ from typing import Any
 
 import pytest
 import yaml
+from datasets import Dataset
 
 from recipes import make_rollouts, train_draft, train_head
 from recipes.config import PipelineConfig, parse
 from specdata.errors import ConfigError
-from specdata.storage.dataset import is_spared, load_stored
-from tests.test_sharding import pair
+from specdata.storage.dataset import is_spared, load_stored, of_split
+from tests.test_sharding import pair, with_train_and_dev
 
 __all__ = ["pair"]
 SHARE = 0.4
 
 
 def tree_of(pair: Path, folder: Path) -> dict[str, Any]:
-    tree: dict[str, Any] = yaml.safe_load((pair / "pair.yaml").read_text())
-    (prompt_set,) = tree["rollouts"]["sets"]
-    lines = Path(prompt_set["name"]).read_text().splitlines(keepends=True)
-    (folder / "dev.jsonl").write_text("".join(lines[:4]))
-    (folder / "train.jsonl").write_text("".join(lines[4:20]))
-    tree["rollouts"] |= {
-        "max_new_tokens": 12,
-        "keep_states": True,
-        "sets": [
-            {"name": str(folder / f"{split}.jsonl"), "split": split, "count": 0}
-            for split in ("train", "dev")
-        ],
-    }
+    tree = with_train_and_dev(pair, folder)
+    tree["rollouts"]["keep_states"] = True
     tree["output"] = str(folder / "out")
     tree["draft"] = {"epochs": 1, "spared": SHARE, "report_to": []}
     tree["head"] = {"depth": 1, "epochs": 1}
@@ -53,6 +43,26 @@ def test_a_share_of_prompts_is_about_that_share_and_grows_with_it() -> None:
     assert not any(is_spared(name, 0.0) for name in names)
 
 
+def test_a_share_and_the_rest_of_a_split_are_all_of_it_and_have_nothing_in_common() -> None:
+    rows = Dataset.from_list(
+        [
+            {"example_id": f"prompt {number}", "split": ("train", "dev")[number % 2], "dataset": ""}
+            for number in range(40)
+        ]
+    )
+    everything = of_split(rows, "train", Path("r"))["example_id"]
+    rest, spared = (
+        of_split(rows, "train", Path("r"), spared=SHARE, wants_spared=wanted)["example_id"]
+        for wanted in (False, True)
+    )
+    assert sorted([*rest, *spared]) == sorted(everything)
+    assert all(is_spared(name, SHARE) for name in spared)
+    assert not any(is_spared(name, SHARE) for name in rest)
+    assert of_split(rows, "train", Path("r"), wants_spared=True)["example_id"] == everything
+    with pytest.raises(ConfigError, match="are among the share 1e-09 that the draft is spared"):
+        of_split(rows, "train", Path("r"), spared=1e-9, wants_spared=True)
+
+
 @pytest.mark.slow
 def test_draft_and_head_learn_from_different_rollouts(pair: Path, tmp_path: Path) -> None:
     config = config_of(tree_of(pair, tmp_path), tmp_path)
@@ -71,7 +81,6 @@ def test_draft_and_head_learn_from_different_rollouts(pair: Path, tmp_path: Path
     assert {*train_draft._rollouts(config, "dev")["example_id"]} == of["dev"]
     labels = load_stored(tmp_path / "out" / "labels")
     assert {*labels["example_id"]} == spared | of["dev"]
-    # The head's own record of how much it was given.
     assert {row["split"] for row in labels} == {"train", "dev"}
 
 

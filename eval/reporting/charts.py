@@ -150,9 +150,6 @@ def series(runs: Sequence[Run]) -> list[list[Run]]:
     return list(groups.values())
 
 
-VERIFICATION = "verification_rate"
-
-
 def draw_pareto(axes: Axes, results: Results, dataset: str) -> None:
     """Verification rate against discard rate of the chain methods; lower left is better.
 
@@ -174,8 +171,8 @@ def draw_pareto(axes: Axes, results: Results, dataset: str) -> None:
         )
         for run in group:
             values = np.array([run.discard_rate, run.verification_rate])
-            bounds = np.array([run.intervals[name] for name in ("discard_rate", VERIFICATION)])
-            errors = np.abs(bounds.T - values)
+            bounds = [run.intervals[name] for name in ("discard_rate", "verification_rate")]
+            errors = np.abs(np.transpose(bounds) - values)
             axes.errorbar(
                 values[:1],
                 values[1:],
