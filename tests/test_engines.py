@@ -12,8 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.runtime.graphs import shared_graphs
-from eval.runtime.prepack import SMALLEST_PREPACKED, can_prepack
+from eval.runtime.prepack import SMALLEST_PREPACKED
 from specdata.errors import ConfigError
+from specdata.prepack import multiplies
 from tests.test_decoder import head
 from tests.tiny import tiny_llama
 
@@ -92,8 +93,8 @@ def test_prepacked_matrices_with_biases_give_the_eager_logits(engine: str) -> No
 def test_bfloat16_matrices_are_prepacked_where_the_processor_multiplies_them() -> None:
     model = medium_llama(0).to(torch.bfloat16)
     supported = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    assert can_prepack(model) == supported
-    assert not can_prepack(medium_llama(0).to(torch.float16))
+    assert multiplies(model.device, model.dtype) == supported
+    assert not multiplies(model.device, torch.float16)
     # A graph whose logits differ from the eager ones by more than rounding is refused.
     config = DecodeConfig(temperature=0.0, length=3)
     decoder = SpeculativeDecoder.from_config(

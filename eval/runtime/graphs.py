@@ -6,7 +6,7 @@ runs forwards by one of three engines, with the same results but for rounding:
 
 * "eager": the model's own forward;
 * "captured": the forward is traced once with symbolic lengths (`make_fx`) and run as a graph; on a
-  CPU in float32 its large matrices are kept a second time in oneDNN's blocked layout;
+  CPU its large matrices are kept a second time in oneDNN's blocked layout;
 * "compiled": the captured graph through `torch.compile` (Inductor), which fuses what lies between
   the matrices. It needs a C++ compiler and takes seconds to a minute a model.
 
@@ -28,9 +28,10 @@ from transformers import Cache, PreTrainedModel
 from eval.runtime.engines import ENGINES, Engine
 from eval.runtime.kv_cache import CacheLayer
 from eval.runtime.model_checks import length_dependent_rope
-from eval.runtime.prepack import Prepacker, can_prepack
+from eval.runtime.prepack import Prepacker
 from specdata.errors import ConfigError
 from specdata.lm_head import capturing_hidden
+from specdata.prepack import multiplies
 
 # Lengths to trace with: for the tokens of a forward, and for the cache. All unlike each other, and
 # candidates enough to be unlike every other size of a model.
@@ -158,7 +159,7 @@ class ForwardGraphs:
             traced = make_fx(
                 forward, tracing_mode="symbolic", _allow_non_fake_inputs=True, pre_dispatch=True
             )(*examples)
-            if can_prepack(model):
+            if multiplies(model.device, model.dtype):
                 self._prepacker.rewrite(traced)
             graph: Graph = torch.compile(traced, dynamic=True) if compiled else traced
         return graph

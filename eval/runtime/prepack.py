@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from transformers import PreTrainedModel
 
 from specdata.prepack import reordered, reordered_linear
 
@@ -24,15 +23,6 @@ SMALLEST_PREPACKED = 1 << 17
 
 LinearWeights = tuple[Tensor, Tensor | None]
 """Weight (out, in) and bias (out,) of a linear layer."""
-
-
-def can_prepack(model: PreTrainedModel) -> bool:
-    """Whether the weights may be kept in oneDNN's layout: a precision that it knows on a CPU."""
-    if model.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    if model.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return bool(model.dtype == torch.float32)
 
 
 class Prepacker:
