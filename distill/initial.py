@@ -75,6 +75,7 @@ def make_initial(
     config: InitConfig,
     sampling: SamplingConfig,
     seed: int,
+    states_dtype: str = "float32",
 ) -> dict[str, Any]:
     """Make the draft that training starts from and save it as a model folder, in float32.
 
@@ -90,6 +91,7 @@ def make_initial(
         config: what to make.
         sampling: the warp of serving.
         seed: decides random weights.
+        states_dtype: the target's precision when it made the states that rollouts may keep.
 
     Returns:
         What was made, as JSON values.
@@ -122,7 +124,9 @@ def make_initial(
     if out.exists():
         settings.check_file(out / SETTINGS_FILE)
     elif state.is_main_process:
-        model, made = _make(str(target), draft, rollouts, config, sampling, seed)
+        model, made = _make(
+            str(target), draft, rollouts, config, sampling, seed, getattr(torch, states_dtype)
+        )
         if config.vocabulary is not None:
             _, ends = load_generation(str(target))
             made |= _reduce(model, rollouts, config.vocabulary, ends)
@@ -313,6 +317,7 @@ def _make(
     config: InitConfig,
     sampling: SamplingConfig,
     seed: int,
+    states_dtype: torch.dtype,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The draft with its whole vocabulary, and what was made."""
     if config.kind == "model":
@@ -335,18 +340,29 @@ def _make(
     made: dict[str, Any] = {"kind": "target", "layers": layers}
     draft_model = cut(whole, layers)
     if config.align:
-        align_output(draft_model, whole, rollouts)
+        align_output(draft_model, whole, rollouts, states_dtype)
     return draft_model, made | ({} if acceptance is None else {"acceptance": acceptance})
 
 
 @torch.no_grad()
-def align_output(model: PreTrainedModel, target: PreTrainedModel, rollouts: Dataset) -> None:
+def align_output(
+    model: PreTrainedModel,
+    target: PreTrainedModel,
+    rollouts: Dataset,
+    states_dtype: torch.dtype | None = None,
+) -> None:
     """Give a cut model an output matrix that reads its states as the target's reads its own.
 
     With A the (H, H) matrix for which `states A` is nearest to the target's last hidden states
     (least squares, at the completion positions of `ALIGNED_ROWS` rollouts), and W the target's
     output matrix, the new one is W A^T: linear shortcuts (Din et al. 2023, arXiv:2303.09435), put
     into the weights. The input embedding stays, so tied matrices are untied.
+
+    Args:
+        model: the cut model, which is changed.
+        target: what it was cut from.
+        rollouts: with `prompt_ids` and `completion_ids`, and the target's states if they keep them.
+        states_dtype: the precision of those, if the target was loaded in another.
 
     Raises:
         ConfigError: if the output embedding is not a linear layer over the last hidden states.
@@ -363,7 +379,7 @@ def align_output(model: PreTrainedModel, target: PreTrainedModel, rollouts: Data
         for row in rollouts.select([index * len(rollouts) // wanted for index in range(wanted)]):
             ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]], device=model.device)
             first = len(row["prompt_ids"]) - 1
-            theirs = stored_states(row, head)
+            theirs = stored_states(row, head, states_dtype)
             if theirs is None:
                 theirs = hidden_states(target, ids)[0, first:-1]
             ours = hidden_states(model, ids)[0, first:-1].double()

@@ -64,6 +64,7 @@ def _make_initial(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         config=config.draft.init,
         sampling=config.sampling,
         seed=config.seed,
+        states_dtype=config.models.dtype,
     )
 
 

@@ -45,16 +45,19 @@ def without_states(rollouts: Dataset) -> Dataset:
     return rollouts.remove_columns(COLUMN) if has_states(rollouts) else rollouts
 
 
-def stored_states(row: Mapping[str, Any], target: LMHead) -> Tensor | None:
+def stored_states(
+    row: Mapping[str, Any], target: LMHead, dtype: torch.dtype | None = None
+) -> Tensor | None:
     """The target's states at the completion tokens of a stored rollout.
 
     Args:
         row: a rollout, of which the completion may have been cut since.
-        target: the model that they are stored of, in the same precision.
+        target: the model that they are stored of.
+        dtype: the precision that it had when it made them, if it has another now.
 
     Returns:
-        (C, H) on the CPU; None if the rollout was stored without, or if the target's logits are
-        not made of its states.
+        (C, H) on the CPU, in that precision; None if the rollout was stored without, or if the
+        target's logits are not made of its states.
 
     Raises:
         ConfigError: if their size is not that of states of this target.
@@ -62,7 +65,7 @@ def stored_states(row: Mapping[str, Any], target: LMHead) -> Tensor | None:
     stored = row.get(COLUMN)
     if stored is None or target.embedding is None:
         return None
-    dtype = target.model.dtype
+    dtype = dtype or target.model.dtype
     width = target.model.config.get_text_config().hidden_size
     wanted = len(row["completion_ids"])
     if len(stored) % (width * dtype.itemsize) or len(stored) < wanted * width * dtype.itemsize:

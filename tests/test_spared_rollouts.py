@@ -23,7 +23,10 @@ def tree_of(pair: Path, folder: Path) -> dict[str, Any]:
     tree = with_train_and_dev(pair, folder)
     tree["rollouts"]["keep_states"] = True
     tree["output"] = str(folder / "out")
-    tree["draft"] = {"epochs": 1, "spared": SHARE, "report_to": []}
+    # The draft is made of the target in float32, the target's states are kept in bfloat16.
+    tree["models"] = {"target": tree["models"]["target"], "dtype": "bfloat16"}
+    init = {"kind": "target", "layers": 1, "align": True}
+    tree["draft"] = {"init": init, "epochs": 1, "spared": SHARE, "report_to": []}
     tree["head"] = {"depth": 1, "epochs": 1}
     return tree
 

@@ -165,6 +165,17 @@ def test_an_output_matrix_is_aligned_with_kept_states(rollouts: datasets.Dataset
     torch.testing.assert_close(aligned(rollouts.map(doubled)), 2 * kept, rtol=1e-3, atol=1e-4)
 
 
+def test_states_of_a_target_that_had_another_precision_are_read_in_that(
+    rollouts: datasets.Dataset,
+) -> None:
+    made = stored_states(rollouts[0], P)
+    assert made is not None
+    row = dict(rollouts[0]) | {COLUMN: to_bytes(made.bfloat16())}
+    assert torch.equal(stored_states(row, P, torch.bfloat16), made.bfloat16())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="numbers of 2 bytes a token"):
+        stored_states(row | {COLUMN: row[COLUMN][:-2]}, P, torch.bfloat16)
+
+
 def test_rollouts_that_are_cut_keep_the_states_of_what_is_left(rollouts: datasets.Dataset) -> None:
     longest = max(range(len(rollouts)), key=lambda n: len(rollouts[n]["completion_ids"]))
     whole = stored_states(rollouts[longest], P)
