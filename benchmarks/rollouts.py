@@ -1,7 +1,7 @@
 """Speed of rollouts and labels on the embedded pair, and where the time of a real target goes.
 
     python benchmarks/rollouts.py [--out runs/bench/rollouts.json]
-        [--parts speed processes accounting] [--target FOLDER] [--draft FOLDER]
+        [--parts speed processes accounting] [--target FOLDER] [--draft FOLDER] [--dtype bfloat16]
 
 Speed: tokens/s of batched rollouts, of one-prompt-at-a-time `generate`, and of labels (completion
 tokens only) made with both models and, with top_k 50, again from 64 kept target logits; each with
@@ -47,9 +47,9 @@ from specdata.labels.labeller import (
 from specdata.labels.make import make_labels
 from specdata.labels.top_logits import TopLogitDistributions
 from specdata.lm_head import find_lm_head
-from specdata.models import device, load_model
+from specdata.models import DTYPES, device, load_model
 from specdata.prepack import prepacked
-from specdata.probability import SamplingConfig, inverse_cdf, probabilities
+from specdata.probability import SamplingConfig, drawn_tokens
 from specdata.rollouts.backend import Request, TransformersBackend
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.files import write_json
@@ -65,7 +65,7 @@ PROMPTS, ALONE = 128, 6
 SHARD = 16  # prompts of one shard, where processes share the work
 PARTS = ("speed", "processes", "accounting")
 # Accounting: rows decoded together, tokens of a prompt and new ones, rollouts that are labelled.
-BATCHES, PROMPT, NEW, LABELLED = (24, 64), 90, 17, 8
+BATCHES, PROMPT, NEW, LABELLED = (24, 64, 128), 90, 17, 8
 LARGE = 512  # rows of the forward that labels and distillation are compared with
 GOALS = {
     "rollouts_per_generate": 5.0,
@@ -254,7 +254,7 @@ def worker(folder: Path, kind: str, out: Path) -> int:
     return int(read_manifest(out)["counts"]["tokens"])
 
 
-def stand_in(layers: int) -> PreTrainedModel:
+def stand_in(layers: int, dtype: str) -> PreTrainedModel:
     """Random weights of a 135M Llama's shape, or of its first layers."""
     torch.manual_seed(layers)
     config = LlamaConfig(
@@ -266,7 +266,7 @@ def stand_in(layers: int) -> PreTrainedModel:
         num_key_value_heads=3,
         tie_word_embeddings=True,
     )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
 
 
 def least(works: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -281,15 +281,18 @@ def least(works: dict[str, Callable[[], object]], repeats: int) -> dict[str, flo
 
 
 def accounting(
-    target_folder: Path | None, draft_folder: Path | None, repeats: int
+    target_folder: Path | None, draft_folder: Path | None, dtype: str, repeats: int
 ) -> dict[str, Any]:
     """Shares of the forwards that rollouts, labels and distillation cannot do without."""
-    target = load_model(str(target_folder)) if target_folder else stand_in(30)
-    draft = load_model(str(draft_folder)) if draft_folder else stand_in(2)
+    target, draft = (
+        load_model(str(folder), dtype=dtype) if folder else stand_in(layers, dtype)
+        for folder, layers in ((target_folder, 30), (draft_folder, 2))
+    )
     target.generation_config.eos_token_id = None  # every row has as many tokens
     found: dict[str, Any] = {
         "target": str(target_folder or "random weights of a 135M Llama"),
         "draft": str(draft_folder or "random weights of its first two layers"),
+        "dtype": dtype,
         "rollouts": [],
         "labels": [],
     }
@@ -352,7 +355,7 @@ def decoding(
             "bare": bare,
             "prompts": completed(1),
             "all": completed(NEW),
-            "sampling": lambda: inverse_cdf(probabilities(logits, sampling), uniforms),
+            "sampling": lambda: drawn_tokens(logits, sampling, uniforms),
         },
         repeats,
     )
@@ -439,6 +442,7 @@ def main() -> None:
     parser.add_argument("--pair", type=Path, default=PAIR)
     parser.add_argument("--target", type=Path, help="a model's folder, for the accounting")
     parser.add_argument("--draft", type=Path, help="its draft's folder, for the accounting")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="for the accounting")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -454,7 +458,9 @@ def main() -> None:
     if "processes" in options.parts:
         record["processes"] = processes(options.pair, options.repeats)
     if "accounting" in options.parts:
-        record["accounting"] = accounting(options.target, options.draft, options.repeats)
+        record["accounting"] = accounting(
+            options.target, options.draft, options.dtype, options.repeats
+        )
     record["goals"] = goals(record)
     for entry in record["goals"]:
         mark = "met" if entry["met"] else "MISSED"

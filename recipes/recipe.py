@@ -25,7 +25,7 @@ from recipes.run import (
     stage_record,
 )
 from specdata.errors import OtherSettingsError, full_disk, without_passwords
-from specdata.processes import is_main
+from specdata.processes import is_main, leave_processes
 from specdata.terminal import accept_any_text, visible
 
 
@@ -65,6 +65,12 @@ class Recipe:
         """
         given = sys.argv[1:] if arguments is None else arguments
         accept_any_text()
+        status = self._run(given, program)
+        leave_processes()
+        return status
+
+    def _run(self, given: Sequence[str], program: str | None) -> int:
+        """The exit status; what `run` says."""
         try:
             sections = (*SHARED, *self.sections)
             command = parse(given, self.description, sections, program)

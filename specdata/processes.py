@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,21 @@ def join_processes() -> PartialState:
             f"{state.num_processes}; check MASTER_ADDR and MASTER_PORT"
         )
     return state
+
+
+def leave_processes() -> None:
+    """Leave the group, if this process is in one; nothing may be sent after it.
+
+    A process that ends without it ends with its threads running, which now and then aborts it
+    (SIGABRT) after its work is done, or turns a recipe's own exit status into -6.
+    """
+    torch = sys.modules.get("torch")  # what has not been imported has formed no group
+    if (
+        torch is not None
+        and torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+    ):
+        torch.distributed.destroy_process_group()
 
 
 @cache

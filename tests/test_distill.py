@@ -376,6 +376,7 @@ import torch
 from tests.test_distill import SMALL, DistilConfig, distilled, train_toy_pair
 from accelerate import PartialState
 from specdata.errors import TrainingDivergedError
+from specdata.processes import leave_processes
 
 torch.set_num_threads(1)
 stage, folder, out, config, rows = sys.argv[1:]
@@ -388,6 +389,7 @@ else:
         PartialState().wait_for_everyone()  # so every process was told
         print(error)
     print("engine", PartialState().distributed_type.value, PartialState().num_processes)
+    leave_processes()  # as a recipe does
 """
 
 

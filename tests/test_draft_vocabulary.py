@@ -20,6 +20,7 @@ from distill.checkpoint import is_finite
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.reporting.release import REDUCED, release_draft
 from eval.runtime.graphs import shared_graphs
+from eval.runtime.model import CachedModel
 from heads.inputs import FEATURES, DraftedTokens
 from specdata.draft_vocabulary import (
     kept_tokens,
@@ -191,6 +192,24 @@ def test_a_captured_draft_keeps_its_reduced_matrix_packed() -> None:
         assert 2048 in [node.args[2] for node in graph.graph.nodes if node.target is packed]
         plain = [n for n in graph.graph.nodes if n.target is torch.ops.aten.linear.default]
         assert all(getattr(graph, node.args[1].target).numel() < 2048 * 128 for node in plain)
+
+
+@pytest.mark.parametrize("vocabulary", [44, 40, 36])
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingConfig(), SamplingConfig(0.0), SamplingConfig(0.7, 2, 0.8), SamplingConfig(0.5, 9)],
+    ids=str,
+)
+def test_a_reduced_draft_is_drawn_from_as_if_all_tokens_were_warped(
+    sampling: SamplingConfig, vocabulary: int
+) -> None:
+    """The target may have more tokens than the draft, or fewer."""
+    draft = reduced()
+    sequence = CachedModel(draft, vocabulary).sequence(0, sampling)
+    logits = sequence.model.run(sequence.append(IDS[0].tolist(), IDS.shape[1]))
+    found = sequence.distribution(logits)
+    everywhere = to_vocabulary(draft(input_ids=IDS).logits[0], vocabulary)
+    torch.testing.assert_close(found, probabilities(everywhere, sampling))
 
 
 def test_logits_of_a_reduced_draft_are_made_of_its_states() -> None:

@@ -534,6 +534,7 @@ import sys
 from pathlib import Path
 import torch
 from distill.config import FinetuneConfig
+from specdata.processes import leave_processes
 from tests.test_finetune import interrupted, step_gradients, tuned
 
 torch.set_num_threads(1)
@@ -545,6 +546,7 @@ tuned(pair, folder / "whole", wanted)
 interrupted(pair, folder / "out", wanted, step=wanted.save_steps + 1)
 tuned(pair, folder / "out", wanted)
 print("processes:", torch.distributed.get_world_size())
+leave_processes()  # as a recipe does
 """
 TWO = ["-m", "accelerate.commands.launch", "--config_file", "launch/cpu-2.yaml"]
 

@@ -465,7 +465,7 @@ import sys
 from pathlib import Path
 import torch
 from accelerate import PartialState
-from specdata.processes import join_processes
+from specdata.processes import join_processes, leave_processes
 from tests.test_on_policy import RESUMED, assert_resumes_to_the_same_bits
 
 torch.set_num_threads(1)
@@ -475,7 +475,7 @@ if PartialState().is_main_process:
     torch.save(weights, Path(sys.argv[1]) / "weights.pt")
 state = PartialState()
 sys.stdout.write(f"engine {state.distributed_type.value} {state.num_processes}\\n")  # at once
-PartialState().destroy_process_group()
+leave_processes()
 """
 
 

@@ -19,6 +19,7 @@ from specdata.probability import (
     draw,
     draw_one,
     draw_several,
+    drawn_tokens,
     entropy,
     inverse_cdf,
     overlap,
@@ -66,6 +67,20 @@ def test_inverse_cdf_never_returns_a_token_of_probability_zero() -> None:
     edges = torch.tensor([0.0, 0.2499999, 0.25, 0.5, 1 - 1e-17, 0.999999999])
     tokens = inverse_cdf(probs.expand(len(edges), -1), edges)
     assert tokens.tolist() == [1, 1, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(0.2, 0, 0.9)], ids=str)
+def test_tokens_of_many_rows_are_those_of_each_row_by_itself(sampling: SamplingConfig) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(7, 50_000, generator=generator)).bfloat16()
+    uniform = torch.rand(7, generator=generator, dtype=torch.float64)
+    expected = [
+        int(inverse_cdf(probabilities(row, sampling), chosen))
+        for row, chosen in zip(logits, uniform, strict=True)
+    ]
+    assert drawn_tokens(logits, sampling, uniform).tolist() == expected
+    assert len(set(expected)) > 1
+    assert drawn_tokens(logits[:0], sampling, uniform[:0]).shape == (0,)
 
 
 def test_draws_follow_the_distribution() -> None:

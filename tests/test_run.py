@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from torch import distributed
 
 from recipes.config import PipelineConfig, parse
 from recipes.layout import by_content, eval_stage, rollouts_stage
@@ -318,6 +319,21 @@ def test_exit_status_is_1_for_trouble_outside_and_2_for_unusable_input(
     assert capsys.readouterr().err == "error: wrong\n"
     with pytest.raises(ValueError, match="a defect"):
         fail(ValueError("a defect"))
+
+
+@pytest.mark.parametrize(("error", "status"), [(None, 0), (ConfigError("x"), 2), (OSError("x"), 1)])
+def test_a_recipe_leaves_the_group_of_its_processes_however_it_ends(
+    tmp_path: Path, error: Exception | None, status: int
+) -> None:
+    def main(_config: PipelineConfig) -> None:
+        distributed.init_process_group(
+            "gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1
+        )
+        if error is not None:
+            raise error
+
+    assert Recipe(main, lambda _config: [], "", ()).run([]) == status
+    assert not distributed.is_initialized()
 
 
 def test_a_folder_in_the_place_of_run_json_is_refused_with_what_to_remove(

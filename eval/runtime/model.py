@@ -17,9 +17,10 @@ from eval.runtime.layout import Layout, lay_out_batch
 from eval.runtime.model_checks import check_cache, check_forward, takes_masks
 from eval.runtime.packing import attending_packed, can_pack, pack
 from eval.runtime.sequence import CachedSequence, Forward
+from specdata.draft_vocabulary import kept_tokens
 from specdata.lm_head import capturing_hidden
 from specdata.models import known_ids
-from specdata.probability import SamplingConfig, to_vocabulary
+from specdata.probability import SamplingConfig, probabilities, to_vocabulary
 
 # Forwards of more tokens are prompts, for which a mask would cost more than a graph saves.
 LONGEST_GRAPH_FORWARD = 256
@@ -55,6 +56,8 @@ class CachedModel:
         self._vocabulary = vocabulary
         self._has_fewer_ids = model.config.get_text_config().vocab_size < vocabulary
         self._capture_hidden = capture_hidden
+        kept = kept_tokens(model)
+        self._kept = None if kept is None else kept[kept < vocabulary]
         self._embeddings = model.get_input_embeddings()
         self._engine = engine
         self._graphs: ForwardGraphs | None = None
@@ -153,6 +156,15 @@ class CachedModel:
             return self._embeddings.weight[token]
         embedded: Tensor = self._embeddings(torch.tensor(token, device=self.device))
         return embedded
+
+    def distribution(self, logits: Tensor, sampling: SamplingConfig) -> Tensor:
+        """Distributions (..., V) of the model's logits (..., V)."""
+        if self._kept is None:
+            return probabilities(logits, sampling)
+        # The other tokens have no probability: a reduced vocabulary is warped as what it is.
+        some = probabilities(logits[..., self._kept], sampling)
+        everywhere = some.new_zeros(logits.shape)
+        return everywhere.index_copy_(-1, self._kept, some)
 
     def _commit(
         self, forward: Forward, layout: Layout, logits: Tensor, hidden: Tensor | None

@@ -17,7 +17,7 @@ from torch import Tensor
 from eval.runtime.budget import Bid
 from eval.runtime.kv_cache import KVCache
 from eval.runtime.layout import Layout, lay_out
-from specdata.probability import SamplingConfig, probabilities
+from specdata.probability import SamplingConfig
 
 T = TypeVar("T")
 
@@ -37,6 +37,9 @@ class ForwardRunner(Protocol):
 
     def embedding(self, token: int) -> Tensor | None:
         """(E,) the input embedding of a token, where hidden states are captured; else None."""
+
+    def distribution(self, logits: Tensor, sampling: SamplingConfig) -> Tensor:
+        """Distributions (..., V) of the model's logits (..., V)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +159,7 @@ class CachedSequence:
 
     def distribution(self, logits: Tensor, sampling: SamplingConfig | None = None) -> Tensor:
         """Distributions (..., V) of logits (..., V), by default under the sequence's sampling."""
-        return probabilities(logits, sampling or self.sampling)
+        return self.model.distribution(logits, sampling or self.sampling)
 
     def commit(self, forward: Forward, layout: Layout, hidden: Tensor | None) -> None:
         """Take account of a forward of this sequence that has run.

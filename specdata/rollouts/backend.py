@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from specdata.lm_head import capturing_hidden
 from specdata.models import end_ids, known_ids
 from specdata.prepack import prepacked
-from specdata.probability import SamplingConfig, inverse_cdf, probabilities, to_vocabulary
+from specdata.probability import SamplingConfig, drawn_tokens, to_vocabulary
 from specdata.seeds import generator_for
 from specdata.target_states import check_keepable
 
@@ -189,7 +189,7 @@ def sample_batch(
         alive = torch.ones(len(rows), dtype=torch.bool, device=model.device)
         for step in range(uniforms.shape[1]):
             logits = to_vocabulary(logits, vocabulary or logits.shape[-1])
-            token = inverse_cdf(probabilities(logits, sampling), uniforms[:, step])
+            token = drawn_tokens(logits, sampling, uniforms[:, step])
             going = {row for row, is_alive in zip(rows, alive.tolist(), strict=True) if is_alive}
             for row, new in zip(rows, token.tolist(), strict=True):
                 if row in going:
