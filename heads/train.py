@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import datasets
@@ -215,10 +216,17 @@ def _train(
         raise training.diverged("what it predicts after the last step is not finite")
     # A coin, which predicts one half, has a KL of at most ln 2.
     if result.after.kl > max(math.log(2.0), before.kl):
-        raise training.diverged(
+        error = training.diverged(
             "its predictions are worse than a coin's after the last step (KL "
             f"{result.after.kl:.3g} on held-out tokens, {before.kl:.3g} untrained)"
         )
+        last = fmean(losses[-max(1, len(losses) // 10) :])
+        if last < result.after.kl / 2:
+            error.by_heart = (
+                f"give it more than {result.train_rows:,} rows, or a head.epochs below "
+                f"{result.epochs}"
+            )
+        raise error
     if engine.accelerator.is_main_process:
         final = new_head(draft, config, seed, sampling, scales)
         final.load_state_dict(weights)

@@ -39,16 +39,28 @@ class OtherSettingsError(ManifestError, ConfigError):
 class TrainingDivergedError(ConfigError):
     """A loss, gradient or weight is not finite: the same settings would end so again.
 
+    Or what was trained is worth nothing.
+
     Attributes:
         found: which training, and what is not finite in which steps.
         kept: the last good checkpoint, if one was written.
         learning_rate: the largest of this training.
         remedy: what to do about the folder once the learning rate is lower, an imperative without a
             full stop. A stage, whose own record holds the learning rate, replaces it by its own.
+        by_heart: what to change if the training set was learned and nothing else, an imperative
+            without a full stop; else None.
     """
 
-    def __init__(self, found: str, *, kept: Path | None, learning_rate: float, remedy: str) -> None:
+    def __init__(
+        self,
+        found: str,
+        *,
+        kept: Path | None,
+        learning_rate: float,
+        remedy: str,
+    ) -> None:
         super().__init__(found)
+        self.by_heart: str | None = None
         self.found = found
         self.kept = kept
         self.learning_rate = learning_rate
@@ -56,6 +68,11 @@ class TrainingDivergedError(ConfigError):
 
     def __str__(self) -> str:
         kept = f"{self.kept} is kept" if self.kept else "no checkpoint was written before"
+        if self.by_heart is not None:
+            return (
+                f"{self.found}, so it learned its rows by heart ({kept}): {self.by_heart}, and "
+                f"{self.remedy}"
+            )
         return (
             f"{self.found}, so the training diverged ({kept}): lower its learning_rate, "
             f"{self.learning_rate:g}, to a tenth for example, and {self.remedy}"

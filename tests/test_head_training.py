@@ -12,7 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -378,6 +380,30 @@ def test_a_head_that_diverges_ends_with_a_message_and_keeps_the_last_good_checkp
     assert str(refusal.value).endswith(f"delete {tmp_path} or choose another output folder")
     shutil.rmtree(tmp_path)  # as the message says
     assert drive(tmp_path, CONFIG) == reference[1]
+
+
+def test_a_head_that_knows_its_rows_by_heart_and_nothing_else_is_refused(tmp_path: Path) -> None:
+    """Acceptance is a coin's: there is nothing to learn but the rows."""
+    draw = np.random.default_rng(0)
+
+    def coins(row: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: draw.integers(0, 2, len(row[name])).astype(float).tolist()
+            for name in ("accept_prob", "overlap")
+        }
+
+    train, dev = (
+        synthetic_rows(count, seed).map(coins, load_from_cache_file=False)
+        for count, seed in ((4, 0), (8, 1))
+    )
+    config = HeadConfig(kind="immediate", epochs=400, learning_rate=1e-2)
+    with pytest.raises(TrainingDivergedError) as refusal:
+        train_head(draft=tiny_draft(), train=train, dev=dev, out=tmp_path, config=config, seed=0)
+    assert " so it learned its rows by heart (" in str(refusal.value)
+    assert "is kept): give it more than 4 rows, or a head.epochs below 400, and " in str(
+        refusal.value
+    )
+    assert not (tmp_path / "metrics.json").exists()
 
 
 def test_a_finished_run_is_not_trained_again(

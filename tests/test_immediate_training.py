@@ -378,8 +378,9 @@ def test_few_rows_are_passed_over_more_often(kind: str, rows: int) -> None:
     """5e-5 in 3 passes over 512 rows, 48 steps, left a head untrained."""
     config = read_config(Sections, {"head": {"kind": kind}}).head
     steps = config.passes(rows) * -(-rows // config.batch_size)
-    assert steps >= (400 if kind == "specdec++" else 1500)
-    assert config.passes(rows) >= 3
+    assert steps >= (400 if kind == "specdec++" else 1500) or rows < 750
+    least, most = (3, 200) if kind == "specdec++" else (12, 24)  # more, and it knows them by heart
+    assert least <= config.passes(rows) <= most
     assert changed(config, epochs=2).passes(rows) == 2
     # Of the paper's draft the paper's rate, of smaller ones a larger one.
     assert HeadConfig().peak_rate(4096) == 5e-5
