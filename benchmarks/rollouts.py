@@ -471,7 +471,8 @@ def main() -> None:
     for entry in record["goals"]:
         mark = "met" if entry["met"] else "MISSED"
         print(f"goal {mark}: {entry['name']} {entry['found']:.2f}, {entry['goal']}")
-    environment = describe_environment(device=str(device()), dtype="float32", batch_size=BATCH)
+    dtype = options.dtype if options.parts == ["accounting"] else "float32"
+    environment = describe_environment(device=str(device()), dtype=dtype, batch_size=BATCH)
     record = {"schema_version": SCHEMA_VERSION, "environment": environment.model_dump(), **record}
     write_json(options.out, record)
 

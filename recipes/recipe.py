@@ -28,6 +28,8 @@ from specdata.errors import OtherSettingsError, full_disk, without_passwords
 from specdata.processes import is_main, leave_processes
 from specdata.terminal import accept_any_text, visible
 
+INTERRUPTED = 130  # the exit status after Ctrl-C
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -66,7 +68,8 @@ class Recipe:
         given = sys.argv[1:] if arguments is None else arguments
         accept_any_text()
         status = self._run(given, program)
-        leave_processes()
+        if status != INTERRUPTED:  # leaving would wait for what was under way between processes
+            leave_processes()
         return status
 
     def _run(self, given: Sequence[str], program: str | None) -> int:
@@ -90,7 +93,7 @@ class Recipe:
             return _failed(error)
         except KeyboardInterrupt:
             print("\ninterrupted: run the same command again to continue", file=sys.stderr)
-            return 130
+            return INTERRUPTED
         except Exception as error:
             # Libraries have errors of their own for it, which no other place needs to know.
             if full := full_disk(error):

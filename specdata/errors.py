@@ -51,14 +51,7 @@ class TrainingDivergedError(ConfigError):
             without a full stop; else None.
     """
 
-    def __init__(
-        self,
-        found: str,
-        *,
-        kept: Path | None,
-        learning_rate: float,
-        remedy: str,
-    ) -> None:
+    def __init__(self, found: str, *, kept: Path | None, learning_rate: float, remedy: str) -> None:
         super().__init__(found)
         self.by_heart: str | None = None
         self.found = found
