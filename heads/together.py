@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ from heads.train import (
     longest_text,
     new_head,
     read_rows,
+    refuse_a_coin,
     scales_of,
     target_context,
 )
@@ -139,7 +141,7 @@ def train_heads(
             pupils = group.pupils(settings)
             group.start(pupils, checkpoints)
             group.train(pupils, checkpoints)
-            results |= group.finish(pupils, out)
+            results |= group.finish(pupils, out, checkpoints)
         finally:
             draft.train(was_training)
     shutil.rmtree(checkpoints, ignore_errors=True)
@@ -346,7 +348,9 @@ class _Group:
         own = (moments[kept], *(known[name] for name in head.reads))
         return Questions(own, questions.accept[kept], questions.mask[kept])
 
-    def finish(self, pupils: Sequence[_Pupil], out: Path) -> dict[str, HeadResult]:
+    def finish(
+        self, pupils: Sequence[_Pupil], out: Path, checkpoints: Path
+    ) -> dict[str, HeadResult]:
         """Measure the trained heads and save them.
 
         Raises:
@@ -356,9 +360,9 @@ class _Group:
         for pupil, by_moment in zip(pupils, self.evaluate(pupils), strict=True):
             after = by_moment[main_moment(pupil.head.moments)]
             assert pupil.before is not None
-            if not after.kl <= max(math.log(2.0), pupil.before.kl):
-                what = f"what {pupil.name} predicts after the last step is worse than a coin"
-                raise self._diverged(pupil, what, out)
+            if not math.isfinite(after.kl):
+                what = f"what {pupil.name} predicts after the last step is not finite"
+                raise self._diverged(pupil, what, checkpoints)
             train, dev = self.data
             results[pupil.name] = HeadResult(
                 before=pupil.before,
@@ -374,6 +378,11 @@ class _Group:
                 cut_labels=train.cut + dev.cut,
                 epochs=self.config.passes(len(train)),
                 learning_rate=pupil.config.learning_rate or 0.0,
+            )
+            refuse_a_coin(
+                results[pupil.name],
+                f"{pupil.name}'s",
+                partial(self._diverged, pupil, folder=checkpoints),
             )
         for pupil in pupils:
             folder = out / pupil.name
