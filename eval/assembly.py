@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from eval.drafting.bidding import BiddingDrafter
 from eval.drafting.drafters import BranchingDrafter, ChainDrafter, Drafter, DraftPath
+from eval.drafting.dynamic_tree import DynamicTreeDrafter
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
 
@@ -61,6 +62,10 @@ def make_drafters(
     if config.drafter == "chain":
         return lambda row: ChainDrafter(
             models[0].sequence(row, config.sampling), config.stop.start(head), ends
+        )
+    if config.drafter == "dynamic_tree":
+        return lambda row: DynamicTreeDrafter(
+            models[0].sequence(row, config.sampling), config.nodes, config.depth, config.gain, ends
         )
     if config.drafter == "tree":
         return lambda row: BranchingDrafter(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Nodes of a draft: each takes a distribution over the vocabulary, of both models.
 MOST_NODES = 4096
-DrafterName = Literal["chain", "paths", "tree"]
+DrafterName = Literal["chain", "paths", "tree", "dynamic_tree"]
 SiblingOption = Literal["auto", "iid", "distinct", "greedy"]
 
 
@@ -54,7 +54,8 @@ class DraftingConfig(Config):
     )
     drafter: DrafterName = Field(
         default="chain",
-        description="chain, paths (independent rollouts of one length) or tree (a k-configuration)",
+        description="chain, paths (independent rollouts of a length), tree (a k-configuration) or "
+        "dynamic_tree (the draft's most probable continuations)",
     )
     paths: int = Field(default=1, ge=1, description="number of paths")
     widths: tuple[int, ...] = Field(
@@ -65,6 +66,14 @@ class DraftingConfig(Config):
         default="auto",
         description="how a tree's siblings are drawn: iid, distinct, greedy, or auto: what the "
         "verifier has a proof for, iid if that is among them",
+    )
+    nodes: int = Field(default=0, ge=0, description="most nodes of a dynamic tree")
+    depth: int = Field(default=0, ge=0, description="most levels of a dynamic tree")
+    gain: float = Field(
+        default=0.0,
+        ge=0.0,
+        description="a dynamic tree gets another level while the last one's nodes are worth this "
+        "together: a node is worth the draft's probability of its path; 0: always",
     )
     path_temperatures: tuple[float, ...] = Field(
         default=(), description="the draft's temperature on each path; empty: as the target's"
@@ -170,12 +179,21 @@ class DecodeConfig(DraftingConfig):
             raise ConfigError(
                 f"a tree needs widths, and only a tree: got {self.drafter} with {self.widths}"
             )
+        if (self.drafter == "dynamic_tree") != bool(self.nodes and self.depth) or (
+            self.drafter != "dynamic_tree" and (self.nodes or self.depth or self.gain)
+        ):
+            raise ConfigError(
+                "a dynamic tree needs nodes and depth of 1 or more, and only it has them, and "
+                f"gain: got {self.drafter} with nodes {self.nodes}, depth {self.depth} and gain "
+                f"{self.gain:g}"
+            )
         nodes = sum(math.prod(self.widths[: depth + 1]) for depth in range(len(self.widths)))
-        nodes = max(nodes, self.paths * self.stop.longest if self.drafter == "paths" else 0)
+        paths = self.paths * self.stop.longest if self.drafter == "paths" else 0
+        nodes = max(nodes, paths, self.nodes)
         if nodes > MOST_NODES:
             raise ConfigError(
                 f"a draft may have at most {MOST_NODES} nodes, which the target scores in one "
-                f"forward, got {nodes}: lower widths, or paths and length"
+                f"forward, got {nodes}: lower widths, nodes, or paths and length"
             )
         if self.path_temperatures and len(self.path_temperatures) != self.paths:
             raise ConfigError(
@@ -222,6 +240,8 @@ class DecodeConfig(DraftingConfig):
     @property
     def how(self) -> How:
         """How siblings of a tree are drawn."""
+        if self.drafter == "dynamic_tree":
+            return "chosen"
         if self.siblings != "auto":
             return self.siblings
         takes = VERIFIERS[self.verifier].takes

@@ -15,8 +15,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-How = Literal["iid", "distinct", "greedy"]
-"""How siblings were drawn: independently, without replacement, or the top K - 1 and one draw."""
+How = Literal["iid", "distinct", "greedy", "chosen"]
+"""How siblings were drawn: independently, without replacement, the top K - 1 and one draw; or they
+were chosen, all of them, without a draw."""
 TreeShape = Literal["chain", "siblings", "paths", "tree"]
 """One path; candidates for one position; independent paths from the root; a k-configuration."""
 
@@ -42,10 +43,11 @@ class DraftTree:
             float64; rows sum to 1.
         distribution_index: (N,) int64, the row of `distributions` that node i+1's token was drawn
             from. For "distinct" and "greedy" siblings this is the distribution before earlier picks
-            were removed.
+            were removed; "chosen" ones were chosen by it.
         shape: the form of the tree.
         how: how siblings were drawn: "iid" (independently, from one distribution or several),
-            "distinct" (without replacement, in draw order) or "greedy" (top K-1, then one draw).
+            "distinct" (without replacement, in draw order), "greedy" (top K-1, then one draw) or
+            "chosen" (by a rule that draws nothing).
         tail: (V,) the draft's distribution after the last node of a chain, where a verifier asked
             for it.
         planned: the length that a chain was to have, where an end token or a stopping rule may have
@@ -326,7 +328,8 @@ class DraftTree:
             if self.how != "iid" and len(set(tokens)) < len(tokens):
                 raise ValueError(f"{self.how} siblings must differ, got tokens {tokens}")
             # Greedy siblings but the last were chosen, not drawn; any set may be chosen.
-            for child in siblings[-1:] if self.how == "greedy" else siblings:
+            drawn = {"greedy": siblings[-1:], "chosen": []}.get(self.how, siblings)
+            for child in drawn:
                 token = self.token_list[child - 1]
                 if not float(self.distribution_of(child)[token]) > 0:
                     raise ValueError(

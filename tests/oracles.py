@@ -98,6 +98,8 @@ def sibling_groups(distribution: Tensor, count: int, how: How) -> list[tuple[flo
     if how == "distinct":
         return _distinct(distribution, min(count, len(support(distribution))))
     ranked = sorted(support(distribution), key=lambda pair: (-pair[0], pair[1]))
+    if how == "chosen":
+        return [(1.0, tuple(token for _, token in ranked[:count]))]
     top = tuple(token for _, token in ranked[: count - 1])
     rest = ranked[count - 1 :]
     mass = sum(weight for weight, _ in rest)
@@ -276,6 +278,9 @@ CASES: Mapping[str, Case] = {
     "3 greedy siblings": Case(
         "siblings, greedy", 4, 1, 1, lambda q: sibling_drafts(q[0], 3, "greedy")
     ),
+    "2 chosen siblings": Case(
+        "siblings, chosen", 4, 1, 1, lambda q: sibling_drafts(q[0], 2, "chosen")
+    ),
     "2 paths of 2, V=2": Case("paths, iid", 2, 2, 1, lambda q: path_drafts(q[:1] * 2, 2)),
     "3 paths of 2, V=2": Case("paths, iid", 2, 2, 1, lambda q: path_drafts(q[:1] * 3, 2)),
     "2 paths of 2, V=3": Case("paths, iid", 3, 2, 1, lambda q: path_drafts(q[:1] * 2, 2)),
@@ -291,6 +296,7 @@ CASES: Mapping[str, Case] = {
     "distinct tree 3x1": Case(
         "tree, distinct", 3, 2, 1, lambda q: tree_drafts(q[0], (3, 1), "distinct")
     ),
+    "chosen tree 2x2": Case("tree, chosen", 3, 2, 1, lambda q: tree_drafts(q[0], (2, 2), "chosen")),
     "greedy tree 2x2": Case("tree, greedy", 3, 2, 1, lambda q: tree_drafts(q[0], (2, 2), "greedy")),
 }
 """Small forms that are enumerated in full, every kind of `DraftTree` among them."""

@@ -26,6 +26,9 @@ CASES = {
     "tree, without tree attention": DecodeConfig(
         verifier="traversal", drafter="tree", widths=(2, 2, 1), tree_attention=False
     ),
+    "dynamic tree": DecodeConfig(
+        verifier="naive", drafter="dynamic_tree", nodes=5, depth=3, gain=0.1
+    ),
     "paths": DecodeConfig(verifier="kseq", drafter="paths", paths=3, length=3),
     "plain": DecodeConfig(),
 }

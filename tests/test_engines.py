@@ -24,6 +24,7 @@ CASES = {
     "head": DecodeConfig(stop="head", threshold=0.5),
     "greedy_block": DecodeConfig(verifier="greedy_block", length=3),
     "tree": DecodeConfig(verifier="traversal", drafter="tree", widths=(2, 2, 1)),
+    "dynamic tree": DecodeConfig(verifier="naive", drafter="dynamic_tree", nodes=5, depth=3),
     "one node": DecodeConfig(verifier="rrs", drafter="tree", widths=(1,)),
     "paths": DecodeConfig(verifier="kseq", drafter="paths", paths=2, length=3),
 }

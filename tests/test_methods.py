@@ -116,6 +116,19 @@ def test_two_methods_of_one_name_are_refused() -> None:
             "decoder assisted does not use stop: leave it out .* or take decoder: speculative",
         ),
         ("{name: odd, decoder: assisted, stop: head}", "decoder assisted does not use stop: leave"),
+        (
+            "{name: odd, verifier: naive, drafter: dynamic_tree, nodes: 5}",
+            "a dynamic tree needs nodes and depth of 1 or more",
+        ),
+        ("{name: odd, gain: 0.5}", "only it has them, and gain: got chain with nodes 0, depth 0"),
+        (
+            "{name: odd, verifier: traversal, drafter: dynamic_tree, nodes: 5, depth: 3}",
+            "this drafter gives tree, chosen",
+        ),
+        (
+            "{name: odd, verifier: naive, drafter: dynamic_tree, nodes: 5, depth: 3, length: 8}",
+            "drafter dynamic_tree does not use length",
+        ),
         ("{name: odd, tree_attention: false}", "drafter chain does not use tree_attention"),
         ("{name: odd, path_drafts: [other]}", "drafter chain does not use path_drafts"),
         (

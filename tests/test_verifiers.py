@@ -288,7 +288,7 @@ def wide_draft(kind: str, distributions: Tensor, generator: torch.Generator) -> 
     first, second, other = distributions
     how = kind.rsplit(" ", 1)[-1]
     pair = torch.multinomial(
-        first, 2, replacement=how not in ("distinct", "greedy"), generator=generator
+        first, 2, replacement=how in ("iid", "independent", "chain"), generator=generator
     )
     if how == "greedy":
         pair = torch.stack([first.argmax(), pair[pair != first.argmax()][0]])

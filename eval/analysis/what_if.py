@@ -476,7 +476,7 @@ class _Times:
 
     def table(self, run: Run) -> dict[int, float]:
         """Of the target's forwards of a run."""
-        return (run.drafter in ("paths", "tree") and self.branching) or self.chain
+        return (run.branching and self.branching) or self.chain
 
     def target(self, run: Run, counts: _Counts) -> Reals:
         """(P,) of the target in all."""
@@ -551,9 +551,13 @@ def _loop_parts(counts: _Counts) -> Reals:
     return np.stack([np.ones_like(counts.rounds), counts.rounds, counts.forwards], axis=1)
 
 
+SHAPES = ("widths", "paths", "path_drafts", "nodes", "depth")
+"""Parameters of drafts with several candidates for a position."""
+
+
 def _rule(run: Run) -> str:
     """Methods that share what a draft forward takes beside the draft's own: one rule, one shape."""
-    shape = {name: run.parameters.get(name) for name in ("widths", "paths", "path_drafts")}
+    shape = {name: run.parameters.get(name) for name in SHAPES}
     return f"{run.drafter} {run.stop} {run.head} {shape}"
 
 

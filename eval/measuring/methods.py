@@ -39,7 +39,8 @@ RENAMED: Mapping[str, tuple[str, Mapping[str, str]]] = {
 ONLY_READ_BY = {
     "widths": ("tree",),
     "siblings": ("tree",),
-    "tree_attention": ("paths", "tree"),
+    **dict.fromkeys(("nodes", "depth", "gain"), ("dynamic_tree",)),
+    "tree_attention": ("paths", "tree", "dynamic_tree"),
     **dict.fromkeys(("paths", "path_temperatures", "path_drafts"), ("paths",)),
 }
 """Settings that only some drafters read; elsewhere they are a mistake."""
@@ -100,7 +101,8 @@ class MethodConfig(DraftingConfig):
     @property
     def deepest(self) -> int:
         """The deepest position that a draft can have."""
-        return len(self.widths) if self.drafter == "tree" else self.stop.longest
+        of_trees = {"tree": len(self.widths), "dynamic_tree": self.depth}
+        return of_trees.get(self.drafter, self.stop.longest)
 
     def columns(self) -> dict[str, Any]:
         """The settings for which results have columns, None where this way of decoding has none."""
@@ -124,6 +126,8 @@ class MethodConfig(DraftingConfig):
         if self.drafter == "tree":
             named["widths"] = list(self.widths)
             named["siblings"] = self.decoding(SamplingConfig()).how
+        if self.drafter == "dynamic_tree":
+            named |= {"nodes": self.nodes, "depth": self.depth, "gain": self.gain}
         if not self.tree_attention:
             named["tree_attention"] = False
         columns = ("length", "limit", "threshold")
@@ -144,7 +148,7 @@ class MethodConfig(DraftingConfig):
             return {f"decoder {self.decoder}": unread}
         drafter = self.drafter
         unread = [name for name in given if drafter not in ONLY_READ_BY.get(name, (drafter,))]
-        if drafter == "tree":  # its depth is in its widths
+        if drafter in ("tree", "dynamic_tree"):  # these have depths of their own
             unread += [name for name in type(self.stop).model_fields if name in given]
         return {f"drafter {drafter}": unread}
 

@@ -48,7 +48,7 @@ class Method(Strict):
         target: folder or Hub id of the target.
         draft: folder or Hub id of the draft, None for plain decoding.
         head: folder or Hub id of the acceptance head, if the stopping rule reads one.
-        drafter: "chain", "paths" or "tree"; "transformers" for its own assisted generation; None
+        drafter: "chain", "paths", "tree" or "dynamic_tree"; "transformers" for its own; None
             for plain decoding.
         verifier: name of the acceptance rule, None for plain decoding.
         stop: name of the stopping rule, None for plain decoding.
@@ -84,7 +84,13 @@ class Method(Strict):
     @property
     def fixed_length(self) -> bool:
         """Whether the same number of tokens is drafted in every round."""
-        return self.rule is not None and not self.rule.adaptive
+        dynamic = self.drafter == "dynamic_tree"
+        return self.rule is not None and not self.rule.adaptive and not dynamic
+
+    @property
+    def branching(self) -> bool:
+        """Whether a draft may have several candidates for a position."""
+        return self.drafter in ("paths", "tree", "dynamic_tree")
 
 
 class Run(Metrics, Method):

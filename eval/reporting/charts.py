@@ -75,7 +75,7 @@ def family(run: Run) -> str:
     """Key of LOOKS for a run."""
     if run.drafter is None:
         return "plain"
-    if run.drafter in ("paths", "tree"):
+    if run.branching:
         return "tree"
     if run.drafter == "transformers":
         return "transformers"
@@ -214,6 +214,8 @@ def _point_name(run: Run) -> str:
         return label(f"HF K={run.length}")
     if run.fixed_length:
         return label(f"{verifier}K={run.length}")
+    if "nodes" in run.parameters:
+        return label(f"{verifier}{run.parameters['nodes']} nodes")
     stop = "" if family(run) == "head" else f"{run.stop} "
     value = "" if run.threshold is None else f"{run.threshold:g}"
     return label(f"{verifier}{stop}{value}")

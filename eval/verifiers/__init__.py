@@ -96,6 +96,7 @@ IID = ("chain", "siblings, iid", "paths, iid", "tree, iid")
 INDEPENDENT = (*IID, "siblings, independent", "paths, independent")
 DISTINCT = ("siblings, distinct", "tree, distinct")
 GREEDY = ("siblings, greedy", "tree, greedy")
+CHOSEN = ("siblings, chosen", "tree, chosen")
 PATHS = ("paths, iid", "paths, independent")
 
 _SPECS = (
@@ -120,7 +121,7 @@ _SPECS = (
     ),
     VerifierSpec(
         "naive",
-        (*INDEPENDENT, *DISTINCT, *GREEDY),
+        (*INDEPENDENT, *DISTINCT, *GREEDY, *CHOSEN),
         lossless=True,
         paper="Yang et al. 2024 (arXiv:2401.06706), MCNS",
     ),

@@ -69,7 +69,7 @@ class Candidates:
     Args:
         tokens: n token ids; they may repeat unless drawn without replacement.
         distributions: n distributions (V,), the one that each token was drawn from.
-        how: "iid", "distinct" or "greedy", as in `DraftTree`.
+        how: "iid", "distinct", "greedy" or "chosen", as in `DraftTree`.
     """
 
     tokens: list[int]

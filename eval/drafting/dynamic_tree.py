@@ -1,0 +1,167 @@
+"""A tree of the draft's most probable continuations, grown where the draft is sure of them."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from eval.drafting.tree_builder import drawn_chain
+from eval.drafts import DraftTree
+from eval.rounds import Round
+from eval.runtime.sequence import CachedSequence, Forward, ForwardCoroutine
+from specdata.probability import SamplingConfig
+
+UNWARPED = SamplingConfig()
+"""Nodes are ranked by the draft's own distribution. At a low temperature or in a small nucleus it
+would have one candidate at most positions, however unsure it is: the tree would be a chain."""
+
+
+class DynamicTreeDrafter:
+    """Drafts the nodes with the most probable paths, level by level: one forward a level.
+
+    After Li et al. 2024, EAGLE-2 (arXiv:2406.16858): the value of a node is the draft's probability
+    of its path. Of all that was seen, the most valuable nodes are kept; a level's nodes are run if
+    they are among these so far, since a child is worth no more than its parent. Ours is the end of
+    it: levels are added while the nodes that would be run are worth `gain` together.
+
+    Nothing is drawn, so the draft is the same whatever the target will sample, and a verifier that
+    follows the target's own sample (`naive`) is exact.
+
+    Args:
+        sequence: the draft model's.
+        nodes: most nodes of a draft.
+        depth: most levels.
+        gain: least sum of the values of a level's nodes for which the next level is drafted; 0: all
+            `depth` levels.
+        end_tokens: token ids after which nothing is drafted.
+    """
+
+    def __init__(
+        self,
+        sequence: CachedSequence,
+        nodes: int,
+        depth: int,
+        gain: float,
+        end_tokens: frozenset[int],
+    ) -> None:
+        self._sequence = sequence
+        self._nodes = nodes
+        self._depth = depth
+        self._gain = gain
+        self._end_tokens = end_tokens
+        self._cached_number: dict[int, int] = {}
+
+    def propose(
+        self, committed: list[int], max_depth: int, generator: torch.Generator
+    ) -> ForwardCoroutine[DraftTree]:
+        """Draft a tree; the generator is not used."""
+        seen = _Seen(self._nodes)
+        level, cached = [0], {0: 0}
+        for _ in range(min(self._depth, max_depth)):
+            logits = yield self._forward(seen, level, cached, committed)
+            cached |= {node: len(cached) + place for place, node in enumerate(level) if node}
+            seen.extend(level, self._sequence.distribution(logits, UNWARPED))
+            level = [node for node in seen.newest if seen.tokens[node] not in self._end_tokens]
+            if not level or sum(seen.values[node] for node in level) < self._gain:
+                break
+        self._cached_number = {
+            number: cached[node] for number, node in enumerate(seen.best, 1) if node in cached
+        }
+        return seen.draft()
+
+    def _forward(
+        self, seen: _Seen, level: list[int], cached: dict[int, int], committed: list[int]
+    ) -> Forward:
+        """The forward that runs the nodes of a level, whose parents are in the cache."""
+        sequence = self._sequence
+        if level == [0]:
+            return sequence.append(committed[sequence.length :], 1)
+        return sequence.append_tree(
+            [seen.tokens[node] for node in level], [cached[seen.parents[node]] for node in level]
+        )
+
+    def with_tail(self, draft: DraftTree, committed: list[int]) -> ForwardCoroutine[DraftTree]:
+        """Raise ValueError: no verifier of branching drafts carries a residual."""
+        raise ValueError("a branching draft has no distribution after its last token")
+
+    def accept(self, nodes: list[int], length: int) -> None:
+        """Commit the accepted path, as far as it is in the cache, and drop the other nodes.
+
+        The tokens of the rest are run with the committed ones when the next draft is made.
+        """
+        cached = takewhile(self._cached_number.__contains__, nodes)
+        self._sequence.accept([self._cached_number[node] for node in cached])
+        self._cached_number = {}
+
+    def observe(self, record: Round) -> None:
+        """Nothing to learn: the draft itself says where it is sure."""
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self._sequence.reset()
+        self._cached_number = {}
+
+    @property
+    def forwards(self) -> int:
+        """Forwards of the draft so far."""
+        return self._sequence.forwards
+
+
+class _Seen:
+    """All nodes that one draft has looked at; node 0 is the last committed token.
+
+    Args:
+        count: most nodes to keep.
+
+    Attributes:
+        tokens: of each node.
+        parents: the node that each follows.
+        values: probability of the path down to each.
+        best: the most valuable nodes, in the order in which they were seen.
+        newest: those of them that the last `extend` added.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.tokens, self.parents, self.values = [-1], [-1], [1.0]
+        self.best: list[int] = []
+        self.newest: list[int] = []
+        self._count = count
+        self._rows: list[Tensor] = []
+        self._row_of = [-1]
+
+    def extend(self, nodes: list[int], rows: Tensor) -> None:
+        """Add the most probable children of nodes, given the distributions (n, V) after them."""
+        found = rows.topk(min(self._count, rows.shape[-1]))
+        first, row = len(self.tokens), sum(map(len, self._rows))
+        for node, probs, tokens in zip(
+            nodes, found.values.tolist(), found.indices.tolist(), strict=True
+        ):
+            for prob, token in zip(probs, tokens, strict=True):
+                if prob > 0:
+                    self.tokens.append(token)
+                    self.parents.append(node)
+                    # At most the parent's, so that no node is kept without its parent.
+                    self.values.append(self.values[node] * min(1.0, prob))
+                    self._row_of.append(row)
+            row += 1
+        self._rows.append(rows)
+        # Stable: of equal values the earlier node stays, so a parent before its child.
+        candidates = [*self.best, *range(first, len(self.tokens))]
+        self.best = sorted(sorted(candidates, key=lambda n: -self.values[n])[: self._count])
+        self.newest = [node for node in self.best if node >= first]
+
+    def draft(self) -> DraftTree:
+        """The most valuable nodes as a draft; an empty chain if there is none."""
+        if not self.best:
+            return drawn_chain([], [], 0)
+        number = {0: 0} | {node: number for number, node in enumerate(self.best, start=1)}
+        return DraftTree(
+            torch.tensor([self.tokens[node] for node in self.best]),
+            torch.tensor([number[self.parents[node]] for node in self.best]),
+            torch.cat(self._rows),
+            torch.tensor([self._row_of[node] for node in self.best]),
+            "tree",
+            "chosen",
+        )

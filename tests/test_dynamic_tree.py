@@ -1,0 +1,137 @@
+"""Dynamic trees: the most probable continuations, found with one forward of the draft a level."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.drafting.dynamic_tree import DynamicTreeDrafter
+from eval.drafts import DraftTree
+from eval.runtime.model import CachedModel
+from eval.runtime.sequence import drive
+from specdata.probability import SamplingConfig
+from tests.chi_square import p_value
+from tests.test_decoder import PROMPT
+from tests.tiny import END, joint_distribution, tiny_llama
+
+VOCABULARY = 6
+SAMPLER = SamplingConfig(temperature=0.2, top_p=0.9)
+
+
+def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
+    return [
+        tuple(tree.token_list[node - 1] for node in tree.path_to(last))
+        for last in range(1, len(tree) + 1)
+    ]
+
+
+def path_probabilities(committed: list[int], depth: int) -> dict[tuple[int, ...], float]:
+    """Every path of at most `depth` tokens that no end token is followed on."""
+    draft = tiny_llama(1, vocab=VOCABULARY)
+    found = {(): 1.0}
+    for length in range(1, depth + 1):
+        for path in itertools.product(range(VOCABULARY), repeat=length):
+            if END in path[:-1]:
+                continue
+            ids = torch.tensor([[*committed, *path[:-1]]])
+            after = draft(input_ids=ids).logits[0, -1].softmax(-1)
+            found[path] = found[path[:-1]] * float(after[path[-1]])
+    return {path: value for path, value in found.items() if path}
+
+
+def drafted(committed: list[int], room: int = 9, **settings: float) -> tuple[DraftTree, int]:
+    model = CachedModel(tiny_llama(1, vocab=VOCABULARY), VOCABULARY)
+    config = {"nodes": 5, "depth": 3, "gain": 0.0} | settings
+    drafter = DynamicTreeDrafter(
+        model.sequence(0, SAMPLER),
+        int(config["nodes"]),
+        int(config["depth"]),
+        config["gain"],
+        frozenset([END]),
+    )
+    with torch.inference_mode():
+        tree = drive(drafter.propose(committed, room, torch.Generator()))
+    return tree.checked(), drafter.forwards
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 8, 20])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_dynamic_tree_holds_the_most_probable_paths_of_all(nodes: int, depth: int) -> None:
+    """Under the draft's own distribution, whatever the sampler: ranked by enumeration."""
+    with torch.inference_mode():
+        for committed in ([2, 3], [4, 1, 5], [3]):
+            ranked = path_probabilities(committed, depth)
+            best = sorted(ranked, key=lambda path: -ranked[path])[:nodes]
+            tree, forwards = drafted(committed, nodes=nodes, depth=depth)
+            assert sorted(paths_of(tree)) == sorted(best)
+            assert tree.kind == "tree, chosen"
+            assert forwards <= depth
+
+
+def test_a_level_is_added_while_the_last_ones_nodes_are_worth_the_gain_together() -> None:
+    with torch.inference_mode():
+        for committed in ([2, 3], [4, 1, 5], [3], [5, 5]):
+            ranked = path_probabilities(committed, 1)
+            first = sorted(ranked.values(), reverse=True)[:5]
+            goes_on = [v for p, v in ranked.items() if v in first and p[-1] != END]
+            worth = math.fsum(goes_on)
+            assert drafted(committed, gain=worth * 1.001)[1] == 1
+            assert drafted(committed, gain=worth * 0.999, depth=2)[1] == 2
+
+
+def test_no_dynamic_tree_is_deeper_than_there_is_room() -> None:
+    for room in (0, 1, 2):
+        assert drafted([2, 3], room=room)[0].depth == room
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SAMPLER])
+def test_the_joint_distribution_with_dynamic_trees_is_that_of_plain_sampling(
+    sampling: SamplingConfig,
+) -> None:
+    """Fails by chance once in a million; a wrong cache or order of nodes is far beyond noise."""
+    target, draft = tiny_llama(0), tiny_llama(1)
+    config = DecodeConfig(
+        verifier="naive",
+        drafter="dynamic_tree",
+        nodes=4,
+        depth=3,
+        gain=0.2,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+    )
+    decoder = SpeculativeDecoder.from_config(target, draft, config)
+    generator, prompt = torch.Generator().manual_seed(17), torch.tensor(PROMPT)
+    outs = [decoder.generate(prompt, max_new_tokens=4, generator=generator) for _ in range(500)]
+    distribution = joint_distribution(target, PROMPT, 4, sampling)
+    assert p_value(Counter(tuple(out.tokens.tolist()) for out in outs), distribution) > 1e-6
+
+
+def test_greedy_output_with_dynamic_trees_is_that_of_generate_in_fewer_forwards() -> None:
+    """At temperature 0, too, the draft has second candidates: more are accepted than of a chain."""
+    target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(2, vocab=40, layers=1)
+    rounds = {}
+    for name, config in {
+        "tree": DecodeConfig(
+            verifier="naive", drafter="dynamic_tree", nodes=12, depth=3, temperature=0.0
+        ),
+        "chain": DecodeConfig(length=3, temperature=0.0),
+    }.items():
+        decoder = SpeculativeDecoder.from_config(target, draft, config)
+        for start in range(2, 6):
+            prompt = torch.tensor([start, 5, start + 7])
+            plain = target.generate(
+                prompt.unsqueeze(0),
+                attention_mask=torch.ones(1, 3, dtype=torch.long),
+                do_sample=False,
+                max_new_tokens=24,
+            )
+            out = decoder.generate(prompt, max_new_tokens=24, generator=torch.Generator())
+            assert out.tokens.tolist() == plain[0, 3:].tolist()
+            rounds[name] = rounds.get(name, 0) + len(out.rounds)
+    assert rounds["tree"] < rounds["chain"]
