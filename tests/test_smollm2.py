@@ -150,7 +150,7 @@ def test_without_the_registry_the_message_says_what_to_do(tmp_path: Path) -> Non
 def test_a_build_that_is_killed_leaves_nothing_half_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = registry(tmp_path / "index", monkeypatch, layers=60)
+    source = registry(tmp_path / "index", monkeypatch, layers=8)
     out = tmp_path / "run" / "target"
     for begun in (out.with_name(".wheel.tmp"), out.with_name(".target.tmp")):
         child = subprocess.Popen(
