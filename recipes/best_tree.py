@@ -28,7 +28,7 @@ def why_not_searched(config: PipelineConfig) -> str:
     """Why this run looks for no tree, as a sentence; empty if it does."""
     evaluation, rollouts = config.eval, folder(config, "rollouts")
     if not any(method.drafter == "tree" for method in evaluation.methods):
-        return "No method of this evaluation drafts a tree: add one, such as drafter: tree."
+        return "No method of this evaluation draws a tree: add one, such as drafter: tree."
     if config.sampling.temperature == 0:
         return (
             "At temperature 0 the draft has one candidate for a position, so every tree is a chain."
