@@ -28,7 +28,10 @@ def why_not_searched(config: PipelineConfig) -> str:
     """Why this run looks for no tree, as a sentence; empty if it does."""
     evaluation, rollouts = config.eval, folder(config, "rollouts")
     if not any(method.drafter == "tree" for method in evaluation.methods):
-        return "No method of this evaluation draws a tree: add one, such as drafter: tree."
+        return (
+            "Shapes are searched for trees that are drawn, and no method of this evaluation draws "
+            "one: add one with drafter: tree. A dynamic tree finds its shape while it drafts."
+        )
     if config.sampling.temperature == 0:
         return (
             "At temperature 0 the draft has one candidate for a position, so every tree is a chain."

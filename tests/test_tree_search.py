@@ -547,7 +547,7 @@ def evaluated(folder: Path, *flags: str, tree: bool = True) -> PipelineConfig:
 
 
 def test_a_run_that_cannot_search_says_why(tmp_path: Path) -> None:
-    assert "No method of this evaluation drafts a tree" in why_not_searched(
+    assert "no method of this evaluation draws one" in why_not_searched(
         evaluated(tmp_path, tree=False)
     )
     greedy = evaluated(tmp_path, "--sampling.temperature=0")
