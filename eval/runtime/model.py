@@ -103,17 +103,25 @@ class CachedModel:
         self._prompted(max(logits_to_keep for _, logits_to_keep in appends))
         sequence = self._prompted(1)
         for count, logits_to_keep in appends:
-            self.run(sequence.append([1] * count, logits_to_keep))
+            self.run(sequence.append(self._different(count), logits_to_keep))
         for count in nodes if self._takes_masks else ():
-            self.run(sequence.append_tree([1] * count, [0] * count))
+            self.run(sequence.append_tree(self._different(count), [0] * count))
             sequence.accept([])
         self.reset()
 
     def _prompted(self, logits_to_keep: int) -> CachedSequence:
         """A sequence with a prompt of three tokens in the cache, for a warm-up."""
         sequence = CachedSequence(self, 0, SamplingConfig())
-        self.run(sequence.append([1] * 3, logits_to_keep))
+        self.run(sequence.append(self._different(3), logits_to_keep))
         return sequence
+
+    def _different(self, count: int) -> list[int]:
+        """Tokens for a warm-up.
+
+        One token again and again makes states of a size at which half precision rounds several
+        times as much as on a text, and graphs are compared with the eager forward here.
+        """
+        return [(100 + 31 * place) % self._vocabulary for place in range(count)]
 
     def run(self, forward: Forward) -> Tensor:
         """Run one forward by itself.
