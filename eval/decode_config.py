@@ -54,8 +54,8 @@ class DraftingConfig(Config):
     )
     drafter: DrafterName = Field(
         default="chain",
-        description="chain, paths (independent rollouts of a length), tree (a k-configuration) or "
-        "dynamic_tree (the draft's most probable continuations)",
+        description="chain, paths (independent rollouts of one length), tree (a k-configuration) "
+        "or dynamic_tree (the draft's most probable continuations)",
     )
     paths: int = Field(default=1, ge=1, description="number of paths")
     widths: tuple[int, ...] = Field(

@@ -60,11 +60,10 @@ def test_the_joint_distribution_over_rounds_is_that_of_plain_sampling(name: str)
     assert p_value(Counter(tuple(out.tokens.tolist()) for out in outs), distribution) > 1e-6
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_greedy_output_is_identical_to_generate(name: str) -> None:
-    config = CASES[name].replace(temperature=0.0, path_temperatures=())
+def greedy_rounds(config: DecodeConfig) -> int:
+    """Decode four prompts greedily, which must give the text of `generate`: rounds in all."""
     target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(2, vocab=40, layers=1)
-    decoder = SpeculativeDecoder.from_config(target, draft, config)
+    decoder, rounds = SpeculativeDecoder.from_config(target, draft, config), 0
     for start in range(2, 6):
         prompt = torch.tensor([start, 5, start + 7])
         plain = target.generate(
@@ -75,6 +74,13 @@ def test_greedy_output_is_identical_to_generate(name: str) -> None:
         )
         out = decoder.generate(prompt, max_new_tokens=24, generator=torch.Generator())
         assert out.tokens.tolist() == plain[0, 3:].tolist()
+        rounds += len(out.rounds)
+    return rounds
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_output_is_identical_to_generate(name: str) -> None:
+    greedy_rounds(CASES[name].replace(temperature=0.0, path_temperatures=()))
 
 
 def test_tree_attention_scores_each_node_as_its_path_alone() -> None:
