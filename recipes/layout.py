@@ -12,7 +12,9 @@ from distill.config import ARCHITECTURES, TOY_POSITIONS
 from eval.measuring.methods import method_defaults, needs_fit, path_drafts, rewritten
 from heads.config import as_stored_today
 from recipes.config import PipelineConfig
+from recipes.model_sizes import ModelSizes
 from recipes.run import Stage, absolute, is_within
+from recipes.units import in_bytes
 from specdata.adapter_folder import base_of_adapters
 from specdata.errors import ConfigError
 from specdata.gguf_file import describe_gguf, is_gguf
@@ -377,9 +379,22 @@ def _draft_size(config: PipelineConfig) -> str:
 
 def _initial_bytes(config: PipelineConfig) -> int | None:
     """Float32 weights of the draft that `draft.init` makes, in bytes; None if that is not known."""
-    assert config.draft is not None
-    init = config.draft.init
+    known, kept = initial_sizes(config)
+    # Of architectures with other layers than Llama's, biases would be missing.
+    sizes = ModelSizes.of(known, kept) if "rms_norm_eps" in known else None
+    return None if sizes is None else 4 * sizes.parameters
+
+
+def initial_sizes(config: PipelineConfig) -> tuple[Mapping[str, Any], int | None]:
+    """What config.json of the draft that training starts from says, as far as it is known.
+
+    Returns:
+        That, and the rows of the output matrix, if `draft.init` reduces the vocabulary.
+    """
     sizes = dict(sizes_of(config, source_model(config)))
+    if config.draft is None:
+        return sizes, None
+    init = config.draft.init
     if init.kind == "fresh":
         tied = init.architecture == "toy"
         target = sizes_of(config, config.models.target)
@@ -390,43 +405,33 @@ def _initial_bytes(config: PipelineConfig) -> int | None:
         sizes["num_hidden_layers"] = count
         if init.align:
             sizes["tie_word_embeddings"] = False
-    return _llama_bytes(sizes, init.vocabulary)
-
-
-def _llama_bytes(sizes: Mapping[str, Any], kept: int | None) -> int | None:
-    """Float32 weights of a model with layers like Llama's, in bytes; None if it has others.
-
-    Args:
-        sizes: what its config.json says.
-        kept: rows of the output matrix, if its vocabulary is reduced.
-    """
-    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
-    if not all(sizes.get(name) for name in (*needed, "vocab_size")) or "rms_norm_eps" not in sizes:
-        return None
-    width, inner, heads, layers = (int(sizes[name]) for name in needed)
-    size = sizes.get("head_dim") or width // heads
-    key_heads = sizes.get("num_key_value_heads") or heads
-    layer = 2 * width * size * (heads + key_heads) + 3 * width * inner + 2 * width
-    # transformers leaves out of config.json what is tied by default: in few architectures.
-    rows = kept or (0 if sizes.get("tie_word_embeddings", False) else int(sizes["vocab_size"]))
-    return 4 * (width * (int(sizes["vocab_size"]) + rows) + layers * layer + width)
+    return sizes, init.vocabulary
 
 
 def _head_size(config: PipelineConfig) -> str:
     """The size of the head's weights, if the draft's hidden size is known on this machine."""
     assert config.head is not None
+    weights = head_bytes(config)
+    if weights is None:
+        return f"depth {config.head.depth}; its width is that of {source_model(config)}"
+    return _bytes(weights)
+
+
+def head_bytes(config: PipelineConfig) -> int | None:
+    """Float32 weights of the head, in bytes; None if the draft's hidden size is not known."""
+    assert config.head is not None
     width, head = draft_width(config), config.head
     if width is None:
-        return f"depth {head.depth}; its width is that of {source_model(config)}"
+        return None
     if head.kind == "specdec++":
-        return _bytes(4 * (head.depth * (width * width + width) + width + 1))
+        return 4 * (head.depth * (width * width + width) + width + 1)
     vectors = sum(name in VECTORS for name in head.features)
     numbers = len(head.features) - vectors
     # Each vector has a norm's two rows and a matrix, each number and each of three moments a row. A
     # block is a norm and two matrices with biases, of twice the width inside; then norm and output.
     weights = vectors * width * (head.width + 2) + (numbers + 3) * head.width
     weights += head.depth * head.width * (4 * head.width + 4) + 2 * head.width + 1
-    return _bytes(4 * weights)
+    return 4 * weights
 
 
 def source_model(config: PipelineConfig) -> str:
@@ -518,7 +523,4 @@ def _toy_bytes(vocabulary: int, layers: int, width: int) -> int:
 
 
 def _bytes(count: int) -> str:
-    for limit, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "KB")):
-        if count >= limit:
-            return f"about {count / limit:.1f} {unit}"
-    return f"{count} bytes"
+    return f"about {in_bytes(count)}" if count >= 1000 else in_bytes(count)

@@ -1,0 +1,410 @@
+"""Speed of each stage with one and with two processes, and memory under each launch profile.
+
+    python benchmarks/scale.py [--pair FOLDER] [--repeats 5] [--out runs/bench/scale.json]
+        [--stages rollouts labels draft head] [--profiles single cpu-2 zero2 zero3]
+
+Speed, of the embedded pair (`--pair`; trained first if it is not there, some minutes): tokens a
+second of rollouts, labels, distillation and head training, in processes of one thread each. All of
+them are started and work once before anything is timed, and models are loaded before the clock
+starts; what starting takes is given, too. Then one process and two take turns (1, 2, 1, 2, ...). A
+speed is the median over the repeats with its least and most; the second process's gain is the
+median of the ratios of neighbours. Tokens are those of completions that were written or labelled,
+and for trainings those of the rollouts that were learnt from.
+
+Memory, of random weights (`benchmarks/stage_memory.py`, whose draft is here as large as its target):
+what distillation holds in each process under a launch profile, at most, beside what `--plan` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SCHEMA_VERSION = 1
+PAIR = Path("runs/toy/pair")
+STAGES = ("rollouts", "labels", "draft", "head")
+PROFILES = ("single", "cpu-2", "zero2", "zero3")
+GOALS = {"rollouts": 2.0, "labels": 1.7}
+# Prompts of each embedded set, completions' tokens, prompts of a shard, rows decoded together.
+SETS, PROMPTS, NEW_TOKENS, SHARD = ("instruct", "maths", "code"), 96, 96, 16
+LABELLED = 6  # times that the rollouts are labelled: once takes a second
+# Rollouts that a draft or head learns from, passes, and rows of a batch.
+LEARNT, EPOCHS, BATCH = 96, 3, 8
+HEAD_EPOCHS = (2, 6)  # the steps of the second less those of the first are timed
+# Vocabulary, and sizes of target and draft, whose memory is measured.
+EQUAL = (4096, (4, 640, 1792), (4, 640, 1792))
+SMALL = {"PROMPTS": 16, "LABELLED": 1, "LEARNT": 16, "HEAD_EPOCHS": (1, 2)}
+
+
+# --- what one process does
+
+
+def serve(pair: Path, folder: Path) -> None:
+    """Do what each line on stdin asks for, and answer with a line of JSON."""
+    begun = time.perf_counter()
+    import torch
+
+    from recipes.run import prepare_libraries
+    from specdata.processes import join_processes, leave_processes, process_count
+
+    torch.set_num_threads(1)
+    prepare_libraries()
+    if process_count() > 1:
+        join_processes()
+    works: dict[str, Callable[..., dict[str, float]]] = {
+        "rollouts": rollouts,
+        "labels": labels,
+        "draft": draft,
+        "head": head,
+    }
+    _answer(startup=time.perf_counter() - begun)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        out = folder / asked["out"]
+        _answer(**works[asked["stage"]](pair, folder, out))
+    leave_processes()
+
+
+def _answer(**values: float) -> None:
+    print(f"answer {json.dumps(values)}", flush=True)
+
+
+def rollouts(pair: Path, _folder: Path, out: Path) -> dict[str, float]:
+    """Complete the embedded prompts."""
+    from specdata.models import load_model, load_tokenizer
+    from specdata.prompts.config import PromptSet
+    from specdata.prompts.loading import load_prompts
+    from specdata.rollouts.backend import TransformersBackend
+    from specdata.rollouts.config import RolloutConfig
+    from specdata.rollouts.make import make_rollouts
+    from specdata.sampling import SamplingConfig
+    from specdata.storage.manifest import read_manifest
+    from specdata.storage.resume import Settings
+
+    sets = [PromptSet(name, split="train", count=PROMPTS) for name in SETS]
+    target = load_model(str(pair / "target"))
+    prompts = load_prompts(sets, load_tokenizer(str(pair / "target")), seed=0).prompts
+    backend = TransformersBackend(target, SamplingConfig(), NEW_TOKENS, SHARD, seed=0)
+    config = RolloutConfig(sets=sets, shard_size=SHARD, max_new_tokens=NEW_TOKENS)
+    begun = time.perf_counter()
+    make_rollouts(backend, prompts, out, config, settings=Settings({}), report=lambda _rows: None)
+    seconds = time.perf_counter() - begun
+    return {"seconds": seconds, "tokens": read_manifest(out)["counts"]["tokens"]}
+
+
+def labels(pair: Path, folder: Path, out: Path) -> dict[str, float]:
+    """Label the rollouts that were made first, several times over."""
+    from datasets import concatenate_datasets
+
+    from specdata.labels.config import LabelsConfig
+    from specdata.labels.make import make_labels
+    from specdata.models import load_model
+    from specdata.sampling import SamplingConfig
+    from specdata.storage.dataset import load_stored
+    from specdata.storage.manifest import read_manifest
+    from specdata.storage.resume import Settings
+
+    stored = load_stored(folder / "rollouts-0")
+    rows = concatenate_datasets(
+        [
+            stored.remove_columns("sample").add_column("sample", [sample] * len(stored))
+            for sample in range(LABELLED)
+        ]
+    ).cast(stored.features)
+    target, draft = (load_model(str(pair / name)) for name in ("target", "draft"))
+    begun = time.perf_counter()
+    make_labels(
+        target,
+        draft,
+        rows,
+        out,
+        LabelsConfig(),
+        sampling=SamplingConfig(),
+        seed=0,
+        settings=Settings({}),
+        report=lambda _rows: None,
+    )
+    seconds = time.perf_counter() - begun
+    return {"seconds": seconds, "tokens": read_manifest(out)["counts"]["tokens"]}
+
+
+def draft(pair: Path, folder: Path, out: Path) -> dict[str, float]:
+    """Distil the draft on some of the rollouts: from the first step to the last."""
+    from transformers import TrainerCallback
+
+    from distill.config import DistilConfig
+    from distill.trainer import draft_trainer
+    from specdata.models import load_model
+    from specdata.sampling import SamplingConfig
+    from specdata.storage.dataset import load_stored
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        """When steps begin and end."""
+
+        began = ended = 0.0
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.ended = time.perf_counter()
+
+    train = load_stored(folder / "rollouts-0").select(range(LEARNT))
+    clock = Clock()
+    trainer = draft_trainer(
+        load_model(str(pair / "target")),
+        load_model(str(pair / "draft")),
+        train,
+        out,
+        DistilConfig(epochs=EPOCHS, batch_size=BATCH, report_to=[], save_steps=10**6),
+        SamplingConfig(),
+        seed=0,
+    )
+    from transformers import PrinterCallback
+
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(clock)
+    trainer.train()
+    tokens = EPOCHS * sum(map(len, train["completion_ids"]))
+    return {"seconds": clock.ended - clock.began, "tokens": tokens}
+
+
+def head(pair: Path, folder: Path, out: Path) -> dict[str, float]:
+    """Train a head for few and for more passes: the difference is of steps alone."""
+    from heads.config import HeadConfig
+    from heads.train import train_head
+    from specdata.models import load_model
+    from specdata.storage.dataset import load_stored
+
+    rows = load_stored(folder / "labels-0")
+    train, dev = rows.select(range(LEARNT)), rows.select(range(LEARNT, LEARNT + 4))
+    model, took = load_model(str(pair / "draft")), []
+    for epochs in HEAD_EPOCHS:
+        config = HeadConfig.model_validate({"kind": "immediate", "epochs": epochs})
+        begun = time.perf_counter()
+        train_head(draft=model, train=train, dev=dev, out=out / str(epochs), config=config, seed=0)
+        took.append(time.perf_counter() - begun)
+    passes = HEAD_EPOCHS[1] - HEAD_EPOCHS[0]
+    tokens = passes * sum(map(len, train["completion_ids"]))
+    return {"seconds": took[1] - took[0], "tokens": tokens}
+
+
+# --- those who ask
+
+
+class Processes:
+    """Processes that wait for work, `count` of them in one group."""
+
+    def __init__(self, count: int, pair: Path, folder: Path, small: bool) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [sys.executable, __file__, "--serve", str(folder), "--pair", str(pair)]
+        alone = {"RANK": "0", "WORLD_SIZE": "1"}
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+        self.workers = [
+            subprocess.Popen(
+                [*command, *(["--small"] if small else [])],
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    **({**group, "RANK": str(n), "LOCAL_RANK": str(n)} if count > 1 else alone),
+                },
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE if small else subprocess.DEVNULL,
+                text=True,
+            )
+            for n in range(count)
+        ]
+        self.count = count
+
+    def answers(self) -> list[dict[str, float]]:
+        """What each process says next."""
+        found = []
+        for worker in self.workers:
+            assert worker.stdout is not None
+            line = next((each for each in worker.stdout if each.startswith("answer ")), None)
+            if line is None:
+                said = worker.stderr.read()[-2000:] if worker.stderr else ""
+                raise SystemExit(f"error: a process ended with status {worker.wait()}. {said}")
+            found.append(json.loads(line.removeprefix("answer ")))
+        return found
+
+    def work(self, stage: str, out: str) -> dict[str, float]:
+        """Have all do a stage together: seconds of the slowest, and the tokens of all."""
+        for worker in self.workers:
+            assert worker.stdin is not None
+            worker.stdin.write(json.dumps({"stage": stage, "out": out}) + "\n")
+            worker.stdin.flush()
+        found = self.answers()
+        return {"seconds": max(each["seconds"] for each in found), "tokens": found[0]["tokens"]}
+
+    def end(self) -> None:
+        """Close what they read, which ends them."""
+        for worker in self.workers:
+            assert worker.stdin is not None
+            worker.stdin.close()
+        for worker in self.workers:
+            worker.wait()
+
+
+def speeds(pair: Path, stages: Sequence[str], repeats: int, small: bool) -> dict[str, Any]:
+    """Tokens a second of each stage with one and with two processes, in turns."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        groups = [Processes(count, pair, folder, small) for count in (1, 2)]
+        startup = [max(each["startup"] for each in group.answers()) for group in groups]
+        # What later stages read is made by one process, and by this the first work is done.
+        for stage in ("rollouts", "labels"):
+            groups[0].work(stage, f"{stage}-0")
+        found: dict[str, Any] = {"startup_seconds": startup}
+        for stage in stages:
+            rates: dict[int, list[float]] = {1: [], 2: []}
+            for repeat in range(repeats + 1):
+                for group in groups:
+                    done = group.work(stage, f"{stage}-{group.count}-{repeat + 1}")
+                    if repeat:  # the first is slow
+                        rates[group.count].append(done["tokens"] / done["seconds"])
+            found[stage] = {"tokens": done["tokens"], **scaled(rates)}
+            print(line(stage, found[stage]), flush=True)
+        for group in groups:
+            group.end()
+    return found
+
+
+def scaled(rates: Mapping[int, Sequence[float]]) -> dict[str, Any]:
+    """Medians and ranges of speeds, and the gain of the second process."""
+    gains = [two / one for one, two in zip(rates[1], rates[2], strict=True)]
+    return {
+        **{f"processes_{count}": spread(each) for count, each in rates.items()},
+        "gain": spread(gains),
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """The median of some values, their least and most."""
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def line(stage: str, found: Mapping[str, Any]) -> str:
+    """What is printed of a stage's speeds."""
+    one, two, gain = (found[name] for name in ("processes_1", "processes_2", "gain"))
+    goal = GOALS.get(stage)
+    verdict = (
+        "" if goal is None else f"; goal {goal}: {'met' if gain['median'] >= goal else 'MISSED'}"
+    )
+    return (
+        f"{stage:<8} {one['median']:8.0f} tokens/s with 1 process "
+        f"({one['low']:.0f} to {one['high']:.0f}), {two['median']:8.0f} with 2 "
+        f"({two['low']:.0f} to {two['high']:.0f}): {gain['median']:.2f}x "
+        f"({gain['low']:.2f} to {gain['high']:.2f}){verdict}"
+    )
+
+
+def memory(profiles: Sequence[str]) -> list[dict[str, Any]]:
+    """The most that distillation holds in each process, under each profile."""
+    import stage_memory
+
+    records = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "run"
+        stage_memory.measure(folder, ["rollouts"], EQUAL)
+        for profile in profiles:
+            for size in ("large", "tiny"):
+                for made in (folder / size / "run").glob("draft*"):
+                    shutil.rmtree(made)
+            records += [
+                {"profile": profile, **each}
+                for each in stage_memory.cases(folder, "draft", launcher=launcher(profile))
+            ]
+            mine = [each for each in records if each["profile"] == profile]
+            print(
+                f"{profile:<8} "
+                + ", ".join(
+                    f"{each['peak_mib']:.0f} MiB (planned {each['planned_mib']:.0f})"
+                    for each in mine
+                )
+                + f" in each of {len(mine)} processes",
+                flush=True,
+            )
+    return records
+
+
+def launcher(profile: str) -> list[str]:
+    """The command that a program's own arguments follow."""
+    if profile == "single":
+        return [sys.executable]
+    return [
+        *(sys.executable, "-m", "accelerate.commands.launch"),
+        *("--config_file", str(ROOT / "launch" / f"{profile}.yaml")),
+        *("--num_processes", "2"),
+    ]
+
+
+def main() -> None:
+    """Measure, print, and write one JSON file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pair", type=Path, default=PAIR)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--stages", nargs="*", choices=STAGES, default=STAGES)
+    parser.add_argument("--profiles", nargs="*", choices=PROFILES, default=PROFILES)
+    parser.add_argument("--small", action="store_true", help="little of each, to try it")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/scale.json"))
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.small:
+        globals().update(SMALL)
+    if options.serve:
+        serve(options.pair, options.serve)
+        return
+    from eval.measuring.environment import describe_environment
+    from specdata.storage.files import write_json
+
+    if not (options.pair / "draft").is_dir():
+        make_pair(options.pair)
+    begun = time.perf_counter()
+    found = speeds(options.pair, options.stages, options.repeats, options.small)
+    records = memory(options.profiles) if options.profiles else []
+    environment = describe_environment(device="cpu", dtype="float32")
+    write_json(
+        options.out,
+        {
+            "schema_version": SCHEMA_VERSION,
+            "environment": environment.model_dump(),
+            "threads": 1,
+            "repeats": options.repeats,
+            "goals": GOALS,
+            "speed": found,
+            "memory": records,
+            "seconds": time.perf_counter() - begun,
+        },
+    )
+    print(f"written: {options.out}, after {time.perf_counter() - begun:.0f} s")
+
+
+def make_pair(folder: Path) -> None:
+    """Train the embedded pair."""
+    from distill.config import ToyPairConfig
+    from distill.toy import train_toy_pair
+
+    print("the embedded pair is not there: training it (some minutes)", file=sys.stderr)
+    train_toy_pair(folder, ToyPairConfig(), seed=0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""What `--plan` says of a stage's work and memory, and what helps where a machine has too little."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+
+from recipes.layout import spared
+from recipes.memory import LIBRARIES, WITHIN, Memory, Setting, stage_memory
+from recipes.units import in_bytes
+from specdata.prompts.config import PromptSet
+
+# What a part of the memory is made smaller by, {} being the stage's own section.
+REMEDIES = {
+    "target": "models.load.target with device_map: auto, bits: 4 or tp_plan: auto, or a dtype of "
+    "16 bits",
+    "drafts": "models.load.draft with device_map: auto or bits: 4",
+    "draft": "models.load.draft with device_map: auto or bits: 4",
+    "keys and values": "a smaller {}.batch_size or max_new_tokens",
+    "weights in training": "draftsmith launch zero3 or fsdp2, or draft.lora",
+    "gradients": "draftsmith launch zero2, or draft.lora",
+    "optimizer": "draftsmith launch zero1, zero2 or zero3_offload, or draft.lora",
+    "gradient bucket": "a smaller reduce_bucket_size in the launch profile",
+    "activations": "a smaller {}.batch_size, or draft.gradient_checkpointing",
+    "logits": "a smaller {}.batch_size, or draft.init.vocabulary",
+}
+SECTION = {"finetuned": "draft.finetune"}
+
+
+def plan_lines(stage: str, setting: Setting) -> Iterator[str]:
+    """What to say of a stage: tokens, processes, memory; nothing of one that computes nothing.
+
+    Args:
+        stage: its name.
+        setting: what is known of the run and of this machine.
+    """
+    if (tokens := tokens_of(stage, setting)) is not None:
+        yield f"works on at most {tokens:,} tokens, with prompts of {setting.prompt}"
+    found = stage_memory(stage, setting)
+    if found is None:
+        if stage in SIZED:
+            yield "memory: not known, as config.json of the models is not on this machine"
+        return
+    if not found.parts:
+        return
+    where = "on the CPU" if setting.here.kind == "cpu" else "on its GPU"
+    count = processes_of(stage, setting)
+    each = "1 process" if count == 1 else f"each of {count} processes"
+    parts = ", ".join(f"{name} {in_bytes(size)}" for name, size in found.parts.items())
+    yield f"holds {where}, in {each}, about {in_bytes(found.total)}: {parts}"
+    yield from _too_much(stage, found, setting)
+
+
+def assumptions(setting: Setting) -> str:
+    """What the lines of all stages are to be read with."""
+    return (
+        f"memory is right within a factor {WITHIN:g}, without what the libraries take (some "
+        f"{in_bytes(LIBRARIES)} of memory a process); prompts are taken to have {setting.prompt} "
+        "tokens. No time is estimated without measuring: --plan time measures for about a minute"
+    )
+
+
+SIZED = ("rollouts", "finetuned", "draft", "labels", "head", "eval")
+
+
+def processes_of(stage: str, setting: Setting) -> int:
+    """How many of the launch's processes work on a stage."""
+    return 1 if stage in ("pair", "initial", "release") else setting.shards.processes
+
+
+def _too_much(stage: str, found: Memory, setting: Setting) -> Iterator[str]:
+    """What to say if a device has less than is needed."""
+    here = setting.here
+    if here.memory is None:
+        return
+    local = 1
+    needed = found.total
+    if here.kind == "cpu":  # whose memory all processes of this machine share
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        needed = local * (found.total + LIBRARIES)
+    if needed <= here.memory:
+        return
+    what = "this machine has free" if here.kind == "cpu" else "a GPU here has"
+    section = SECTION.get(stage, stage)
+    largest = sorted(found.parts, key=lambda name: -found.parts[name])
+    remedies = [REMEDIES[name].format(section) for name in largest if name in REMEDIES][:2]
+    yield (
+        f"that is more than {what} ({in_bytes(needed)} of {in_bytes(here.memory)}): try "
+        + "; or ".join(remedies)
+    )
+
+
+def rows_of(setting: Setting, *splits: str) -> int | None:
+    """Rollouts of some splits, or of all; None if a set has no count."""
+    sets = [each for each in setting.config.rollouts.sets if not splits or each.split in splits]
+    counted = _counted(sets)
+    return None if counted is None else setting.config.rollouts.samples * counted
+
+
+def tokens_of(stage: str, setting: Setting) -> int | None:
+    """Tokens that the models read or write in a stage, at most; None if that is not known."""
+    config, length = setting.config, setting.length
+    train = rows_of(setting, "train")
+    rows = rows_of(setting)
+    if stage in ("rollouts", "labels") and rows is not None:
+        return rows * length
+    if stage == "draft" and train is not None and config.draft is not None:
+        learnt = train * (1 - config.draft.spared)
+        length = min(length, config.draft.max_length or length)
+        return math.ceil(config.draft.epochs * learnt) * length
+    if stage == "head" and train and config.head is not None:
+        learnt = math.ceil(train * (spared(config) or 1.0))
+        length = min(length, config.head.max_length or length)
+        return config.head.passes(learnt) * learnt * length
+    if stage == "eval" and (prompts := _counted(config.eval.sets)) is not None:
+        return prompts * len(config.eval.methods) * config.eval.max_new_tokens
+    return None
+
+
+def _counted(sets: Iterable[PromptSet]) -> int | None:
+    counts: Sequence[int] = [each.count for each in sets]
+    return sum(counts) if all(counts) else None

@@ -1,0 +1,1 @@
+"""How long stages would take, from a short measurement of their models."""
