@@ -19,14 +19,14 @@ import peft
 import torch
 from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
-from transformers import BitsAndBytesConfig, PreTrainedModel, Trainer
-from transformers.utils import is_bitsandbytes_available
+from transformers import PreTrainedModel, Trainer
 
 from distill.config import LoraConfig
 from specdata.adapter_folder import base_of_adapters
 from specdata.errors import ConfigError
 from specdata.gguf_file import is_gguf
 from specdata.hub import hub_source
+from specdata.loading import Loading, check_bits
 from specdata.models import load_model
 from specdata.seeds import seed_for
 
@@ -52,8 +52,8 @@ def load_student(name: str, lora: LoraConfig | None, *, seed: int) -> PreTrained
     """
     if lora is None:
         return load_model(name)
-    check_bits(lora)
-    model = load_model(name, quantization=_quantization(lora)) if lora.bits else load_model(name)
+    check_bits(lora.bits, "draft.lora.bits", name)
+    model = load_model(name, load=Loading(bits=lora.bits))
     if lora.bits:
         # Checkpointing of activations is the Trainer's, which needs no help from PEFT.
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -61,16 +61,6 @@ def load_student(name: str, lora: LoraConfig | None, *, seed: int) -> PreTrained
     # PEFT looks at the base's config.json in every save, on the Hub unless this is a folder.
     adapted.peft_config["default"].base_model_name_or_path = _local_folder(name)
     return adapted
-
-
-def check_bits(lora: LoraConfig) -> None:
-    """Refuse weights in `lora.bits` bits without the library for them. Raises ConfigError."""
-    if lora.bits and not is_bitsandbytes_available():
-        raise ConfigError(
-            f"draft.lora.bits: {lora.bits} needs bitsandbytes, which is not installed or too old: "
-            "pip install 'draftsmith[qlora]' (CUDA GPUs; on the CPU it works too, slowly), or "
-            "leave bits out to keep the frozen weights in full precision"
-        )
 
 
 def base_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -148,18 +138,6 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> pe
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is", FutureWarning)
         torch.manual_seed(seed_for(seed, "adapters"))
         return peft.get_peft_model(model, settings)
-
-
-def _quantization(lora: LoraConfig) -> BitsAndBytesConfig:
-    """How the frozen weights are stored, as QLoRA does (arXiv:2305.14314, section 3)."""
-    if lora.bits == 8:
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
 
 
 def _local_folder(name: str) -> str | None:

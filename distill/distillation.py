@@ -44,6 +44,7 @@ from distill.training import save_model, train_resumably
 from distill.watch import SCORE_IN_WORDS, HeldOut
 from specdata.errors import TrainingDivergedError
 from specdata.history import History, Measurement
+from specdata.loading import ONE_DEVICE, Loading
 from specdata.model_folder import copy_tokenizer
 from specdata.models import load_generation, load_model, load_tokenizer
 from specdata.processes import join_processes
@@ -89,7 +90,7 @@ def distil(
     config: DistilConfig,
     sampling: SamplingConfig,
     seed: int,
-    teacher_dtype: str = "float32",
+    teacher_load: Loading = ONE_DEVICE,
 ) -> DistilResult:
     """Train a copy of the draft on rollouts of the target and save it as a model folder.
 
@@ -107,7 +108,7 @@ def distil(
         config: loss and schedule.
         sampling: the warp of serving, applied to both models.
         seed: decides the order of the rollouts.
-        teacher_dtype: precision of the frozen target: the one it is served in.
+        teacher_load: how the frozen target is loaded: in the precision that it is served in.
 
     Raises:
         ConfigError: if a model cannot be loaded, or has fewer positions than a rollout tokens.
@@ -129,9 +130,12 @@ def distil(
             "seed": seed,
             "train": content_of(train),
             "dev": content_of(dev),
-            "teacher_dtype": teacher_dtype,
+            "teacher_dtype": teacher_load.dtype or "float32",
+            "teacher_bits": teacher_load.bits,
         },
-        defaults_of(DistilConfig, "config") | defaults_of(SamplingConfig, "sampling"),
+        defaults_of(DistilConfig, "config")
+        | defaults_of(SamplingConfig, "sampling")
+        | {"teacher_bits": None},
         remedy=f"choose another output folder, or remove {out} and {_work(out)}",
         rewrite=_by_content,
     )
@@ -147,7 +151,7 @@ def distil(
     configs = {"target": load_generation(str(target))[0], "draft": load_generation(str(draft))[0]}
     check_context(configs, fit.rollouts, dev)
     # Before any training arguments exist, or ZeRO-3 would split the frozen teacher too.
-    teacher = load_model(str(target), dtype=teacher_dtype)
+    teacher = load_model(str(target), load=teacher_load)
     student = load_student(str(draft), config.lora, seed=seed)
     plain = load_plain(str(draft), config.lora)
     held_out = HeldOut(teacher, dev, sampling, watched=config.eval_rollouts)

@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 from eval.measuring.methods import check_machine, check_methods, path_drafts
@@ -23,10 +22,10 @@ from recipes.layout import (
     sizes_of,
     source_model,
 )
-from specdata.adapter_folder import base_of_adapters
 from specdata.config import nearest
 from specdata.errors import ConfigError
 from specdata.gguf_file import has_template, is_gguf
+from specdata.loading import check_bits
 from specdata.prompts.config import PromptSet
 from specdata.rollouts.config import check_samples
 
@@ -115,27 +114,14 @@ def check_lora(config: PipelineConfig) -> None:
             "draft.lora trains adapters beside frozen weights, and those of draft.init.kind fresh "
             "are random: leave out draft.lora, or start from a model or from layers of the target"
         )
-    if lora.bits and find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            f"draft.lora.bits: {lora.bits} needs bitsandbytes, which is not installed: pip install "
-            "'draftsmith[qlora]' (CUDA GPUs; on the CPU it works too, slowly), or leave bits out "
-            "to keep the frozen weights in full precision"
-        )
-    if lora.bits and config.draft.init.kind == "model" and _is_adapted(config.models.draft):
-        raise ConfigError(
-            f"draft.lora.bits: {lora.bits} needs whole weights to quantise, and models.draft "
-            f"({config.models.draft}) holds adapters: leave bits out, or merge them first"
-        )
+    given = config.models.draft if config.draft.init.kind == "model" else None
+    check_bits(lora.bits, "draft.lora.bits", given)
     width = draft_width(config)
     if width is not None and lora.rank > width:
         raise ConfigError(
             f"draft.lora.rank must not exceed the draft's hidden size, {width}, got {lora.rank}: "
             "lower it, or leave out draft.lora to train all weights"
         )
-
-
-def _is_adapted(model: str | None) -> bool:
-    return model is not None and base_of_adapters(model) is not None
 
 
 def check_draft_sets(config: PipelineConfig) -> None:

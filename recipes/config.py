@@ -29,6 +29,7 @@ from heads.config import HeadConfig
 from specdata.config import Config, fields_of, mistakes, nearest, read_config, section_type
 from specdata.errors import ConfigError
 from specdata.labels.config import LabelsConfig
+from specdata.loading import Dtype, Loading, PairLoading, Role
 from specdata.processes import is_main
 from specdata.rollouts.config import RolloutConfig
 from specdata.sampling import SamplingConfig
@@ -47,9 +48,18 @@ class ModelsConfig(Config):
         min_length=1,
         description="folder or Hub id of the draft to start from (left out if draft.init makes it)",
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        default="float32", description="precision that both are loaded in"
+    dtype: Dtype = Field(default="float32", description="precision that both are loaded in")
+    load: PairLoading = Field(
+        default=PairLoading(), description="how each is loaded: devices, bits, attention"
     )
+
+    def loading(self, role: Role) -> Loading:
+        """How the target or a draft is loaded where its weights are only read."""
+        return self.load.of(role).model_copy(update={"dtype": self.dtype_of(role)})
+
+    def dtype_of(self, role: Role) -> Dtype:
+        """The precision of the target or a draft where its weights are only read."""
+        return self.load.of(role).dtype or self.dtype
 
 
 class PublishConfig(Config):

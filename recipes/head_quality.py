@@ -46,7 +46,7 @@ def quality_of(config: PipelineConfig, results: Results) -> Quality | None:
 
     if sampling_of(where) != config.sampling:
         return None
-    draft = load_model(draft_in_use(config), dtype=config.models.dtype)
+    draft = load_model(draft_in_use(config), load=config.models.loading("draft"))
     return head_quality(
         load_labels(where, config.sampling),
         draft,

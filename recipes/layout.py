@@ -19,6 +19,7 @@ from specdata.adapter_folder import base_of_adapters
 from specdata.errors import ConfigError
 from specdata.gguf_file import describe_gguf, is_gguf
 from specdata.hub import hub_source
+from specdata.loading import Role
 from specdata.prompts.conversations import conversation_inputs
 from specdata.prompts.reading import prompt_inputs, source_of
 from specdata.storage.resume import Settings, defaults_of
@@ -98,7 +99,7 @@ def pair_stage(config: PipelineConfig) -> Stage:
 
 def rollouts_stage(config: PipelineConfig) -> Stage:
     """Complete the prompts with the target."""
-    values = {"rollouts": config.rollouts.decisive(), **_sampled(config)}
+    values = {"rollouts": config.rollouts.decisive(), **_sampled(config, "target")}
     inputs = {"target": config.models.target, **prompt_inputs(config.rollouts.sets)}
     size = _rows_size(config, lambda _split: ROLLOUT_TOKEN + _state_bytes(config))
     return _stage(config, "rollouts", values, inputs, size)
@@ -107,7 +108,8 @@ def rollouts_stage(config: PipelineConfig) -> Stage:
 def initial_stage(config: PipelineConfig) -> Stage:
     """Make the draft that training starts from."""
     assert config.draft is not None
-    values = {"init": config.draft.init.model_dump(mode="json"), **_sampled(config)}
+    values: dict[str, Any] = {"init": config.draft.init.model_dump(mode="json")}
+    values |= _sampled(config, "target")
     values["sets"] = config.draft.sets
     values |= _spared(config)
     inputs = {"target": config.models.target, "rollouts": str(folder(config, "rollouts"))}
@@ -147,7 +149,7 @@ def draft_stages(config: PipelineConfig) -> list[Stage]:
 def draft_stage(config: PipelineConfig) -> Stage:
     """Distil the draft on the rollouts."""
     assert config.draft is not None
-    values = {"draft": config.draft.decisive(), **_sampled(config)}
+    values = {"draft": config.draft.decisive(), **_sampled(config, "target")}
     inputs = {
         "target": config.models.target,
         "draft": draft_to_distil(config),
@@ -168,7 +170,10 @@ def _spared(config: PipelineConfig) -> dict[str, Any]:
 
 def labels_stage(config: PipelineConfig) -> Stage:
     """Label the rollouts with the draft in use."""
-    values = {"labels": config.labels.model_dump(mode="json"), **_sampled(config)}
+    values = {
+        "labels": config.labels.model_dump(mode="json"),
+        **_sampled(config, "target", "draft"),
+    }
     values |= _spared(config)
     inputs = {
         "target": config.models.target,
@@ -193,7 +198,7 @@ def head_stage(config: PipelineConfig) -> Stage:
     assert config.head is not None
     head = config.head
     values = {"head": head.decisive(), "seed": config.seed, "dtype": config.models.dtype}
-    values |= _spared(config)
+    values |= _spared(config) | _loaded(config, "draft")
     inputs = {"draft": draft_in_use(config), "labels": str(folder(config, "labels"))}
     size = f"the head, {_head_size(config)}"
     if head.cache == "disk":
@@ -212,7 +217,7 @@ def eval_stage(config: PipelineConfig) -> Stage:
     methods = {method.name: method.model_dump(mode="json") for method in config.eval.methods}
     values = {
         "eval": {**config.eval.model_dump(mode="json"), "methods": methods},
-        **_sampled(config),
+        **_sampled(config, "target", "draft"),
     }
     inputs = {"target": config.models.target, "draft": draft_in_use(config)}
     inputs |= {f"path draft {name}": name for name in path_drafts(config.eval)}
@@ -312,13 +317,26 @@ def _remedy(config: PipelineConfig, name: str) -> str:
     return f"{elsewhere}, or remove {', '.join(map(str, [folder(config, name), *made]))}"
 
 
-def _sampled(config: PipelineConfig) -> dict[str, Any]:
-    """What decides the result of every stage that runs the models."""
+def _sampled(config: PipelineConfig, *roles: Role) -> dict[str, Any]:
+    """What decides the result of every stage that runs the models of these roles."""
     return {
         "sampling": asdict(config.sampling),
         "seed": config.seed,
         "dtype": config.models.dtype,
+        **_loaded(config, *roles),
     }
+
+
+def _loaded(config: PipelineConfig, *roles: Role) -> dict[str, Any]:
+    """What else of the loading of models decides a result; nothing where models.dtype says all."""
+    usual = {"dtype": config.models.dtype}
+    decisive = {role: config.models.loading(role).decisive() for role in roles}
+    other = {
+        role: {key: value for key, value in values.items() if usual.get(key) != value}
+        for role, values in decisive.items()
+        if values != usual
+    }
+    return {"load": other} if other else {}
 
 
 def _rows_size(config: PipelineConfig, token_bytes: Callable[[str], int]) -> str:
@@ -347,7 +365,7 @@ def _state_bytes(config: PipelineConfig) -> int:
         return 0
     known = sizes_of(config, config.models.target)
     width = next((known[name] for name in ("hidden_size", "n_embd") if name in known), 0)
-    return int(width) * (4 if config.models.dtype == "float32" else 2)
+    return int(width) * (4 if config.models.dtype_of("target") == "float32" else 2)
 
 
 def _eval_size(config: PipelineConfig) -> str:

@@ -149,7 +149,7 @@ def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[st
         identity |= {"served": served}
         backend: Backend = server
     else:
-        model = load_model(models.target, dtype=models.dtype)
+        model = load_model(models.target, load=models.loading("target"))
         described, limit = model.config, positions(model.config)
         backend = TransformersBackend(
             model,

@@ -205,8 +205,8 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     prompts = loaded.prompts
     for line in dropped(loaded.report):
         say(line)
-    target = load_model(models.target, dtype=models.dtype)
-    draft, *others = (load_model(name, dtype=models.dtype) for name in names)
+    target = load_model(models.target, load=models.loading("target"))
+    draft, *others = (load_model(name, load=models.loading("draft")) for name in names)
     head = _load_head(head_name) if head_name else None
     evaluation, fitted = config.eval, None
     if needs_fit(evaluation):

@@ -64,7 +64,7 @@ def _make_initial(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         config=config.draft.init,
         sampling=config.sampling,
         seed=config.seed,
-        states_dtype=config.models.dtype,
+        states_dtype=config.models.dtype_of("target"),
     )
 
 
@@ -115,7 +115,7 @@ def _distil(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         config=config.draft,
         sampling=config.sampling,
         seed=config.seed,
-        teacher_dtype=config.models.dtype,
+        teacher_load=config.models.loading("target"),
     )
     return asdict(result)
 

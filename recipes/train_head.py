@@ -96,7 +96,7 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     models, draft_name = config.models, draft_in_use(config)
     tokenizer = load_tokenizer(models.target)
     check_shared_vocabulary(tokenizer, load_tokenizer(draft_name))
-    draft = load_model(draft_name, dtype=models.dtype)
+    draft = load_model(draft_name, load=models.loading("draft"))
     rollouts = load_stored(folder(config, "rollouts"))
     if share := spared(config):
         splits = zip(rollouts["split"], rollouts["example_id"], strict=True)
@@ -114,10 +114,12 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     }
     make: Callable[..., int]
     if cache := config.labels.cache:
-        _check_cache(Path(cache), {**source, "dtype": models.dtype})
+        load = models.loading("target")
+        _check_cache(Path(cache), {**source, "dtype": load.dtype, "bits": load.bits})
         make = partial(labels_from_cache, Path(cache), draft)
     else:
-        make = partial(make_labels, load_model(models.target, dtype=models.dtype), draft, rollouts)
+        target = load_model(models.target, load=models.loading("target"))
+        make = partial(make_labels, target, draft, rollouts)
     with progress(len(rollouts), "labels", "rollout", is_shown=is_main()) as bar:
         shown = TokenProgress(bar)
         rows = make(
@@ -139,6 +141,7 @@ def _check_cache(cache: Path, source: dict[str, Any]) -> None:
     from specdata.storage.manifest import read_manifest
 
     stored = without_names(read_manifest(cache)["settings"])
+    stored |= stored.get("load", {}).get("target", {})
     source = without_names(source)
     if changed := differences({name: stored.get(name) for name in source}, source):
         raise ConfigError(
@@ -164,7 +167,7 @@ def _train(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     labels = load_labels(folder(config, "labels"), config.sampling)
     draft_name = draft_in_use(config)
     result = train_head(
-        draft=load_model(draft_name, dtype=config.models.dtype),
+        draft=load_model(draft_name, load=config.models.loading("draft")),
         train=of_split(
             labels,
             "train",

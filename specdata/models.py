@@ -21,22 +21,23 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig
 
 from specdata.adapter_folder import base_of_adapters, merge_adapters
 from specdata.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
 from specdata.errors import ConfigError, full_disk
 from specdata.gguf_file import gguf_configs, is_gguf, load_gguf, load_gguf_tokenizer
 from specdata.hub import hub_source
+from specdata.loading import ONE_DEVICE, Loading, check_bits
+from specdata.processes import join_processes
 from specdata.storage.files import fingerprint
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_model(
-    name: str, *, dtype: str = "float32", quantization: BitsAndBytesConfig | None = None
-) -> Any:
-    """Load a causal LM from a folder, a GGUF file or the Hub: in eval mode, on the GPU if any.
+def load_model(name: str, *, dtype: str = "float32", load: Loading = ONE_DEVICE) -> Any:
+    """Load a causal LM from a folder, a GGUF file or the Hub, in eval mode.
 
     Code that comes with a model is never run: see `asks_for_remote_code`. A draft with a reduced
     vocabulary (`specdata.draft_vocabulary`) gets logits as wide as its vocabulary all the same.
@@ -45,25 +46,24 @@ def load_model(
         name: a folder, or a Hub id, which may carry a revision: OWNER/NAME@REVISION. Adapters in a
             folder (PEFT's) are merged into the base that they name; the weights of a GGUF file are
             dequantised.
-        dtype: precision of the weights, one of `DTYPES`.
-        quantization: stores matrices in fewer bits.
+        dtype: precision of the weights, one of `DTYPES`, unless `load` has one.
+        load: where they lie, and in how many bits; by default all on `device()`.
 
     Returns:
-        The model on `device()`.
+        The model. Spread over several places its `device` is the one that token ids go to.
 
     Raises:
-        ConfigError: if it cannot be had, `dtype` is unknown, or adapters are not of their base.
+        ConfigError: if it cannot be had, `dtype` is unknown, adapters are not of their base, or it
+            cannot be loaded like this.
     """
+    dtype = load.dtype or dtype
     check_dtype(dtype)
+    check_bits(load.bits, "bits", name)
     if base := base_of_adapters(name):
-        if quantization:
-            raise ConfigError(
-                f"{name} holds adapters, which can only be merged into weights that are not "
-                "quantised: save the merged model and give that, or leave out draft.lora.bits"
-            )
-        model = _of_base(name, base, lambda: load_model(base, dtype=dtype))
-        return merge_adapters(model, name, base).eval()
-    model, info = _read(name, DTYPES[dtype], quantization)
+        alone = Loading(device_map="cpu" if load.device_map else None)
+        model = _of_base(name, base, lambda: load_model(base, dtype=dtype, load=alone))
+        return _placed(merge_adapters(model, name, base), name, load).eval()
+    model, info = _read(name, DTYPES[dtype], load)
     if missing := sorted(info["missing_keys"]):
         # transformers would fill them with random numbers and only log it.
         remedy = "convert it again" if is_gguf(name) else "save it again with save_pretrained"
@@ -71,29 +71,19 @@ def load_model(
             f"the weights of {name!r} do not fit its configuration: {len(missing)} are missing "
             f"(first: {missing[0]}); {remedy}"
         )
-    return model.eval() if quantization else model.to(device()).eval()
+    return _placed(model, name, load).eval()
 
 
-def _read(
-    name: str, dtype: torch.dtype, quantization: BitsAndBytesConfig | None
-) -> tuple[Any, dict[str, Any]]:
+def _read(name: str, dtype: torch.dtype, load: Loading) -> tuple[Any, dict[str, Any]]:
     """A model that is no adapters, and what transformers says of its keys."""
     if is_gguf(name):
-        if quantization:
-            raise ConfigError(
-                f"{name} is a GGUF file, whose weights cannot be quantised again: give the model "
-                "as a folder or Hub id, or leave out draft.lora.bits"
-            )
         return load_gguf(name, dtype)
     source, revision = hub_source(name)
-    return _from_hub("model", name, lambda: read_model(source, revision, dtype, quantization))
+    return _from_hub("model", name, lambda: read_model(source, revision, dtype, load))
 
 
 def read_model(
-    source: str,
-    revision: str | None,
-    dtype: torch.dtype | str,
-    quantization: BitsAndBytesConfig | None = None,
+    source: str, revision: str | None, dtype: torch.dtype | str, load: Loading = ONE_DEVICE
 ) -> tuple[Any, dict[str, Any]]:
     """Load as transformers does, drafts with a reduced vocabulary, too.
 
@@ -101,7 +91,7 @@ def read_model(
         source: folder or Hub id.
         revision: on the Hub.
         dtype: of the weights, or "auto".
-        quantization: stores matrices in fewer bits, on `device()`.
+        load: where they lie; with one device and whole weights, on the CPU at first.
 
     Returns:
         The model, and what transformers says of keys that are missing, unexpected or misfit.
@@ -121,10 +111,49 @@ def read_model(
         revision=revision,
         trust_remote_code=False,
         output_loading_info=True,
-        quantization_config=quantization,
-        device_map={"": device()} if quantization else None,
+        **_options(load),
     )
     return settle(model, architecture) if is_reduced(config) else model, info
+
+
+def _options(load: Loading) -> dict[str, Any]:
+    """A loading as arguments of transformers' `from_pretrained`."""
+    options: dict[str, Any] = {}
+    if load.attn_implementation:
+        options["attn_implementation"] = load.attn_implementation
+    if load.bits:
+        options |= {"quantization_config": _quantization(load.bits), "device_map": {"": device()}}
+    if load.tp_plan:
+        join_processes()
+        options["distributed_config"] = DistributedConfig(tp_plan=load.tp_plan)
+    if load.device_map:
+        options |= {"device_map": load.device_map, "offload_folder": load.offload_folder}
+        options["max_memory"] = _max_memory(load)
+    return options
+
+
+def _max_memory(load: Loading) -> dict[int | str, int | str] | None:
+    """The limits as accelerate takes them: GPUs by number."""
+    if load.max_memory is None:
+        return None
+    return {int(key) if key.isdecimal() else key: size for key, size in load.max_memory.items()}
+
+
+def _quantization(bits: int) -> BitsAndBytesConfig:
+    """LLM.int8 (arXiv:2208.07339), or NF4 as QLoRA has it (arXiv:2305.14314, section 3)."""
+    if bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+
+
+def _placed(model: Any, name: str, load: Loading) -> Any:
+    """A model where it belongs, if transformers has not put it there yet."""
+    return model if load.bits or load.device_map or load.tp_plan else model.to(device())
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

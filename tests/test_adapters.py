@@ -15,7 +15,6 @@ from transformers.utils import is_bitsandbytes_available
 
 from distill.adapters import (
     base_of,
-    check_bits,
     load_plain,
     load_student,
     merged,
@@ -265,7 +264,6 @@ def test_adapters_that_cannot_be_trained_are_refused_by_a_plan(pair: Path, tmp_p
 def test_quantised_weights_without_bitsandbytes_are_refused_before_a_model_is_loaded(
     pair: Path, tmp_path: Path
 ) -> None:
-    check_bits(LORA)
     with pytest.raises(ConfigError, match=r"bits: 4 needs bitsandbytes, .*draftsmith\[qlora\]"):
         check_lora(asked(pair, "--draft.lora.bits=4"))
     with pytest.raises(ConfigError, match=r"bits: 4 needs bitsandbytes, .*draftsmith\[qlora\]"):

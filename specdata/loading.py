@@ -1,0 +1,156 @@
+"""How models are loaded: in what precision, over which devices. Imported without torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from specdata.adapter_folder import base_of_adapters
+from specdata.config import Config
+from specdata.errors import ConfigError
+from specdata.gguf_file import is_gguf
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Role = Literal["target", "draft"]
+# As accelerate reads them; units of bits, which it takes too ("10Gb"), would be slips.
+_SIZE = re.compile(r"\d+(\.\d+)?(GiB|MiB|KiB)|\d+(GB|MB|KB)")
+
+
+class Loading(Config):
+    """How one model is loaded where its weights are only read.
+
+    A draft in training has weights in float32 on its process's device, or as `draft.lora` says;
+    this is how it is loaded everywhere else.
+    """
+
+    dtype: Dtype | None = Field(default=None, description="precision (default: models.dtype)")
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential", "cpu"] | None = Field(
+        default=None,
+        description="spread the layers over the devices, CPU memory and disk that there are, as "
+        "transformers does; cpu: stay there (default: all on one device)",
+    )
+    max_memory: dict[str, str] | None = Field(
+        default=None,
+        description="most that device_map may use of each place: {0: 20GiB, cpu: 100GiB}, GPUs by "
+        "number",
+    )
+    offload_folder: str | None = Field(
+        default=None, min_length=1, description="where device_map may put what fits nowhere else"
+    )
+    tp_plan: Literal["auto"] | None = Field(
+        default=None,
+        description="tensor parallelism: each process of the launcher holds a part of every layer",
+    )
+    bits: Literal[8, 4] | None = Field(
+        default=None,
+        description="store the matrices in 8 bits (LLM.int8) or 4 (NF4); needs bitsandbytes",
+    )
+    attn_implementation: str | None = Field(
+        default=None,
+        min_length=1,
+        description="transformers' attention: eager, sdpa, flash_attention_2, ... (default: its "
+        "own choice)",
+    )
+
+    @field_validator("max_memory", mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        """YAML reads the number of a GPU as a number."""
+        return {str(place): size for place, size in given.items()} if _is_map(given) else given
+
+    @field_validator("max_memory")
+    @classmethod
+    def _are_sizes(cls, given: dict[str, str] | None) -> dict[str, str] | None:
+        for place, size in (given or {}).items():
+            if not (place.isdecimal() or place == "cpu"):
+                raise ValueError(f"its keys must be numbers of GPUs or cpu (got {place!r})")
+            if not _SIZE.fullmatch(size):
+                raise ValueError(f"{place} must be a size such as 20GiB or 500MB (got {size!r})")
+        return given
+
+    @model_validator(mode="after")
+    def _agree(self) -> Loading:
+        """Refuse settings that contradict each other."""
+        if not self.is_spread and (self.max_memory or self.offload_folder):
+            raise ValueError(
+                "max_memory and offload_folder say where device_map may put layers: add "
+                "device_map: auto, or leave them out"
+            )
+        if self.tp_plan and self.device_map:
+            raise ValueError(
+                "tp_plan splits every layer over the processes and device_map gives whole layers "
+                "to the devices of one process: leave one of them out"
+            )
+        if self.tp_plan and self.bits:
+            raise ValueError(
+                "tp_plan splits matrices, which cannot be done to packed ones: leave bits out, or "
+                "spread the model with device_map: auto"
+            )
+        return self
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the layers may lie in several places."""
+        return self.device_map not in (None, "cpu")
+
+    def decisive(self) -> dict[str, Any]:
+        """What changes the numbers that the model gives; not where its weights lie.
+
+        Devices, and the way that attention is computed, change them by rounding alone.
+        """
+        return self.model_dump(mode="json", include={"dtype", "bits"}, exclude_none=True)
+
+
+ONE_DEVICE = Loading()
+"""All on the process's device, in the precision that is asked for."""
+
+
+class PairLoading(Config):
+    """How the pair is loaded."""
+
+    target: Loading = Field(default=Loading(), description="the target")
+    draft: Loading = Field(default=Loading(), description="the draft, and other drafts of methods")
+
+    def of(self, role: Role) -> Loading:
+        """How one of them is loaded."""
+        return self.target if role == "target" else self.draft
+
+
+def check_bits(bits: int | None, key: str, name: str | None = None) -> None:
+    """Refuse weights in few bits that cannot be had.
+
+    Args:
+        bits: 8 or 4; None is always fine.
+        key: the dotted key that asks for them.
+        name: the model, if it is known already.
+
+    Raises:
+        ConfigError: for adapters and GGUF files, and without the library for such weights.
+    """
+    if not bits:
+        return
+    if name is not None and base_of_adapters(name):
+        raise ConfigError(
+            f"{key}: {bits} needs whole weights to quantise, and {name} holds adapters: leave bits "
+            "out, or merge them first and give the merged model"
+        )
+    if name is not None and is_gguf(name):
+        raise ConfigError(
+            f"{key}: {bits} needs whole weights to quantise, and {name} is a GGUF file, whose "
+            "weights cannot be quantised again: leave bits out, or give the model as a folder or "
+            "Hub id"
+        )
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"{key}: {bits} needs bitsandbytes, which is not installed: pip install "
+            "'draftsmith[qlora]' (CUDA GPUs; on the CPU it works too, slowly), or leave bits out "
+            "to keep the weights in full precision"
+        )
+
+
+def _is_map(value: Any) -> bool:
+    return isinstance(value, Mapping)
