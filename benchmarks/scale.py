@@ -11,7 +11,7 @@ speed is the median over the repeats with its least and most; the second process
 median of the ratios of neighbours. Tokens are those of completions that were written or labelled,
 and for trainings those of the rollouts that were learnt from.
 
-Memory, of random weights (`benchmarks/stage_memory.py`, whose draft is here as large as its target):
+Memory, of random weights (`benchmarks/stage_memory.py`, the draft here as large as its target):
 what distillation holds in each process under a launch profile, at most, beside what `--plan` says.
 """
 

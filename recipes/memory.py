@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -20,11 +21,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from eval.measuring.methods import path_drafts
+from eval.measuring.methods import MethodConfig, path_drafts
 from recipes.config import PipelineConfig
 from recipes.layout import head_bytes, initial_sizes, sizes_of
 from recipes.model_sizes import ModelSizes
 from specdata.errors import ConfigError
+from specdata.loading import Loading, Role
 from specdata.processes import process_count
 from specdata.prompts.config import PromptSet
 from specdata.prompts.reading import is_remote, raw_prompts
@@ -48,6 +50,8 @@ WATCH_VALUES = 1 << 22  # distill.watch
 CHUNK_BYTES, ENTRY_BYTES = 1 << 30, 52  # distill.chunked
 HEAD_VALUES = 1 << 24  # heads.contexts
 CAPACITY_STEP = 256  # eval.runtime.kv_cache
+TREE_VALUES, TREE_ENTRY = 1 << 21, 8 * DOUBLE  # eval.analysis.tree_trace
+DRAFTED = 16  # nodes that are verified together, generously
 # Values of a position's distributions that stand side by side: logits, softmax, and what compares
 # p and q; of a draft's alone.
 LABEL_ENTRY, HEAD_ENTRY = 6 * FLOAT32, 3 * FLOAT32
@@ -165,7 +169,7 @@ def sharding() -> Sharding:
     bucket = zero.get("reduce_bucket_size", 5e8)
     return Sharding(
         processes,
-        int(stage) if str(stage).isdecimal() else 0,
+        int(stage) if stage is not None and str(stage).isdecimal() else 0,
         True,
         offload not in ("none", None),
         int(bucket) if isinstance(bucket, int | float) else 0,
@@ -176,20 +180,39 @@ def _is_on(flag: str | None) -> bool:
     return (flag or "").lower() in ("1", "true", "yes")
 
 
-def weights_bytes(sizes: ModelSizes, config: PipelineConfig, role: str, here: Machine) -> float:
+def weights_bytes(sizes: ModelSizes, load: Loading, here: Machine, processes: int) -> float:
     """Weights of a model that only reads them, on each process's device.
 
     Matrices of layers in `bits`, all else in `dtype`. Tensor parallelism divides the matrices over
-    the processes, `device_map` whole layers over the GPUs of the machine.
+    the processes, `device_map` whole layers over the GPUs of this machine, as far as they go.
     """
-    number = NUMBER[config.models.dtype]
-    return float(sizes.parameters * number)
+    assert load.dtype is not None
+    number = NUMBER[load.dtype]
+    matrices = sizes.matrices * (PACKED[load.bits] if load.bits else number)
+    if load.tp_plan:
+        matrices /= processes
+    whole = float(matrices + (sizes.parameters - sizes.matrices) * number)
+    if here.kind == "cpu" or load.device_map is None:
+        return whole
+    if load.device_map == "cpu":
+        return 0.0
+    limits = [_in_bytes(size) for place, size in (load.max_memory or {}).items() if place != "cpu"]
+    return min(whole / here.devices, max(limits, default=math.inf), here.memory or math.inf)
 
 
-def copy_bytes(sizes: ModelSizes, number: int, here: Machine) -> float:
+def _in_bytes(size: str) -> float:
+    """A size of `max_memory`, such as 20GiB or 500MB."""
+    number, unit = re.fullmatch(r"([\d.]+)([KMG]i?B)", size).groups()  # type: ignore[union-attr]
+    base = 1024 if "i" in unit else 1000
+    return float(number) * float(base ** ("KMG".index(unit[0]) + 1))
+
+
+def copy_bytes(sizes: ModelSizes, load: Loading, here: Machine) -> float:
     """Copies of the matrices in oneDNN's layout (`specdata.prepack`): on a CPU, of small models."""
-    copy = number * (sizes.matrices + sizes.width * sizes.logits)
-    return float(copy) if here.kind == "cpu" and copy <= LARGEST_COPY else 0.0
+    assert load.dtype is not None
+    copy = float(NUMBER[load.dtype] * (sizes.matrices + sizes.width * sizes.logits))
+    is_plain = not (load.bits or load.is_spread or load.tp_plan)
+    return copy if here.kind == "cpu" and is_plain and copy <= LARGEST_COPY else 0.0
 
 
 def cache_bytes(sizes: ModelSizes, rows: int, tokens: int, number: int) -> float:
@@ -318,10 +341,27 @@ class Setting:
             sharding(),
         )
 
-    @property
-    def number(self) -> int:
-        """Bytes of a number of models that only read their weights."""
-        return NUMBER[self.config.models.dtype]
+    def load(self, role: Role) -> Loading:
+        """How a model is loaded."""
+        return self.config.models.loading(role)
+
+    def number(self, role: Role) -> int:
+        """Bytes of a number of a model's states."""
+        return NUMBER[str(self.load(role).dtype)]
+
+    def weights(self, role: Role) -> float:
+        """Weights of a model that only reads them; of the draft as it is used."""
+        sizes = self.target if role == "target" else self.draft
+        assert sizes is not None
+        return weights_bytes(sizes, self.load(role), self.here, self.shards.processes)
+
+    def copies(self, *roles: Role) -> float:
+        """Copies for oneDNN of models that only read their weights."""
+        found = {"target": self.target, "draft": self.draft}
+        sizes = {role: found[role] for role in roles}
+        return sum(
+            copy_bytes(each, self.load(role), self.here) for role, each in sizes.items() if each
+        )
 
     @property
     def length(self) -> int:
@@ -352,7 +392,7 @@ def stage_memory(stage: str, setting: Setting) -> Memory | None:
 
 def _rollouts(setting: Setting, target: ModelSizes, _draft: ModelSizes) -> dict[str, float]:
     """The cache has room for half as much again (`GrowingLayer`), and what is read before it."""
-    wanted, number, here = setting.config.rollouts, setting.number, setting.here
+    wanted, number, here = setting.config.rollouts, setting.number("target"), setting.here
     if wanted.backend != "transformers":
         return {}
     rows = min(wanted.batch_size, wanted.shard_size * wanted.samples)
@@ -366,40 +406,36 @@ def _rollouts(setting: Setting, target: ModelSizes, _draft: ModelSizes) -> dict[
     if here.kind == "cuda":  # a CPU takes few rows at a time
         logits += rows * target.logits * (2 * FLOAT32 + DOUBLE)
     return {
-        "target": weights_bytes(target, setting.config, "target", here),
-        "its copy for oneDNN": copy_bytes(target, number, here),
+        "target": setting.weights("target"),
+        "copy for oneDNN": setting.copies("target"),
         "keys and values": cache_bytes(target, rows, room, number),
-        "activations": max(read_bytes(target, at_once, number), read_bytes(target, rows, number)),
+        "activations": read_bytes(target, max(at_once, rows), number),
         "logits": float(logits),
     }
 
 
 def _labels(setting: Setting, target: ModelSizes, draft: ModelSizes) -> dict[str, float]:
     """Both models read a batch; distributions are made for a few positions at a time."""
-    number, here, config = setting.number, setting.here, setting.config
+    here = setting.here
     tokens = max(TOKENS_AT_ONCE[here.kind], setting.length)
     positions = max(LABEL_POSITIONS[here.kind], LABEL_VALUES // target.vocabulary)
-    parts = {
-        "draft": weights_bytes(draft, config, "draft", here),
+    roles: list[Role] = ["draft"] if setting.config.labels.cache else ["target", "draft"]
+    sizes = {"target": target, "draft": draft}
+    return {
+        **{role: setting.weights(role) for role in roles},
+        "copies for oneDNN": setting.copies(*roles),
+        "activations": max(read_bytes(sizes[role], tokens, setting.number(role)) for role in roles)
+        + sum(float(tokens * sizes[role].width * setting.number(role)) for role in roles),
         "logits": float(positions * target.vocabulary * LABEL_ENTRY),
     }
-    copies = copy_bytes(draft, number, here)
-    activations = read_bytes(draft, tokens, number)
-    states = tokens * draft.width * number
-    if config.labels.cache is None:
-        parts["target"] = weights_bytes(target, config, "target", here)
-        copies += copy_bytes(target, number, here)
-        activations = max(activations, read_bytes(target, tokens, number))
-        states += tokens * target.width * number
-    return {**parts, "copies for oneDNN": copies, "activations": activations + states}
 
 
 def _draft(setting: Setting, target: ModelSizes, draft: ModelSizes) -> dict[str, float]:
     """The frozen target, the draft in training, and a plain copy that is measured and saved."""
     config = setting.config.draft
     assert config is not None
-    here, shards = setting.here, setting.shards
-    rows = math.ceil(config.batch_size / shards.processes)
+    here = setting.here
+    rows = math.ceil(config.batch_size / setting.shards.processes)
     length = min(setting.length, config.max_length or setting.length)
     completion = min(setting.config.rollouts.max_new_tokens, length)
     tokens, positions = rows * length, rows * completion
@@ -415,15 +451,21 @@ def _draft(setting: Setting, target: ModelSizes, draft: ModelSizes) -> dict[str,
         checkpointed=config.gradient_checkpointing,
     )
     return {
-        "target": weights_bytes(target, setting.config, "target", here),
+        "target": _teacher(setting),
         **_trained(setting, draft),
         "a copy of the draft": float(FLOAT32 * draft.parameters),
         "activations": max(
-            backward, read_bytes(target, max(tokens, TOKENS_AT_ONCE[here.kind]), setting.number)
+            backward,
+            read_bytes(target, max(tokens, TOKENS_AT_ONCE[here.kind]), setting.number("target")),
         ),
         "logits": float(max(chunk + output, measured)),
         "the target's states": _kept_states(setting, target),
     }
+
+
+def _teacher(setting: Setting) -> float:
+    """The frozen target beside the draft that learns from it."""
+    return setting.weights("target")
 
 
 def _trained(setting: Setting, draft: ModelSizes) -> dict[str, float]:
@@ -448,7 +490,8 @@ def _kept_states(setting: Setting, target: ModelSizes) -> float:
     """States of the target along the rollouts, which the teacher and the measurements keep."""
     config = setting.config
     assert config.draft is not None
-    size = config.rollouts.max_new_tokens * target.width * setting.number * config.rollouts.samples
+    size = config.rollouts.max_new_tokens * config.rollouts.samples
+    size *= target.width * setting.number("target")
     kept = 0.0
     for split in ("train", "dev"):
         sets = [each for each in config.rollouts.sets if each.split == split]
@@ -478,7 +521,7 @@ def _head(setting: Setting, _target: ModelSizes, draft: ModelSizes) -> dict[str,
     """The frozen draft reads micro-batches; the head has four numbers a weight."""
     config = setting.config.head
     assert config is not None
-    number, here = setting.number, setting.here
+    number, here = setting.number("draft"), setting.here
     rows = config.micro_batch_size
     length = min(setting.length, config.max_length or setting.length)
     positions = rows * min(setting.config.rollouts.max_new_tokens, length)
@@ -494,7 +537,7 @@ def _head(setting: Setting, _target: ModelSizes, draft: ModelSizes) -> dict[str,
     shards = setting.shards
     trained = training_parts(head / 4, head / 4, 0.0, "adamw", shards, here)
     return {
-        "draft": weights_bytes(draft, setting.config, "draft", here),
+        "draft": setting.weights("draft"),
         "head in training": sum(trained.values()),
         "activations": read_bytes(draft, rows * length + beside, number) + mask + hidden,
         "logits": float(values * HEAD_ENTRY),
@@ -503,21 +546,25 @@ def _head(setting: Setting, _target: ModelSizes, draft: ModelSizes) -> dict[str,
 
 def _eval(setting: Setting, target: ModelSizes, draft: ModelSizes) -> dict[str, float]:
     """Both models decode; their caches have a multiple of `CAPACITY_STEP` places."""
-    config, number, here = setting.config, setting.number, setting.here
+    config = setting.config
     prompt = prompt_tokens(config.eval.sets, config.seed)
     tokens = prompt + config.eval.max_new_tokens
     places = -(-tokens // CAPACITY_STEP) * CAPACITY_STEP
-    drafts = [draft] * (1 + len(path_drafts(config.eval)))
-    parts = {
-        "target": weights_bytes(target, config, "target", here),
-        "drafts": sum(weights_bytes(each, config, "draft", here) for each in drafts),
-        "keys and values": sum(
-            cache_bytes(each, config.eval.batch, places, number) for each in (target, *drafts)
-        ),
-        "activations": read_bytes(target, max(prompt, config.eval.batch * 16), number),
-        "logits": float(config.eval.batch * 16 * target.vocabulary * LABEL_ENTRY),
+    rows, drafts = config.eval.batch, 1 + len(path_drafts(config.eval))
+    is_captured = config.eval.engine != "eager"
+    # Trees are searched, and a head is judged, on held-out rollouts, a few positions at a time.
+    searched = TREE_VALUES * TREE_ENTRY if any(map(_draws_a_tree, config.eval.methods)) else 0
+    logits = rows * DRAFTED * target.vocabulary * LABEL_ENTRY
+    return {
+        "target": setting.weights("target"),
+        "drafts": drafts * setting.weights("draft"),
+        "copies for oneDNN": setting.copies("target", "draft") if is_captured else 0.0,
+        "keys and values": cache_bytes(target, rows, places, setting.number("target"))
+        + drafts * cache_bytes(draft, rows, places, setting.number("draft")),
+        "activations": read_bytes(target, max(prompt, rows * DRAFTED), setting.number("target")),
+        "logits": float(max(logits, searched)),
     }
-    if config.eval.engine != "eager":
-        copies = sum(copy_bytes(each, number, here) for each in (target, *drafts))
-        parts["copies for oneDNN"] = copies
-    return parts
+
+
+def _draws_a_tree(method: MethodConfig) -> bool:
+    return method.drafter == "tree"

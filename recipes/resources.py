@@ -1,4 +1,4 @@
-"""What `--plan` says of a stage's work and memory, and what helps where a machine has too little."""
+"""What `--plan` says of a stage's work and memory, and what helps where there is too little."""
 
 from __future__ import annotations
 
