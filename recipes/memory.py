@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
@@ -294,17 +294,25 @@ def prompt_tokens(sets: Sequence[PromptSet], seed: int, most: int | None = None)
         seed: the run's.
         most: what a model has positions for.
     """
-    longest = 0
-    for wanted in sets:
+    longest = max((_longest(wanted, seed) for wanted in sets), default=UNREAD)
+    return min(longest, most or longest)
+
+
+def _longest(wanted: PromptSet, seed: int) -> int:
+    """Tokens of the longest of the first prompts of a set."""
+    try:
         if is_remote(wanted):
-            longest = max(longest, UNREAD)
-            continue
-        for prompt in islice(raw_prompts(wanted, seed, has_template=True), READ):
-            if not isinstance(prompt, str):
-                texts = [message["content"] for message in prompt.messages] or [prompt.text]
-                size = sum(len(text.encode(errors="replace")) for text in texts)
-                longest = max(longest, math.ceil(size / TOKEN_TEXT))
-    return min(longest or UNREAD, most or longest or UNREAD)
+            return UNREAD
+        prompts = list(islice(raw_prompts(wanted, seed, has_template=True), READ))
+    except ConfigError:  # a finished run is planned without its prompts, too
+        return UNREAD
+    texts = [
+        [message["content"] for message in prompt.messages] or [prompt.text]
+        for prompt in prompts
+        if not isinstance(prompt, str)
+    ]
+    sizes = (sum(len(text.encode(errors="replace")) for text in each) for each in texts)
+    return math.ceil(max(sizes, default=TOKEN_TEXT) / TOKEN_TEXT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,19 +357,20 @@ class Setting:
         """Bytes of a number of a model's states."""
         return NUMBER[str(self.load(role).dtype)]
 
+    def sizes(self, role: Role) -> ModelSizes:
+        """The sizes of a model, if they are known."""
+        found = self.target if role == "target" else self.draft
+        assert found is not None
+        return found
+
     def weights(self, role: Role) -> float:
         """Weights of a model that only reads them; of the draft as it is used."""
-        sizes = self.target if role == "target" else self.draft
-        assert sizes is not None
-        return weights_bytes(sizes, self.load(role), self.here, self.shards.processes)
+        processes = self.shards.processes
+        return weights_bytes(self.sizes(role), self.load(role), self.here, processes)
 
     def copies(self, *roles: Role) -> float:
         """Copies for oneDNN of models that only read their weights."""
-        found = {"target": self.target, "draft": self.draft}
-        sizes = {role: found[role] for role in roles}
-        return sum(
-            copy_bytes(each, self.load(role), self.here) for role, each in sizes.items() if each
-        )
+        return sum(copy_bytes(self.sizes(role), self.load(role), self.here) for role in roles)
 
     @property
     def length(self) -> int:
@@ -376,22 +385,28 @@ def memory_of(stage: str, config: PipelineConfig) -> Memory | None:
 
 def stage_memory(stage: str, setting: Setting) -> Memory | None:
     """As `memory_of`, of what is known already."""
-    parts = {
-        "rollouts": _rollouts,
-        "finetuned": _finetuned,
-        "draft": _draft,
-        "labels": _labels,
-        "head": _head,
-        "eval": _eval,
-    }.get(stage)
-    if parts is None or setting.target is None or setting.draft is None:
+    if stage not in PARTS or unknown_models(stage, setting):
         return None
-    found = parts(setting, setting.target, setting.draft)
-    return Memory({name: size for name, size in found.items() if size})
+    return Memory({name: size for name, size in PARTS[stage](setting).items() if size})
 
 
-def _rollouts(setting: Setting, target: ModelSizes, _draft: ModelSizes) -> dict[str, float]:
+def models_of(stage: str, config: PipelineConfig) -> list[Role]:
+    """The models whose sizes a stage's memory depends on."""
+    if stage == "rollouts":
+        return ["target"] if config.rollouts.backend == "transformers" else []
+    alone = stage in ("finetuned", "head") or (stage == "labels" and config.labels.cache)
+    return ["draft"] if alone else ["target", "draft"]
+
+
+def unknown_models(stage: str, setting: Setting) -> list[Role]:
+    """Those of them whose sizes are not known here."""
+    known = {"target": setting.target, "draft": setting.draft}
+    return [role for role in models_of(stage, setting.config) if known[role] is None]
+
+
+def _rollouts(setting: Setting) -> dict[str, float]:
     """The cache has room for half as much again (`GrowingLayer`), and what is read before it."""
+    target = setting.sizes("target")
     wanted, number, here = setting.config.rollouts, setting.number("target"), setting.here
     if wanted.backend != "transformers":
         return {}
@@ -414,24 +429,26 @@ def _rollouts(setting: Setting, target: ModelSizes, _draft: ModelSizes) -> dict[
     }
 
 
-def _labels(setting: Setting, target: ModelSizes, draft: ModelSizes) -> dict[str, float]:
+def _labels(setting: Setting) -> dict[str, float]:
     """Both models read a batch; distributions are made for a few positions at a time."""
     here = setting.here
     tokens = max(TOKENS_AT_ONCE[here.kind], setting.length)
-    positions = max(LABEL_POSITIONS[here.kind], LABEL_VALUES // target.vocabulary)
-    roles: list[Role] = ["draft"] if setting.config.labels.cache else ["target", "draft"]
-    sizes = {"target": target, "draft": draft}
+    roles = models_of("labels", setting.config)
+    sizes = {role: setting.sizes(role) for role in roles}
+    vocabulary = max(each.vocabulary for each in sizes.values())
+    positions = max(LABEL_POSITIONS[here.kind], LABEL_VALUES // vocabulary)
     return {
         **{role: setting.weights(role) for role in roles},
         "copies for oneDNN": setting.copies(*roles),
         "activations": max(read_bytes(sizes[role], tokens, setting.number(role)) for role in roles)
         + sum(float(tokens * sizes[role].width * setting.number(role)) for role in roles),
-        "logits": float(positions * target.vocabulary * LABEL_ENTRY),
+        "logits": float(positions * vocabulary * LABEL_ENTRY),
     }
 
 
-def _draft(setting: Setting, target: ModelSizes, draft: ModelSizes) -> dict[str, float]:
+def _draft(setting: Setting) -> dict[str, float]:
     """The frozen target, the draft in training, and a plain copy that is measured and saved."""
+    target, draft = setting.sizes("target"), setting.sizes("draft")
     config = setting.config.draft
     assert config is not None
     here = setting.here
@@ -502,8 +519,9 @@ def _kept_states(setting: Setting, target: ModelSizes) -> float:
     return kept
 
 
-def _finetuned(setting: Setting, _target: ModelSizes, draft: ModelSizes) -> dict[str, float]:
+def _finetuned(setting: Setting) -> dict[str, float]:
     """Rows of texts: their logits, shifted and in float32, and the loss's gradient."""
+    draft = setting.sizes("draft")
     config = setting.config.draft
     assert config is not None
     assert config.finetune is not None
@@ -517,8 +535,9 @@ def _finetuned(setting: Setting, _target: ModelSizes, draft: ModelSizes) -> dict
     }
 
 
-def _head(setting: Setting, _target: ModelSizes, draft: ModelSizes) -> dict[str, float]:
+def _head(setting: Setting) -> dict[str, float]:
     """The frozen draft reads micro-batches; the head has four numbers a weight."""
+    draft = setting.sizes("draft")
     config = setting.config.head
     assert config is not None
     number, here = setting.number("draft"), setting.here
@@ -544,8 +563,9 @@ def _head(setting: Setting, _target: ModelSizes, draft: ModelSizes) -> dict[str,
     }
 
 
-def _eval(setting: Setting, target: ModelSizes, draft: ModelSizes) -> dict[str, float]:
+def _eval(setting: Setting) -> dict[str, float]:
     """Both models decode; their caches have a multiple of `CAPACITY_STEP` places."""
+    target, draft = setting.sizes("target"), setting.sizes("draft")
     config = setting.config
     prompt = prompt_tokens(config.eval.sets, config.seed)
     tokens = prompt + config.eval.max_new_tokens
@@ -568,3 +588,14 @@ def _eval(setting: Setting, target: ModelSizes, draft: ModelSizes) -> dict[str, 
 
 def _draws_a_tree(method: MethodConfig) -> bool:
     return method.drafter == "tree"
+
+
+PARTS: dict[str, Callable[[Setting], dict[str, float]]] = {
+    "rollouts": _rollouts,
+    "finetuned": _finetuned,
+    "draft": _draft,
+    "labels": _labels,
+    "head": _head,
+    "eval": _eval,
+}
+"""Stage -> what it holds at its peak, in bytes."""

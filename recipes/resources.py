@@ -7,7 +7,15 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 
 from recipes.layout import spared
-from recipes.memory import LIBRARIES, WITHIN, Memory, Setting, stage_memory
+from recipes.memory import (
+    LIBRARIES,
+    PARTS,
+    WITHIN,
+    Memory,
+    Setting,
+    stage_memory,
+    unknown_models,
+)
 from recipes.units import in_bytes
 from specdata.prompts.config import PromptSet
 
@@ -35,12 +43,14 @@ def plan_lines(stage: str, setting: Setting) -> Iterator[str]:
         stage: its name.
         setting: what is known of the run and of this machine.
     """
-    if (tokens := tokens_of(stage, setting)) is not None:
-        yield f"works on at most {tokens:,} tokens, with prompts of {setting.prompt}"
+    if tokens := tokens_of(stage, setting):
+        verb = "writes" if stage == "eval" else "reads or writes"
+        yield f"{verb} at most {tokens:,} tokens"
     found = stage_memory(stage, setting)
     if found is None:
-        if stage in SIZED:
-            yield "memory: not known, as config.json of the models is not on this machine"
+        if stage in PARTS:
+            missing = " and ".join(f"the {role}" for role in unknown_models(stage, setting))
+            yield f"memory: not known, as config.json of {missing} is not on this machine"
         return
     if not found.parts:
         return
@@ -56,17 +66,15 @@ def assumptions(setting: Setting) -> str:
     """What the lines of all stages are to be read with."""
     return (
         f"memory is right within a factor {WITHIN:g}, without what the libraries take (some "
-        f"{in_bytes(LIBRARIES)} of memory a process); prompts are taken to have {setting.prompt} "
-        "tokens. No time is estimated without measuring: --plan time measures for about a minute"
+        f"{in_bytes(LIBRARIES)} of memory a process), for rollouts of {setting.prompt} + "
+        f"{setting.config.rollouts.max_new_tokens} tokens. No time is estimated "
+        "without measuring: --plan time measures for about a minute"
     )
-
-
-SIZED = ("rollouts", "finetuned", "draft", "labels", "head", "eval")
 
 
 def processes_of(stage: str, setting: Setting) -> int:
     """How many of the launch's processes work on a stage."""
-    return 1 if stage in ("pair", "initial", "release") else setting.shards.processes
+    return 1 if stage in ("pair", "initial", "eval", "release") else setting.shards.processes
 
 
 def _too_much(stage: str, found: Memory, setting: Setting) -> Iterator[str]:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Con
 from recipes import memory, pipeline, train_head
 from recipes.config import PipelineConfig, build
 from recipes.memory import (
+    PARTS,
     Machine,
     Setting,
     Sharding,
@@ -27,7 +28,7 @@ from recipes.memory import (
     weights_bytes,
 )
 from recipes.model_sizes import ModelSizes
-from recipes.resources import SIZED, plan_lines, tokens_of
+from recipes.resources import plan_lines, tokens_of
 from specdata.loading import Loading
 from tests.random_pair import random_pair
 
@@ -195,11 +196,11 @@ def test_the_launcher_s_environment_says_what_is_divided(
 
 
 def test_every_stage_that_runs_models_states_tokens_and_memory(setting: Setting) -> None:
-    for stage in SIZED:
+    for stage in PARTS:
         if stage == "finetuned":
             continue
         (work, held) = plan_lines(stage, setting)
-        assert work.startswith(f"works on at most {tokens_of(stage, setting):,} tokens")
+        assert work.endswith(f"writes at most {tokens_of(stage, setting):,} tokens")
         assert held.startswith("holds on the CPU, in 1 process, about ")
     assert list(plan_lines("release", setting)) == []
     assert tokens_of("rollouts", setting) == 16 * (setting.prompt + 12)
@@ -238,7 +239,9 @@ def test_too_little_memory_is_said_with_what_helps(setting: Setting) -> None:
 def test_models_that_are_not_here_have_no_known_memory(tmp_path: Path) -> None:
     config = run(tmp_path, Path("someone/target"), Path("someone/draft"))
     lines = list(plan_lines("labels", Setting.of(config)))
-    assert lines[-1] == "memory: not known, as config.json of the models is not on this machine"
+    missing = "config.json of the target and the draft is not on this machine"
+    assert lines[-1] == f"memory: not known, as {missing}"
+    assert not any("target" in line for line in plan_lines("head", Setting.of(config)))
 
 
 def test_a_plan_takes_no_other_word_than_time(capsys: pytest.CaptureFixture[str]) -> None:
