@@ -481,8 +481,17 @@ def _draft(setting: Setting) -> dict[str, float]:
 
 
 def _teacher(setting: Setting) -> float:
-    """The frozen target beside the draft that learns from it."""
-    return setting.weights("target")
+    """The frozen target beside the draft that learns from it: whole, or a part in each process.
+
+    In parts its layers are divided, and gathered two at a time; embeddings stay whole once they
+    have been used (`specdata.sharded`).
+    """
+    draft, target = setting.config.draft, setting.sizes("target")
+    whole, processes = setting.weights("target"), setting.shards.processes
+    if draft is None or not draft.shard_teacher or processes == 1:
+        return whole
+    layers = float(target.matrices * setting.number("target"))
+    return whole - layers + layers / processes + 2 * layers / target.layers
 
 
 def _trained(setting: Setting, draft: ModelSizes) -> dict[str, float]:

@@ -21,8 +21,8 @@ from specdata.prompts.config import PromptSet
 
 # What a part of the memory is made smaller by, {} being the stage's own section.
 REMEDIES = {
-    "target": "models.load.target with device_map: auto, bits: 4 or tp_plan: auto, or a dtype of "
-    "16 bits",
+    "target": "models.load.target with device_map: auto, bits: 4, tp_plan: auto or a dtype of 16 "
+    "bits (and draft.shard_teacher under a launcher)",
     "drafts": "models.load.draft with device_map: auto or bits: 4",
     "draft": "models.load.draft with device_map: auto or bits: 4",
     "keys and values": "a smaller {}.batch_size or max_new_tokens",
@@ -74,7 +74,10 @@ def assumptions(setting: Setting) -> str:
 
 def processes_of(stage: str, setting: Setting) -> int:
     """How many of the launch's processes work on a stage."""
-    return 1 if stage in ("pair", "initial", "eval", "release") else setting.shards.processes
+    # Times are measured by one process a device, and a CPU is one.
+    is_timed = stage == "eval" and setting.config.eval.batch == 1 and setting.here.kind == "cpu"
+    alone = stage in ("pair", "initial", "release") or is_timed
+    return 1 if alone else setting.shards.processes
 
 
 def _too_much(stage: str, found: Memory, setting: Setting) -> Iterator[str]:

@@ -227,6 +227,24 @@ def test_a_smaller_batch_and_more_processes_hold_less(setting: Setting) -> None:
     assert several.parts["weights in training"] == alone.parts["weights in training"] / 4
 
 
+def test_a_target_in_parts_takes_an_nth_of_its_layers(setting: Setting) -> None:
+    assert SIZES is not None
+    draft = setting.config.draft
+    assert draft is not None
+    parts = draft.model_copy(update={"shard_teacher": True})
+    config = setting.config.model_copy(update={"draft": parts})
+    large = replace(setting, config=config, target=SIZES, shards=Sharding(8))
+    found = stage_memory("draft", large)
+    assert found is not None
+    # An eighth of 32 layers, two that are gathered, and the embeddings whole.
+    layers = 4 * SIZES.matrices
+    rest = 4 * (SIZES.parameters - SIZES.matrices)
+    assert found.parts["target"] == pytest.approx(layers / 8 + layers / 16 + rest)
+    alone = stage_memory("draft", replace(large, shards=Sharding()))
+    assert alone is not None
+    assert alone.parts["target"] == 4 * SIZES.parameters
+
+
 def test_too_little_memory_is_said_with_what_helps(setting: Setting) -> None:
     small = replace(setting, here=Machine("cuda", 1, 1e5))
     lines = list(plan_lines("rollouts", small))
