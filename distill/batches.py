@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from specdata.errors import ConfigError
+from specdata.labels.top_logits import has_logits, logits_content, without_logits
 from specdata.models import positions
 from specdata.target_states import without_states
 
@@ -69,11 +70,22 @@ def fitted(rollouts: Dataset, max_length: int | None) -> Fitted:
     left_out = len(rollouts) - len(kept)
     if not cut and not left_out:
         return Fitted(rollouts, cut, left_out)
-    columns = rollouts.select(kept).to_dict()
+    chosen = rollouts.select(kept)
+    tokens = tokens_of(chosen)
+    columns = tokens.to_dict()
     columns["completion_ids"] = [
         ids[: room[index]] for index, ids in zip(kept, columns["completion_ids"], strict=True)
     ]
-    return Fitted(Dataset.from_dict(columns, features=rollouts.features), cut, left_out)
+    shorter = Dataset.from_dict(columns, features=tokens.features)
+    # What is stored of the target stays on the disk, and is cut where it is read.
+    if large := [name for name in chosen.column_names if name not in tokens.column_names]:
+        shorter = concatenate_datasets([shorter, chosen.select_columns(large)], axis=1)
+    return Fitted(shorter, cut, left_out)
+
+
+def tokens_of(rollouts: Dataset) -> Dataset:
+    """The same rows without what they store of the target: reading a row reads every column."""
+    return without_logits(without_states(rollouts))
 
 
 def check_context(configs: Mapping[str, PreTrainedConfig], *rollouts: Dataset) -> None:
@@ -104,8 +116,8 @@ class Numbered(torch.utils.data.Dataset[Row]):
     """Rollouts that say which they are: `example` is their index."""
 
     def __init__(self, rollouts: Dataset) -> None:
-        # The teacher reads states by itself, without handing them through the batches.
-        self.rollouts = without_states(rollouts)
+        # The teacher reads the rest by itself, without handing it through the batches.
+        self.rollouts = tokens_of(rollouts)
 
     def __len__(self) -> int:
         return len(self.rollouts)
@@ -161,8 +173,13 @@ def _length(row: Row) -> int:
 
 
 def content_of(rollouts: Dataset) -> str:
-    """A short hash of the token ids, the same wherever and however the rows are stored."""
+    """A short hash of the token ids, the same wherever and however the rows are stored.
+
+    Also of the logits that they keep of the target, which a draft then learns from.
+    """
     digest = hashlib.sha256()
-    for row in without_states(rollouts):
+    for row in tokens_of(rollouts):
         digest.update(json.dumps([row["prompt_ids"], row["completion_ids"]]).encode())
+    if has_logits(rollouts):
+        digest.update(logits_content(rollouts))
     return digest.hexdigest()[:16]

@@ -191,6 +191,11 @@ class DistilConfig(Config):
         description="the distributions compared: those that serving draws from (sampling), or the "
         "models' own at temperature 1",
     )
+    cache: str | None = Field(
+        None,
+        description="dataset with kept target logits (stage logits, or labels with top_logits) to "
+        "learn from, without the target: all tokens that are not kept count as one",
+    )
     sets: list[str] | None = Field(
         None,
         min_length=1,
@@ -273,6 +278,16 @@ class DistilConfig(Config):
             )
         if self.lora is not None and self.freeze_embeddings:
             raise ValueError("freeze_embeddings must be left out with lora, which freezes them")
+        return self
+
+    @model_validator(mode="after")
+    def _cache_has_the_texts(self) -> Self:
+        if self.cache is not None and self.on_policy.share > 0:
+            raise ValueError(
+                f"cache holds logits along the target's own texts, and on_policy.share "
+                f"({self.on_policy.share:g}) has the target read those of the draft: set share to "
+                "0, or leave cache out to distil with the target"
+            )
         return self
 
     def decisive(self) -> dict[str, Any]:

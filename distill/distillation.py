@@ -44,6 +44,7 @@ from distill.training import save_model, train_resumably
 from distill.watch import SCORE_IN_WORDS, HeldOut
 from specdata.errors import TrainingDivergedError
 from specdata.history import History, Measurement
+from specdata.labels.top_logits import KeptLogits, TopLogitDistributions, check_decided
 from specdata.loading import ONE_DEVICE, Loading
 from specdata.model_folder import copy_tokenizer
 from specdata.models import load_generation, load_model, load_tokenizer
@@ -67,6 +68,10 @@ class DistilResult:
     `steps` optimizer steps; 0 are those it started from. Of the training rollouts, `cut` were
     longer than `max_length`, and `left_out` had no completion, or none that was not cut. Earlier
     versions stored the first four.
+
+    `is_bound`: p is known from kept logits in which all other tokens count as one. Then acceptances
+    are upper bounds and KL lower ones; expected tokens are exact where the logits of the text's own
+    tokens are kept (stage logits), else so where a token is among the N.
     """
 
     acceptance_before: float
@@ -78,9 +83,10 @@ class DistilResult:
     after: Measurement | None = None
     cut: int = 0
     left_out: int = 0
+    is_bound: bool = False
 
 
-def distil(
+def distil(  # noqa: PLR0913 - what is trained, on what, how
     *,
     target: str | Path,
     draft: str | Path,
@@ -91,6 +97,7 @@ def distil(
     sampling: SamplingConfig,
     seed: int,
     teacher_load: Loading = ONE_DEVICE,
+    kept: KeptLogits | None = None,
 ) -> DistilResult:
     """Train a copy of the draft on rollouts of the target and save it as a model folder.
 
@@ -109,9 +116,12 @@ def distil(
         sampling: the warp of serving, applied to both models.
         seed: decides the order of the rollouts.
         teacher_load: how the frozen target is loaded: in the precision that it is served in.
+        kept: what `train` and `dev` keep of the target's logits (columns of `TOP_LOGITS`), if the
+            draft learns from them; then the weights of the target are not read.
 
     Raises:
-        ConfigError: if a model cannot be loaded, or has fewer positions than a rollout tokens.
+        ConfigError: if a model cannot be loaded, or has fewer positions than a rollout tokens, or
+            if kept logits do not decide the target's distributions.
         TrainingDivergedError: if a loss, gradient or weight is not finite.
         VocabularyMismatchError: if the models do not share a vocabulary.
         ManifestError: if `out` or its checkpoints were made with other settings, or its checkpoints
@@ -125,7 +135,8 @@ def distil(
         {
             "target": fingerprint(str(target)),
             "draft": fingerprint(str(draft)),
-            "config": config.decisive(),
+            # Where kept logits lie does not matter, as they are compared by what they hold.
+            "config": {**config.decisive(), "cache": None},
             "sampling": asdict(sampling),
             "seed": seed,
             "train": content_of(train),
@@ -151,10 +162,13 @@ def distil(
     configs = {"target": load_generation(str(target))[0], "draft": load_generation(str(draft))[0]}
     check_context(configs, fit.rollouts, dev)
     # Before any training arguments exist, or ZeRO-3 would split the frozen teacher too.
-    teacher = load_model(str(target), load=teacher_load)
+    if kept:
+        teacher, measured = _known(kept, config, sampling, fit.rollouts, dev)
+    else:
+        teacher = measured = load_model(str(target), load=teacher_load)
     student = load_student(str(draft), config.lora, seed=seed)
     plain = load_plain(str(draft), config.lora)
-    held_out = HeldOut(teacher, dev, sampling, watched=config.eval_rollouts)
+    held_out = HeldOut(measured, dev, sampling, watched=config.eval_rollouts)
     before = held_out.measure(base_of(plain)) if state.is_main_process else None
 
     history = History(kept_step=0)
@@ -170,7 +184,19 @@ def distil(
     if state.is_main_process:
         after = held_out.measure(plain, step=history.kept_step or 0)
     (after,) = broadcast_object_list([after])
-    assert after is not None
+    _check_finite(after, out, config, settings)
+    if before is not None:
+        is_bound = isinstance(measured, TopLogitDistributions) and not measured.is_exact
+        history = replace(history, before=before, after=after)
+        _save(history, fit, plain, target, out, settings, is_bound=is_bound)
+    state.wait_for_everyone()
+    return _stored(out)
+
+
+def _check_finite(
+    after: Measurement | None, out: Path, config: DistilConfig, settings: Settings
+) -> None:
+    assert after is not None  # the main process has sent it
     if not math.isfinite(after.overall.acceptance):
         raise TrainingDivergedError(
             f"distilling the draft: its acceptance is {after.overall.acceptance} after the last "
@@ -179,10 +205,21 @@ def distil(
             learning_rate=config.learning_rate,
             remedy=settings.remedy,
         )
-    if before is not None:
-        _save(replace(history, before=before, after=after), fit, plain, target, out, settings)
-    state.wait_for_everyone()
-    return _stored(out)
+
+
+def _known(
+    kept: KeptLogits, config: DistilConfig, sampling: SamplingConfig, *rollouts: Dataset
+) -> tuple[TopLogitDistributions, TopLogitDistributions]:
+    """What p is made of in the loss, and in measurements, which are always of serving.
+
+    Raises:
+        ConfigError: if kept logits do not decide it, everywhere in the rollouts.
+    """
+    compared = sampling if config.warp == "sampler" else SamplingConfig()
+    learnt, known = (kept.distributions(each, bound=True) for each in (compared, sampling))
+    for rows in rollouts:
+        check_decided(rows, learnt, known)
+    return learnt, known
 
 
 def _trained(
@@ -227,6 +264,8 @@ def _save(
     target: str | Path,
     out: Path,
     settings: Settings,
+    *,
+    is_bound: bool,
 ) -> None:
     """Make the model folder, with the result and the history beside the weights."""
     before, after = history.before, history.after
@@ -242,6 +281,7 @@ def _save(
         after=after,
         cut=fit.cut,
         left_out=fit.left_out,
+        is_bound=is_bound,
     )
     with atomic_folder(out) as temporary:
         save_model(plain, temporary)

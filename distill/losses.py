@@ -146,6 +146,32 @@ def lk_hybrid(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tens
     return _masked_mean(weight * kl + (1 - weight) * _tv(log_p, log_q), mask)
 
 
+def bucketed(draft_logits: Tensor, kept: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Draft and target logits with all tokens that are not kept as one, for any loss of `LOSSES`.
+
+    softmax of what comes back is q and p of the N kept tokens and of the tail. Where N = V the tail
+    is empty and every loss has the value and gradient that it has on all logits. Else, by the data
+    processing inequality, `forward_kl`, `reverse_kl`, `js` and `tv` (the value of `tvd++`) are
+    lower bounds of theirs, and so is `neg_log_overlap`, because merging tokens can only raise
+    sum_x min(p, q). `lk_hybrid` weighs two lower bounds by an alpha that is too large, so it is
+    none where KL is smaller than TV. The draft's tail learns its mass from the target's, and not
+    which tokens of it are likely.
+
+    Args:
+        draft_logits: (n, V), warped.
+        kept: columns of `specdata.labels.top_logits`, at the temperature at which p and q are
+            compared: (n, N) `top_ids` and `top_logits`, (n, 1) `rest_logit`.
+
+    Returns:
+        (n, N + 1) each, float32 or wider; the target's from `kept`, without a gradient.
+    """
+    wide = draft_logits.to(torch.promote_types(draft_logits.dtype, torch.float32))
+    ids = kept["top_ids"].long()
+    tail = wide.scatter(-1, ids, -torch.inf).logsumexp(dim=-1, keepdim=True)
+    target_logits = torch.cat([kept["top_logits"], kept["rest_logit"]], dim=-1)
+    return torch.cat([wide.gather(-1, ids), tail], dim=-1), target_logits.detach()
+
+
 LOSSES: Mapping[Objective, Loss] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,

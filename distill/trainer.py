@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from distill.adapters import base_of
 from distill.batches import IGNORED, Numbered, collate
-from distill.chunked import chunked_loss, inside_forward
+from distill.chunked import ChunkLoss, chunked_loss, inside_forward
 from distill.config import DistilConfig
 from distill.initial import decoder_layers
+from distill.kept_teacher import KeptTeacher
 from distill.losses import LOSSES
 from distill.muon import MuonWithAdamW, muon_optimizer
 from distill.on_policy import DraftTexts, copy_to_write, whole_draft
@@ -27,6 +28,7 @@ from distill.teacher import Part, Teacher
 from distill.training import Schedule, training_arguments, whole_batches
 from specdata.draft_vocabulary import kept_tokens
 from specdata.errors import ConfigError
+from specdata.labels.top_logits import TopLogitDistributions
 from specdata.lm_head import find_lm_head
 from specdata.models import end_ids, positions
 from specdata.probability import probabilities, to_vocabulary
@@ -45,7 +47,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        teacher: Teacher,
+        teacher: Teacher | KeptTeacher,
         config: DistilConfig,
         sampling: SamplingConfig,
         texts: DraftTexts | None = None,
@@ -93,27 +95,43 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
         """
         ids, attention = inputs["input_ids"], inputs["attention_mask"]
         chosen = inputs["labels"][:, 1:] != IGNORED
-        taught, rest = self.teacher.states(inputs)
-
-        def loss(q_logits: Tensor, chunk: slice) -> Tensor:
-            # The teacher is as in serving, whatever the precision that the draft trains in.
-            with torch.autocast(ids.device.type, enabled=False):
-                if rest is not None:
-                    return self._part_divergence(q_logits, taught[chunk], rest[chunk])
-                with torch.no_grad():
-                    p_logits = self.teacher.head.logits(taught[chunk])
-                return self._divergence(q_logits, p_logits)
+        loss, is_narrow = self._taught(inputs)
 
         def total() -> Tensor:
             with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.in_bfloat16):
                 learnt = self.student_head.trained_states(ids, attention)[:, :-1][chosen]
-                return chunked_loss(learnt, self.student_head, loss, is_narrow=rest is not None)
+                return chunked_loss(learnt, self.student_head, loss, is_narrow=is_narrow)
 
         value = inside_forward(model, self.student, total)
         counted = chosen.sum() if num_items_in_batch is None else num_items_in_batch
         # Gradients are averaged over processes, positions are counted over all of them.
         value = value * self.accelerator.num_processes / counted
         return (value, {}) if return_outputs else value
+
+    def _taught(self, inputs: Mapping[str, Tensor]) -> tuple[ChunkLoss, bool]:
+        """The loss of a batch's positions, and whether it takes narrow logits (`chunked_loss`)."""
+        teacher, device = self.teacher, inputs["labels"].device
+        if isinstance(teacher, KeptTeacher):
+            kept = teacher.columns(inputs)
+
+            def kept_loss(q_logits: Tensor, chunk: slice) -> Tensor:
+                here = {name: values[chunk] for name, values in kept.items()}
+                with torch.autocast(device.type, enabled=False):
+                    return teacher.divergence(self.objective, q_logits, here)
+
+            return kept_loss, False
+        taught, rest = teacher.states(inputs)
+
+        def loss(q_logits: Tensor, chunk: slice) -> Tensor:
+            # The teacher is as in serving, whatever the precision that the draft trains in.
+            with torch.autocast(device.type, enabled=False):
+                if rest is not None:
+                    return self._part_divergence(teacher, q_logits, taught[chunk], rest[chunk])
+                with torch.no_grad():
+                    p_logits = teacher.head.logits(taught[chunk])
+                return self._divergence(q_logits, p_logits)
+
+        return loss, rest is not None
 
     def _divergence(self, q_logits: Tensor, p_logits: Tensor) -> Tensor:
         """The sum of the loss over positions: (n, V') and (n, V) logits -> scalar."""
@@ -125,12 +143,14 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
             p_logits = probabilities(p_logits, self.sampling).log()
         return self.objective(q_logits, p_logits, ones) * len(ones)
 
-    def _part_divergence(self, q_logits: Tensor, states: Tensor, rest: Tensor) -> Tensor:
+    def _part_divergence(
+        self, teacher: Teacher, q_logits: Tensor, states: Tensor, rest: Tensor
+    ) -> Tensor:
         """The same value and gradient from the tokens that the draft can propose: (n, N) logits."""
-        part = self.teacher.part
+        part = teacher.part
         assert part is not None
         with torch.no_grad():
-            p_logits = self.teacher.part_logits(states, rest)
+            p_logits = teacher.part_logits(states, rest)
         q_logits = nn.functional.pad(q_logits / part.temperature, (0, 1), value=-torch.inf)
         return self.objective(q_logits, p_logits, torch.ones_like(rest)) * len(rest)
 
@@ -151,7 +171,7 @@ def learnt_part(
 
 
 def draft_trainer(
-    teacher: PreTrainedModel,
+    teacher: PreTrainedModel | TopLogitDistributions,
     student: torch.nn.Module,
     train: Dataset,
     work: Path,
@@ -159,7 +179,10 @@ def draft_trainer(
     sampling: SamplingConfig,
     seed: int,
 ) -> Trainer:
-    """The trainer of a draft: `config.batch_size` rollouts a batch, checkpoints in `work`."""
+    """The trainer of a draft: `config.batch_size` rollouts a batch, checkpoints in `work`.
+
+    The teacher is the target, or what is made of the logits that `train` keeps of it.
+    """
     state = join_processes()
     schedule = Schedule(
         steps=math.ceil(config.epochs * len(train) / (config.batch_size * config.accumulation)),
@@ -172,18 +195,24 @@ def draft_trainer(
     )
     if config.freeze_embeddings:
         _freeze_embeddings(student)
-    pad_id = teacher.generation_config.pad_token_id
-    # Padding is masked everywhere, so any id will do where a model names none.
-    pad_id = 0 if pad_id is None else pad_id
-    # Each process keeps all rows; reading them once is worth it if it would read more otherwise.
-    is_kept = config.epochs > state.num_processes or has_states(train)
-    return DistilTrainer(
-        teacher=Teacher(
+    pad_id, texts = 0, None
+    taught: Teacher | KeptTeacher
+    if isinstance(teacher, TopLogitDistributions):
+        taught = KeptTeacher(train, teacher)
+    else:
+        # Padding is masked everywhere, so any id will do where a model names none.
+        pad_id = teacher.generation_config.pad_token_id or 0
+        # Each process keeps all rows; reading them once is worth it if it would read more else.
+        is_kept = config.epochs > state.num_processes or has_states(train)
+        taught = Teacher(
             teacher, train if is_kept else None, learnt_part(student, config, sampling)
-        ),
+        )
+        texts = _draft_texts(teacher, student, config, sampling, seed, pad_id)
+    return DistilTrainer(
+        teacher=taught,
         config=config,
         sampling=sampling,
-        texts=_draft_texts(teacher, student, config, sampling, seed, pad_id),
+        texts=texts,
         model=student,
         args=(arguments := training_arguments(work, schedule, seed=seed)),
         optimizers=(_optimizer(student, config, arguments), None),

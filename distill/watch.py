@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -12,14 +12,21 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from distill.batches import tokens_of
 from specdata.expected_tokens import Verification, expected_tokens, log_ratios
 from specdata.history import Figures, Measurement, PositionFigures
-from specdata.labels.labeller import by_length, tokens_at_once
+from specdata.labels.labeller import TOKENS_AT_ONCE, by_length, tokens_at_once
+from specdata.labels.top_logits import (
+    TopLogitDistributions,
+    kept_columns,
+    log_total,
+    logits_of,
+)
 from specdata.lm_head import LMHead, find_lm_head
-from specdata.models import check_length
+from specdata.models import check_length, device
 from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.sampling import SamplingConfig
-from specdata.target_states import has_states, stored_states, without_states
+from specdata.target_states import has_states, stored_states
 
 DRAFTED = (4, 8)
 """Tokens drafted in the rounds whose expected tokens are measured."""
@@ -99,11 +106,15 @@ class HeldOut:
     few positions at a time. The target says the same of them at every measurement, so its states
     are kept, as far as `KEPT_BYTES` go, or read where the rollouts store them: then a measurement
     runs only the draft.
+
+    With kept logits there is no target. Where they do not decide p (`TopLogitDistributions`), the
+    tokens outside count as one: acceptance is an upper bound and KL a lower one. Expected tokens
+    need p of the text's own tokens alone, which is exact where its logits are kept, too.
     """
 
     def __init__(
         self,
-        target: PreTrainedModel,
+        target: PreTrainedModel | TopLogitDistributions,
         rollouts: Dataset,
         sampling: SamplingConfig,
         *,
@@ -112,17 +123,21 @@ class HeldOut:
         """Choose the rollouts that are watched while training.
 
         Args:
-            target: the model of p.
+            target: the model of p, or what p is made of the logits that the rollouts keep.
             rollouts: with `prompt_ids`, `completion_ids`; prompt sets by `dataset`, if there.
             sampling: the warp of serving, applied to both models.
             watched: how many of them are watched, evenly over prompt sets; None for all.
         """
         self.sampling = sampling
-        self._target = find_lm_head(target)
-        self._kept: dict[int, Tensor] = {}
-        at_once = tokens_at_once(self._target)
-        self._stored = rollouts if has_states(rollouts) else None
-        rows = without_states(rollouts).to_list()
+        self._target: _ModelTarget | _KeptTarget
+        if isinstance(target, TopLogitDistributions):
+            self._target = _KeptTarget(target, logits_of(rollouts))
+            at_once = TOKENS_AT_ONCE.get(device().type, TOKENS_AT_ONCE["cpu"])
+        else:
+            head = find_lm_head(target)
+            self._target = _ModelTarget(head, rollouts if has_states(rollouts) else None, sampling)
+            at_once = tokens_at_once(head)
+        rows = tokens_of(rollouts).to_list()
         chosen = _evenly([row.get("dataset", "") for row in rows], watched)
         others = sorted(set(range(len(rows))) - set(chosen))
         self._batches = _in_batches(rows, chosen, at_once)
@@ -163,12 +178,13 @@ class HeldOut:
 
     def _values(self, index: int, batch: _Batch, draft: LMHead) -> Tensor:
         """(N, C) values of COLUMNS at a batch's positions, float64 on the CPU."""
-        p_states, q_states = self._target_states(index, batch), batch.states(draft)
+        q_states, here = batch.states(draft), self._target.at(index, batch)
         tokens = batch.tokens.to(q_states.device)
         step = max(1, VALUES_AT_ONCE // self._target.vocabulary)
         compared = [
             self._compare(
-                self._target.logits(p_states[start : start + step].to(q_states.device)),
+                here,
+                slice(start, start + step),
                 draft.logits(q_states[start : start + step]),
                 tokens[start : start + step],
             )
@@ -184,31 +200,80 @@ class HeldOut:
         ]
         return torch.stack([acceptance, kl, *rounds], dim=-1)
 
-    def _target_states(self, index: int, batch: _Batch) -> Tensor:
-        if index in self._kept:
-            return self._kept[index]
-        if self._stored is not None:
-            stored = [stored_states(self._stored[row], self._target) for row in batch.members]
-            if known := [states for states in stored if states is not None]:
-                return torch.cat(known)
-        states = batch.states(self._target)
-        kept = sum(each.numel() * each.element_size() for each in self._kept.values())
-        if kept + states.numel() * states.element_size() <= KEPT_BYTES:
-            self._kept[index] = states.cpu()
-        return states
-
-    def _compare(self, p_logits: Tensor, q_logits: Tensor, tokens: Tensor) -> Tensor:
+    def _compare(self, target: _At, positions: slice, q_logits: Tensor, tokens: Tensor) -> Tensor:
         """(C, 3): sum min(p, q), KL(p || q), log q/p of the text's token, of C positions."""
-        p = probabilities(p_logits, self.sampling)
-        q_logits = to_vocabulary(q_logits, p.shape[-1])
+        q_logits = to_vocabulary(q_logits, self._target.vocabulary)
         q = probabilities(q_logits, self.sampling)
         text = tokens.unsqueeze(-1)
-        ratios = log_ratios(p.gather(-1, text), q.gather(-1, text)).squeeze(-1)
+        p, p_of_text = target(positions, q, text)
+        ratios = log_ratios(p_of_text, q.gather(-1, text)).squeeze(-1)
         # Of q before truncation, as in the losses: else it would be infinite nearly everywhere.
         log_q = (q_logits.to(p.dtype) / (self.sampling.temperature or 1.0)).log_softmax(dim=-1)
         counted = (p > 0) & (log_q > float("-inf"))
         kl = torch.where(counted, p * (p.log() - log_q), 0.0).sum(dim=-1)
         return torch.stack([overlap(p, q), kl, ratios], dim=-1)
+
+
+_At = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""C positions of a batch, q there (C, V) and the text's tokens (C, 1) -> p (C, V), p of these."""
+
+
+class _ModelTarget:
+    """p by the target."""
+
+    def __init__(self, head: LMHead, stored: Dataset | None, sampling: SamplingConfig) -> None:
+        self._head = head
+        self._stored = stored
+        self._sampling = sampling
+        self._kept: dict[int, Tensor] = {}
+        self.vocabulary = head.vocabulary
+
+    def at(self, index: int, batch: _Batch) -> _At:
+        states = self._states(index, batch)
+
+        def there(positions: slice, q: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+            p = probabilities(self._head.logits(states[positions].to(q.device)), self._sampling)
+            return p, p.gather(-1, text)
+
+        return there
+
+    def _states(self, index: int, batch: _Batch) -> Tensor:
+        if index in self._kept:
+            return self._kept[index]
+        if self._stored is not None:
+            stored = [stored_states(self._stored[row], self._head) for row in batch.members]
+            if known := [states for states in stored if states is not None]:
+                return torch.cat(known)
+        states = batch.states(self._head)
+        kept = sum(each.numel() * each.element_size() for each in self._kept.values())
+        if kept + states.numel() * states.element_size() <= KEPT_BYTES:
+            self._kept[index] = states.cpu()
+        return states
+
+
+class _KeptTarget:
+    """p from the logits that an earlier stage kept of the target."""
+
+    def __init__(self, known: TopLogitDistributions, rows: Dataset) -> None:
+        self._known = known
+        self._rows = rows
+        self.vocabulary = known.vocabulary
+
+    def at(self, _index: int, batch: _Batch) -> _At:
+        parts = [
+            kept_columns(self._rows[row], self._known.count, length)
+            for row, length in zip(batch.members, batch.lengths.tolist(), strict=True)
+        ]
+        columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+        def there(positions: slice, q: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+            kept = {name: values[positions].to(q.device) for name, values in columns.items()}
+            p = self._known.distribution(kept, q)
+            if self._known.is_exact or "text_logit" not in kept:
+                return p, p.gather(-1, text)
+            return p, (kept["text_logit"] - log_total(kept)).exp()
+
+        return there
 
 
 def score(measurement: Measurement) -> float:

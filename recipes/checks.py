@@ -11,23 +11,29 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from eval.measuring.methods import check_machine, check_methods, path_drafts
 from recipes.config import PipelineConfig
 from recipes.layout import (
     draft_width,
+    folder,
     is_made_here,
     on_this_machine,
     sizes_of,
     source_model,
 )
+from recipes.run import absolute
 from specdata.config import nearest
 from specdata.errors import ConfigError
 from specdata.gguf_file import has_template, is_gguf
 from specdata.loading import check_bits
 from specdata.prompts.config import PromptSet
 from specdata.rollouts.config import check_samples
+
+if TYPE_CHECKING:
+    from specdata.labels.top_logits import KeptLogits
 
 # Beside a tokenizer; other versions keep it in tokenizer_config.json.
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
@@ -71,6 +77,40 @@ def check_draft(config: PipelineConfig) -> None:
         limit = positions_of(config, config.models.draft)
         if limit is None or limit < (config.draft.max_length or sys.maxsize):
             _check_room(config, "rollouts", config.rollouts.max_new_tokens, [config.models.draft])
+
+
+def check_draft_cache(config: PipelineConfig) -> None:
+    """Refuse kept logits that a draft cannot learn from, as far as is known. Raises ConfigError."""
+    if config.draft and config.draft.cache:
+        _check_cache(config, "draft.cache", config.draft.cache, bound=True)
+
+
+def check_labels_cache(config: PipelineConfig) -> None:
+    """Refuse kept logits that do not give labels, as far as is known. Raises ConfigError."""
+    if config.head and config.labels.cache:
+        _check_cache(config, "labels.cache", config.labels.cache, bound=config.labels.bound)
+
+
+def _check_cache(config: PipelineConfig, key: str, cache: str, *, bound: bool) -> None:
+    if (kept := _kept_logits(config, key, cache)) is not None:
+        with _named(key):
+            kept.distributions(config.sampling, bound=bound)
+
+
+def _kept_logits(config: PipelineConfig, key: str, cache: str) -> KeptLogits | None:
+    """What a cache keeps, or will keep if this run makes it; None if that is not known yet."""
+    from specdata.labels.top_logits import KeptLogits  # here: it needs torch
+
+    if config.logits and absolute(cache) == absolute(folder(config, "logits")):
+        size = sizes_of(config, config.models.target).get("vocab_size")
+        return None if size is None else KeptLogits(min(config.logits.top_logits, size), size)
+    if not Path(cache).is_dir():
+        raise ConfigError(
+            f"{key} must be a folder with kept target logits, and {cache} is none: make it with "
+            "draftsmith make-logits (section logits), or leave it out"
+        )
+    with _named(key):
+        return KeptLogits.of(Path(cache))
 
 
 def check_initial(config: PipelineConfig) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from recipes import make_rollouts, pipeline, publish, run_eval, train_draft, train_head
+from recipes import make_logits, make_rollouts, pipeline, publish, run_eval, train_draft, train_head
 from specdata import __version__
 from specdata.config import nearest
 
@@ -21,6 +21,7 @@ LAUNCH = Path(__file__).parent.parent / "launch"
 PROFILES = sorted(path.stem for path in LAUNCH.glob("*.yaml"))
 RECIPES = {
     "make-rollouts": make_rollouts.RECIPE,
+    "make-logits": make_logits.RECIPE,
     "train-draft": train_draft.RECIPE,
     "train-head": train_head.RECIPE,
     "run-eval": run_eval.RECIPE,

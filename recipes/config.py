@@ -30,6 +30,7 @@ from specdata.config import Config, fields_of, mistakes, nearest, read_config, s
 from specdata.errors import ConfigError
 from specdata.labels.config import LabelsConfig
 from specdata.loading import Dtype, Loading, PairLoading, Role
+from specdata.logits.config import LogitsConfig
 from specdata.processes import is_main
 from specdata.rollouts.config import RolloutConfig
 from specdata.sampling import SamplingConfig
@@ -86,6 +87,11 @@ class PipelineConfig(Config):
         default=None, description="train the embedded pair first (models must point to it)"
     )
     rollouts: RolloutConfig = Field(description="stage 1: completions by the target")
+    logits: LogitsConfig | None = Field(
+        default=None,
+        description="stage 1b: the target's largest logits along the rollouts, for draft.cache and "
+        "labels.cache; without it, none",
+    )
     draft: DistilConfig | None = Field(
         default=None, description="stage 2: distillation; without it models.draft is used as it is"
     )

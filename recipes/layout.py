@@ -25,13 +25,26 @@ from specdata.prompts.reading import prompt_inputs, source_of
 from specdata.storage.resume import Settings, defaults_of
 
 # Folders of a run's output; what a stage makes is read by later ones only.
-ORDER = ("pair", "rollouts", "initial", "finetuned", "draft", "labels", "head", "eval", "release")
+ORDER = (
+    "pair",
+    "rollouts",
+    "logits",
+    "initial",
+    "finetuned",
+    "draft",
+    "labels",
+    "head",
+    "eval",
+    "release",
+)
 # Version of what release folders hold: raise it when cards or files change, so that finished runs
 # make theirs again. Runs that stored none are older than it.
 RELEASE_FORMAT = 4
 # Bytes a stored token takes at most, measured on the demo: an id; an id, a drafted id and eight
 # numbers; an id and a number for each further draw or kept logit. A prompt's own ids come on top.
 ROLLOUT_TOKEN, LABEL_TOKEN, PAIR = 4, 40, 8
+# Three numbers beside the kept logits.
+LOGITS_TOKEN = 12
 # results.json and what it is made of, a generation; the report with its plots.
 GENERATION, REPORT = 2500, 2_800_000
 # Features of heads that are as wide as the draft; the others are numbers.
@@ -105,6 +118,15 @@ def rollouts_stage(config: PipelineConfig) -> Stage:
     return _stage(config, "rollouts", values, inputs, size)
 
 
+def logits_stage(config: PipelineConfig) -> Stage:
+    """Keep the target's largest logits along the rollouts."""
+    assert config.logits is not None
+    values = {"logits": config.logits.decisive(), "dtype": config.models.dtype}
+    inputs = {"target": config.models.target, "rollouts": str(folder(config, "rollouts"))}
+    token = ROLLOUT_TOKEN + PAIR * config.logits.top_logits + LOGITS_TOKEN
+    return _stage(config, "logits", values, inputs, _rows_size(config, lambda _split: token))
+
+
 def initial_stage(config: PipelineConfig) -> Stage:
     """Make the draft that training starts from."""
     assert config.draft is not None
@@ -155,6 +177,8 @@ def draft_stage(config: PipelineConfig) -> Stage:
         "draft": draft_to_distil(config),
         "rollouts": str(folder(config, "rollouts")),
     }
+    if config.draft.cache:
+        inputs["cache"] = config.draft.cache
     return _stage(config, "draft", values, inputs, f"the draft, {_draft_size(config)}")
 
 
@@ -268,6 +292,7 @@ def all_stages(config: PipelineConfig) -> list[Stage]:
     """Every stage of a run, in order."""
     stages = [pair_stage(config)] if config.toy else []
     stages += [rollouts_stage(config)] if config.toy or config.draft or config.head else []
+    stages += [logits_stage(config)] if config.logits else []
     stages += draft_stages(config)
     stages += [labels_stage(config), head_stage(config)] if config.head else []
     return [*stages, eval_stage(config), release_stage(config)]

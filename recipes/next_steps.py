@@ -64,10 +64,14 @@ def _python() -> str:
 def after_rollouts(config: PipelineConfig, line: CommandLine) -> list[Step]:
     """Look at the completions, then train or measure."""
     step = Step("look", line.inspect(folder(config, "rollouts")))
-    return [
-        step,
-        Step("distil", line.recipe("train-draft")) if config.draft else _then(config, line),
-    ]
+    if config.logits:
+        return [step, Step("keep", line.recipe("make-logits"))]
+    return [step, *after_logits(config, line)]
+
+
+def after_logits(config: PipelineConfig, line: CommandLine) -> list[Step]:
+    """Train or measure."""
+    return [Step("distil", line.recipe("train-draft")) if config.draft else _then(config, line)]
 
 
 def after_draft(config: PipelineConfig, line: CommandLine) -> list[Step]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import sys
 import time
 
-from recipes import make_rollouts, publish, run_eval, train_draft, train_head
+from recipes import make_logits, make_rollouts, publish, run_eval, train_draft, train_head
 from recipes.checks import (
+    check_draft_cache,
     check_evaluation,
     check_hub,
+    check_labels_cache,
     check_rollouts,
     check_training_splits,
 )
@@ -37,6 +39,8 @@ def main(config: PipelineConfig) -> None:
     begun = time.perf_counter()
     if config.toy or config.draft or config.head:
         make_rollouts.main(config)
+    if config.logits:
+        make_logits.main(config)
     if config.draft:
         train_draft.main(config)
     if config.head:
@@ -56,13 +60,15 @@ def check(config: PipelineConfig) -> None:
     if config.toy or config.draft or config.head:
         check_rollouts(config)
         check_training_splits(config)
+    check_draft_cache(config)
+    check_labels_cache(config)
 
 
 RECIPE = Recipe(
     main,
     stages,
     "Rollouts, draft, head, evaluation, report.",
-    ("toy", "rollouts", "draft", "labels", "head", "eval", "publish"),
+    ("toy", "rollouts", "logits", "draft", "labels", "head", "eval", "publish"),
     after_pipeline,
     check,
 )

@@ -9,9 +9,11 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.checks import check_draft
+from recipes.caches import cached_rows, made_of
+from recipes.checks import check_draft, check_draft_cache
 from recipes.config import PipelineConfig
 from recipes.layout import draft_stages, draft_to_distil, folder, initial_draft
 from recipes.next_steps import after_draft
@@ -37,7 +39,7 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     planned = stages(config)
     check_begun(planned)
     if not all(map(made_as_asked, planned)):
-        check_draft(config)
+        check(config)
     need(folder(config, "rollouts"), "make_rollouts.py")
     work = {"initial": _make_initial, "finetuned": _finetune, "draft": _distil}
     for stage in planned:
@@ -47,9 +49,17 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         say(f"  acceptance on held-out rollouts: {after:.3f}; not distilled (draft.epochs 0)")
         return result
     say(f"  acceptance on held-out rollouts: {before:.3f} before, {after:.3f} after distillation")
+    if result.get("is_bound"):  # which earlier versions did not store
+        say("  (upper bounds: all tokens whose logits draft.cache does not keep count as one)")
     if result.get("kept_step") is not None:
         say(f"  kept: the weights after step {result['kept_step']} of {result['steps']}")
     return result
+
+
+def check(config: PipelineConfig) -> None:
+    """Refuse a draft that cannot be made or trained. Raises ConfigError."""
+    check_draft(config)
+    check_draft_cache(config)
 
 
 def _make_initial(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
@@ -104,13 +114,26 @@ def _say_finetuned(result: Mapping[str, Any]) -> None:
 
 def _distil(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     from distill.distillation import distil
+    from specdata.labels.top_logits import KeptLogits
+    from specdata.models import load_tokenizer
+    from specdata.vocabulary import vocabulary_fingerprint
 
     assert config.draft is not None
+    train, dev = (_rollouts(config, split) for split in ("train", "dev"))
+    kept = None
+    if cache := config.draft.cache:
+        tokenizer = vocabulary_fingerprint(load_tokenizer(config.models.target))
+        source = made_of(config, tokenizer)
+        train, dev = (
+            cached_rows(config, cache, "draft.cache", source, rows) for rows in (train, dev)
+        )
+        kept = KeptLogits.of(Path(cache))
     result = distil(
         target=config.models.target,
         draft=draft_to_distil(config),
-        train=_rollouts(config, "train"),
-        dev=_rollouts(config, "dev"),
+        train=train,
+        dev=dev,
+        kept=kept,
         out=stage.folder / "model",
         config=config.draft,
         sampling=config.sampling,
@@ -138,7 +161,7 @@ RECIPE = Recipe(
     "Distil the draft on the target's rollouts.",
     ("draft",),
     after_draft,
-    check_draft,
+    check,
 )
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from recipes.caches import cached_rows, identity, made_of
+from recipes.checks import check_labels_cache
 from recipes.config import PipelineConfig
 from recipes.layout import (
     by_content,
@@ -21,15 +23,12 @@ from recipes.layout import (
     head_stage,
     labels_stage,
     spared,
-    without_names,
 )
 from recipes.next_steps import after_head
 from recipes.recipe import Recipe
-from recipes.run import Stage, need, run_stage, say
+from recipes.run import Stage, made_as_asked, need, run_stage, say
 from specdata.errors import ConfigError
 from specdata.processes import is_main
-from specdata.storage.files import fingerprint
-from specdata.storage.resume import differences
 from specdata.terminal import TokenProgress, progress
 
 # Width of the AUROC's 95 % interval above which good settings of one head, some of which differ by
@@ -47,6 +46,8 @@ def stages(config: PipelineConfig) -> list[Stage]:
 def main(config: PipelineConfig) -> dict[str, Any]:
     """Label, train, and print how well the head predicts held-out labels."""
     labels, head = stages(config)
+    if not made_as_asked(labels):
+        check_labels_cache(config)
     need(folder(config, "rollouts"), "make_rollouts.py")
     if config.draft:
         need(folder(config, "draft"), "train_draft.py")
@@ -107,16 +108,11 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
                 if split != "train" or is_spared(example, share)
             ]
         )
-    source = {
-        "target": _identity(models.target),
-        "tokenizer": vocabulary_fingerprint(tokenizer),
-        "rollouts": fingerprint(str(folder(config, "rollouts"))),
-    }
+    source = made_of(config, vocabulary_fingerprint(tokenizer))
     make: Callable[..., int]
     if cache := config.labels.cache:
-        load = models.loading("target")
-        _check_cache(Path(cache), {**source, "dtype": load.dtype, "bits": load.bits})
-        make = partial(labels_from_cache, Path(cache), draft)
+        rows = cached_rows(config, cache, "labels.cache", source, rollouts)
+        make = partial(labels_from_cache, Path(cache), draft, rows=rows)
     else:
         target = load_model(models.target, load=models.loading("target"))
         make = partial(make_labels, target, draft, rollouts)
@@ -127,34 +123,11 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
             config.labels,
             sampling=config.sampling,
             seed=config.seed,
-            settings=by_content(
-                stage.settings.extended({**source, "draft": _identity(draft_name)})
-            ),
+            settings=by_content(stage.settings.extended({**source, "draft": identity(draft_name)})),
             report=shown.update,
             part_done=shown.part,
         )
     return {"rows": rows, "acceptance": mean_overlap(load_labels(stage.folder, config.sampling))}
-
-
-def _check_cache(cache: Path, source: dict[str, Any]) -> None:
-    """Raise ConfigError unless kept logits are this run's target's along this run's rollouts."""
-    from specdata.storage.manifest import read_manifest
-
-    stored = without_names(read_manifest(cache)["settings"])
-    stored |= stored.get("load", {}).get("target", {})
-    source = without_names(source)
-    if changed := differences({name: stored.get(name) for name in source}, source):
-        raise ConfigError(
-            f"labels.cache {cache} was made of other rollouts or by another target: leave it out, "
-            "or name labels of the same. Stored -> this run's:\n  " + "\n  ".join(changed)
-        )
-
-
-def _identity(name: str) -> dict[str, str]:
-    """A model's name, and its commit on the Hub or what its folder holds."""
-    from specdata.models import revision_of
-
-    return {"name": name, "revision": revision_of(name)}
 
 
 def _train(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
@@ -184,7 +157,9 @@ def _train(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     return asdict(result)
 
 
-RECIPE = Recipe(main, stages, "Train an acceptance head.", ("labels", "head"), after_head)
+RECIPE = Recipe(
+    main, stages, "Train an acceptance head.", ("labels", "head"), after_head, check_labels_cache
+)
 
 if __name__ == "__main__":
     sys.exit(RECIPE.run())

@@ -58,11 +58,13 @@ BELOW = {
         "expected_tokens": "",
         "history": "errors storage",
         "prompts": "errors hub natural seeds storage toy",
+        "server": "config errors",
         "rollouts": "config errors lm_head models prepack probability prompts sampling seeds "
-        "storage target_states",
+        "server storage target_states",
         "model_folder": "errors gguf_file hub models storage toy",
         "labels": "config errors lm_head models prepack probability sampling seeds storage "
         "target_states",
+        "logits": "config errors labels lm_head prepack server storage",
         "inspect": "errors gguf_file hub prompts storage terminal vocabulary",
     },
 }
@@ -131,6 +133,7 @@ def test_distributions_and_verifiers_need_nothing_but_torch_and_each_other(path:
         "specdata.prompts.reading",
         "specdata.rollouts.config",
         "specdata.labels.config",
+        "specdata.logits.config",
         "specdata.sampling",
         "specdata.storage.manifest",
     ],

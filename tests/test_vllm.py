@@ -20,9 +20,10 @@ from specdata.probability import SamplingConfig
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import Prompt
 from specdata.rollouts.backend import Request, TransformersBackend
-from specdata.rollouts.config import RolloutConfig, VllmConfig
+from specdata.rollouts.config import RolloutConfig
 from specdata.rollouts.make import make_rollouts
 from specdata.rollouts.vllm import VllmBackend
+from specdata.server.config import ServerConfig
 from specdata.storage.dataset import load_stored
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings
@@ -142,7 +143,7 @@ def client(
     **changes: Any,
 ) -> Iterator[VllmBackend]:
     backend = VllmBackend(
-        VllmConfig(**{"url": server.url, "concurrency": 4, "retries": 2, **changes}),
+        ServerConfig(**{"url": server.url, "concurrency": 4, "retries": 2, **changes}),
         model,
         sampling or SamplingConfig(),
         max_new_tokens=20,
@@ -210,7 +211,7 @@ def test_another_model_a_wrong_address_and_a_dead_server_are_told_apart() -> Non
             pytest.raises(ConfigError, match="serves 'served', not 'my/target'"),
         ):
             backend.check()
-        wrong = VllmConfig(url=f"{server.url}/elsewhere", retries=1)
+        wrong = ServerConfig(url=f"{server.url}/elsewhere", retries=1)
         backend = VllmBackend(
             wrong, "served", SamplingConfig(), max_new_tokens=2, ends=frozenset(), seed=0
         )
@@ -382,10 +383,10 @@ def test_a_password_in_the_address_is_refused_before_it_is_stored_or_shown(
         said = capsys.readouterr()
         assert "hunter2" not in said.out + said.err
         assert "rollouts.vllm.url" in said.err
-        assert isinstance(url, list) or "rollouts.vllm.key_variable" in said.err
+        assert isinstance(url, list) or "name that in key_variable" in said.err
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="url") as refusal:
-        VllmConfig(url=url)
+        ServerConfig(url=url)
     assert "hunter2" not in str(refusal.value)
 
 

@@ -148,8 +148,7 @@ class Labeller:
     def _columns(self, batch: Batch) -> dict[str, Tensor]:
         """(N, ...) values of every column at the batch's positions."""
         distributions, states = self.distributions(batch), batch.states(self.draft)
-        least = POSITIONS.get(states.device.type, POSITIONS["cpu"])
-        step = max(least, VALUES_AT_ONCE // self.vocabulary)
+        step = positions_at_once(states.device, self.vocabulary)
         columns: dict[str, Tensor] = {}
         for start in range(0, len(states), step):
             here = slice(start, start + step)
@@ -197,18 +196,27 @@ def target_distributions(
 
     With its `top` largest logits to keep.
     """
-    stored = [stored_states(row, target) for row in batch.rows]
-    known = [states for states in stored if states is not None]
-    if len(known) == len(stored):
-        states = torch.cat(known).to(batch.ids.device)
-    else:
-        states = batch.states(target)
+    states = target_states(target, batch)
 
     def there(here: slice, _q: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
         logits = target.logits(states[here])
         return probabilities(logits, sampling), top_logits(logits, top) if top else {}
 
     return there
+
+
+def target_states(target: LMHead, batch: Batch) -> Tensor:
+    """The target's states at a batch's positions: those that rollouts keep, or its forward's."""
+    stored = [stored_states(row, target) for row in batch.rows]
+    known = [states for states in stored if states is not None]
+    if len(known) == len(stored):
+        return torch.cat(known).to(batch.ids.device)
+    return batch.states(target)
+
+
+def positions_at_once(device: torch.device, vocabulary: int) -> int:
+    """Positions whose distributions over a vocabulary are held at once."""
+    return max(POSITIONS.get(device.type, POSITIONS["cpu"]), VALUES_AT_ONCE // vocabulary)
 
 
 def kept_distributions(distributions: TopLogitDistributions, batch: Batch) -> DistributionsAt:

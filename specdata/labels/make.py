@@ -11,7 +11,7 @@ import datasets
 import pyarrow as pa
 from transformers import PreTrainedModel
 
-from specdata.errors import ConfigError, ManifestError
+from specdata.errors import ManifestError
 from specdata.labels.config import LabelsConfig
 from specdata.labels.labeller import (
     Labeller,
@@ -20,7 +20,7 @@ from specdata.labels.labeller import (
     target_distributions,
     tokens_at_once,
 )
-from specdata.labels.top_logits import TopLogitDistributions
+from specdata.labels.top_logits import KeptLogits
 from specdata.lm_head import find_lm_head
 from specdata.prepack import prepacked
 from specdata.probability import SamplingConfig
@@ -85,7 +85,7 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
         return _fill(rollouts, folder, work, config, settings, report, keeps_logits=top > 0)
 
 
-def labels_from_cache(
+def labels_from_cache(  # noqa: PLR0913 - as `make_labels`
     source: Path,
     draft: PreTrainedModel,
     folder: Path,
@@ -96,13 +96,14 @@ def labels_from_cache(
     settings: Settings,
     report: Callable[[int], object],
     part_done: PartDone | None = None,
+    rows: datasets.Dataset | None = None,
 ) -> int:
-    """Label the rollouts of an earlier labels dataset, from the target logits that it keeps.
+    """Label the rollouts of an earlier dataset, from the target logits that it keeps.
 
     The target is not run. What is exact, and what is refused: see `TopLogitDistributions`.
 
     Args:
-        source: a labels dataset made with `top_logits`.
+        source: a logits dataset, or labels made with `top_logits`.
         draft: the model of q.
         folder: where the new dataset goes.
         config: sizes, and whether a bound will do; see `TopLogitDistributions`.
@@ -111,18 +112,12 @@ def labels_from_cache(
         settings: what else decides the rows.
         report: called with the number of rows done.
         part_done: told of work within a shard, as by `Labeller`.
+        rows: those of it to label (default: all).
 
     Raises:
         ConfigError: if the dataset keeps no logits, or not enough of them for this sampler.
     """
-    stored = read_manifest(source)["settings"]
-    if not stored.get("top_logits"):
-        raise ConfigError(
-            f"{source} keeps no target logits: make it with labels.top_logits larger than 0"
-        )
-    distributions = TopLogitDistributions(
-        stored["top_logits"], stored["vocabulary"], sampling, config.bound
-    )
+    distributions = KeptLogits.of(source).distributions(sampling, bound=config.bound)
     q, kept = find_lm_head(draft), partial(kept_distributions, distributions)
     work = Labeller(
         kept,
@@ -136,7 +131,8 @@ def labels_from_cache(
     )
     settings = settings.extended({"bound": config.bound})
     with prepacked(draft):
-        return _fill(load_stored(source), folder, work, config, settings, report)
+        rows = load_stored(source) if rows is None else rows
+        return _fill(rows, folder, work, config, settings, report)
 
 
 def sampling_of(folder: Path) -> SamplingConfig:

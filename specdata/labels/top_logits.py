@@ -2,14 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig, nucleus, probabilities
+from specdata.storage.manifest import read_manifest
+from specdata.storage.schema import TEXT_LOGIT, TOP_LOGITS
+
+COLUMNS = (*TOP_LOGITS.names, *TEXT_LOGIT.names)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptLogits:
+    """How much a dataset keeps of its target's logits.
+
+    Attributes:
+        count: N, the largest logits at each position.
+        vocabulary: V of the target.
+    """
+
+    count: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, folder: Path) -> KeptLogits:
+        """What a stored dataset keeps, by its manifest.
+
+        Raises:
+            ConfigError: if it keeps no logits.
+            ManifestError: if there is no such dataset.
+        """
+        stored = read_manifest(folder)["settings"]
+        if not stored.get("top_logits"):
+            raise ConfigError(
+                f"{folder} keeps no target logits: name a dataset of stage logits "
+                "(draftsmith make-logits), or labels made with labels.top_logits larger than 0"
+            )
+        return cls(stored["top_logits"], stored["vocabulary"])
+
+    def distributions(
+        self, sampling: SamplingConfig, *, bound: bool = False
+    ) -> TopLogitDistributions:
+        """The target's distributions under a sampler; raises ConfigError as that class does."""
+        return TopLogitDistributions(self.count, self.vocabulary, sampling, bound)
+
+
+def has_logits(rows: Dataset) -> bool:
+    """Whether rows keep logits of their target."""
+    return {*TOP_LOGITS.names} <= {*rows.column_names}
+
+
+def without_logits(rows: Dataset) -> Dataset:
+    """The same rows without them: reading a row reads every column."""
+    return rows.remove_columns([name for name in COLUMNS if name in rows.column_names])
+
+
+def logits_of(rows: Dataset) -> Dataset:
+    """The kept logits of rows alone, read as tensors; see `kept_columns`."""
+    here = [name for name in COLUMNS if name in rows.column_names]
+    return rows.select_columns(here).with_format("torch")
+
+
+def logits_content(rows: Dataset) -> bytes:
+    """A hash of the kept logits of rows, the same wherever they are stored."""
+    digest = hashlib.sha256()
+    for row in _rows_of(logits_of(rows)):
+        for name, values in sorted(row.items()):
+            digest.update(name.encode() + values.numpy().tobytes())
+    return digest.digest()
+
+
+def kept_columns(row: Mapping[str, Tensor], count: int, positions: int) -> dict[str, Tensor]:
+    """What is kept of one rollout: (C, N) or (C, 1) columns.
+
+    Args:
+        row: of `logits_of`.
+        count: N.
+        positions: C, how many of its completion's tokens are wanted, from the first on.
+    """
+    wide = {"top_ids", "top_logits"}
+    return {
+        name: values.view(-1, count if name in wide else 1)[:positions]
+        for name, values in row.items()
+    }
 
 
 def top_logits(logits: Tensor, count: int) -> dict[str, Tensor]:
@@ -69,7 +152,7 @@ class TopLogitDistributions:
     def __post_init__(self) -> None:
         if self._inside or self._nucleus or (self._plain and self.bound):
             return
-        ways = "make the labels with the target, or keep more logits"
+        ways = "run the target itself, or keep more logits"
         if self._plain:
             ways = f"allow a bound, {ways}"
         raise ConfigError(
@@ -100,22 +183,26 @@ class TopLogitDistributions:
         sampling = self.sampling
         return sampling.temperature == 1.0 and sampling.top_p == 1.0 and not self._limited
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether p is exact wherever it is given, rather than in part a bound."""
+        return self._inside or self._nucleus
+
     def distribution(self, kept: Mapping[str, Tensor], q: Tensor) -> Tensor:
         """Return p, (C, V), from columns as of `top_logits` (each (C, N) or (C, 1)).
 
         Raises:
             ConfigError: if at some position the kept logits do not decide the distribution.
         """
-        ids, logits, after = kept["top_ids"].long(), kept["top_logits"], kept["next_logit"]
+        ids, logits = kept["top_ids"].long(), kept["top_logits"]
+        decided = self.decided(kept)
+        if undecided := int((~decided).sum()):
+            self.refuse(undecided, decided.numel())
         if self._inside:
-            decided = (logits[:, self._last, None] > after) | after.isneginf()
-            self._check(decided, "an equal logit is outside")
             return _spread(probabilities(logits, self.sampling), ids, q)
-        total = torch.logaddexp(logits.logsumexp(-1, keepdim=True), kept["rest_logit"])
+        total = log_total(kept)
         chances = (logits - total).exp()
         if self._nucleus:
-            surely = chances.masked_fill(logits <= after, 0.0).sum(-1, keepdim=True)
-            self._check(surely >= self.sampling.top_p, "the nucleus reaches outside")
             return _spread(nucleus(chances, self.sampling.top_p), ids, q)
         outside = q.scatter(-1, ids, 0.0)
         share = outside / outside.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
@@ -128,13 +215,50 @@ class TopLogitDistributions:
             return 0
         return (self.sampling.top_k if self._limited else self.vocabulary) - 1
 
-    def _check(self, fine: Tensor, why: str) -> None:
-        if bad := int((~fine).sum()):
-            raise ConfigError(
-                f"{self.count} kept logits do not decide the target's distribution at {bad} of "
-                f"{fine.numel()} positions looked at ({why}): make the labels with the target, or "
-                "keep more logits"
-            )
+    def decided(self, kept: Mapping[str, Tensor]) -> Tensor:
+        """Whether columns as of `distribution` decide it at each position, (C,)."""
+        logits, after = kept["top_logits"], kept["next_logit"]
+        if self._inside:
+            last = logits[:, min(self._last, logits.shape[-1] - 1), None]
+            return ((last > after) | after.isneginf()).squeeze(-1)
+        if not self._nucleus:
+            return torch.ones_like(after, dtype=torch.bool).squeeze(-1)
+        chances = (logits - log_total(kept)).exp().masked_fill(logits <= after, 0.0)
+        return chances.sum(-1) >= self.sampling.top_p
+
+    def refuse(self, undecided: int, positions: int) -> NoReturn:
+        """Raise ConfigError for so many positions, of those looked at, that are not decided."""
+        why = "an equal logit is outside" if self._inside else "the nucleus reaches outside"
+        raise ConfigError(
+            f"{self.count} kept logits do not decide the target's distribution at {undecided} of "
+            f"{positions} positions looked at ({why}): run the target itself, or keep more logits"
+        )
+
+
+def check_decided(rows: Dataset, *known: TopLogitDistributions) -> None:
+    """Raise ConfigError unless rows decide their target's distributions at every position.
+
+    Rows with the columns of `COLUMNS` are read once, without the target or a draft.
+    """
+    undecided, positions = [0] * len(known), 0
+    for row in _rows_of(logits_of(rows)):
+        kept = kept_columns(row, known[0].count, row["rest_logit"].numel())
+        positions += len(kept["rest_logit"])
+        for place, each in enumerate(known):
+            undecided[place] += int((~each.decided(kept)).sum())
+    for each, count in zip(known, undecided, strict=True):
+        if count:
+            each.refuse(count, positions)
+
+
+def log_total(kept: Mapping[str, Tensor]) -> Tensor:
+    """Log of the sum of exp over the whole vocabulary, (C, 1), from columns of `top_logits`."""
+    return torch.logaddexp(kept["top_logits"].logsumexp(-1, keepdim=True), kept["rest_logit"])
+
+
+def _rows_of(rows: Dataset) -> Iterator[dict[str, Tensor]]:
+    for index in range(len(rows)):
+        yield rows[index]
 
 
 def _spread(chances: Tensor, ids: Tensor, like: Tensor) -> Tensor:

@@ -14,23 +14,15 @@ is stored is stored once, and no prompt comes twice or not at all.
 
 from __future__ import annotations
 
-import os
-import re
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
-
-import httpx2
 
 from specdata.errors import ConfigError
 from specdata.rollouts.backend import Completion, PartDone, Request, untold
-from specdata.rollouts.config import VllmConfig
 from specdata.sampling import SamplingConfig
 from specdata.seeds import seed_for
-
-# What a busy or restarting server answers; any other status that is not 200 is final.
-PASSING = (408, 425, 429, 500, 502, 503, 504)
+from specdata.server.client import ServerClient
+from specdata.server.config import ServerConfig
 
 
 class VllmBackend:
@@ -49,7 +41,7 @@ class VllmBackend:
 
     def __init__(
         self,
-        config: VllmConfig,
+        config: ServerConfig,
         model: str,
         sampling: SamplingConfig,
         *,
@@ -77,31 +69,7 @@ class VllmBackend:
             "add_special_tokens": False,
             "return_token_ids": True,
         }
-        headers = {}
-        self._secret = ""
-        if config.key_variable:
-            # A key that is read from a file often ends in a line break.
-            if not (key := os.environ.get(config.key_variable, "").strip()):
-                # Whatever does not look like a name may be the key itself.
-                is_name = re.fullmatch(r"[A-Z_][A-Z0-9_]*", config.key_variable)
-                named = f"names {config.key_variable}" if is_name else "names a variable"
-                raise ConfigError(
-                    f"rollouts.vllm.key_variable {named}, which is not set: it takes the NAME of "
-                    "an environment variable that holds the key, not the key"
-                )
-            if not (key.isascii() and key.isprintable()):  # the client's refusal would repeat it
-                raise ConfigError(
-                    f"the key in {config.key_variable} (rollouts.vllm.key_variable) must be one "
-                    "line of ASCII: set the variable again"
-                )
-            headers["Authorization"] = key if " " in key else f"Bearer {key}"
-            self._secret = key
-        self._client = httpx2.Client(
-            base_url=config.url.rstrip("/").removesuffix("/v1"),
-            headers=headers,
-            timeout=config.timeout,
-            limits=httpx2.Limits(max_connections=config.concurrency),
-        )
+        self._client = ServerClient(config, "rollouts.vllm")
 
     def check(self) -> int | None:
         """Make sure that the server serves this model.
@@ -113,22 +81,7 @@ class VllmBackend:
             ConfigError: if it serves another model.
             ConnectionError: if it cannot be reached.
         """
-        answer = self._ask("GET", "/v1/models")
-        try:
-            served = {entry["id"]: entry for entry in answer["data"]}
-        except (LookupError, TypeError) as error:
-            raise ConfigError(
-                f"the server at {self.config.url} does not speak the OpenAI API: its list of "
-                f"models reads {str(answer)[:80]!r}"
-            ) from error
-        if self.model not in served:
-            raise ConfigError(
-                f"the server at {self.config.url} serves {', '.join(map(repr, served))}, not "
-                f"{self.model!r}: start it with the target (vllm serve), or name it in "
-                "rollouts.vllm.model as it is served"
-            )
-        length: int | None = served[self.model].get("max_model_len")
-        return length
+        return self._client.check(self.model)
 
     def complete(
         self, requests: Sequence[Request], part_done: PartDone = untold
@@ -139,15 +92,9 @@ class VllmBackend:
             ConfigError: if an answer is refused or unusable.
             ConnectionError: if the server does not answer in `config.retries` tries.
         """
-        with ThreadPoolExecutor(self.config.concurrency) as pool:
-            futures = [pool.submit(self._complete, request) for request in requests]
-            try:
-                for future in as_completed(futures):
-                    part_done(1, len(future.result().ids))
-                return [future.result() for future in futures]
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        return self._client.each(
+            self._complete, requests, lambda completion: part_done(1, len(completion.ids))
+        )
 
     def close(self) -> None:
         """Close the connections."""
@@ -159,7 +106,7 @@ class VllmBackend:
             "prompt": request.ids,
             "seed": seed_for(self.seed, "rollout", *request.key),
         }
-        answer = self._ask("POST", "/v1/completions", body)
+        answer = self._client.ask("POST", "/v1/completions", body)
         try:
             choice = dict(answer["choices"][0])
         except (LookupError, TypeError, ValueError) as error:
@@ -194,41 +141,3 @@ class VllmBackend:
                 "with its own generation_config.json and a max_model_len that holds the prompts"
             )
         return Completion(ids, "length")
-
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The server's JSON; after a failure that may pass, the request is sent again."""
-        trouble = ""
-        for attempt in range(self.config.retries):
-            if attempt:
-                time.sleep(2.0 ** (attempt - 1))
-            try:
-                response = self._client.request(method, path, json=body)
-            except httpx2.TransportError as error:
-                trouble = f"{type(error).__name__}: {error}"
-                continue
-            if response.status_code not in PASSING:
-                return self._read(response)
-            trouble = f"status {response.status_code}: {self._shown(response)[:200]}"
-        raise ConnectionError(
-            f"the vLLM server at {self.config.url} did not answer {path} in "
-            f"{self.config.retries} tries ({trouble})"
-        )
-
-    def _read(self, response: httpx2.Response) -> dict[str, Any]:
-        if response.status_code != httpx2.codes.OK:
-            raise ConfigError(
-                f"the server at {response.url} refuses (status {response.status_code}): "
-                f"{self._shown(response)[:500]}"
-            )
-        try:
-            answer: dict[str, Any] = response.json()
-        except ValueError as error:
-            raise ConfigError(
-                f"{response.url} does not speak the OpenAI API: it answers "
-                f"{self._shown(response)[:80]!r}"
-            ) from error
-        return answer
-
-    def _shown(self, response: httpx2.Response) -> str:
-        """What a server said, without the key: some proxies repeat the request that they refuse."""
-        return response.text.replace(self._secret, "***") if self._secret else response.text

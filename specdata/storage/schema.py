@@ -1,4 +1,4 @@
-"""Columns of the two stored datasets, rollouts and labels.
+"""Columns of the stored datasets: rollouts, logits and labels.
 
 Tokens are stored as ids, because the tokens of a decoded text may be others.
 """
@@ -73,6 +73,27 @@ class Label(Rollout):
     overlap: list[float]
 
 
+class Logits(Rollout):
+    """A rollout with the target's largest logits at each position of its completion.
+
+    Those of a server are log probabilities, which are logits up to a constant. N values of the
+    first two a completion token, one of the others.
+
+    Attributes:
+        top_ids: ids of the N largest, in falling order, equal ones by id.
+        top_logits: their logits.
+        rest_logit: log of the sum of exp over all other tokens; -inf if there are none.
+        next_logit: the largest of the others; -inf if there are none.
+        text_logit: of the completion's own token.
+    """
+
+    top_ids: list[int]
+    top_logits: list[float]
+    rest_logit: list[float]
+    next_logit: list[float]
+    text_logit: list[float]
+
+
 ROLLOUTS = pa.schema(
     [
         ("example_id", pa.string()),
@@ -114,3 +135,6 @@ TOP_LOGITS = pa.schema(
         ("next_logit", _REALS),
     ]
 )
+# One more: the logit of the completion's own token, on the scale of the others.
+TEXT_LOGIT = pa.schema([("text_logit", _REALS)])
+LOGITS = pa.schema([*ROLLOUTS, *TOP_LOGITS, *TEXT_LOGIT])

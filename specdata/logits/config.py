@@ -1,0 +1,34 @@
+"""Configuration of the logits stage: importable without torch or transformers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from specdata.config import Config
+from specdata.server.config import ServerConfig
+
+
+class LogitsConfig(Config):
+    """What is kept of the target along the rollouts, and what computes it."""
+
+    top_logits: int = Field(
+        default=64, ge=1, description="largest target logits kept a position (N)"
+    )
+    shard_size: int = Field(default=64, ge=1, description="rollouts of one shard")
+    backend: Literal["transformers", "vllm", "sglang"] = Field(
+        default="transformers",
+        description="transformers (the target in this process), or vllm or sglang (a server in its "
+        "own, which computes log probabilities of given texts)",
+    )
+    server: ServerConfig = Field(
+        default=ServerConfig(), description="the server of backend vllm or sglang"
+    )
+
+    def decisive(self) -> dict[str, Any]:
+        """The settings that the rows depend on, as JSON values.
+
+        The server's address and the like are left out, because they may change on resume.
+        """
+        return self.model_dump(mode="json", exclude={"server"})

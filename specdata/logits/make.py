@@ -1,0 +1,180 @@
+"""Logits: the target's N largest at every position of its completions, stored as a dataset.
+
+Distillation and labels read them instead of the target. What they then give exactly, and what only
+as a bound, depends on the sampler; `QUANTITIES`, which the manifest repeats, says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Protocol, cast
+
+import datasets
+import torch
+from transformers import PreTrainedModel
+
+from specdata.labels.labeller import (
+    Batch,
+    PartDone,
+    by_length,
+    positions_at_once,
+    target_states,
+    tokens_at_once,
+)
+from specdata.labels.top_logits import top_logits
+from specdata.lm_head import LMHead, find_lm_head
+from specdata.logits.config import LogitsConfig
+from specdata.prepack import prepacked
+from specdata.storage.dataset import fill_dataset
+from specdata.storage.resume import Settings
+from specdata.storage.schema import LOGITS, Logits, Rollout
+
+QUANTITIES = {
+    "top_ids, top_logits, next_logit, text_logit": "exact, to float32",
+    "rest_logit": "exact, to float32; of a server 1 - the sum of the N largest probabilities, so "
+    "to about 1e-6 of all mass",
+    "p at temperature 0, at any temperature with top_k of 1 to N, or at temperature 1 where the "
+    "nucleus of top_p lies inside the N": "exact",
+    "p at temperature 1 without truncation": "exact inside the N and at the text's own token; the "
+    "other tokens' mass is exact as a sum alone, so acceptance is bounded from above, KL and every "
+    "other divergence from below, and expected tokens along the text are exact",
+    "p at any other temperature without top_k": "unknown: the mass of the others is known at "
+    "temperature 1 only; refused",
+}
+"""What is known of the target from a dataset, and how well."""
+
+
+class Source(Protocol):
+    """What tells the logits of rollouts: the target in this process, or a server of it."""
+
+    @property
+    def count(self) -> int:
+        """N."""
+
+    @property
+    def vocabulary(self) -> int:
+        """V of the target."""
+
+    def __call__(self, rows: Sequence[Rollout]) -> list[Logits]:
+        """Each rollout with its columns of `TOP_LOGITS` and `TEXT_LOGIT`, in the order given."""
+
+
+def make_logits(
+    source: Source,
+    rollouts: datasets.Dataset,
+    folder: Path,
+    config: LogitsConfig,
+    *,
+    settings: Settings,
+    report: Callable[[int], object],
+) -> int:
+    """Store the target's largest logits along every rollout (see `fill_dataset`).
+
+    Args:
+        source: what tells them.
+        rollouts: the target's completions, columns of `ROLLOUTS`, and its states if they keep them.
+        folder: where the dataset goes.
+        config: rollouts of a shard.
+        settings: what else decides the rows; stored in the manifest, compared on resume.
+        report: called with the number of rows done.
+
+    Returns:
+        Number of rows.
+
+    Raises:
+        ConfigError, ManifestError, OSError: as the source and `fill_dataset`.
+    """
+
+    def shard(start: int) -> list[Logits]:
+        stop = min(start + config.shard_size, len(rollouts))
+        return source(cast(list[Rollout], rollouts.select(range(start, stop)).to_list()))
+
+    settings = settings.extended(
+        {
+            "top_logits": source.count,
+            "vocabulary": source.vocabulary,
+            "quantities": QUANTITIES,
+        }
+    )
+    shards = [partial(shard, start) for start in range(0, len(rollouts), config.shard_size)]
+    return fill_dataset(folder, LOGITS, settings, shards, report)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLogits:
+    """A `Source`: the target in this process, a forward over each rollout.
+
+    Rollouts that keep the target's states are not read again. Batches depend on the shard alone.
+
+    Attributes:
+        target: makes logits of its states.
+        count: N.
+        part_done: told, after each batch, of its rows and of their positions.
+    """
+
+    target: LMHead
+    count: int
+    part_done: PartDone | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self.target.vocabulary
+
+    @torch.inference_mode()
+    def __call__(self, rows: Sequence[Rollout]) -> list[Logits]:
+        """See `Source`. Raises ConfigError if a rollout is longer than the target's context."""
+        made: dict[int, Logits] = {}
+        whole = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
+        for indices in by_length(whole, tokens_at_once(self.target)):
+            chosen = [rows[index] for index in indices]
+            for index, row in zip(indices, self._of_batch(chosen), strict=True):
+                made[index] = row
+            if self.part_done:
+                positions = sum(len(row["completion_ids"]) for row in chosen)
+                self.part_done(len(chosen), positions)
+        return [made[index] for index in range(len(rows))]
+
+    def _of_batch(self, rows: Sequence[Rollout]) -> Iterator[Logits]:
+        batch = Batch.of(rows, 0, 1, self.target.model.device)
+        states = target_states(self.target, batch)
+        text = torch.cat([torch.tensor(row["completion_ids"]) for row in rows]).to(states.device)
+        step = positions_at_once(states.device, self.vocabulary)
+        pieces = []
+        for start in range(0, len(states), step):
+            here = slice(start, start + step)
+            logits = self.target.logits(states[here]).float()
+            own = logits.gather(-1, text[here, None]).squeeze(-1)
+            kept = {**top_logits(logits, self.count), "text_logit": own}
+            pieces.append({name: values.cpu() for name, values in kept.items()})
+        columns = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+        lengths = [len(row["completion_ids"]) for row in rows]
+        for row, begin, length in zip(
+            rows, accumulate(lengths[:-1], initial=0), lengths, strict=True
+        ):
+            mine = {
+                name: values[begin : begin + length].flatten().tolist()
+                for name, values in columns.items()
+            }
+            yield cast(Logits, {**row, **mine})
+
+
+def logits_of_model(
+    target: PreTrainedModel,
+    rollouts: datasets.Dataset,
+    folder: Path,
+    config: LogitsConfig,
+    *,
+    settings: Settings,
+    report: Callable[[int], object],
+    part_done: PartDone | None = None,
+) -> int:
+    """`make_logits` by the target itself."""
+    head = find_lm_head(target)
+    source = ModelLogits(head, min(config.top_logits, head.vocabulary), part_done)
+    with prepacked(target):
+        return make_logits(source, rollouts, folder, config, settings=settings, report=report)

@@ -1,0 +1,262 @@
+"""The target's largest logits from a server that reads given texts: vLLM's or SGLang's.
+
+Ids go in and ids come out, so nothing is tokenized twice. Both give log probabilities of the
+model's own softmax, at temperature 1 and without truncation: logits up to a constant. So the mass
+of all other tokens is known, too: 1 minus the sum. One more than N is asked for, because what can
+be made of the N depends on the largest of the others.
+
+vLLM (`/v1/completions`, vllm/entrypoints/openai/completion/protocol.py): `prompt_logprobs: N`
+gives, for every token of the prompt but the first, a mapping from ids (as text) to `logprob` and
+`rank`, the N most probable and the token itself. The server must allow as many (`--max-logprobs`,
+20 by default). SGLang (`/generate`, python/sglang/srt/managers/io_struct.py): `return_logprob`,
+`logprob_start_len` and `top_logprobs_num` give, in `meta_info`, `input_token_logprobs` and
+`input_top_logprobs`, lists of (log probability, id, text), null at the first token.
+
+One token is generated after the text and thrown away: some versions refuse to generate none. A text
+must therefore be a token shorter than the longest sequence that the server takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from specdata.errors import ConfigError
+from specdata.labels.labeller import PartDone
+from specdata.server.client import ServerClient
+from specdata.storage.schema import Logits, Rollout
+
+Place = tuple[dict[int, float], float]
+"""Of one position: log probabilities by id, and that of the text's own token."""
+
+# Mass that may be missing or too much in float32 sums; more means that it is another distribution.
+SPARE_MASS = 1e-3
+# vLLM writes this for -inf, which JSON does not have.
+LEAST = -9999.0
+ASKED_MORE = "serve with --max-logprobs {count} or more"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedLogits:
+    """A `specdata.logits.make.Source`: a server that runs the target.
+
+    Attributes:
+        client: asks it.
+        kind: what it is.
+        model: the name it serves the target under.
+        count: N.
+        vocabulary: V of the target.
+        part_done: told of each rollout and its positions.
+    """
+
+    client: ServerClient
+    kind: Literal["vllm", "sglang"]
+    model: str
+    count: int
+    vocabulary: int
+    part_done: PartDone | None = None
+
+    def __call__(self, rows: Sequence[Rollout]) -> list[Logits]:
+        """See `Source`; many requests are under way at once.
+
+        Raises:
+            ConfigError: if an answer is refused or unusable.
+            ConnectionError: if the server does not answer.
+        """
+
+        def done(row: Logits) -> None:
+            if self.part_done:
+                self.part_done(1, len(row["completion_ids"]))
+
+        return self.client.each(self._of, rows, done)
+
+    @property
+    def asked(self) -> int:
+        """Log probabilities asked for at each position: one more than N, if there are more."""
+        return min(self.count + 1, self.vocabulary)
+
+    def _of(self, row: Rollout) -> Logits:
+        ids = row["prompt_ids"] + row["completion_ids"]
+        read: Callable[[Sequence[int], int], list[Place]]
+        read = {"vllm": self._by_vllm, "sglang": self._by_sglang}[self.kind]
+        columns = self._columns(read(ids, len(row["completion_ids"])))
+        mine = {name: values.flatten().tolist() for name, values in columns.items()}
+        plain = {name: value for name, value in row.items() if name != "target_states"}
+        return cast(Logits, {**plain, **mine})
+
+    def _by_vllm(self, ids: Sequence[int], wanted: int) -> list[Place]:
+        body = {
+            "model": self.model,
+            "prompt": list(ids),
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "top_k": 0,
+            "top_p": 1.0,
+            "prompt_logprobs": self.asked,
+            "add_special_tokens": False,
+            "return_token_ids": True,
+        }
+        answer = self.client.ask("POST", "/v1/completions", body)
+        try:
+            choice = answer["choices"][0]
+            found, read = choice.get("prompt_logprobs"), choice.get("prompt_token_ids")
+        except (LookupError, TypeError, AttributeError) as error:
+            raise self._foreign(answer) from error
+        if found is None:
+            raise ConfigError(
+                f"{self._server} returned no prompt_logprobs: it must be vLLM 0.10.2 or newer"
+            )
+        if (read is not None and read != list(ids)) or len(found) != len(ids):
+            count = len(found if read is None else read)
+            raise self._other_text(count, len(ids))
+        places = []
+        for token, entry in zip(ids[-wanted:], found[-wanted:], strict=True):
+            try:
+                by_id = {int(name): value["logprob"] for name, value in entry.items()}
+                places.append((by_id, by_id[token]))
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                raise self._missing(entry) from error
+        return places
+
+    def _by_sglang(self, ids: Sequence[int], wanted: int) -> list[Place]:
+        body = {
+            "input_ids": list(ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            # The first entry is of the last token of the prompt, and null.
+            "logprob_start_len": len(ids) - wanted - 1,
+            "top_logprobs_num": self.asked,
+            "return_text_in_logprobs": False,
+            "stream": False,
+        }
+        answer = self.client.ask("POST", "/generate", body)
+        try:
+            meta = answer["meta_info"]
+            own, tops = meta.get("input_token_logprobs"), meta.get("input_top_logprobs")
+        except (LookupError, TypeError, AttributeError) as error:
+            raise self._foreign(answer) from error
+        if not own or not tops:
+            raise ConfigError(
+                f"{self._server} returned no input_top_logprobs: is it SGLang's own /generate?"
+            )
+        read, count = [entry[1] for entry in own], meta.get("prompt_tokens", len(ids))
+        if count != len(ids) or len(tops) != len(own) or read[-wanted:] != list(ids[-wanted:]):
+            raise self._other_text(count, len(ids))
+        places = []
+        for entry, chosen in zip(tops[-wanted:], own[-wanted:], strict=True):
+            try:
+                places.append(({int(one[1]): one[0] for one in entry}, chosen[0]))
+            except (LookupError, TypeError, ValueError) as error:
+                raise self._missing(entry) from error
+        return places
+
+    def _columns(self, places: Sequence[Place]) -> dict[str, Tensor]:
+        """The columns of `top_logits`, and the text's own, from what was found at each position."""
+        ids, values, text = [], [], []
+        for found, own in places:
+            given = [*found.values(), own]
+            if not all(type(value) in (int, float) and not math.isnan(value) for value in given):
+                raise self._missing(found)
+            if len(found) < self.asked:
+                raise ConfigError(
+                    f"{self._server} returned {len(found)} log probabilities at a position where "
+                    f"{self.asked} were asked for (logits.top_logits {self.count} and the next "
+                    f"one): {ASKED_MORE.format(count=self.asked)}, or lower logits.top_logits"
+                )
+            if beyond := [token for token in found if not 0 <= token < self.vocabulary]:
+                raise ConfigError(
+                    f"{self._server} gave token {beyond[0]} a probability, and the vocabulary of "
+                    f"models.target has {self.vocabulary}: serve that model"
+                )
+            best = sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[: self.asked]
+            ids.append([token for token, _ in best[: self.count]])
+            values.append([value for _, value in best])
+            text.append(own)
+        found_values = torch.tensor(values, dtype=torch.float64)
+        found_values = found_values.masked_fill(found_values <= LEAST, -torch.inf)
+        top, beyond_top = found_values[:, : self.count], found_values[:, self.count :]
+        rest, after = self._rest(top, beyond_top)
+        return {
+            "top_ids": torch.tensor(ids),
+            "top_logits": top.float(),
+            "rest_logit": rest.float(),
+            "next_logit": after.float(),
+            "text_logit": torch.tensor(text, dtype=torch.float64).float(),
+        }
+
+    def _rest(self, top: Tensor, beyond: Tensor) -> tuple[Tensor, Tensor]:
+        """Log of the mass outside, (C,), and of the largest probability there.
+
+        Rounding of 1 - sum is undone as far as the largest of the others tells: their mass is at
+        least that, and at most as much for each of them.
+        """
+        rest = 1.0 - top.exp().sum(dim=-1)
+        if not beyond.shape[-1]:
+            self._check_mass(rest, torch.zeros_like(rest))
+            nothing = torch.full_like(rest, -torch.inf)
+            return nothing, nothing
+        most = beyond[:, 0].exp()
+        at_most = most * (self.vocabulary - self.count)
+        self._check_mass(rest, at_most)
+        return rest.clamp(min=most).minimum(at_most).log(), beyond[:, 0]
+
+    def _check_mass(self, rest: Tensor, at_most: Tensor) -> None:
+        wrong = (rest < -SPARE_MASS) | (rest > at_most + SPARE_MASS)
+        if bool(wrong.any()):
+            first = int(wrong.nonzero()[0])
+            raise ConfigError(
+                f"{self._server} returned {self.count} probabilities that sum to "
+                f"{1 - float(rest[first]):.4f} at {int(wrong.sum())} of {len(wrong)} positions, "
+                f"and the others, of {self.vocabulary}, cannot make that 1: they must be the "
+                "model's own at temperature 1, untruncated (vLLM: --logprobs-mode raw_logprobs), "
+                "over the vocabulary of models.target"
+            )
+
+    @property
+    def _server(self) -> str:
+        return f"the server at {self.client.config.url}"
+
+    def _foreign(self, answer: object) -> ConfigError:
+        return ConfigError(
+            f"{self._server} does not speak the API of logits.backend {self.kind}: it answers "
+            f"{str(answer)[:80]!r}"
+        )
+
+    def _other_text(self, read: int, sent: int) -> ConfigError:
+        return ConfigError(
+            f"{self._server} read another text ({read} tokens) than it was sent ({sent} tokens): "
+            "it must not truncate or add tokens"
+        )
+
+    def _missing(self, entry: object) -> ConfigError:
+        return ConfigError(
+            f"{self._server} returned no log probabilities at a position of the completion, but "
+            f"{str(entry)[:80]!r}"
+        )
+
+
+def check_lengths(rows: Mapping[str, Sequence[Sequence[int]]], limit: int | None) -> None:
+    """Refuse texts that leave a server no room for the token it generates.
+
+    Args:
+        rows: `prompt_ids` and `completion_ids`.
+        limit: the longest sequence that it takes, in tokens, if it states one.
+
+    Raises:
+        ConfigError: naming the longest.
+    """
+    if limit is None:
+        return
+    lengths = zip(rows["prompt_ids"], rows["completion_ids"], strict=True)
+    longest = max((len(prompt) + len(completion) for prompt, completion in lengths), default=0)
+    if longest >= limit:
+        raise ConfigError(
+            f"the longest rollout has {longest} tokens, and the server takes {limit}, one of them "
+            "generated: serve the target with a longer context (vLLM: --max-model-len "
+            f"{longest + 1}, SGLang: --context-length {longest + 1})"
+        )

@@ -1,0 +1,161 @@
+"""Requests to a server of the target: sent again where that may help, refused where it will not."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any, TypeVar
+
+import httpx2
+
+from specdata.errors import ConfigError
+from specdata.server.config import ServerConfig
+
+# What a busy or restarting server answers; any other status that is not 200 is final.
+PASSING = (408, 425, 429, 500, 502, 503, 504)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class ServerClient:
+    """Asks one server, up to `config.concurrency` requests at once.
+
+    Args:
+        config: the server.
+        section: where `config` stands in the configuration, for messages ("rollouts.vllm").
+
+    Raises:
+        ConfigError: if the variable that should hold its key holds none.
+    """
+
+    def __init__(self, config: ServerConfig, section: str) -> None:
+        self.config = config
+        self.section = section
+        self._secret = _key(config.key_variable, section) if config.key_variable else ""
+        key = self._secret
+        headers = {"Authorization": key if " " in key else f"Bearer {key}"} if key else {}
+        self._client = httpx2.Client(
+            base_url=config.url.rstrip("/").removesuffix("/v1"),
+            headers=headers,
+            timeout=config.timeout,
+            limits=httpx2.Limits(max_connections=config.concurrency),
+        )
+
+    def check(self, model: str) -> int | None:
+        """Make sure that the server serves a model, by the name that it has there.
+
+        Returns:
+            The longest sequence it takes (prompt and completion, in tokens), if it states one.
+
+        Raises:
+            ConfigError: if it serves another model.
+            ConnectionError: if it cannot be reached.
+        """
+        answer = self.ask("GET", "/v1/models")
+        try:
+            served = {entry["id"]: entry for entry in answer["data"]}
+        except (LookupError, TypeError) as error:
+            raise ConfigError(
+                f"the server at {self.config.url} does not speak the OpenAI API: its list of "
+                f"models reads {str(answer)[:80]!r}"
+            ) from error
+        if model not in served:
+            raise ConfigError(
+                f"the server at {self.config.url} serves {', '.join(map(repr, served))}, not "
+                f"{model!r}: start it with the target (vllm serve), or name it in "
+                f"{self.section}.model as it is served"
+            )
+        length: int | None = served[model].get("max_model_len")
+        return length
+
+    def each(
+        self,
+        work: Callable[[T], R],
+        items: Sequence[T],
+        done: Callable[[R], object] = lambda _: None,
+    ) -> list[R]:
+        """The results of `work` for each item, in their order, requests side by side.
+
+        Args:
+            work: asks the server; called in threads.
+            items: what it is called with.
+            done: told of each result as it comes, in this thread.
+        """
+        with ThreadPoolExecutor(self.config.concurrency) as pool:
+            futures = [pool.submit(work, item) for item in items]
+            try:
+                for future in as_completed(futures):
+                    done(future.result())
+                return [future.result() for future in futures]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The server's JSON; after a failure that may pass, the request is sent again.
+
+        Raises:
+            ConfigError: if the request is refused, or the answer is no JSON.
+            ConnectionError: if the server does not answer in `config.retries` tries.
+        """
+        trouble = ""
+        for attempt in range(self.config.retries):
+            if attempt:
+                time.sleep(2.0 ** (attempt - 1))
+            try:
+                response = self._client.request(method, path, json=body)
+            except httpx2.TransportError as error:
+                trouble = f"{type(error).__name__}: {error}"
+                continue
+            if response.status_code not in PASSING:
+                return self._read(response)
+            trouble = f"status {response.status_code}: {self._shown(response)[:200]}"
+        raise ConnectionError(
+            f"the server at {self.config.url} did not answer {path} in "
+            f"{self.config.retries} tries ({trouble})"
+        )
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def _read(self, response: httpx2.Response) -> Any:
+        if response.status_code != httpx2.codes.OK:
+            raise ConfigError(
+                f"the server at {response.url} refuses (status {response.status_code}): "
+                f"{self._shown(response)[:500]}"
+            )
+        try:
+            return response.json()
+        except ValueError as error:
+            raise ConfigError(
+                f"{response.url} does not speak the API of this server: it answers "
+                f"{self._shown(response)[:80]!r}"
+            ) from error
+
+    def _shown(self, response: httpx2.Response) -> str:
+        """What a server said, without the key: some proxies repeat the request that they refuse."""
+        return response.text.replace(self._secret, "***") if self._secret else response.text
+
+
+def _key(variable: str, section: str) -> str:
+    """The key that an environment variable holds."""
+    # A key that is read from a file often ends in a line break.
+    if not (key := os.environ.get(variable, "").strip()):
+        # Whatever does not look like a name may be the key itself.
+        is_name = re.fullmatch(r"[A-Z_][A-Z0-9_]*", variable)
+        named = f"names {variable}" if is_name else "names a variable"
+        raise ConfigError(
+            f"{section}.key_variable {named}, which is not set: it takes the NAME of an "
+            "environment variable that holds the key, not the key"
+        )
+    if not (key.isascii() and key.isprintable()):  # the client's refusal would repeat it
+        raise ConfigError(
+            f"the key in {variable} ({section}.key_variable) must be one line of ASCII: set the "
+            "variable again"
+        )
+    return key

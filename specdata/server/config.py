@@ -1,0 +1,43 @@
+"""Where a server is, and how it is asked: importable without torch or transformers."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import Field, field_validator
+
+from specdata.config import Config
+
+
+class ServerConfig(Config):
+    """Where the server is, and how it is asked."""
+
+    url: str = Field(
+        default="http://localhost:8000",
+        description="address of the server, such as http://localhost:8000, without a password",
+    )
+    model: str | None = Field(
+        default=None, description="name it is served under (default: models.target)"
+    )
+    concurrency: int = Field(default=64, ge=1, description="requests under way at once")
+    timeout: float = Field(default=600.0, gt=0, description="seconds that one request may take")
+    retries: int = Field(default=6, ge=1, description="tries of a request, 1, 2, 4 ... s apart")
+    key_variable: str | None = Field(
+        default=None,
+        description="environment variable that holds the server's API key (or all that its "
+        "Authorization header must say, such as `Basic ...`)",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_public(cls, url: str) -> str:
+        """Refuse an address that may hold a secret, without repeating it: run.json stores it."""
+        if re.search(r"[@?#\s]", url):
+            raise ValueError(
+                "must be an address alone, such as http://localhost:8000: it is stored and shown, "
+                "so it must hold no name, password or query (no @, ?, # or space). Put the key "
+                "into an environment variable and name that in key_variable, beside url"
+            )
+        if not re.match(r"https?://[^/]", url):
+            raise ValueError(f"must begin with http:// or https:// (got {url!r})")
+        return url
