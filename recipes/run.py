@@ -25,7 +25,7 @@ from specdata.errors import (
     TrainingDivergedError,
     VocabularyMismatchError,
 )
-from specdata.processes import is_main, process_count, rank
+from specdata.processes import is_main, local_rank, process_count, rank
 from specdata.storage.files import (
     atomic_folder,
     fingerprint,
@@ -153,8 +153,8 @@ def prepare_libraries() -> None:
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if torch.cuda.is_available():
-        # Before any model is loaded: each process has a GPU of its own.
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # Before any model is loaded: each process has a GPU of its own, if there are enough.
+        torch.cuda.set_device(local_rank() % torch.cuda.device_count())
     else:
         # DeepSpeed guesses the same, with a warning.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -10,6 +10,7 @@ A finished evaluation is of its list of methods; for another list name another f
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from eval.measuring.methods import MethodConfig, fit_rules, needs_fit, path_drafts, with_fit
+from eval.measuring.methods import (
+    EvalConfig,
+    MethodConfig,
+    fit_rules,
+    needs_fit,
+    path_drafts,
+    with_fit,
+)
 from eval.measuring.results import LostResultsError, write_results
 from eval.measuring.samples import SAMPLES, make_samples, read_samples, write_samples
 from eval.reporting.commands import Commands, commands
@@ -45,8 +53,9 @@ from recipes.run import (
     stage_record,
 )
 from specdata.errors import ConfigError, without_passwords
-from specdata.processes import is_main
-from specdata.storage.files import write_json
+from specdata.processes import is_main, local_process_count, local_rank, process_count, rank
+from specdata.storage.files import locked, write_json
+from specdata.storage.manifest import PROGRESS
 from specdata.storage.resume import read_record
 from specdata.terminal import progress
 
@@ -55,6 +64,7 @@ if TYPE_CHECKING:
 
     from eval.analysis.quality import Quality
     from eval.measuring.environment import Environment
+    from eval.measuring.experiment import Artefacts
     from eval.measuring.results import Results
     from heads import BaseHead
     from specdata.prompts.loading import LoadedPrompts, Prompt
@@ -66,9 +76,7 @@ def stages(config: PipelineConfig) -> list[Stage]:
 
 
 def main(config: PipelineConfig) -> dict[str, Any]:
-    """Measure and report. One process does the work."""
-    if not is_main():
-        return {}
+    """Measure with every process that can, and report in the main one."""
     (stage,) = stages(config)
     is_made = made_as_asked(stage)
     if not is_made:
@@ -77,9 +85,11 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         need(folder(config, "draft"), "train_draft.py")
     if config.head:
         need(folder(config, "head"), "train_head.py")
-    if is_made:
+    if is_made and is_main():
         _restore(config, stage)
     result = run_stage(stage, config, lambda: _measure(config, stage))
+    if not is_main():
+        return result
     results = measured_results(config)
     console.print(terminal(results, _context(config, results, known_quality(config))))
     return result
@@ -188,14 +198,14 @@ def _prompts(config: PipelineConfig) -> LoadedPrompts:
 
 
 def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
-    import torch
-
-    from eval.measuring.environment import describe_environment
-    from eval.measuring.experiment import Artefacts, run_experiment
+    """Measure what this process can of the prompts; results come from the main one alone."""
+    from eval.measuring.experiment import Artefacts, stored_results
     from specdata.models import load_model, load_tokenizer
     from specdata.prompts.loading import dropped
     from specdata.vocabulary import check_shared_vocabulary
 
+    if not _is_measuring(config):
+        return {}
     models, head_name, draft_name = config.models, head_in_use(config), draft_in_use(config)
     tokenizer = load_tokenizer(models.target)
     names = [draft_name, *path_drafts(config.eval)]
@@ -210,7 +220,8 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     head = _load_head(head_name) if head_name else None
     evaluation, fitted = config.eval, None
     if needs_fit(evaluation):
-        fitted = _fitted(config, draft, stage.folder / "calibration.json")
+        with locked(stage.folder / PROGRESS / "calibration.lock"):  # one fits, all read
+            fitted = _fitted(config, draft, stage.folder / "calibration.json")
         evaluation = with_fit(evaluation, fitted)
     artefacts = Artefacts(
         target,
@@ -219,31 +230,24 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         {"target": models.target, "draft": draft_name, "head": head_name},
         dict(zip(names[1:], others, strict=True)),
     )
-    before = torch.get_num_threads()
-    torch.set_num_threads(config.eval.threads or before)
-    try:
-        generations = len(prompts) * len(config.eval.methods)
-        with progress(generations, "evaluation", "generation") as bar:
-            results = run_experiment(
-                artefacts,
-                prompts,
-                stage.folder,
-                evaluation,
-                sampling=config.sampling,
-                seed=config.seed,
-                environment=describe_environment(
-                    device=str(target.device),
-                    dtype=config.models.dtype,
-                    batch_size=config.eval.batch,
-                ),
-                report=bar.update,
-            )
-        search(config, target, draft)
-    finally:
-        torch.set_num_threads(before)
+    environment = _decode(config, stage, artefacts, evaluation, prompts)
+    if not is_main():
+        return {}
+    results = stored_results(
+        artefacts.names,
+        prompts,
+        stage.folder,
+        evaluation,
+        sampling=config.sampling,
+        seed=config.seed,
+        environment=environment,
+    )
+    if results is None:
+        raise OSError(f"records in {stage.folder / 'prompts'} were removed while it was measured")
     write_results(stage.folder / RESULTS, results)
     _keep_samples(stage.folder, prompts, models.target)
     _report(config, stage, results)
+    shutil.rmtree(stage.folder / PROGRESS, ignore_errors=True)
     return {
         "runs": len(results.runs),
         "prompts": len(prompts),
@@ -251,6 +255,66 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         "calibration": fitted,
         "environment": results.environment.model_dump(mode="json"),
     }
+
+
+def _decode(
+    config: PipelineConfig,
+    stage: Stage,
+    models: Artefacts,
+    evaluation: EvalConfig,
+    prompts: Sequence[Prompt],
+) -> Environment:
+    """Store records of all prompts, with the other processes; where they were measured."""
+    import torch
+
+    from eval.measuring.environment import describe_environment
+    from eval.measuring.experiment import measure_prompts
+    from eval.measuring.sharing import measured_on
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(evaluation.threads or before)
+    try:
+        environment = describe_environment(
+            device=str(models.target.device),
+            dtype=config.models.dtype,
+            batch_size=evaluation.batch,
+        )
+        generations = len(prompts) * len(evaluation.methods)
+        with progress(generations, "evaluation", "generation", is_shown=is_main()) as bar:
+            measure_prompts(
+                models,
+                prompts,
+                stage.folder,
+                evaluation,
+                sampling=config.sampling,
+                seed=config.seed,
+                environment=environment,
+                report=bar.update,
+            )
+        if is_main():
+            search(config, models.target, models.draft)
+    finally:
+        torch.set_num_threads(before)
+    devices = measured_on(stage.folder) or [environment.device]
+    return environment.model_copy(update={"devices": devices})
+
+
+def _is_measuring(config: PipelineConfig) -> bool:
+    """Whether this process measures; said, in the main one, if there are others."""
+    import torch
+
+    from eval.measuring.sharing import is_measuring, who_measures
+
+    timed, devices = config.eval.batch == 1, torch.cuda.device_count()
+    if process_count() > 1:
+        said = who_measures(
+            timed=timed,
+            processes=process_count(),
+            local_processes=local_process_count(),
+            devices=devices,
+        )
+        say(f"  {said}")
+    return is_measuring(timed=timed, rank=rank(), local_rank=local_rank(), devices=devices)
 
 
 def _fitted(config: PipelineConfig, draft: PreTrainedModel, path: Path) -> dict[str, Any]:

@@ -24,6 +24,16 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def local_rank() -> int:
+    """Which of the processes of its machine this is, from 0: the number of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_process_count() -> int:
+    """How many processes the launcher started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or process_count())
+
+
 def is_main() -> bool:
     """Whether this is the process that writes run.json and prints."""
     return rank() == 0

@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from pydantic import Field
+
 from eval.measuring.records import Strict
 
 _PACKAGES = ("torch", "transformers", "numpy", "accelerate", "huggingface_hub", "safetensors")
@@ -30,6 +32,8 @@ class Environment(Strict):
         device: of the models, such as "cpu" or "cuda:0".
         dtype: of the models.
         batch_size: prompts decoded together.
+        devices: of each process that measured; empty in files of earlier versions, whose one
+            process measured on `device`.
     """
 
     hardware: dict[str, str | int | float | None]
@@ -40,6 +44,7 @@ class Environment(Strict):
     device: str
     dtype: str
     batch_size: int = 1
+    devices: list[str] = Field(default_factory=list)
 
 
 def describe_environment(*, device: str, dtype: str, batch_size: int = 1) -> Environment:

@@ -2,7 +2,8 @@
 
 Methods take turns on each prompt, so a machine that slows down slows them all. Finished prompts
 are stored one by one: an interrupted evaluation continues with the next prompt. Where only counts
-are wanted, prompts are decoded in batches (`EvalConfig.batch`) and stored group by group.
+are wanted, prompts are decoded in batches (`EvalConfig.batch`) and stored group by group. Several
+processes share prompts, or groups, out among themselves (`eval.measuring.sharing`).
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from eval.measuring.methods import EvalConfig, MethodConfig, method_defaults, re
 from eval.measuring.records import PromptRecord, RecordStore, RoundTokens, record_prompt
 from eval.measuring.results import Method, Results, build_results
 from eval.measuring.samples import round_tokens, shown_prompts
+from eval.measuring.sharing import SharedPrompts
 from eval.rounds import Generation
 from eval.verifiers import VERIFIERS
 from heads import BaseHead
+from specdata.processes import rank
 from specdata.prompts.loading import Prompt
 from specdata.sampling import SamplingConfig
 from specdata.seeds import generator_for, seed_for
@@ -34,6 +37,8 @@ from specdata.storage.resume import Settings, defaults_of
 
 Progress = Callable[[int], object]
 """Called with the number of generations that are done since the last call."""
+_Decode = Callable[[int, Sequence[Prompt], RecordStore], None]
+"""Decodes the group of a number, and stores its prompts."""
 BATCHES = 4
 """Batches in a group, which is decoded and stored as a whole; rows are refilled within a group."""
 
@@ -57,7 +62,7 @@ class Artefacts:
     path_drafts: Mapping[str, PreTrainedModel] = field(default_factory=dict)
 
 
-def run_experiment(
+def measure_prompts(
     models: Artefacts,
     prompts: Sequence[Prompt],
     folder: Path,
@@ -67,8 +72,11 @@ def run_experiment(
     seed: int,
     environment: Environment,
     report: Progress,
-) -> Results:
-    """Decode every prompt with every method.
+) -> None:
+    """Have every prompt decoded with every method and stored, by this process and others.
+
+    Processes that call this with the same arguments, but for the device, share the work; each
+    returns when all prompts are stored.
 
     Args:
         models: what is measured.
@@ -77,11 +85,8 @@ def run_experiment(
         config: methods and sizes.
         sampling: the distribution of both models.
         seed: each prompt's draws depend on it and on the prompt, not on the method.
-        environment: where this runs, for the results.
+        environment: where this process runs.
         report: called with the number of generations done.
-
-    Returns:
-        The results, ready to be written.
     """
     experiment = _Experiment(models, config, sampling, seed, report)
     store = _store(folder, config, sampling, seed, environment)
@@ -90,11 +95,18 @@ def run_experiment(
         store.get(prompt)  # refuses other settings before anything is measured
     if len(stored) == len(prompts):
         report(len(prompts) * len(config.methods))
-    elif config.batch > 1:
-        experiment.count(prompts, store)
-    else:
-        experiment.time(prompts, store)
-    return _results(models.names, prompts, store, config, sampling, seed, environment)
+        return
+    # Groups do not depend on what is stored, nor on the number of processes: a batch rounds
+    # differently with other neighbours, and an evaluation must end as it would have in one process
+    # that was not interrupted.
+    size = BATCHES * config.batch if config.batch > 1 else 1
+    groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    decode = experiment.counter(prompts) if config.batch > 1 else experiment.timer(prompts)
+    shared = SharedPrompts(groups, store, folder, rank(), environment.device)
+    shared.measure(
+        lambda index: decode(index, groups[index], store),
+        lambda found: report(found * len(config.methods)),
+    )
 
 
 def stored_results(
@@ -112,14 +124,14 @@ def stored_results(
     Args:
         names: what results call "target", "draft" and "head".
         prompts: of all data sets.
-        folder: as in `run_experiment`, as are the other arguments.
+        folder: as in `measure_prompts`, as are the other arguments.
         config: methods and sizes.
         sampling: the distribution of both models.
         seed: of the draws.
         environment: where the prompts were measured.
 
     Returns:
-        What `run_experiment` returned when it had measured them; None if a prompt is not stored.
+        The results, ready to be written; None if a prompt is not stored.
 
     Raises:
         ManifestError: if a stored prompt is damaged, or was measured with other settings.
@@ -166,20 +178,33 @@ def _store(
         "batch": config.batch,
         "sampling": asdict(sampling),
         "seed": seed,
-        # Times of two machines must not end up in one table.
         "hardware": environment.hardware,
         "device": environment.device,
         "dtype": environment.dtype,
     }
     settings = Settings(
-        _by_content(values),
+        _compared(values),
         defaults_of(EvalConfig)
         | defaults_of(SamplingConfig, "sampling")
         | method_defaults("methods"),
         f"choose another folder with --eval.folder NAME, or remove {folder}",
-        lambda stored: _by_content(rewritten(stored)),
+        lambda stored: _compared(rewritten(stored)),
     )
     return RecordStore(folder / "prompts", [method.name for method in config.methods], settings)
+
+
+def _compared(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as they are stored with a prompt, whichever process of a launch decoded it.
+
+    Times of two machines must not end up in one table. Counts have none, so they go on in another
+    number of processes, which gives each other threads.
+    """
+    kept = _by_content(settings)
+    if isinstance(kept.get("device"), str):
+        kept["device"] = kept["device"].partition(":")[0]  # each process has a GPU of its own
+    if kept.get("batch", 1) != 1:
+        kept.pop("hardware", None)
+    return kept
 
 
 def _by_content(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,7 +226,7 @@ def _by_content(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Experiment:
-    """What is measured and how. Arguments as in `run_experiment`."""
+    """What is measured and how. Arguments as in `measure_prompts`."""
 
     models: Artefacts
     config: EvalConfig
@@ -209,16 +234,15 @@ class _Experiment:
     seed: int
     report: Progress
 
-    def time(self, prompts: Sequence[Prompt], store: RecordStore) -> None:
-        """Decode the prompts that are not stored one by one, with every method in turn."""
+    def timer(self, prompts: Sequence[Prompt]) -> _Decode:
+        """What decodes prompts one by one, with every method in turn; all are warmed up now."""
         runners = {method.name: self._runner(method) for method in self.config.methods}
         for run in runners.values():
             run(prompts[0], self.config.warmup_tokens)
         names, shown = list(runners), shown_prompts(prompts)
-        for turn, prompt in enumerate(prompts):
-            if store.has(prompt):
-                self.report(len(names))
-                continue
+
+        def decode(turn: int, group: Sequence[Prompt], store: RecordStore) -> None:
+            (prompt,) = group
             # Another method goes first each time, so none profits from its place.
             first = turn % len(names)
             order = names[first:] + names[:first]
@@ -237,19 +261,17 @@ class _Experiment:
             }
             store.put(prompt, records, kept)
 
-    def count(self, prompts: Sequence[Prompt], store: RecordStore) -> None:
-        """Decode the prompts in batches: the same tokens and counts, but no times.
+        return decode
 
-        Groups do not depend on what is stored: a batch rounds differently with other neighbours,
-        and an interrupted evaluation must end as it would have. For that, too, each has decoders of
-        its own: stopping rules may learn from what was decoded before.
+    def counter(self, prompts: Sequence[Prompt]) -> _Decode:
+        """What decodes prompts in batches: the same tokens and counts, but no times.
+
+        Each group has decoders of its own: stopping rules may learn from what was decoded before,
+        which depends on interruptions and on other processes.
         """
-        size = BATCHES * self.config.batch
         shown = shown_prompts(prompts)
-        for group in (prompts[start : start + size] for start in range(0, len(prompts), size)):
-            if all(store.has(prompt) for prompt in group):
-                self.report(len(group) * len(self.config.methods))
-                continue
+
+        def decode(_turn: int, group: Sequence[Prompt], store: RecordStore) -> None:
             records: list[dict[str, PromptRecord]] = [{} for _ in group]
             tokens: list[dict[str, list[RoundTokens]]] = [{} for _ in group]
             for method in self.config.methods:
@@ -268,6 +290,8 @@ class _Experiment:
                         kept[method.name] = round_tokens(out)
             for prompt, record, kept in zip(group, records, tokens, strict=True):
                 store.put(prompt, record, kept)
+
+        return decode
 
     def _record(
         self, method: MethodConfig, prompt: Prompt, out: Generation, *, timed: bool

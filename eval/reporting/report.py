@@ -615,6 +615,8 @@ def environment_rows(results: Results) -> list[tuple[str, str]]:
     rows: list[tuple[str, object]]
     rows = [(name.replace("_", " "), value) for name, value in where.hardware.items()]
     rows += [("device", where.device), ("data type", where.dtype), ("batch", where.batch_size)]
+    if len(where.devices) > 1:
+        rows.append(("processes", f"{len(where.devices)} ({', '.join(where.devices)})"))
     ours = [run.parameters for run in results.runs if run.drafter != "transformers"]
     engines = dict.fromkeys(parameters.get("engine", "eager") for parameters in ours)
     rows.append(("engine", ", ".join(engines) or None))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,11 +37,10 @@ from specdata.storage.manifest import (
     verify,
 )
 from specdata.storage.resume import Settings, read_record
+from specdata.storage.sharing import share_out
 
 # What a dataset's folder may hold beside its shards; hidden files are never looked at.
 BESIDE = (MANIFEST, "run.json")
-# Seconds between two looks at what other processes are making.
-PAUSE = 0.2
 
 
 def fill_dataset(
@@ -76,25 +74,21 @@ def fill_dataset(
     dataset = _DatasetInProgress(folder, schema, settings, len(shards))
     with locked(dataset.progress / "dataset.lock"):
         manifest = dataset.open()
-    waiting = list(reversed(range(len(shards))))
-    while not manifest["finished"]:
-        left = []
-        for index in waiting:
-            if record := dataset.done(index) or dataset.make(index, shards[index]):
-                report(record["rows"])
-            else:
-                left.append(index)
-        if not left:
-            with locked(dataset.progress / "dataset.lock"):
-                dataset.finish()
-        elif len(left) == len(waiting):
-            time.sleep(PAUSE)
-        waiting = left
-        manifest = read_manifest(folder)
-    for index in waiting:
-        report(manifest["shards"][index]["rows"])
+
+    def attempt(index: int) -> bool:
+        if record := dataset.done(index) or dataset.make(index, shards[index]):
+            report(record["rows"])
+        return record is not None
+
+    if manifest["finished"]:
+        for record in manifest["shards"]:
+            report(record["rows"])
+    else:
+        share_out(reversed(range(len(shards))), attempt)
+        with locked(dataset.progress / "dataset.lock"):
+            dataset.finish()
     shutil.rmtree(dataset.progress, ignore_errors=True)
-    return int(manifest["counts"]["rows"])
+    return int(read_manifest(folder)["counts"]["rows"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,18 +132,19 @@ class _DatasetInProgress:
         return manifest
 
     def done(self, index: int) -> dict[str, Any] | None:
-        """The record of a shard, if it exists."""
+        """The record of a shard, if it exists and the dataset is unfinished."""
         return self._record(index) if (self.folder / _name(index)).exists() else None
 
     def make(self, index: int, rows: Callable[[], list[Any]]) -> dict[str, Any] | None:
-        """Make a shard; None if another process is at it, or has finished the dataset."""
+        """Make a shard, or find it made; None if another process is at it."""
         with try_locked(self.progress / f"{_name(index)}.lock") as mine:
             if not mine:
                 return None
             if record := self.done(index):  # by another process, since the last look
                 return record
-            if read_manifest(self.folder)["finished"]:
-                return None
+            manifest = read_manifest(self.folder)
+            if manifest["finished"]:
+                return dict(manifest["shards"][index])
             made = rows()
             # Another run may have taken the folder meanwhile, if the launcher of this process was
             # killed and the process was not.

@@ -1,0 +1,119 @@
+"""How an evaluation is shared out among the launcher's processes.
+
+Counts and texts do not depend on who decodes: every process works. Times do: two processes on one
+device would spoil each other's clock, so prompts are timed by one process a device, and by those of
+one machine, because times of two machines must not end up in one table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from eval.measuring.records import RecordStore
+from specdata.prompts.loading import Prompt
+from specdata.storage.files import try_locked, write_json
+from specdata.storage.manifest import PROGRESS
+from specdata.storage.resume import read_record
+from specdata.storage.sharing import share_out
+
+
+def is_measuring(*, timed: bool, rank: int, local_rank: int, devices: int) -> bool:
+    """Whether a process decodes prompts of an evaluation, or waits for those that do.
+
+    Args:
+        timed: whether times are measured, not counts alone.
+        rank: of the process, among all.
+        local_rank: among those of its machine; it has the device of this number, if there is one.
+        devices: GPUs of its machine; 0 where the models are on the CPU, which all share.
+    """
+    is_on_first_machine = rank == local_rank
+    return not timed or (is_on_first_machine and local_rank < max(1, devices))
+
+
+def who_measures(*, timed: bool, processes: int, local_processes: int, devices: int) -> str:
+    """What is said of an evaluation that several processes were started for; arguments as above.
+
+    Args:
+        timed: whether times are measured, not counts alone.
+        processes: how many the launcher started, on all machines.
+        local_processes: how many of them on the first machine.
+        devices: GPUs of the first machine; 0 where the models are on the CPU.
+    """
+    if not timed:
+        return f"prompts are shared out among {processes} processes"
+    timing = min(local_processes, max(1, devices))
+    own = "each on a GPU of its own" if devices else "because they share the CPU"
+    if timing == processes:
+        return f"times are measured by all {processes} processes, {own}"
+    return (
+        f"times are measured by {timing} of {processes} processes, {own}: others would spoil their "
+        "clocks and wait (with eval.batch above 1, counts alone, all of them work)"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrompts:
+    """Groups of prompts that any number of processes measure together, each group in one of them.
+
+    Args:
+        groups: decoded and stored as wholes; the same in every process.
+        store: of the records.
+        folder: of the evaluation.
+        rank: of this process.
+        device: of its models.
+    """
+
+    groups: Sequence[Sequence[Prompt]]
+    store: RecordStore
+    folder: Path
+    rank: int
+    device: str
+
+    def measure(
+        self,
+        decode: Callable[[int], None],
+        found: Callable[[int], object],
+    ) -> None:
+        """Measure all groups; returns when each is stored, by this process or another.
+
+        Args:
+            decode: measures the group of a number, and stores its prompts.
+            found: called with the number of prompts of a group that was stored already, or is by
+                another process.
+        """
+
+        def attempt(index: int) -> bool:
+            if self._is_stored(index):
+                found(len(self.groups[index]))
+                return True
+            with try_locked(self.folder / PROGRESS / f"prompts-{index:05d}.lock") as mine:
+                if not mine:
+                    return False
+                if self._is_stored(index):  # by another process, since the last look
+                    found(len(self.groups[index]))
+                    return True
+                self._sign()
+                decode(index)
+                return True
+
+        share_out(range(len(self.groups)), attempt)
+
+    def _is_stored(self, index: int) -> bool:
+        return all(self.store.has(prompt) for prompt in self.groups[index])
+
+    def _sign(self) -> None:
+        """Have it known, before anything is stored, that this process measured."""
+        path = self.folder / PROGRESS / f"rank-{self.rank:05d}.json"
+        if not path.exists():
+            write_json(path, {"device": self.device})
+
+
+def measured_on(folder: Path) -> list[str]:
+    """The device of each process that measured, by rank; empty once the evaluation is finished.
+
+    Those of an interrupted evaluation's earlier launches are among them, one for each rank.
+    """
+    signed = sorted((folder / PROGRESS).glob("rank-*.json"))
+    return [str(read_record(path, ("device",), "remove it")["device"]) for path in signed]
