@@ -7,18 +7,14 @@ draftsmith launch multi_gpu --num_processes 8 train-head --config my-pair.yaml
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from recipes import make_logits, make_rollouts, pipeline, publish, run_eval, train_draft, train_head
+from recipes.launcher import LAUNCH, PROFILES, launch_command, start
 from specdata import __version__
 from specdata.config import nearest
 
-# A folder beside the packages, in a checkout as in an installed wheel.
-LAUNCH = Path(__file__).parent.parent / "launch"
-PROFILES = sorted(path.stem for path in LAUNCH.glob("*.yaml"))
 RECIPES = {
     "make-rollouts": make_rollouts.RECIPE,
     "make-logits": make_logits.RECIPE,
@@ -93,29 +89,7 @@ def launch(arguments: Sequence[str]) -> int:
     here = next((n for n, word in enumerate(arguments) if n and word in RECIPES), None)
     if here is None:
         parser.error(f"name a recipe after the profile: {', '.join(RECIPES)}")
-    command = launch_command(profile, arguments[1:here], arguments[here], arguments[here + 1 :])
-    # Replaces this process, so that signals reach the launcher.
-    os.execv(command[0], command)
-
-
-def launch_command(
-    profile: str, options: Sequence[str], recipe: str, arguments: Sequence[str]
-) -> list[str]:
-    """The command line that starts a recipe under a launch profile, from any folder.
-
-    Args:
-        profile: a name in `PROFILES`.
-        options: of `accelerate launch`; they win over the profile.
-        recipe: a name in `RECIPES`.
-        arguments: of the recipe.
-    """
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", str(LAUNCH / f"{profile}.yaml")]
-    engine = LAUNCH / f"{profile}.json"
-    if engine.exists():  # the profile itself names it relative to a checkout
-        command += ["--deepspeed_config_file", str(engine)]
-    module = f"recipes.{recipe.replace('-', '_')}"
-    return [*command, *options, "--module", module, *arguments]
+    return start(launch_command(profile, arguments[1:here], arguments[here], arguments[here + 1 :]))
 
 
 def profile(arguments: Sequence[str]) -> int:

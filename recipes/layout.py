@@ -122,6 +122,7 @@ def logits_stage(config: PipelineConfig) -> Stage:
     """Keep the target's largest logits along the rollouts."""
     assert config.logits is not None
     values = {"logits": config.logits.decisive(), "dtype": config.models.dtype}
+    values |= _loaded(config, "target")
     inputs = {"target": config.models.target, "rollouts": str(folder(config, "rollouts"))}
     token = ROLLOUT_TOKEN + PAIR * config.logits.top_logits + LOGITS_TOKEN
     return _stage(config, "logits", values, inputs, _rows_size(config, lambda _split: token))

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from recipes.config import SHARED, PipelineConfig, parse
 from recipes.memory import Setting
 from recipes.next_steps import CommandLine, Step
+from recipes.peers import watched
 from recipes.resources import assumptions, plan_lines
 from recipes.run import (
     RUN,
@@ -88,7 +89,8 @@ class Recipe:
                 if command.plan == "time":
                     show_times(stages, command.config)
             else:
-                self.main(command.config)
+                with watched(Path(command.config.output)):
+                    self.main(command.config)
                 show_steps(self.next_steps(command.config, CommandLine(given, program)))
         except USER_ERRORS as error:
             print(f"error: {visible(without_passwords(str(error)))}", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,11 @@ if TYPE_CHECKING:
     from accelerate import PartialState
 
 logger = logging.getLogger(__name__)
+
+# How long processes may wait for another in a collective. The others do while the main process
+# measures a draft, which outlasts the ten minutes that NCCL waits by default. A process that is
+# lost is found otherwise: by the launcher of its node, and by `recipes.peers` on other nodes.
+TIMEOUT = timedelta(hours=2)
 
 
 def process_count() -> int:
@@ -39,6 +45,16 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def spans_nodes() -> bool:
+    """Whether the launcher of this process started only some of the processes."""
+    return process_count() > 1 and os.environ.get("LOCAL_WORLD_SIZE") != str(process_count())
+
+
+def leads_node() -> bool:
+    """Whether this is the first process of its node."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def join_processes() -> PartialState:
     """Join the processes of this run; call it before models are loaded, to have the right device.
 
@@ -61,9 +77,9 @@ def join_processes() -> PartialState:
     if on_cpu and not launched and get_int_from_env(["MASTER_PORT"], 0):
         _warn_of_one_process()
     if launched and not torch.cuda.is_available():
-        state = PartialState(cpu=not wants_deepspeed, backend="gloo")
+        state = PartialState(cpu=not wants_deepspeed, backend="gloo", timeout=TIMEOUT)
     else:
-        state = PartialState()
+        state = PartialState(timeout=TIMEOUT)
     # Accelerate would drop DeepSpeed later, when it reads ACCELERATE_USE_CPU.
     if wants_deepspeed and (on_cpu or state.distributed_type != DistributedType.DEEPSPEED):
         raise RuntimeError(
