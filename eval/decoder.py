@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ from eval.drafts import DraftTree
 from eval.rounds import Generation, Round
 from eval.runtime.batching import run_together
 from eval.runtime.budget import CostTable, PlannedDrafts, SharedBudget
+from eval.runtime.cuda_graphs import ForwardSizes
 from eval.runtime.engines import Engine
 from eval.runtime.model import CachedModel
 from eval.runtime.model_checks import check_rope, check_trees
@@ -98,6 +101,8 @@ class SpeculativeDecoder:
         self._tree_attention = tree_attention
         self._budget = budget
         self._endless = endless
+        # Of the forwards of the target and of a draft, for `warm_up` on a GPU.
+        self._sizes = ForwardSizes((1,)), ForwardSizes((1, 2))
         self._slots: list[Slot] = []
 
     @classmethod
@@ -157,7 +162,7 @@ class SpeculativeDecoder:
             budget = SharedBudget(costs, packed=cached_target.packs)
 
         def decoder(ends: frozenset[int], endless: SpeculativeDecoder | None) -> SpeculativeDecoder:
-            return cls(
+            made = cls(
                 cached_target,
                 config.sampling,
                 make_drafters(config, cached_drafts, head, ends, budget) if cached_drafts else None,
@@ -168,6 +173,9 @@ class SpeculativeDecoder:
                 budget=budget,
                 endless=endless,
             )
+            if cached_drafts:
+                made._sizes = _forward_sizes(config)
+            return made
 
         return decoder(end_tokens, decoder(frozenset(), None) if budget else None)
 
@@ -267,12 +275,19 @@ class SpeculativeDecoder:
         return [replace(generation, seconds=seconds) for generation in generations]
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Make every graph now that decoding may need (engines other than eager)."""
+    def warm_up(self, length: int = 512) -> None:
+        """Make every graph now that decoding may need (engines other than eager).
+
+        Args:
+            length: tokens of the longest sequence, its prompt included. Only CUDA graphs depend on
+                it: those of longer sequences are made when they are needed.
+        """
         self._refresh_graphs()
         self._target.warm_up([(1, 1), (2, 2)])
+        self._target.prepare(self._sizes[0], length)
         for model in self._drafts:
             model.warm_up([(1, 1), (2, 1)], nodes=(1, 2))
+            model.prepare(self._sizes[1], length)
 
     @torch.inference_mode()
     def measure_costs(self, size: int) -> CostTable:
@@ -464,3 +479,21 @@ class SpeculativeDecoder:
             return target.append(uncached + tree.token_list, len(tree) + 1)
         unrolled = not self._tree_attention
         return target.append_tree(tree.token_list, tree.parent_list, uncached, unrolled=unrolled)
+
+
+def _forward_sizes(config: DecodeConfig) -> tuple[ForwardSizes, ForwardSizes]:
+    """Tokens of the forwards of the target and of a draft, where a draft can have any of them.
+
+    Where end tokens make a tree smaller than its widths, its forwards are not among these.
+    """
+    # After a round the draft reads the last token, or also the one before it.
+    read = (1, 2)
+    if config.drafter == "chain":
+        return ForwardSizes(range(1, config.stop.longest + 2)), ForwardSizes(read)
+    if config.drafter == "dynamic_tree":
+        nodes = range(1, config.nodes + 2)
+        return ForwardSizes((1,), nodes), ForwardSizes(read, nodes)
+    widths = config.widths or (config.paths, *[1] * (config.stop.longest - 1))
+    levels = list(accumulate(widths, mul))
+    scored = [1 + nodes for nodes in accumulate(levels)]
+    return ForwardSizes((1,), scored), ForwardSizes(read, levels[:-1])

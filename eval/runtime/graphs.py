@@ -5,8 +5,9 @@ the matrix library is slow for the handful of rows that a verification has. `Cac
 runs forwards by one of three engines, with the same results but for rounding:
 
 * "eager": the model's own forward;
-* "captured": the forward is traced once with symbolic lengths (`make_fx`) and run as a graph; on a
-  CPU its large matrices are kept a second time in oneDNN's blocked layout;
+* "captured": on a CPU the forward is traced once with symbolic lengths (`make_fx`) and run as a
+  graph, its large matrices kept a second time in oneDNN's blocked layout; on a GPU its kernels are
+  recorded as CUDA graphs (`eval.runtime.cuda_graphs`);
 * "compiled": the captured graph through `torch.compile` (Inductor), which fuses what lies between
   the matrices. It needs a C++ compiler and takes seconds to a minute a model.
 
@@ -17,7 +18,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -64,10 +66,27 @@ def shared_graphs(model: PreTrainedModel, engine: Engine) -> ForwardGraphs:
     if engine not in ENGINES:
         raise ConfigError(f"unknown engine {engine!r}; choose from {', '.join(ENGINES)}")
     by_engine = _SHARED.setdefault(model, {})
-    versions = [(weight.data_ptr(), weight._version) for weight in model.parameters()]
+    versions = weight_versions(model)
     if engine not in by_engine or by_engine[engine].versions != versions:
         by_engine[engine] = ForwardGraphs(model, versions, compiled=engine == "compiled")
     return by_engine[engine]
+
+
+def weight_versions(model: PreTrainedModel) -> WeightVersions:
+    """What tells that a model's weights have changed."""
+    return [(weight.data_ptr(), weight._version) for weight in model.parameters()]
+
+
+def check_capturable(model: PreTrainedModel) -> None:
+    """Raise ConfigError for a model whose forward cannot be a graph: see `ForwardGraphs`."""
+    if rope := length_dependent_rope(model):
+        # A graph would keep the frequencies of one length.
+        raise ConfigError(
+            f"{model.config.model_type} has a rope that depends on the length of the sequence "
+            f"({rope}), so it cannot be captured: use engine 'eager'"
+        )
+    if len({weight.device for weight in model.parameters()}) > 1:
+        raise ConfigError("a model spread over devices cannot be captured: use engine 'eager'")
 
 
 class _GraphKind(NamedTuple):
@@ -105,14 +124,7 @@ class ForwardGraphs:
         self._compiled = compiled
         self._prepacker = Prepacker()
         self._graphs: dict[_GraphKind, Graph] = {}
-        if rope := length_dependent_rope(model):
-            # A graph would keep the frequencies of one length.
-            raise ConfigError(
-                f"{model.config.model_type} has a rope that depends on the length of the sequence "
-                f"({rope}), so it cannot be captured: use engine 'eager'"
-            )
-        if len({weight.device for weight in model.parameters()}) > 1:
-            raise ConfigError("a model spread over devices cannot be captured: use engine 'eager'")
+        check_capturable(model)
 
     def __call__(
         self,
@@ -168,35 +180,47 @@ class ForwardGraphs:
         """Make the graph of a kind, and compare it with the eager forward on the given inputs."""
         model = self._model()
         assert model is not None
-        forward = _eager_forward(model, kind.masked, kind.last)
-        try:
+        forward = eager_forward(model, kind.masked, kind.last)
+        with refusing_capture(model):
             examples = _examples(inputs, kind.masked)
             graph = self._trace(model, forward, examples, compiled=kind.compiled)
             # Either may run first: both write the same keys and values to the same positions.
             expected, actual = forward(*inputs)[0], graph(*inputs)[0]
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, LookupError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"the forward of {model.config.model_type} cannot be captured ({error}): use "
-                "engine 'eager'"
-            ) from error
-        # A draft with a reduced vocabulary has logits of -inf, which both must have alike.
-        outside = expected.isneginf()
-        same = torch.equal(outside, actual.isneginf())
-        expected, actual = (logits.masked_fill(outside, 0.0) for logits in (expected, actual))
-        # Logits of a padding token may all be 0.
-        scale = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
-        gap = float((expected - actual).abs().max() / scale) if same else math.inf
-        if not gap < TOLERANCE[expected.dtype]:
-            raise ConfigError(
-                f"the captured forward of {model.config.model_type} differs from the eager one by "
-                f"{gap:.1e} of the largest logit: use engine 'eager', and report it"
-            )
+        check_same_logits(model, expected, actual)
         return graph
 
 
-def _eager_forward(model: PreTrainedModel, masked: bool, last: bool) -> Graph:
+@contextmanager
+def refusing_capture(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, what goes wrong while a graph is made is raised as ConfigError, memory apart."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the forward of {model.config.model_type} cannot be captured ({error}): use "
+            "engine 'eager'"
+        ) from error
+
+
+def check_same_logits(model: PreTrainedModel, expected: Tensor, actual: Tensor) -> None:
+    """Raise ConfigError if a graph's logits differ from the eager ones by more than rounding."""
+    # A draft with a reduced vocabulary has logits of -inf, which both must have alike.
+    outside = expected.isneginf()
+    same = torch.equal(outside, actual.isneginf())
+    expected, actual = (logits.masked_fill(outside, 0.0) for logits in (expected, actual))
+    # Logits of a padding token may all be 0.
+    scale = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
+    gap = float((expected - actual).abs().max() / scale) if same else math.inf
+    if not gap < TOLERANCE[expected.dtype]:
+        raise ConfigError(
+            f"the captured forward of {model.config.model_type} differs from the eager one by "
+            f"{gap:.1e} of the largest logit: use engine 'eager', and report it"
+        )
+
+
+def eager_forward(model: PreTrainedModel, masked: bool, last: bool) -> Graph:
     """The model's forward as a function of tensors only."""
 
     def forward(ids: Tensor, positions: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
