@@ -254,6 +254,11 @@ class DistilConfig(Config):
         description="the weights that become the draft: the best by expected tokens a round, of "
         "those measured, or the last",
     )
+    shard_teacher: bool = Field(
+        False,
+        description="keep a part of the target in each process, not a whole copy, where a launcher "
+        "starts several",
+    )
     report_to: list[Reporter] | None = Field(
         None,
         description="where losses are reported, by the Trainer's names; [] is nowhere (default: "
@@ -272,7 +277,7 @@ class DistilConfig(Config):
 
     def decisive(self) -> dict[str, Any]:
         """The settings that the draft depends on, as JSON values."""
-        return self.model_dump(mode="json", exclude={"report_to"})
+        return self.model_dump(mode="json", exclude={"report_to", "shard_teacher"})
 
 
 class ToyPairConfig(Config):

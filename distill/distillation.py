@@ -7,6 +7,7 @@ only, between the very distributions that serving will compare.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 from collections.abc import Mapping
@@ -46,11 +47,14 @@ from specdata.errors import TrainingDivergedError
 from specdata.history import History, Measurement
 from specdata.model_folder import copy_tokenizer
 from specdata.models import load_generation, load_model, load_tokenizer
-from specdata.processes import join_processes
+from specdata.processes import join_processes, process_count
 from specdata.sampling import SamplingConfig
+from specdata.sharded import check_shardable, load_sharded
 from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings, defaults_of
 from specdata.vocabulary import check_shared_vocabulary
+
+logger = logging.getLogger(__name__)
 
 SETTINGS_FILE = "training.json"
 RESULT_FILE = "distillation.json"
@@ -147,11 +151,11 @@ def distil(
     configs = {"target": load_generation(str(target))[0], "draft": load_generation(str(draft))[0]}
     check_context(configs, fit.rollouts, dev)
     # Before any training arguments exist, or ZeRO-3 would split the frozen teacher too.
-    teacher = load_model(str(target), dtype=teacher_dtype)
+    teacher = _load_teacher(str(target), teacher_dtype, config)
     student = load_student(str(draft), config.lora, seed=seed)
     plain = load_plain(str(draft), config.lora)
     held_out = HeldOut(teacher, dev, sampling, watched=config.eval_rollouts)
-    before = held_out.measure(base_of(plain)) if state.is_main_process else None
+    before = _measured(held_out, plain)
 
     history = History(kept_step=0)
     if config.epochs > 0:
@@ -161,10 +165,8 @@ def distil(
         history, weights = _trained(trainer, plain, held_out, config, settings)
         if state.is_main_process:
             set_weights(plain, weights)
-    after = None
     plain = merged(plain)
-    if state.is_main_process:
-        after = held_out.measure(plain, step=history.kept_step or 0)
+    after = _measured(held_out, plain, step=history.kept_step or 0)
     (after,) = broadcast_object_list([after])
     assert after is not None
     if not math.isfinite(after.overall.acceptance):
@@ -181,6 +183,30 @@ def distil(
     return _stored(out)
 
 
+def _load_teacher(target: str, dtype: str, config: DistilConfig) -> PreTrainedModel:
+    """The frozen target: a whole copy in this process, or its part of one."""
+    if not config.shard_teacher:
+        return load_model(target, dtype=dtype)
+    check_shardable(target)
+    if process_count() == 1:
+        logger.warning(
+            "draft.shard_teacher keeps the whole target here, in one process: launch several, such "
+            "as with launch/multi_gpu.yaml, to have it in parts"
+        )
+        return load_model(target, dtype=dtype)
+    return load_sharded(target, dtype=dtype)
+
+
+def _measured(
+    held_out: HeldOut, plain: PreTrainedModel, *, step: int = 0, watched_only: bool = False
+) -> Measurement | None:
+    """Measure a draft on the main process; None on others, which only run a target in parts."""
+    if join_processes().is_main_process:
+        return held_out.measure(base_of(plain), step=step, watched_only=watched_only)
+    held_out.attend(watched_only=watched_only)
+    return None
+
+
 def _trained(
     trainer: Trainer,
     plain: PreTrainedModel,
@@ -191,10 +217,10 @@ def _trained(
     """Train; return what is known of it, and the weights to keep (on the main process)."""
     work, label = Path(trainer.args.output_dir), "distilling the draft"
 
-    def measure(weights: Weights | None, step: int) -> Measurement:
-        if weights is not None:
+    def measure(weights: Weights | None, step: int) -> Measurement | None:
+        if weights is not None and trainer.is_world_process_zero():
             set_weights(plain, weights)
-        return held_out.measure(base_of(plain), step=step, watched_only=True)
+        return _measured(held_out, plain, step=step, watched_only=True)
 
     watch = Watch(
         trainer,

@@ -19,6 +19,7 @@ from specdata.lm_head import LMHead, find_lm_head
 from specdata.models import check_length
 from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.sampling import SamplingConfig
+from specdata.sharded import is_sharded
 from specdata.target_states import has_states, stored_states, without_states
 
 DRAFTED = (4, 8)
@@ -160,6 +161,18 @@ class HeldOut:
             sets=_of_sets(values, sets),
             by_position=_of_places(values[:, 0], places),
         )
+
+    @torch.inference_mode()
+    def attend(self, *, watched_only: bool = False) -> None:
+        """Take part in what another process measures: a target in parts is run by all of them.
+
+        Args:
+            watched_only: as the other one calls `measure`.
+        """
+        if is_sharded(self._target.model):
+            batches = self._batches[: self._watched] if watched_only else self._batches
+            for index, batch in enumerate(batches):
+                self._target_states(index, batch)
 
     def _values(self, index: int, batch: _Batch, draft: LMHead) -> Tensor:
         """(N, C) values of COLUMNS at a batch's positions, float64 on the CPU."""

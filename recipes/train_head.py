@@ -25,9 +25,9 @@ from recipes.layout import (
 )
 from recipes.next_steps import after_head
 from recipes.recipe import Recipe
-from recipes.run import Stage, need, run_stage, say
+from recipes.run import Stage, made_as_asked, need, run_stage, say
 from specdata.errors import ConfigError
-from specdata.processes import is_main
+from specdata.processes import is_main, refuse_fsdp
 from specdata.storage.files import fingerprint
 from specdata.storage.resume import differences
 from specdata.terminal import TokenProgress, progress
@@ -47,6 +47,8 @@ def stages(config: PipelineConfig) -> list[Stage]:
 def main(config: PipelineConfig) -> dict[str, Any]:
     """Label, train, and print how well the head predicts held-out labels."""
     labels, head = stages(config)
+    if not made_as_asked(head):
+        refuse_fsdp("training a head")
     need(folder(config, "rollouts"), "make_rollouts.py")
     if config.draft:
         need(folder(config, "draft"), "train_draft.py")
