@@ -28,6 +28,7 @@ from specdata.gguf_file import is_gguf
 from specdata.hub import hub_source
 from specdata.loading import Loading, check_bits
 from specdata.models import load_model
+from specdata.processes import is_fsdp
 from specdata.seeds import seed_for
 
 ADAPTER = ".lora_"
@@ -53,6 +54,11 @@ def load_student(name: str, lora: LoraConfig | None, *, seed: int) -> PreTrained
     if lora is None:
         return load_model(name)
     check_bits(lora.bits, "draft.lora.bits", name)
+    if lora.bits and is_fsdp():
+        raise ConfigError(
+            f"draft.lora.bits: {lora.bits} stores weights that FSDP2 cannot divide: launch with "
+            "another profile, or leave bits out"
+        )
     model = load_model(name, load=Loading(bits=lora.bits))
     if lora.bits:
         # Checkpointing of activations is the Trainer's, which needs no help from PEFT.
@@ -91,9 +97,9 @@ def load_plain(name: str, lora: LoraConfig | None) -> PreTrainedModel:
 def trained_weights(trainer: Trainer) -> dict[str, Tensor]:
     """The weights that a trainer trains: all, or those of adapters alone.
 
-    All processes must call this together; under ZeRO-3 the main process alone gets them.
+    All processes must call this together; under ZeRO-3 and FSDP2 the main process alone gets them.
     """
-    # DeepSpeed gathers what is in parts in the main process, and gives the others None.
+    # DeepSpeed and FSDP2 gather what is in parts in the main process, and give the others nothing.
     weights: dict[str, Tensor] = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
     if not isinstance(trainer.accelerator.unwrap_model(trainer.model), peft.PeftModel):
         return weights

@@ -91,7 +91,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     def __init__(
         self,
         trainer: Trainer,
-        measure: Callable[[Weights | None, int], Measurement],
+        measure: Callable[[Weights | None, int], Measurement | None],
         *,
         every: int,
         keep: Literal["best", "last"],
@@ -102,8 +102,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
         Args:
             trainer: the one that this is a callback of.
-            measure: weights and their step -> their figures; called on the main process only, with
-                None for the weights that training starts from.
+            measure: weights and their step -> their figures on the main process, None elsewhere;
+                called with None for the weights that training starts from.
             every: steps between measurements.
             keep: whether to store the best weights.
             label: of the training, in errors.
@@ -139,7 +139,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         # All processes take part where each holds only a share of the weights.
         weights = trained_weights(self.trainer)
         main, step = state.is_world_process_zero, state.global_step
-        mine = self.measure(weights if step else None, step) if main else None
+        mine = self.measure(weights if step else None, step)
         (measured,) = broadcast_object_list([mine])
         assert measured is not None
         if not math.isfinite(score(measured)):

@@ -49,7 +49,7 @@ def chunked_loss(
 ) -> Tensor:
     """Return the sum of a loss over positions; its gradient reaches the states and the output.
 
-    Under ZeRO-3 and DDP it must be called inside the forward of the engine's module.
+    Under ZeRO-3, FSDP2 and DDP it must be called inside the forward of the engine's module.
 
     Args:
         states: (n, H) of the draft, or (n, V) logits if `head.embedding` is None.
@@ -74,15 +74,16 @@ def chunked_loss(
         logits = head.logits if linear is None else partial(_linear_logits, head, linear)
         parts = (loss(logits(states[chunk]), chunk) for chunk in chunks(states, size))
         return sum(parts, _zero(states))
-    trained = [] if head.embedding is None else _trained(head.embedding)
 
     def summed(given: Tensor) -> Tensor:
+        # Not before: FSDP2 has the whole parameters only here.
+        trained = [] if head.embedding is None else _trained(head.embedding)
         total: Tensor = _Chunked.apply(given, head, linear, loss, size, *trained)  # type: ignore[no-untyped-call]
         return total
 
     if head.embedding is None:
         return summed(states)
-    # ZeRO-3 has an output matrix at hand in the forward and backward of the embedding alone.
+    # ZeRO-3 and FSDP2 have an output matrix at hand in the embedding's forward and backward alone.
     return inside_forward(head.embedding, head.embedding, summed, states)
 
 
@@ -91,8 +92,8 @@ def inside_forward(
 ) -> T:
     """Do some work as the forward of a module, so that an engine around it prepares for it.
 
-    DDP and ZeRO-3 act in the forward of what they wrap, and the loss calls parts of the model
-    alone. TRL's trainers do the same.
+    DDP, ZeRO-3 and FSDP2 act in the forward of what they wrap, and the loss calls parts of the
+    model alone. TRL's trainers do the same.
 
     Args:
         model: `inner`, or what an engine made of it.
@@ -197,8 +198,8 @@ def _by_autograd(
 def _logits(head: LMHead, states: Tensor) -> Tensor:
     """As `head.logits`, inside the embedding's own forward.
 
-    Its hooks are passed by: those of ZeRO-3 exchange weights between processes, and each process
-    has its own number of chunks.
+    Its hooks are passed by: those of ZeRO-3 and FSDP2 exchange weights between processes, and each
+    process has its own number of chunks.
     """
     if head.embedding is None:
         return states

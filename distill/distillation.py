@@ -7,6 +7,7 @@ only, between the very distributions that serving will compare.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 from collections.abc import Mapping
@@ -48,11 +49,14 @@ from specdata.labels.top_logits import KeptLogits, TopLogitDistributions, check_
 from specdata.loading import ONE_DEVICE, Loading
 from specdata.model_folder import copy_tokenizer
 from specdata.models import load_generation, load_model, load_tokenizer
-from specdata.processes import join_processes
+from specdata.processes import join_processes, process_count
 from specdata.sampling import SamplingConfig
+from specdata.sharded import check_shardable, load_sharded
 from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings, defaults_of
 from specdata.vocabulary import check_shared_vocabulary
+
+logger = logging.getLogger(__name__)
 
 SETTINGS_FILE = "training.json"
 RESULT_FILE = "distillation.json"
@@ -165,11 +169,11 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     if kept:
         teacher, measured = _known(kept, config, sampling, fit.rollouts, dev)
     else:
-        teacher = measured = load_model(str(target), load=teacher_load)
+        teacher = measured = _load_teacher(str(target), teacher_load, config)
     student = load_student(str(draft), config.lora, seed=seed)
     plain = load_plain(str(draft), config.lora)
     held_out = HeldOut(measured, dev, sampling, watched=config.eval_rollouts)
-    before = held_out.measure(base_of(plain)) if state.is_main_process else None
+    before = _measured(held_out, plain)
 
     history = History(kept_step=0)
     if config.epochs > 0:
@@ -179,10 +183,8 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
         history, weights = _trained(trainer, plain, held_out, config, settings)
         if state.is_main_process:
             set_weights(plain, weights)
-    after = None
     plain = merged(plain)
-    if state.is_main_process:
-        after = held_out.measure(plain, step=history.kept_step or 0)
+    after = _measured(held_out, plain, step=history.kept_step or 0)
     (after,) = broadcast_object_list([after])
     _check_finite(after, out, config, settings)
     if before is not None:
@@ -222,6 +224,30 @@ def _known(
     return learnt, known
 
 
+def _load_teacher(target: str, load: Loading, config: DistilConfig) -> PreTrainedModel:
+    """The frozen target: a whole copy in this process, or its part of one."""
+    if not config.shard_teacher:
+        return load_model(target, load=load)
+    check_shardable(target)
+    if process_count() == 1:
+        logger.warning(
+            "draft.shard_teacher keeps the whole target here, in one process: launch several, such "
+            "as with launch/multi_gpu.yaml, to have it in parts"
+        )
+        return load_model(target, load=load)
+    return load_sharded(target, dtype=load.dtype or "float32")
+
+
+def _measured(
+    held_out: HeldOut, plain: PreTrainedModel, *, step: int = 0, watched_only: bool = False
+) -> Measurement | None:
+    """Measure a draft on the main process; None on others, which only run a target in parts."""
+    if join_processes().is_main_process:
+        return held_out.measure(base_of(plain), step=step, watched_only=watched_only)
+    held_out.attend(watched_only=watched_only)
+    return None
+
+
 def _trained(
     trainer: Trainer,
     plain: PreTrainedModel,
@@ -232,10 +258,10 @@ def _trained(
     """Train; return what is known of it, and the weights to keep (on the main process)."""
     work, label = Path(trainer.args.output_dir), "distilling the draft"
 
-    def measure(weights: Weights | None, step: int) -> Measurement:
-        if weights is not None:
+    def measure(weights: Weights | None, step: int) -> Measurement | None:
+        if weights is not None and trainer.is_world_process_zero():
             set_weights(plain, weights)
-        return held_out.measure(base_of(plain), step=step, watched_only=True)
+        return _measured(held_out, plain, step=step, watched_only=True)
 
     watch = Watch(
         trainer,

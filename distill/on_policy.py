@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from distill.batches import IGNORED, Row, collate
 from distill.config import OnPolicyConfig
+from specdata.processes import is_fsdp
 from specdata.rollouts.backend import sample_batch
 from specdata.sampling import SamplingConfig
 from specdata.seeds import generator_for
@@ -183,13 +184,14 @@ class DraftTexts:
 
 
 def copy_to_write(draft: PreTrainedModel, accelerator: Accelerator) -> PreTrainedModel | None:
-    """A copy of a draft whose weights ZeRO-3 is about to split among processes; None elsewhere.
+    """A copy of a draft whose weights ZeRO-3 or FSDP2 is about to split; None elsewhere.
 
     A draft in parts gathers them at each forward, on all processes together; but one process may
     have more to write than another.
     """
     plugin = accelerator.state.deepspeed_plugin
-    return copy.deepcopy(draft) if plugin is not None and plugin.zero_stage == 3 else None
+    is_split = is_fsdp() or (plugin is not None and plugin.zero_stage == 3)
+    return copy.deepcopy(draft) if is_split else None
 
 
 def whole_draft(draft: PreTrainedModel, duplicate: PreTrainedModel | None) -> PreTrainedModel:
@@ -203,9 +205,14 @@ def whole_draft(draft: PreTrainedModel, duplicate: PreTrainedModel | None) -> Pr
     """
     if duplicate is None:
         return draft
+    weights = list(draft.parameters())
+    if is_fsdp():
+        with torch.no_grad():
+            for old, new in zip(duplicate.parameters(), weights, strict=True):
+                old.copy_(new.full_tensor())
+        return duplicate
     import deepspeed
 
-    weights = list(draft.parameters())
     with deepspeed.zero.GatheredParameters(weights), torch.no_grad():
         for old, new in zip(duplicate.parameters(), weights, strict=True):
             old.copy_(new)

@@ -10,7 +10,7 @@ training, so nothing is to be stored for a killed run to go on. Rollouts that ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from distill.batches import IGNORED, collate
 from distill.chunked import chunks, positions_at_once
 from specdata.labels.labeller import by_length, tokens_at_once
 from specdata.lm_head import find_lm_head
+from specdata.sharded import is_sharded, most
 from specdata.target_states import has_states, stored_states
 
 KEPT_BYTES = 1 << 30
@@ -92,6 +93,7 @@ class Teacher:
             propose, None without a `part`.
         """
         examples, device = batch["examples"].tolist(), batch["labels"].device
+        idle = self._idle_forwards(examples)
         parts: dict[int, Tensor] = {}
         rests: dict[int, Tensor] = {}
         for row, example in enumerate(examples):
@@ -105,10 +107,31 @@ class Teacher:
             parts |= dict(zip(others, self._read(batch, chosen), strict=True))
             if self.part is not None:
                 rests |= {row: self._rest_of(parts[row]) for row in others}
+        for _ in range(idle):
+            self._read(_one_token(device), torch.zeros(1, dtype=torch.long, device=device))
         states = torch.cat([parts[row] for row in range(len(examples))])
         if self.part is None:
             return states, None
         return states, torch.cat([rests[row] for row in range(len(examples))])
+
+    def _idle_forwards(self, examples: Sequence[int]) -> int:
+        """Forwards that other processes want and this one does not: a model in parts needs all."""
+        if not is_sharded(self.model):
+            return 0
+        unread = {
+            self._group[example][0]
+            for example in examples
+            if example in self._group and not self._is_known(example)
+        }
+        mine = len(unread) + any(example not in self._group for example in examples)
+        return most(mine, self.model.device) - mine
+
+    def _is_known(self, example: int) -> bool:
+        """Whether what is kept of a rollout takes no forward."""
+        if example in self._kept:
+            return True
+        assert self._rollouts is not None
+        return stored_states(self._rollouts[example], self.head) is not None
 
     def part_logits(self, states: Tensor, rest: Tensor) -> Tensor:
         """(n, H) states and the (n,) rest of them -> (n, N + 1) logits at the temperature."""
@@ -175,3 +198,9 @@ class Teacher:
         ids = batch["input_ids"][rows, :longest]
         states = self.head.trained_states(ids, attention[:, :longest])[:, :-1][chosen]
         return states.split_with_sizes(chosen.sum(dim=1).tolist())
+
+
+def _one_token(device: torch.device) -> dict[str, Tensor]:
+    """A batch that the target reads because others read theirs."""
+    ids = torch.zeros(1, 1, dtype=torch.long, device=device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}

@@ -32,7 +32,7 @@ from specdata.labels.top_logits import TopLogitDistributions
 from specdata.lm_head import find_lm_head
 from specdata.models import end_ids, positions
 from specdata.probability import probabilities, to_vocabulary
-from specdata.processes import join_processes
+from specdata.processes import is_fsdp, join_processes
 from specdata.sampling import SamplingConfig
 from specdata.target_states import has_states
 
@@ -241,10 +241,10 @@ def _optimizer(
     """What `config.optimizer` names; None: the Trainer makes it (AdamW)."""
     if config.optimizer == "adamw":
         return None
-    if join_processes().distributed_type == DistributedType.DEEPSPEED:
+    if join_processes().distributed_type == DistributedType.DEEPSPEED or is_fsdp():
         raise ConfigError(
-            "draft.optimizer muon needs whole matrices, and DeepSpeed divides them: launch without "
-            "DeepSpeed, or set draft.optimizer to adamw"
+            "draft.optimizer muon needs whole matrices, and DeepSpeed and FSDP2 divide them: "
+            "launch without them, or set draft.optimizer to adamw"
         )
     _, layers = decoder_layers(student)
     betas = (arguments.adam_beta1, arguments.adam_beta2)

@@ -41,7 +41,7 @@ from distill.checkpoint import (
 )
 from specdata.errors import ManifestError, TrainingDivergedError
 from specdata.model_folder import add_former_names
-from specdata.processes import join_processes
+from specdata.processes import is_fsdp, join_processes
 from specdata.storage.resume import Settings
 from specdata.terminal import progress
 
@@ -212,6 +212,8 @@ def _no_shard_bars() -> Iterator[None]:
 def _engine() -> str:
     """What can read this run's checkpoints: ZeRO's parts belong to a number of processes."""
     state = join_processes()
+    if is_fsdp():
+        return "FSDP2"
     if state.distributed_type == DistributedType.DEEPSPEED:
         return f"DeepSpeed in {state.num_processes} processes"
     return "PyTorch"

@@ -26,6 +26,7 @@ from specdata.lm_head import LMHead, find_lm_head
 from specdata.models import check_length, device
 from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.sampling import SamplingConfig
+from specdata.sharded import is_sharded
 from specdata.target_states import has_states, stored_states
 
 DRAFTED = (4, 8)
@@ -176,6 +177,18 @@ class HeldOut:
             by_position=_of_places(values[:, 0], places),
         )
 
+    @torch.inference_mode()
+    def attend(self, *, watched_only: bool = False) -> None:
+        """Take part in what another process measures: a target in parts is run by all of them.
+
+        Args:
+            watched_only: as the other one calls `measure`.
+        """
+        if self._target.is_sharded:
+            batches = self._batches[: self._watched] if watched_only else self._batches
+            for index, batch in enumerate(batches):
+                self._target.at(index, batch)
+
     def _values(self, index: int, batch: _Batch, draft: LMHead) -> Tensor:
         """(N, C) values of COLUMNS at a batch's positions, float64 on the CPU."""
         q_states, here = batch.states(draft), self._target.at(index, batch)
@@ -227,6 +240,7 @@ class _ModelTarget:
         self._sampling = sampling
         self._kept: dict[int, Tensor] = {}
         self.vocabulary = head.vocabulary
+        self.is_sharded = is_sharded(head.model)
 
     def at(self, index: int, batch: _Batch) -> _At:
         states = self._states(index, batch)
@@ -258,6 +272,7 @@ class _KeptTarget:
         self._known = known
         self._rows = rows
         self.vocabulary = known.vocabulary
+        self.is_sharded = False
 
     def at(self, _index: int, batch: _Batch) -> _At:
         parts = [

@@ -69,6 +69,10 @@ def check_draft(config: PipelineConfig) -> None:
     check_finetuning(config)
     check_initial(config)
     check_lora(config)
+    if config.draft and config.draft.shard_teacher:
+        from specdata.sharded import check_shardable  # here: it needs torch
+
+        check_shardable(config.models.target)
     if config.draft and config.draft.report_to:
         from distill.reporting import check_reporters  # here: it needs torch
 

@@ -23,6 +23,7 @@ from recipes.layout import all_stages
 from recipes.next_steps import after_pipeline
 from recipes.recipe import Recipe
 from recipes.run import Stage, made_as_asked, say
+from specdata.processes import refuse_fsdp
 
 
 def stages(config: PipelineConfig) -> list[Stage]:
@@ -57,6 +58,8 @@ def check(config: PipelineConfig) -> None:
     """Find before the first stage what would stop a later one. Raises ConfigError."""
     check_evaluation(config)
     publish.check(config)
+    if config.head:
+        refuse_fsdp("training a head")
     if config.toy or config.draft or config.head:
         check_rollouts(config)
         check_training_splits(config)

@@ -28,7 +28,7 @@ from recipes.next_steps import after_head
 from recipes.recipe import Recipe
 from recipes.run import Stage, made_as_asked, need, run_stage, say
 from specdata.errors import ConfigError
-from specdata.processes import is_main
+from specdata.processes import is_main, refuse_fsdp
 from specdata.terminal import TokenProgress, progress
 
 # Width of the AUROC's 95 % interval above which good settings of one head, some of which differ by
@@ -48,6 +48,8 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     labels, head = stages(config)
     if not made_as_asked(labels):
         check_labels_cache(config)
+    if not made_as_asked(head):
+        refuse_fsdp("training a head")
     need(folder(config, "rollouts"), "make_rollouts.py")
     if config.draft:
         need(folder(config, "draft"), "train_draft.py")

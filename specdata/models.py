@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,6 +64,20 @@ def load_model(name: str, *, dtype: str = "float32", load: Loading = ONE_DEVICE)
         model = _of_base(name, base, lambda: load_model(base, dtype=dtype, load=alone))
         return _placed(merge_adapters(model, name, base), name, load).eval()
     model, info = _read(name, DTYPES[dtype], load)
+    check_complete(name, info)
+    return _placed(model, name, load).eval()
+
+
+def check_complete(name: str, info: Mapping[str, Any]) -> None:
+    """Refuse a model without all of its weights.
+
+    Args:
+        name: the model.
+        info: what transformers says of its keys.
+
+    Raises:
+        ConfigError: if some are missing.
+    """
     if missing := sorted(info["missing_keys"]):
         # transformers would fill them with random numbers and only log it.
         remedy = "convert it again" if is_gguf(name) else "save it again with save_pretrained"
@@ -71,7 +85,6 @@ def load_model(name: str, *, dtype: str = "float32", load: Loading = ONE_DEVICE)
             f"the weights of {name!r} do not fit its configuration: {len(missing)} are missing "
             f"(first: {missing[0]}); {remedy}"
         )
-    return _placed(model, name, load).eval()
 
 
 def _read(name: str, dtype: torch.dtype, load: Loading) -> tuple[Any, dict[str, Any]]:
@@ -79,7 +92,7 @@ def _read(name: str, dtype: torch.dtype, load: Loading) -> tuple[Any, dict[str, 
     if is_gguf(name):
         return load_gguf(name, dtype)
     source, revision = hub_source(name)
-    return _from_hub("model", name, lambda: read_model(source, revision, dtype, load))
+    return from_hub("model", name, lambda: read_model(source, revision, dtype, load))
 
 
 def read_model(
@@ -167,7 +180,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if is_gguf(name):
         return load_gguf_tokenizer(name)
     source, revision = hub_source(name)
-    return _from_hub(
+    return from_hub(
         "tokenizer",
         name,
         lambda: AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False),
@@ -230,7 +243,7 @@ def load_configs(name: str) -> tuple[PreTrainedConfig, GenerationConfig]:
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
         return config, _generation(source, revision, config)
 
-    return _from_hub("model configuration", name, load)
+    return from_hub("model configuration", name, load)
 
 
 def positions(config: PreTrainedConfig) -> int:
@@ -328,7 +341,17 @@ def _damaged_weights(name: str) -> str:
     return ""
 
 
-def _from_hub(what: str, name: str, load: Callable[[], T]) -> T:
+def from_hub(what: str, name: str, load: Callable[[], T]) -> T:
+    """Load something that transformers reads, with errors that say what to do.
+
+    Args:
+        what: is loaded, in words.
+        name: folder or Hub id.
+        load: loads it.
+
+    Raises:
+        ConfigError: if it cannot be had.
+    """
     try:
         return load()
     except Exception as error:

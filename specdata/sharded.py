@@ -1,0 +1,110 @@
+"""A frozen model in parts, one in each process: FSDP2, as transformers loads it.
+
+Each process reads its own part of every matrix. In a forward the processes gather one layer after
+another, so all of them must run it, each on rows of its own. The output matrix stays whole once it
+has been used: logits are made of as many states as a process has, a chunk at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from specdata.adapter_folder import base_of_adapters
+from specdata.errors import ConfigError
+from specdata.gguf_file import is_gguf
+from specdata.hub import hub_source
+from specdata.models import DTYPES, check_complete, check_dtype, from_hub
+
+
+def check_shardable(name: str) -> None:
+    """Refuse a model that cannot be read in parts. Raises ConfigError."""
+    kind = None
+    if is_gguf(name):
+        kind = "a GGUF file, whose weights are dequantised"
+    elif base_of_adapters(name):
+        kind = "a folder of adapters, which are merged into their base"
+    if kind is not None:
+        raise ConfigError(
+            f"draft.shard_teacher: {name} is {kind} in whole matrices: save the model with "
+            "save_pretrained and give that, or leave out draft.shard_teacher"
+        )
+
+
+def load_sharded(name: str, *, dtype: str = "float32") -> Any:
+    """Load a frozen causal LM in as many parts as there are processes; all must call this.
+
+    No process holds all of its weights at any time, loading included.
+
+    Args:
+        name: folder or Hub id, as in `specdata.models.load_model`; neither adapters nor GGUF.
+        dtype: precision of the weights.
+
+    Returns:
+        The model, in eval mode, of which every process must run every forward.
+
+    Raises:
+        ConfigError: if it cannot be had, or not in parts.
+    """
+    check_dtype(dtype)
+    check_shardable(name)
+    source, revision = hub_source(name)
+    parts = DistributedConfig(fsdp_size=torch.distributed.get_world_size())
+
+    def load() -> tuple[Any, dict[str, Any]]:
+        return AutoModelForCausalLM.from_pretrained(  # type: ignore[no-any-return]
+            source,
+            dtype=DTYPES[dtype],
+            revision=revision,
+            trust_remote_code=False,
+            output_loading_info=True,
+            distributed_config=parts,
+        )
+
+    model, info = from_hub("model", name, load)
+    check_complete(name, info)
+    _check_parts(model)
+    model.eval().requires_grad_(False)
+    with torch.no_grad():  # not in inference mode, in which buffers could be used in no other
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+    output = model.get_output_embeddings()
+    if isinstance(getattr(output, "weight", None), DTensor):
+        raise _undivided(model, "keeps its output matrix in parts")
+    return model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a model is in parts, so that all processes must run its forwards."""
+    return isinstance(model, FSDPModule)
+
+
+def most(count: int, device: torch.device) -> int:
+    """The largest of the processes' numbers; all must call this together."""
+    largest: Tensor = torch.tensor(count, device=device)
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+    return int(largest)
+
+
+def _check_parts(model: PreTrainedModel) -> None:
+    """Refuse a model that would be gathered as a whole. Raises ConfigError."""
+    layers = [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in _layers(model)]
+    if not layers or not all(isinstance(layer, FSDPModule) for layer in layers):
+        raise _undivided(model, "has no plan that divides its layers")
+
+
+def _layers(model: PreTrainedModel) -> set[str]:
+    """The classes of its layers."""
+    return set(model._no_split_modules or ())
+
+
+def _undivided(model: PreTrainedModel, why: str) -> ConfigError:
+    return ConfigError(
+        f"draft.shard_teacher: transformers {why} for {model.config.model_type}: leave out "
+        "draft.shard_teacher"
+    )

@@ -1,0 +1,332 @@
+"""Drafts that train in parts (FSDP2), and targets in parts beside them, in two processes."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from distill.config import DistilConfig, FinetuneConfig
+from distill.distillation import distil
+from distill.finetune import finetune
+from distill.toy import language_model
+from distill.training import save_model
+from heads.engine import start_accelerator
+from recipes.checks import check_draft
+from recipes.config import PipelineConfig
+from specdata.errors import ConfigError, ManifestError
+from specdata.lm_head import find_lm_head
+from specdata.models import load_model, load_tokenizer
+from specdata.processes import join_processes, leave_processes
+from specdata.sampling import SamplingConfig
+from specdata.sharded import load_sharded, most
+from tests.random_pair import texts_of
+from tests.test_draft_resume import (
+    BASE,
+    ON_CPU,
+    ZERO_2,
+    ZERO_3,
+    assert_same_draft,
+    finish,
+    pair,
+    server,
+    start_two,
+    trained,
+    wait_for_checkpoint,
+)
+
+__all__ = ["pair", "server"]  # fixtures
+FSDP_2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+ENGINES = {"DDP": ON_CPU, "ZeRO-2": ZERO_2, "ZeRO-3": ZERO_3, "FSDP2": FSDP_2}
+# 24 rollouts in batches of 23: of the last batch of an epoch one process has none. What the target
+# says is kept from 3 epochs on; on_policy makes rows that are read all the same, here or there.
+UNEVEN = {"epochs": 3, "batch_size": 23, "eval_steps": 2, "on_policy": {"share": 0.3}}
+SHARDED = {**UNEVEN, "shard_teacher": True}
+
+
+def whole_then_sharded(pair: Path, out: Path) -> None:
+    """Distil twice, with a whole target in each process and with one in parts."""
+    trained(pair, out / "whole", UNEVEN)
+    trained(pair, out / "sharded", SHARDED)
+
+
+def assert_same_up_to_rounding(ours: Path, theirs: Path, start: Path) -> None:
+    """Weights differ by far less than training moved them, in the root mean square."""
+    found, expected, before = (load_file(p / "model.safetensors") for p in (ours, theirs, start))
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert found[name].dtype == weight.dtype
+        moved = (weight - before[name]).square().mean().sqrt()
+        assert (found[name] - weight).square().mean().sqrt() <= moved / 50, name
+
+
+def losses(out: Path) -> list[float]:
+    return [step["loss"] for step in json.loads((out / "history.json").read_text())["steps"]]
+
+
+@pytest.fixture(scope="module")
+def alone(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The draft that one process distils, which knows nothing of parts."""
+    out = tmp_path_factory.mktemp("alone") / "draft"
+    trained(pair, out, UNEVEN)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_target_in_parts_teaches_what_a_whole_one_does(
+    pair: Path, tmp_path: Path, server: ForkServerContext, alone: Path, engine: str
+) -> None:
+    finish(start_two(server, whole_then_sharded, pair, tmp_path, **ENGINES[engine]))
+    ours, theirs = tmp_path / "sharded", tmp_path / "whole"
+    assert losses(ours) == pytest.approx(losses(theirs), abs=1e-6)
+    assert losses(ours) == pytest.approx(losses(alone), abs=1e-4)
+    assert_same_up_to_rounding(ours, theirs, pair / "draft")
+    assert_same_up_to_rounding(ours, alone, pair / "draft")
+    # The field is no setting of the result: the one folder is the other's, finished.
+    assert (ours / "training.json").read_bytes() == (theirs / "training.json").read_bytes()
+
+
+# --- memory
+
+
+def large_target(folder: Path, pair: Path) -> int:
+    """Write a target of some 100 MB; return its bytes."""
+    tokenizer = load_tokenizer(str(pair / "target"))
+    model = language_model(tokenizer, layers=8, width=512, seed=3)
+    save_model(model, folder)
+    tokenizer.save_pretrained(folder)
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@contextmanager
+def peak_memory() -> Iterator[list[int]]:
+    """Yield a list that ends with the most bytes of its own that the process had beyond before.
+
+    Pages of mapped files do not count: they are the system's, and the same ones for all processes.
+    """
+    process, stop, found = psutil.Process(), threading.Event(), [0]
+
+    def own() -> int:
+        memory = process.memory_info()
+        return int(memory.rss - memory.shared)
+
+    before = own()
+
+    def watch() -> None:
+        while not stop.is_set():
+            found[0] = max(found[0], own() - before)
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        stop.set()
+        thread.join()
+
+
+def load_and_compare(target: Path, out: Path) -> None:
+    """Load a target in parts, compare it with the whole one on ids of this process alone."""
+    torch.set_num_threads(1)
+    rank = join_processes().process_index
+    with peak_memory() as peak:
+        model = load_sharded(str(target))
+    held = sum(p._local_tensor.nbytes for p in model.state_dict().values())
+    ids = (torch.arange(20)[None] * (7 + rank)) % model.config.vocab_size
+    with torch.inference_mode():
+        logits = model(input_ids=ids).logits
+        head = find_lm_head(model)
+        states = head.states(ids)
+        for _ in range(1 + 2 * rank):  # as often as a process likes: the matrix is at hand
+            again = head.logits(states)
+    whole = load_model(str(target))
+    expected = whole(input_ids=ids).logits.detach()
+    report = {
+        "peak": peak[0],
+        "held": held,
+        "difference": float((logits - expected).abs().max()),
+        "of states": float((again - expected).abs().max()),
+        "most": most(rank + 4, model.device),
+    }
+    out.with_name(f"{rank}.json").write_text(json.dumps(report))
+    leave_processes()
+
+
+@pytest.mark.slow
+def test_no_process_holds_a_whole_target_in_parts_nor_while_it_loads_it(
+    pair: Path, tmp_path: Path, server: ForkServerContext
+) -> None:
+    size = large_target(tmp_path / "target", pair)
+    finish(start_two(server, load_and_compare, tmp_path / "target", tmp_path / "out", **ON_CPU))
+    reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert sum(report["held"] for report in reports) == size
+    for report in reports:
+        assert report["held"] == pytest.approx(size / 2, rel=0.01)
+        assert 0.4 * size < report["peak"] < 0.8 * size
+        assert report["difference"] <= 1e-5
+        assert report["of states"] <= 1e-5
+        assert report["most"] == 5
+
+
+# --- drafts in parts
+
+
+def tuned_and_adapted(pair: Path, out: Path) -> None:
+    """Fine-tune the draft of a pair, then distil adapters in it."""
+    finetune(
+        target=pair / "target",
+        draft=pair / "draft",
+        rollouts=texts_of(pair, 24, seed=1),
+        out=out / "tuned",
+        config=FinetuneConfig(epochs=1, max_length=256, batch_size=3, learning_rate=5e-3),
+        lora=None,
+        seed=0,
+    )
+    trained(pair, out / "adapted", {**UNEVEN, "lora": {"rank": 4}, "keep": "last"})
+
+
+@pytest.mark.slow
+def test_drafts_in_parts_are_fine_tuned_and_adapted_as_in_one_process(
+    pair: Path, tmp_path: Path, server: ForkServerContext
+) -> None:
+    tuned_and_adapted(pair, tmp_path / "one")
+    finish(start_two(server, tuned_and_adapted, pair, tmp_path / "two", **FSDP_2))
+    assert_same_up_to_rounding(
+        tmp_path / "two" / "tuned", tmp_path / "one" / "tuned", pair / "draft"
+    )
+    ours, theirs, before = (
+        load_file(path / "model.safetensors")
+        for path in (tmp_path / "two" / "adapted", tmp_path / "one" / "adapted", pair / "draft")
+    )
+    for name, weight in theirs.items():  # adapters leave most as it was
+        moved = (weight - before[name]).square().mean().sqrt()
+        assert (ours[name] - weight).square().mean().sqrt() <= moved / 50, name
+
+
+LONG = {**SHARDED, "epochs": 12, "batch_size": 5, "save_steps": 5}
+
+
+@pytest.mark.slow
+def test_a_killed_training_in_parts_goes_on_in_parts_alone_and_ends_in_the_same_weights(
+    pair: Path, tmp_path: Path, server: ForkServerContext
+) -> None:
+    finish(start_two(server, trained, pair, tmp_path / "whole", LONG, **FSDP_2))
+    out, work = tmp_path / "out", tmp_path / "out.training"
+    processes = start_two(server, trained, pair, out, LONG, **FSDP_2)
+    wait_for_checkpoint(work, lambda: all(process.is_alive() for process in processes))
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+    assert not out.exists()
+    with pytest.raises(ManifestError, match="written under FSDP2 and cannot be read under PyTorch"):
+        trained(pair, out, LONG)
+    finish(start_two(server, trained, pair, out, LONG, **FSDP_2))
+    assert_same_draft(out, tmp_path / "whole")
+
+
+# --- refusals
+
+
+def test_one_process_keeps_the_target_whole_and_says_so(
+    pair: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    short = {"epochs": 1, "batch_size": 24}
+    trained(pair, tmp_path / "whole", short)
+    assert not caplog.records
+    trained(pair, tmp_path / "one", {**short, "shard_teacher": True})
+    assert "draft.shard_teacher keeps the whole target here, in one process" in caplog.text
+    assert_same_draft(tmp_path / "one", tmp_path / "whole")
+
+
+def test_a_target_that_cannot_be_read_in_parts_is_refused(pair: Path, tmp_path: Path) -> None:
+    gguf, adapters = tmp_path / "target.gguf", tmp_path / "adapters"
+    gguf.write_bytes(b"GGUF")
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(pair / "target"), "peft_type": "LORA"})
+    )
+    for name, kind in ((gguf, "a GGUF file"), (adapters, "a folder of adapters")):
+        message = f"draft.shard_teacher: {name} is {kind}"
+        with pytest.raises(ConfigError, match=message):
+            load_sharded(str(name))
+        models = {"target": str(name), "draft": str(pair / "draft")}
+        sets = [{"name": "maths", "split": split, "count": 2} for split in ("train", "dev")]
+        config = PipelineConfig(
+            models=models, rollouts={"sets": sets}, draft={"shard_teacher": True}, toy=None
+        )
+        with pytest.raises(ConfigError, match=message):
+            check_draft(config)
+
+
+def without_plan(folder: Path) -> None:
+    join_processes()
+    with pytest.raises(ConfigError, match="no plan that divides its layers for gpt2"):
+        load_sharded(str(folder))
+    leave_processes()
+
+
+@pytest.mark.slow
+def test_a_family_that_would_be_gathered_as_a_whole_is_refused(
+    tmp_path: Path, server: ForkServerContext
+) -> None:
+    config = GPT2Config(vocab_size=40, n_embd=8, n_layer=2, n_head=2, n_positions=32)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    finish(start_two(server, without_plan, tmp_path, **ON_CPU))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"FSDP_VERSION": "1"}, "fsdp_version must be 2, got 1"),
+        (
+            {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"},
+            "fsdp_state_dict_type must be FULL_STATE_DICT, got SHARDED_STATE_DICT",
+        ),
+        (
+            {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
+            "fsdp_cpu_ram_efficient_loading must be false, got true",
+        ),
+    ],
+)
+def test_other_settings_of_fsdp_are_refused_and_so_are_heads(
+    pair: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, str],
+    message: str,
+) -> None:
+    for name, value in {**FSDP_2, **changes}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        distil(
+            target=pair / "target",
+            draft=pair / "draft",
+            train=texts_of(pair, 4, seed=1),
+            dev=texts_of(pair, 2, seed=2),
+            out=tmp_path / "out",
+            config=DistilConfig(**BASE),
+            sampling=SamplingConfig(),
+            seed=0,
+        )
+    with pytest.raises(ConfigError, match="which training a head does not"):
+        start_accelerator()
