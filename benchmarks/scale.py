@@ -331,16 +331,35 @@ def memory(profiles: Sequence[str]) -> list[dict[str, Any]]:
                 for each in stage_memory.cases(folder, "draft", launcher=launcher(profile))
             ]
             mine = [each for each in records if each["profile"] == profile]
-            print(
-                f"{profile:<8} "
-                + ", ".join(
-                    f"{each['peak_mib']:.0f} MiB (planned {each['planned_mib']:.0f})"
-                    for each in mine
-                )
-                + f" in each of {len(mine)} processes",
-                flush=True,
-            )
+            print(memory_line(profile, mine), flush=True)
     return records
+
+
+def memory_line(profile: str, records: Sequence[Mapping[str, Any]]) -> str:
+    """What is printed of the memory of distillation under a profile."""
+    most = max(each["peak_mib"] for each in records)
+    planned = max(each["planned_mib"] for each in records)
+    parts: Mapping[str, float] = records[0]["parts_mib"]
+    trained = ("weights in training", "gradients", "optimizer", "gradient bucket")
+    student = sum(size for name, size in parts.items() if name in trained)
+    return (
+        f"{profile:<8} {len(records)} x {most:5.0f} MiB at most, {planned:5.0f} as planned: "
+        f"teacher {parts['target']:.0f}, student {student:.0f}, all else "
+        f"{planned - parts['target'] - student:.0f}"
+    )
+
+
+def lines(report: Mapping[str, Any]) -> list[str]:
+    """What a report says, as it was printed when it was made."""
+    speed, records = report["speed"], report["memory"]
+    profiles = dict.fromkeys(each["profile"] for each in records)
+    return [
+        *(line(stage, speed[stage]) for stage in STAGES if stage in speed),
+        *(
+            memory_line(profile, [each for each in records if each["profile"] == profile])
+            for profile in profiles
+        ),
+    ]
 
 
 def launcher(profile: str) -> list[str]:
@@ -365,8 +384,12 @@ def main() -> None:
     parser.add_argument("--profiles", nargs="*", choices=PROFILES, default=PROFILES)
     parser.add_argument("--small", action="store_true", help="little of each, to try it")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/scale.json"))
+    parser.add_argument("--show", type=Path, help="print what a file of --out says, and stop")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.show:
+        print("\n".join(lines(json.loads(options.show.read_text("utf-8")))))
+        return
     if options.small:
         globals().update(SMALL)
     if options.serve:
