@@ -8,7 +8,8 @@ second of rollouts, labels, distillation and head training, in processes of one 
 them are started and work once before anything is timed, and models are loaded before the clock
 starts; what starting takes is given, too. Then one process and two take turns (1, 2, 1, 2, ...). A
 speed is the median over the repeats with its least and most; the second process's gain is the
-median of the ratios of neighbours. Tokens are those of completions that were written or labelled,
+median of the ratios of neighbours. Processor seconds of all processes tell work that is done twice
+from waiting. Tokens are those of completions that were written or labelled,
 and for trainings those of the rollouts that were learnt from.
 
 Memory, of random weights (`benchmarks/stage_memory.py`, the draft here as large as its target):
@@ -49,6 +50,18 @@ SMALL = {"PROMPTS": 16, "LABELLED": 1, "LEARNT": 16, "HEAD_EPOCHS": (1, 2)}
 
 
 # --- what one process does
+
+
+class Taken:
+    """Seconds of the clock and of this process's processor, from when it is made."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter(), time.process_time()
+
+    def __call__(self) -> dict[str, float]:
+        """Those until now."""
+        wall, cpu = self.began
+        return {"seconds": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
 
 
 def serve(pair: Path, folder: Path) -> None:
@@ -98,10 +111,9 @@ def rollouts(pair: Path, _folder: Path, out: Path) -> dict[str, float]:
     prompts = load_prompts(sets, load_tokenizer(str(pair / "target")), seed=0).prompts
     backend = TransformersBackend(target, SamplingConfig(), NEW_TOKENS, SHARD, seed=0)
     config = RolloutConfig(sets=sets, shard_size=SHARD, max_new_tokens=NEW_TOKENS)
-    begun = time.perf_counter()
+    taken = Taken()
     make_rollouts(backend, prompts, out, config, settings=Settings({}), report=lambda _rows: None)
-    seconds = time.perf_counter() - begun
-    return {"seconds": seconds, "tokens": read_manifest(out)["counts"]["tokens"]}
+    return {**taken(), "tokens": read_manifest(out)["counts"]["tokens"]}
 
 
 def labels(pair: Path, folder: Path, out: Path) -> dict[str, float]:
@@ -124,7 +136,7 @@ def labels(pair: Path, folder: Path, out: Path) -> dict[str, float]:
         ]
     ).cast(stored.features)
     target, draft = (load_model(str(pair / name)) for name in ("target", "draft"))
-    begun = time.perf_counter()
+    taken = Taken()
     make_labels(
         target,
         draft,
@@ -136,8 +148,7 @@ def labels(pair: Path, folder: Path, out: Path) -> dict[str, float]:
         settings=Settings({}),
         report=lambda _rows: None,
     )
-    seconds = time.perf_counter() - begun
-    return {"seconds": seconds, "tokens": read_manifest(out)["counts"]["tokens"]}
+    return {**taken(), "tokens": read_manifest(out)["counts"]["tokens"]}
 
 
 def draft(pair: Path, folder: Path, out: Path) -> dict[str, float]:
@@ -151,15 +162,13 @@ def draft(pair: Path, folder: Path, out: Path) -> dict[str, float]:
     from specdata.storage.dataset import load_stored
 
     class Clock(TrainerCallback):  # type: ignore[misc]
-        """When steps begin and end."""
-
-        began = ended = 0.0
+        """What all steps take."""
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.began = time.perf_counter()
+            self.taken = Taken()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.ended = time.perf_counter()
+            self.found = self.taken()
 
     train = load_stored(folder / "rollouts-0").select(range(LEARNT))
     clock = Clock()
@@ -178,7 +187,7 @@ def draft(pair: Path, folder: Path, out: Path) -> dict[str, float]:
     trainer.add_callback(clock)
     trainer.train()
     tokens = EPOCHS * sum(map(len, train["completion_ids"]))
-    return {"seconds": clock.ended - clock.began, "tokens": tokens}
+    return {**clock.found, "tokens": tokens}
 
 
 def head(pair: Path, folder: Path, out: Path) -> dict[str, float]:
@@ -190,15 +199,16 @@ def head(pair: Path, folder: Path, out: Path) -> dict[str, float]:
 
     rows = load_stored(folder / "labels-0")
     train, dev = rows.select(range(LEARNT)), rows.select(range(LEARNT, LEARNT + 4))
-    model, took = load_model(str(pair / "draft")), []
+    model, found = load_model(str(pair / "draft")), []
     for epochs in HEAD_EPOCHS:
         config = HeadConfig.model_validate({"kind": "immediate", "epochs": epochs})
-        begun = time.perf_counter()
+        taken = Taken()
         train_head(draft=model, train=train, dev=dev, out=out / str(epochs), config=config, seed=0)
-        took.append(time.perf_counter() - begun)
+        found.append(taken())
     passes = HEAD_EPOCHS[1] - HEAD_EPOCHS[0]
     tokens = passes * sum(map(len, train["completion_ids"]))
-    return {"seconds": took[1] - took[0], "tokens": tokens}
+    few, more = found
+    return {**{name: more[name] - few[name] for name in more}, "tokens": tokens}
 
 
 # --- those who ask
@@ -244,13 +254,17 @@ class Processes:
         return found
 
     def work(self, stage: str, out: str) -> dict[str, float]:
-        """Have all do a stage together: seconds of the slowest, and the tokens of all."""
+        """Have all do a stage together: seconds of the slowest, processor seconds of all."""
         for worker in self.workers:
             assert worker.stdin is not None
             worker.stdin.write(json.dumps({"stage": stage, "out": out}) + "\n")
             worker.stdin.flush()
         found = self.answers()
-        return {"seconds": max(each["seconds"] for each in found), "tokens": found[0]["tokens"]}
+        return {
+            "seconds": max(each["seconds"] for each in found),
+            "cpu": sum(each["cpu"] for each in found),
+            "tokens": found[0]["tokens"],
+        }
 
     def end(self) -> None:
         """Close what they read, which ends them."""
@@ -273,12 +287,18 @@ def speeds(pair: Path, stages: Sequence[str], repeats: int, small: bool) -> dict
         found: dict[str, Any] = {"startup_seconds": startup}
         for stage in stages:
             rates: dict[int, list[float]] = {1: [], 2: []}
+            cpu: dict[int, list[float]] = {1: [], 2: []}
             for repeat in range(repeats + 1):
                 for group in groups:
                     done = group.work(stage, f"{stage}-{group.count}-{repeat + 1}")
                     if repeat:  # the first is slow
                         rates[group.count].append(done["tokens"] / done["seconds"])
-            found[stage] = {"tokens": done["tokens"], **scaled(rates)}
+                        cpu[group.count].append(done["cpu"])
+            found[stage] = {
+                "tokens": done["tokens"],
+                **scaled(rates),
+                **{f"cpu_seconds_{count}": spread(each) for count, each in cpu.items()},
+            }
             print(line(stage, found[stage]), flush=True)
         for group in groups:
             group.end()
@@ -302,6 +322,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def line(stage: str, found: Mapping[str, Any]) -> str:
     """What is printed of a stage's speeds."""
     one, two, gain = (found[name] for name in ("processes_1", "processes_2", "gain"))
+    cpu = " and ".join(f"{found[f'cpu_seconds_{count}']['median']:.1f}" for count in (1, 2))
     goal = GOALS.get(stage)
     verdict = (
         "" if goal is None else f"; goal {goal}: {'met' if gain['median'] >= goal else 'MISSED'}"
@@ -310,7 +331,7 @@ def line(stage: str, found: Mapping[str, Any]) -> str:
         f"{stage:<8} {one['median']:8.0f} tokens/s with 1 process "
         f"({one['low']:.0f} to {one['high']:.0f}), {two['median']:8.0f} with 2 "
         f"({two['low']:.0f} to {two['high']:.0f}): {gain['median']:.2f}x "
-        f"({gain['low']:.2f} to {gain['high']:.2f}){verdict}"
+        f"({gain['low']:.2f} to {gain['high']:.2f}); processor seconds {cpu}{verdict}"
     )
 
 
@@ -331,16 +352,35 @@ def memory(profiles: Sequence[str]) -> list[dict[str, Any]]:
                 for each in stage_memory.cases(folder, "draft", launcher=launcher(profile))
             ]
             mine = [each for each in records if each["profile"] == profile]
-            print(
-                f"{profile:<8} "
-                + ", ".join(
-                    f"{each['peak_mib']:.0f} MiB (planned {each['planned_mib']:.0f})"
-                    for each in mine
-                )
-                + f" in each of {len(mine)} processes",
-                flush=True,
-            )
+            print(memory_line(profile, mine), flush=True)
     return records
+
+
+def memory_line(profile: str, records: Sequence[Mapping[str, Any]]) -> str:
+    """What is printed of the memory of distillation under a profile."""
+    most = max(each["peak_mib"] for each in records)
+    planned = max(each["planned_mib"] for each in records)
+    parts: Mapping[str, float] = records[0]["parts_mib"]
+    trained = ("weights in training", "gradients", "optimizer", "gradient bucket")
+    student = sum(size for name, size in parts.items() if name in trained)
+    return (
+        f"{profile:<8} {len(records)} x {most:5.0f} MiB at most, {planned:5.0f} as planned: "
+        f"teacher {parts['target']:.0f}, student {student:.0f}, all else "
+        f"{planned - parts['target'] - student:.0f}"
+    )
+
+
+def lines(report: Mapping[str, Any]) -> list[str]:
+    """What a report says, as it was printed when it was made."""
+    speed, records = report["speed"], report["memory"]
+    profiles = dict.fromkeys(each["profile"] for each in records)
+    return [
+        *(line(stage, speed[stage]) for stage in STAGES if stage in speed),
+        *(
+            memory_line(profile, [each for each in records if each["profile"] == profile])
+            for profile in profiles
+        ),
+    ]
 
 
 def launcher(profile: str) -> list[str]:
@@ -365,8 +405,12 @@ def main() -> None:
     parser.add_argument("--profiles", nargs="*", choices=PROFILES, default=PROFILES)
     parser.add_argument("--small", action="store_true", help="little of each, to try it")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/scale.json"))
+    parser.add_argument("--show", type=Path, help="print what a file of --out says, and stop")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.show:
+        print("\n".join(lines(json.loads(options.show.read_text("utf-8")))))
+        return
     if options.small:
         globals().update(SMALL)
     if options.serve:
