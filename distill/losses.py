@@ -167,7 +167,11 @@ def bucketed(draft_logits: Tensor, kept: Mapping[str, Tensor]) -> tuple[Tensor, 
     """
     wide = draft_logits.to(torch.promote_types(draft_logits.dtype, torch.float32))
     ids = kept["top_ids"].long()
-    tail = wide.scatter(-1, ids, -torch.inf).logsumexp(dim=-1, keepdim=True)
+    others = wide.scatter(-1, ids, -torch.inf)
+    # Where the draft can propose none of them, log of their sum has no gradient.
+    is_empty = others.isneginf().all(dim=-1, keepdim=True)
+    tail = others.masked_fill(is_empty, 0.0).logsumexp(dim=-1, keepdim=True)
+    tail = tail.masked_fill(is_empty, -torch.inf)
     target_logits = torch.cat([kept["top_logits"], kept["rest_logit"]], dim=-1)
     return torch.cat([wide.gather(-1, ids), tail], dim=-1), target_logits.detach()
 

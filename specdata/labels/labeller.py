@@ -67,7 +67,7 @@ class Batch:
 
     @classmethod
     def of(cls, rows: Sequence[Rollout], seed: int, draws: int, device: torch.device) -> Batch:
-        """Pad the rows, and draw the uniforms of each from its own seeds."""
+        """Pad the rows, and draw the uniforms of each from its own seeds; none for 0 draws."""
         ids = [torch.tensor((row["prompt_ids"] + row["completion_ids"])[:-1]) for row in rows]
         lengths = torch.tensor([len(row["completion_ids"]) for row in rows])
         last = torch.tensor([len(tokens) for tokens in ids])
@@ -79,7 +79,9 @@ class Batch:
             pad_sequence(ids, batch_first=True).to(device),
             row.to(device),
             column.to(device),
-            torch.cat([_uniforms(rollout, seed, draws) for rollout in rows]).to(device),
+            torch.cat([_uniforms(rollout, seed, draws) for rollout in rows]).to(device)
+            if draws
+            else torch.empty(len(row), 0, device=device),
         )
 
     def states(self, model: LMHead) -> Tensor:

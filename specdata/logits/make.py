@@ -140,7 +140,7 @@ class ModelLogits:
         return [made[index] for index in range(len(rows))]
 
     def _of_batch(self, rows: Sequence[Rollout]) -> Iterator[Logits]:
-        batch = Batch.of(rows, 0, 1, self.target.model.device)
+        batch = Batch.of(rows, 0, 0, self.target.model.device)
         states = target_states(self.target, batch)
         text = torch.cat([torch.tensor(row["completion_ids"]) for row in rows]).to(states.device)
         step = positions_at_once(states.device, self.vocabulary)

@@ -1,0 +1,406 @@
+"""Distillation from stored logits: the target's own losses and figures, or bounds of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from distill.config import DistilConfig
+from distill.distillation import DistilResult, distil
+from distill.losses import LOSSES, Loss, bucketed
+from distill.trainer import DistilTrainer, draft_trainer
+from distill.watch import HeldOut
+from specdata.config import read_config
+from specdata.draft_vocabulary import reduce_vocabulary
+from specdata.errors import ConfigError
+from specdata.labels.top_logits import KeptLogits, TopLogitDistributions, check_decided
+from specdata.lm_head import find_lm_head
+from specdata.logits.make import ModelLogits
+from specdata.models import load_model
+from specdata.probability import SamplingConfig
+from tests.test_distill import QUICK, assert_same_weights, changed, pair, rollouts
+from tests.test_losses import gradient, random_logits
+from tests.tiny import tiny_llama
+
+__all__ = ["pair"]  # a fixture
+
+NAMES = sorted(LOSSES)
+PLAIN = SamplingConfig()
+ALL = 400  # the pair's vocabulary
+SAMPLERS = {
+    "plain": PLAIN,
+    "top-k": SamplingConfig(temperature=0.7, top_k=5),
+    "top-p": SamplingConfig(top_p=0.1),
+    "greedy": SamplingConfig(temperature=0.0),
+}
+
+
+def columns_of(logits: Tensor, count: int) -> dict[str, Tensor]:
+    """What is kept of logits (n, V), in their own precision."""
+    values, ids = logits.sort(dim=-1, descending=True)
+    rest = values[:, count:].logsumexp(dim=-1, keepdim=True)
+    return {"top_ids": ids[:, :count], "top_logits": values[:, :count], "rest_logit": rest}
+
+
+def with_one_bucket(loss: Loss, kept: Mapping[str, Tensor]) -> Loss:
+    """A loss on the kept tokens and the tail."""
+
+    def of_all(draft: Tensor, _target: Tensor, mask: Tensor) -> Tensor:
+        return loss(*bucketed(draft, kept), mask)
+
+    return of_all
+
+
+def kept_of(target: PreTrainedModel, rows: Dataset, count: int) -> Dataset:
+    """Rollouts with the columns of stage logits."""
+    head = find_lm_head(target)
+    return Dataset.from_list(ModelLogits(head, min(count, head.vocabulary))(rows.to_list()))  # type: ignore[arg-type]
+
+
+# --- losses
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_where_all_tokens_are_kept_value_and_gradient_are_those_of_the_plain_loss(
+    name: str,
+) -> None:
+    draft, target = random_logits(6, 9, seed=1), random_logits(6, 9, seed=2)
+    kept = columns_of(target, 9)
+    assert bool(kept["rest_logit"].isneginf().all())
+    loss = with_one_bucket(LOSSES[name], kept)
+    ones = torch.ones(6)
+    plain = LOSSES[name](draft, target, ones)
+    torch.testing.assert_close(loss(draft, target, ones), plain, rtol=0.0, atol=1e-14)
+    torch.testing.assert_close(
+        gradient(loss, draft, target), gradient(LOSSES[name], draft, target), rtol=0, atol=1e-14
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_the_loss_is_the_plain_one_of_distributions_in_which_the_tail_is_one_token(
+    name: str, count: int
+) -> None:
+    draft, target = random_logits(6, 9, seed=3), random_logits(6, 9, seed=4)
+    kept, ones = columns_of(target, count), torch.ones(6)
+    p, q = target.softmax(-1), draft.softmax(-1)
+    p, q = (each.gather(-1, target.argsort(dim=-1, descending=True)) for each in (p, q))
+    merged = [torch.cat([x[:, :count], x[:, count:].sum(-1, keepdim=True)], -1) for x in (q, p)]
+    value = with_one_bucket(LOSSES[name], kept)(draft, target, ones)
+    expected = LOSSES[name](merged[0].log(), merged[1].log(), ones)
+    torch.testing.assert_close(value, expected, rtol=0.0, atol=1e-13)
+    if name not in ("tvd++", "lk_hybrid"):  # which hold a weight constant
+        draft.requires_grad_()
+        assert torch.autograd.gradcheck(
+            lambda logits: with_one_bucket(LOSSES[name], kept)(logits, target, ones), draft
+        )
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "lk_hybrid"])
+def test_merging_tokens_never_raises_a_divergence(name: str) -> None:
+    draft, target = random_logits(60, 8, seed=5), random_logits(60, 8, seed=6)
+    for row in range(60):
+        q, p, one = draft[row, None], target[row, None], torch.ones(1)
+        values = [
+            float(with_one_bucket(LOSSES[name], columns_of(p, count))(q, p, one))
+            for count in range(1, 9)
+        ]
+        assert max(a - b for a, b in pairwise(values)) < 1e-12
+        assert values[-1] == pytest.approx(float(LOSSES[name](q, p, one)), abs=1e-12)
+        assert values[0] >= -1e-12
+
+
+def test_the_weight_of_the_hybrid_can_raise_it_where_kl_is_below_tv() -> None:
+    """Why the docstring of `bucketed` does not call it a bound."""
+    p = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64)
+    q = torch.tensor([[0.4, 0.4, 0.2]], dtype=torch.float64)
+    target = p.log()
+    values = [
+        float(with_one_bucket(LOSSES["lk_hybrid"], columns_of(target, n))(q.log(), target, p[:, 0]))
+        for n in (1, 2)
+    ]
+    kl, tv = (float(LOSSES[name](q.log(), target, torch.ones(1))) for name in ("forward_kl", "tv"))
+    assert kl < tv
+    assert values[0] != values[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tail_that_the_draft_cannot_propose_has_a_finite_gradient(name: str) -> None:
+    draft, target = random_logits(5, 9, seed=7), random_logits(5, 9, seed=8)
+    kept = columns_of(target, 4)
+    outside = torch.ones_like(draft, dtype=torch.bool).scatter(-1, kept["top_ids"], False)
+    found = gradient(with_one_bucket(LOSSES[name], kept), draft.masked_fill(outside, -1e38), target)
+    assert bool(found.isfinite().all())
+    narrow = draft.masked_fill(outside, -torch.inf)
+    found = gradient(with_one_bucket(LOSSES[name], kept), narrow, target)
+    assert bool(found.isfinite().all())
+    assert bool((found[outside] == 0).all())
+
+
+# --- the trainer
+
+
+@pytest.fixture(scope="module")
+def models(pair: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
+    return load_model(str(pair / "target")), load_model(str(pair / "draft"))
+
+
+def trainer_of(
+    teacher: PreTrainedModel | TopLogitDistributions,
+    student: PreTrainedModel,
+    rows: Dataset,
+    folder: Path,
+    sampling: SamplingConfig,
+    **settings: object,
+) -> DistilTrainer:
+    config = DistilConfig(batch_size=len(rows), epochs=1, **settings)
+    trainer = draft_trainer(teacher, student, rows, folder / "work", config, sampling, 0)
+    return cast(DistilTrainer, trainer)
+
+
+def value_and_gradients(trainer: DistilTrainer, student: PreTrainedModel) -> list[Tensor]:
+    batch = next(iter(trainer.get_train_dataloader()))
+    found = trainer.compute_loss(student, batch, num_items_in_batch=torch.tensor(50))
+    return [found.detach(), *torch.autograd.grad(found, list(student.parameters()))]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("warp", ["sampler", "raw"])
+@pytest.mark.parametrize("which", SAMPLERS)
+def test_the_trainers_loss_from_kept_logits_is_the_targets_wherever_p_is_known(
+    pair: Path, tmp_path: Path, which: str, warp: str
+) -> None:
+    target, student = load_model(str(pair / "target")), load_model(str(pair / "draft"))
+    sampling, rows = SAMPLERS[which], rollouts(pair, 5, seed=3)
+    compared = sampling if warp == "sampler" else PLAIN
+    # Truncated ones need few logits, the others all.
+    count = 60 if warp == "sampler" and which != "plain" else ALL
+    kept = kept_of(target, rows, count)
+    known = KeptLogits(count, ALL).distributions(compared, bound=True)
+    assert known.is_exact
+    for objective in ("forward_kl", "reverse_kl", "lk_hybrid"):
+        expected, found = (
+            value_and_gradients(
+                trainer_of(
+                    teacher, student, each, tmp_path, sampling, warp=warp, objective=objective
+                ),
+                student,
+            )
+            for teacher, each in ((target, rows), (known, kept))
+        )
+        assert float(expected[0].abs()) > 1e-3
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_cut_rollout_is_learnt_from_its_first_positions(pair: Path, tmp_path: Path) -> None:
+    target, student = load_model(str(pair / "target")), load_model(str(pair / "draft"))
+    rows = rollouts(pair, 3, seed=3)
+    kept = kept_of(target, rows, ALL)
+    shorter = [{**row, "completion_ids": row["completion_ids"][:3]} for row in kept]
+    plain = [{name: row[name] for name in ("prompt_ids", "completion_ids")} for row in shorter]
+    expected, found = (
+        value_and_gradients(
+            trainer_of(teacher, student, Dataset.from_list(each), tmp_path, PLAIN), student
+        )
+        for teacher, each in (
+            (target, plain),
+            (KeptLogits(ALL, ALL).distributions(PLAIN), shorter),
+        )
+    )
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
+
+
+# --- measurements
+
+
+def test_measured_from_all_logits_the_figures_are_the_targets(
+    models: tuple[PreTrainedModel, PreTrainedModel], pair: Path
+) -> None:
+    target, draft = models
+    rows = rollouts(pair, 6, seed=2)
+    for sampling in SAMPLERS.values():
+        kept = kept_of(target, rows, ALL if sampling == PLAIN else 60)
+        known = KeptLogits(ALL if sampling == PLAIN else 60, ALL).distributions(sampling)
+        found = HeldOut(known, kept, sampling).measure(draft).overall
+        expected = HeldOut(target, rows, sampling).measure(draft).overall
+        assert found.acceptance == pytest.approx(expected.acceptance, abs=1e-5)
+        assert found.kl == pytest.approx(expected.kl, abs=1e-4)
+        assert found.expected_tokens == pytest.approx(expected.expected_tokens, abs=1e-4)
+
+
+def test_measured_with_one_bucket_acceptance_and_kl_are_bounds_and_expected_tokens_exact(
+    models: tuple[PreTrainedModel, PreTrainedModel], pair: Path
+) -> None:
+    target, draft = models
+    rows = rollouts(pair, 6, seed=2)
+    expected = HeldOut(target, rows, PLAIN).measure(draft).overall
+    for count in (2, 20):
+        kept = kept_of(target, rows, count)
+        known = KeptLogits(count, ALL).distributions(PLAIN, bound=True)
+        found = HeldOut(known, kept, PLAIN).measure(draft).overall
+        assert found.acceptance > expected.acceptance
+        assert found.kl < expected.kl
+        assert found.expected_tokens == pytest.approx(expected.expected_tokens, abs=1e-4)
+    # Labels with kept logits do not have those of the text's own tokens.
+    without = HeldOut(known, kept.remove_columns("text_logit"), PLAIN).measure(draft).overall
+    assert without.acceptance == found.acceptance
+    assert without.expected_tokens != found.expected_tokens
+
+
+# --- whole distillations
+
+
+def from_kept(
+    folder: Path,
+    pair: Path,
+    target: PreTrainedModel,
+    count: int,
+    config: DistilConfig,
+    sampling: SamplingConfig = PLAIN,
+) -> DistilResult:
+    """A draft distilled beside a target folder that has no weights."""
+    bare = folder / "bare"
+    if not bare.exists():
+        weights = shutil.ignore_patterns("*.safetensors")
+        shutil.copytree(pair / "target", bare, ignore=weights)
+    return distil(
+        target=bare,
+        draft=pair / "draft",
+        train=kept_of(target, rollouts(pair, 48, seed=1), count),
+        dev=kept_of(target, rollouts(pair, 8, seed=2), count),
+        out=folder / f"draft-{count}",
+        config=config,
+        sampling=sampling,
+        seed=0,
+        kept=KeptLogits(count, ALL),
+    )
+
+
+def test_a_draft_from_kept_logits_ends_where_one_beside_its_target_does(
+    pair: Path, models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
+) -> None:
+    config = changed(QUICK, epochs=6)
+    beside = distil(
+        target=pair / "target",
+        draft=pair / "draft",
+        train=rollouts(pair, 48, seed=1),
+        dev=rollouts(pair, 8, seed=2),
+        out=tmp_path / "beside",
+        config=config,
+        sampling=PLAIN,
+        seed=0,
+    )
+    whole = from_kept(tmp_path, pair, models[0], ALL, config)
+    assert whole.acceptance_after == pytest.approx(beside.acceptance_after, abs=1e-3)
+    assert not whole.is_bound
+    part = from_kept(tmp_path, pair, models[0], 128, config)
+    assert part.is_bound
+    assert part.acceptance_after >= part.acceptance_before
+    dev = HeldOut(models[0], rollouts(pair, 8, seed=2), PLAIN)
+    truly = dev.measure(load_model(str(tmp_path / "draft-128"))).overall.acceptance
+    assert truly <= part.acceptance_after
+    gained = beside.acceptance_after - beside.acceptance_before
+    assert truly > beside.acceptance_after - 0.2 * gained
+    # What is finished is read, and other logits are other settings.
+    assert from_kept(tmp_path, pair, models[0], 128, config) == part
+    shutil.move(tmp_path / "draft-128", tmp_path / "draft-127")
+    with pytest.raises(ValueError, match="made with other settings"):
+        from_kept(tmp_path, pair, models[0], 127, config)
+
+
+def test_a_killed_distillation_from_kept_logits_ends_in_the_same_weights(
+    pair: Path,
+    models: tuple[PreTrainedModel, PreTrainedModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from_kept(tmp_path / "whole", pair, models[0], 128, QUICK)
+    compute = DistilTrainer.compute_loss
+
+    def failing(self: DistilTrainer, *args: object, **kwargs: object) -> object:
+        if self.state.global_step == 6:
+            raise OSError("the power is cut")
+        return compute(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DistilTrainer, "compute_loss", failing)
+        with pytest.raises(OSError, match="power"):
+            from_kept(tmp_path / "killed", pair, models[0], 128, QUICK)
+    from_kept(tmp_path / "killed", pair, models[0], 128, QUICK)
+    assert_same_weights(tmp_path / "killed" / "draft-128", tmp_path / "whole" / "draft-128")
+
+
+def test_a_draft_with_a_reduced_vocabulary_learns_from_kept_logits(
+    pair: Path, models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
+) -> None:
+    rows = rollouts(pair, 5, seed=3)
+    kept = kept_of(models[0], rows, 20)
+    student = load_model(str(pair / "draft"))
+    reduce_vocabulary(student, torch.arange(100))
+    known = KeptLogits(20, ALL).distributions(PLAIN, bound=True)
+    found = value_and_gradients(trainer_of(known, student, kept, tmp_path, PLAIN), student)
+    assert all(bool(each.isfinite().all()) for each in found)
+    assert float(found[1].abs().sum()) > 0
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        (SamplingConfig(temperature=0.7), "at temperature 0.7, top_k 0, top_p 1.0: run the target"),
+        (SamplingConfig(top_k=9), "8 kept logits of 400 do not give"),
+        (SamplingConfig(top_p=0.999), r"at \d+ of \d+ positions.*nucleus reaches outside"),
+    ],
+)
+def test_logits_that_do_not_give_what_serving_draws_from_are_refused_before_a_model_is_loaded(
+    pair: Path,
+    models: tuple[PreTrainedModel, PreTrainedModel],
+    tmp_path: Path,
+    sampling: SamplingConfig,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("distill.distillation.load_student", None)  # would not load
+    with pytest.raises(ConfigError, match=message):
+        from_kept(tmp_path, pair, models[0], 8, QUICK, sampling)
+    assert not (tmp_path / "draft-8").exists()
+
+
+def test_raw_losses_are_learnt_at_temperature_1_and_measured_as_served(
+    pair: Path, models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
+) -> None:
+    sampling = SamplingConfig(temperature=0.7, top_k=8)
+    config = changed(QUICK, warp="raw")
+    result = from_kept(tmp_path, pair, models[0], 8, config, sampling)
+    assert not result.is_bound, "as served, eight logits are enough"
+    with pytest.raises(ConfigError, match="8 kept logits of 400 do not give"):
+        from_kept(tmp_path / "b", pair, models[0], 8, config, SamplingConfig(temperature=0.7))
+
+
+def test_texts_of_the_draft_need_the_target() -> None:
+    given = {"cache": "kept", "on_policy": {"share": 0.5}}
+    with pytest.raises(ConfigError, match=r"on_policy.share \(0.5\) has the target read"):
+        read_config(DistilConfig, given)
+
+
+def test_undecided_positions_are_counted_over_all_rows() -> None:
+    target = tiny_llama(3, vocab=40)
+    rows = Dataset.from_list(
+        [{"prompt_ids": [2, 3], "completion_ids": [4 + n, 5, 6]} for n in range(4)]
+    )
+    kept = kept_of(target, rows, 2)
+    known = KeptLogits(2, 40).distributions(SamplingConfig(top_p=0.99))
+    with pytest.raises(ConfigError, match="of 12 positions"):
+        check_decided(kept, known)
+    check_decided(kept, KeptLogits(2, 40).distributions(SamplingConfig(temperature=0.0)))

@@ -1,0 +1,484 @@
+"""Logits from a loopback server, which reads texts with a real model as vLLM and SGLang do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset
+from transformers import PreTrainedModel
+
+from recipes import make_logits, make_rollouts, pipeline, train_draft, train_head
+from specdata.errors import ConfigError
+from specdata.labels.make import load_labels
+from specdata.labels.top_logits import KeptLogits
+from specdata.lm_head import find_lm_head
+from specdata.logits.config import LogitsConfig
+from specdata.logits.make import ModelLogits, Source
+from specdata.logits.make import make_logits as make_dataset
+from specdata.logits.served import ServedLogits, check_lengths
+from specdata.models import load_model
+from specdata.sampling import SamplingConfig
+from specdata.server.client import ServerClient
+from specdata.server.config import ServerConfig
+from specdata.storage.dataset import load_stored
+from specdata.storage.manifest import read_manifest
+from specdata.storage.resume import Settings
+from specdata.storage.schema import TEXT_LOGIT, TOP_LOGITS, Logits, Rollout
+from tests.test_acceptance import rollouts
+from tests.test_sharding import pair, with_train_and_dev
+from tests.test_vllm import complete
+from tests.tiny import tiny_llama
+
+__all__ = ["pair"]  # a fixture
+
+V, N = 40, 6
+Kind = Literal["vllm", "sglang"]
+KINDS: tuple[Kind, ...] = ("vllm", "sglang")
+Edit = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class Server(ThreadingHTTPServer):
+    """Speaks what both do: /v1/models, vLLM's /v1/completions and SGLang's /generate.
+
+    Args:
+        model: what it runs.
+        edit: changes an answer.
+        troubles: statuses to answer first, 0 for none, before anything else.
+        most: log probabilities of a position that vLLM allows.
+    """
+
+    daemon_threads = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        edit: Edit = dict,
+        troubles: tuple[int, ...] = (),
+        most: int = 20,
+    ) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.model, self.edit, self.troubles, self.most = model, edit, list(troubles), most
+        self.bodies: list[dict[str, Any]] = []
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def do_GET(self) -> None:
+        self.answer(200, {"data": [{"id": "served", "max_model_len": 256}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            trouble = self.server.troubles.pop(0) if self.server.troubles else 0
+            self.server.bodies.append(body)
+            if trouble == -1:  # it dies in the middle of an answer
+                self.close_connection = True
+                self.connection.close()
+                return
+            if body.get("prompt_logprobs", 0) > self.server.most:
+                trouble = 400
+            if trouble:
+                self.answer(trouble, {"error": {"message": "greater than max allowed"}})
+                return
+            if self.path == "/generate":
+                answer = by_sglang(self.server.model, body)
+            elif "prompt_logprobs" in body:
+                answer = by_vllm(self.server.model, body)
+            else:
+                answer = complete(self.server.model, body)
+        self.answer(200, self.server.edit(answer))
+
+    def answer(self, status: int, value: dict[str, Any]) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@torch.inference_mode()
+def log_probabilities(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """(T, V) in float32, as servers compute them; row t is after token t."""
+    return model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+
+
+def by_vllm(model: PreTrainedModel, body: dict[str, Any]) -> dict[str, Any]:
+    """Token t under what was read before it: the best ones, and it; null for the first."""
+    ids, count = body["prompt"], body["prompt_logprobs"]
+    rows = log_probabilities(model, ids)
+    found: list[dict[str, Any] | None] = [None]
+    for token, row in zip(ids[1:], rows, strict=False):
+        ranked = row.argsort(descending=True).tolist()
+        wanted = dict.fromkeys([token, *ranked[:count]])
+        found.append(
+            {
+                str(each): {
+                    "logprob": max(float(row[each]), -9999.0),
+                    "rank": ranked.index(each) + 1,
+                    "decoded_token": f"w{each}",
+                }
+                for each in wanted
+            }
+        )
+    choice = {"index": 0, "text": "w3", "finish_reason": "length", "prompt_logprobs": found}
+    choice |= {"token_ids": [3], "prompt_token_ids": ids}
+    return {"id": "cmpl-1", "object": "text_completion", "model": "served", "choices": [choice]}
+
+
+def by_sglang(model: PreTrainedModel, body: dict[str, Any]) -> dict[str, Any]:
+    """From `logprob_start_len` on: (log probability, id, text) of each token, and the best ones."""
+    ids, count, start = body["input_ids"], body["top_logprobs_num"], body["logprob_start_len"]
+    rows = log_probabilities(model, ids)
+    own: list[Any] = [[None, ids[start], None]]
+    top: list[Any] = [None]
+    for place in range(start + 1, len(ids)):
+        row = rows[place - 1]
+        own.append([float(row[ids[place]]), ids[place], None])
+        ranked = row.argsort(descending=True).tolist()[:count]
+        top.append([[float(row[each]), each, None] for each in ranked])
+    meta = {"prompt_tokens": len(ids), "completion_tokens": 1}
+    meta |= {"input_token_logprobs": own, "input_top_logprobs": top}
+    return {"text": "w3", "output_ids": [3], "meta_info": meta}
+
+
+@contextmanager
+def serving(model: PreTrainedModel, **behaviour: Any) -> Iterator[Server]:
+    server = Server(model, **behaviour)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextmanager
+def source(server: Server, kind: Kind, count: int = N, **changes: Any) -> Iterator[ServedLogits]:
+    config = ServerConfig(**{"url": server.url, "concurrency": 3, "retries": 1, **changes})
+    client = ServerClient(config, "logits.server")
+    try:
+        yield ServedLogits(client, kind, "served", count, V)
+    finally:
+        client.close()
+
+
+def target() -> PreTrainedModel:
+    return tiny_llama(4, vocab=V, layers=2)
+
+
+def own(rows: list[Rollout], count: int) -> list[Logits]:
+    """What the model itself says, on the scale of log probabilities."""
+    found = ModelLogits(find_lm_head(target()), count)(rows)
+    for row in found:
+        per = torch.tensor(row["top_logits"]).view(-1, count).double()
+        rest = torch.tensor(row["rest_logit"]).double()
+        total = torch.logaddexp(per.logsumexp(-1), rest)
+        row["top_logits"] = (per - total[:, None]).flatten().tolist()
+        for name in ("rest_logit", "next_logit", "text_logit"):
+            row[name] = (torch.tensor(row[name]) - total).tolist()  # type: ignore[literal-required]
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [N, V])
+def test_a_server_gives_the_logits_of_the_model_that_it_runs(kind: Kind, count: int) -> None:
+    rows = rollouts(9, vocab=V)
+    with serving(target(), most=V) as server, source(server, kind, count) as served:
+        found = served(rows)
+    for ours, theirs in zip(found, own(rows, count), strict=True):
+        assert ours["top_ids"] == theirs["top_ids"]
+        for name in (*TOP_LOGITS.names, *TEXT_LOGIT.names):
+            assert ours[name] == pytest.approx(theirs[name], abs=1e-4), name  # type: ignore[literal-required]
+        assert ours["example_id"] == theirs["example_id"]
+
+
+def test_what_is_sent_asks_for_the_model_s_own_distribution_and_little_else() -> None:
+    rows = rollouts(1, vocab=V)
+    ids = rows[0]["prompt_ids"] + rows[0]["completion_ids"]
+    with serving(target()) as server:
+        for kind in KINDS:
+            with source(server, kind) as served:
+                served(rows)
+        vllm, sglang = server.bodies
+    assert (vllm["prompt"], vllm["prompt_logprobs"], vllm["max_tokens"]) == (ids, N + 1, 1)
+    assert (vllm["temperature"], vllm["top_k"], vllm["top_p"]) == (1.0, 0, 1.0)
+    assert not vllm["add_special_tokens"]
+    assert (sglang["input_ids"], sglang["top_logprobs_num"]) == (ids, N + 1)
+    assert sglang["logprob_start_len"] == len(rows[0]["prompt_ids"]) - 1
+    assert sglang["return_logprob"]
+
+
+def without(key: str) -> Edit:
+    def edit(answer: dict[str, Any]) -> dict[str, Any]:
+        for part in (answer.get("meta_info", {}), *answer.get("choices", [])):
+            part.pop(key, None)
+        return answer
+
+    return edit
+
+
+def of_positions(change: Callable[[Any], Any]) -> Edit:
+    """Change what is said of each position that has something."""
+
+    def edit(answer: dict[str, Any]) -> dict[str, Any]:
+        for part in (answer.get("meta_info", {}), *answer.get("choices", [])):
+            for name in ("prompt_logprobs", "input_top_logprobs"):
+                if name in part:
+                    part[name] = [entry and change(entry) for entry in part[name]]
+        return answer
+
+    return edit
+
+
+def fewer(entry: Any) -> Any:
+    """Three of the best; the text's own token stays among them."""
+    return dict(list(entry.items())[:3]) if isinstance(entry, dict) else entry[:3]
+
+
+def other_vocabulary(entry: Any) -> Any:
+    if isinstance(entry, dict):
+        return {**entry, "99": {"logprob": -1.0, "rank": 1}}
+    return [*entry[:-1], [-1.0, 99, None]]
+
+
+def colder(entry: Any) -> Any:
+    """Processed log probabilities, of a temperature below 1: the best one has nearly all."""
+    if isinstance(entry, dict):
+        return {name: {"logprob": -0.5} for name in entry}
+    return [[-0.5, *each[1:]] for each in entry]
+
+
+def flatter(entry: Any) -> Any:
+    """More mass is missing than all other tokens could have."""
+    if isinstance(entry, dict):
+        return {name: {"logprob": -9.0} for name in entry}
+    return [[-9.0, *each[1:]] for each in entry]
+
+
+def shifted(answer: dict[str, Any]) -> dict[str, Any]:
+    """A start token was put before the text."""
+    for choice in answer.get("choices", []):
+        choice["prompt_token_ids"] = [0, *choice["prompt_token_ids"]]
+    if "meta_info" in answer:
+        answer["meta_info"]["prompt_tokens"] += 1
+    return answer
+
+
+def no_numbers(entry: Any) -> Any:
+    if isinstance(entry, dict):
+        return {name: {"logprob": None} for name in entry}
+    return [[None, *each[1:]] for each in entry]
+
+
+REFUSED: list[tuple[Edit, str]] = [
+    (lambda answer: {}, "does not speak the API of logits.backend"),
+    (without("prompt_logprobs"), "returned no (prompt_logprobs|input)"),
+    (without("input_top_logprobs"), "returned no (prompt_logprobs|input)"),
+    (of_positions(fewer), r"returned 3 log probabilities at a position where 7 were asked"),
+    (of_positions(other_vocabulary), "gave token 99 a probability, and the vocabulary .* has 40"),
+    (of_positions(colder), "must be the model's own at temperature 1"),
+    (of_positions(flatter), "must be the model's own at temperature 1"),
+    (shifted, r"read another text \(\d+ tokens\) than it was sent"),
+    (of_positions(no_numbers), "returned no log probabilities at a position"),
+    (of_positions(lambda entry: "?"), "returned no log probabilities at a position"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_that_is_not_the_targets_logits_is_refused(kind: Kind) -> None:
+    rows = rollouts(3, vocab=V)
+    of_the_other = {"vllm": "input_top_logprobs", "sglang": "prompt_logprobs"}[kind]
+    for edit, message in REFUSED:
+        with serving(target(), edit=edit) as server, source(server, kind) as served:
+            if edit.__closure__ and edit.__closure__[0].cell_contents == of_the_other:
+                assert len(served(rows)) == 3, "a field of the other server is not missed"
+                continue
+            with pytest.raises(ConfigError, match=message):
+                served(rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_refusals_are_final_and_passing_troubles_are_tried_again(kind: Kind) -> None:
+    rows = rollouts(1, vocab=V)
+    with serving(target(), troubles=(400,)) as server, source(server, kind) as served:
+        with pytest.raises(ConfigError, match=r"status 400.*greater than max allowed"):
+            served(rows)
+        assert len(server.bodies) == 1
+    with (
+        serving(target(), troubles=(503, -1)) as server,
+        source(server, kind, retries=3) as served,
+    ):
+        assert len(served(rows)) == 1
+        assert len(server.bodies) == 3
+
+
+def test_more_log_probabilities_than_vllm_allows_are_refused_in_its_words() -> None:
+    with (
+        serving(target(), most=5) as server,
+        source(server, "vllm") as served,
+        pytest.raises(ConfigError, match="greater than max allowed"),
+    ):
+        served(rollouts(1, vocab=V))
+
+
+def test_a_text_must_leave_the_server_room_for_a_token() -> None:
+    rows = {"prompt_ids": [[1, 2, 3]], "completion_ids": [[4, 5]]}
+    check_lengths(rows, None)
+    check_lengths(rows, 6)
+    with pytest.raises(ConfigError, match=r"has 5 tokens.* takes 5.*--max-model-len 6"):
+        check_lengths(rows, 5)
+
+
+def make(folder: Path, logits: Source) -> int:
+    rows = Dataset.from_list(rollouts(10, vocab=V))
+    config = LogitsConfig(shard_size=3, top_logits=N)
+    return make_dataset(
+        logits, rows, folder, config, settings=Settings({}), report=lambda rows: None
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dataset_goes_on_after_the_server_died_and_came_back(kind: Kind, tmp_path: Path) -> None:
+    with (
+        serving(target(), troubles=(0, 0, 0, 0, 0, -1, -1, -1)) as server,
+        source(server, kind, concurrency=1) as served,
+        pytest.raises(ConnectionError, match="did not answer"),
+    ):
+        make(tmp_path / "a", served)
+    assert len(list((tmp_path / "a").glob("*.parquet"))) == 2
+    for name in ("a", "b"):
+        with serving(target()) as server, source(server, kind) as served:
+            assert make(tmp_path / name, served) == 10
+            asked = len(server.bodies)
+            assert asked == (6 if name == "a" else 10), "what is stored is not asked for again"
+    assert load_stored(tmp_path / "a").to_list() == load_stored(tmp_path / "b").to_list()
+    assert read_manifest(tmp_path / "a") == read_manifest(tmp_path / "b")
+    settings = read_manifest(tmp_path / "a")["settings"]
+    assert KeptLogits.of(tmp_path / "a") == KeptLogits(N, V)
+    assert "acceptance is bounded from above" in "".join(settings["quantities"].values())
+
+
+# --- the recipes: a target that is a tokenizer and a configuration here, and a server elsewhere
+
+
+@pytest.fixture(scope="module")
+def bare(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pair whose target folder has no weights, its configuration, and prompts."""
+    folder = tmp_path_factory.mktemp("bare")
+    weights = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(pair / "target", folder / "target", ignore=weights)
+    tree = with_train_and_dev(pair, folder)
+    out = folder / "out"
+    tree |= {
+        "output": str(out),
+        "models": {"target": str(folder / "target"), "draft": str(pair / "draft")},
+        "sampling": {"top_k": 8},
+        "logits": {"top_logits": 12, "shard_size": 4},
+        "draft": {"epochs": 1, "batch_size": 4, "cache": str(out / "logits"), "report_to": []},
+        "labels": {"shard_size": 4, "cache": str(out / "logits")},
+        "head": {"depth": 1, "epochs": 1},
+    }
+    (folder / "pair.yaml").write_text(yaml.safe_dump(tree))
+    return folder
+
+
+def by_server(server: Server, kind: str) -> list[str]:
+    """Options that have rollouts and logits made by a server."""
+    vllm = {"url": server.url, "model": "served", "concurrency": 4, "retries": 1}
+    given: dict[str, Any] = {"rollouts.backend": "vllm", "rollouts.vllm": vllm}
+    given |= {"logits.backend": kind, "logits.server": vllm}
+    words = {
+        key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()
+    }
+    return [word for key, value in words.items() for word in (f"--{key}", value)]
+
+
+@pytest.mark.slow
+def test_a_target_behind_a_server_needs_no_weights_from_rollouts_to_head(
+    bare: Path, pair: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--config", str(bare / "pair.yaml")]
+    model = load_model(str(pair / "target"))
+    with serving(model, troubles=()) as server:
+        given = [*asked, *by_server(server, "vllm")]
+        assert pipeline.RECIPE.run([*given, "--plan"]) == 0
+        plan = capsys.readouterr().out
+        assert "logits (would be made)" in plan
+        # Two completions of at most 12 tokens: an id, twelve logits with ids, three numbers.
+        assert f"{bare / 'out' / 'logits'}: at most 24 tokens a prompt, about 2.7 KB" in plan
+        assert f"reads cache: {bare / 'out' / 'logits'} (not made yet)" in plan
+        assert make_rollouts.RECIPE.run(given) == 0
+        server.troubles = [0] * 9 + [503] * 12
+        assert make_logits.RECIPE.run(given) == 1
+        assert "did not answer /v1/completions" in capsys.readouterr().err
+        server.troubles = []
+        assert make_logits.RECIPE.run(given) == 0
+        assert "12 of 40 logits kept at each of" in capsys.readouterr().out
+        assert train_draft.RECIPE.run(given) == 0
+        assert "upper bounds" not in capsys.readouterr().out, "top_k 8 is decided by 12 logits"
+        assert train_head.RECIPE.run(given) == 0
+    labels = load_labels(bare / "out" / "labels", SamplingConfig(top_k=8))
+    assert len(labels) == 40
+
+
+@pytest.mark.slow
+def test_logits_of_two_servers_and_of_the_target_itself_make_the_same_labels(
+    pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = with_train_and_dev(pair, tmp_path)
+    tree |= {"output": str(tmp_path / "out"), "sampling": {"top_k": 8}}
+    tree |= {"logits": {"top_logits": 10, "shard_size": 4}, "head": {"depth": 1, "epochs": 1}}
+    (tmp_path / "pair.yaml").write_text(yaml.safe_dump(tree))
+    asked = ["--config", str(tmp_path / "pair.yaml")]
+    assert make_rollouts.RECIPE.run(asked) == 0
+    made: dict[str, list[Any]] = {}
+    with serving(load_model(str(pair / "target"))) as server:
+        for kind in ("transformers", *KINDS):
+            out = tmp_path / kind
+            shutil.copytree(tmp_path / "out" / "rollouts", out / "rollouts")
+            given = [*asked, "--output", str(out), "--labels.cache", str(out / "logits")]
+            more = by_server(server, kind)[4:] if kind != "transformers" else []
+            assert make_logits.RECIPE.run([*given, *more]) == 0
+            assert train_head.RECIPE.run([*given, *more]) == 0
+            made[kind] = load_labels(out / "labels", SamplingConfig(top_k=8)).to_list()
+    for kind in KINDS:
+        for ours, theirs in zip(made[kind], made["transformers"], strict=True):
+            assert ours["draft_ids"] == theirs["draft_ids"]
+            assert ours["overlap"] == pytest.approx(theirs["overlap"], abs=1e-4)
+    capsys.readouterr()
+    # Of another sampler than they decide, or of none, they are refused in a plan, too.
+    cache = ["--labels.cache", str(tmp_path / "vllm" / "logits"), "--output", str(tmp_path / "new")]
+    for more, message in (
+        (["--sampling.top_k", "20"], "labels.cache: 10 kept logits of 40 do not give"),
+        (["--labels.cache", str(tmp_path / "none")], "make it with draftsmith make-logits"),
+    ):
+        for plan in ([], ["--plan"]):
+            assert train_head.RECIPE.run([*asked, *cache, *more, *plan]) == 2
+            assert message in capsys.readouterr().err
+    draft = partial(train_draft.RECIPE.run, [*asked, *cache, "--draft", "{epochs: 1, cache: x}"])
+    assert draft() == 2
+    assert "draft.cache must be a folder with kept target logits" in capsys.readouterr().err
