@@ -39,8 +39,8 @@ STAGES = ("rollouts", "labels", "draft", "head")
 PROFILES = ("single", "cpu-2", "zero2", "zero3")
 GOALS = {"rollouts": 2.0, "labels": 1.7}
 # Prompts of each embedded set, completions' tokens, prompts of a shard, rows decoded together.
-SETS, PROMPTS, NEW_TOKENS, SHARD = ("instruct", "maths", "code"), 96, 96, 16
-LABELLED = 6  # times that the rollouts are labelled: once takes a second
+SETS, PROMPTS, NEW_TOKENS, SHARD = ("instruct", "maths", "code"), 64, 96, 16
+LABELLED = 8  # times that the rollouts are labelled: once takes a second
 # Rollouts that a draft or head learns from, passes, and rows of a batch.
 LEARNT, EPOCHS, BATCH = 96, 3, 8
 HEAD_EPOCHS = (2, 6)  # the steps of the second less those of the first are timed

@@ -12,7 +12,11 @@ NAMES = {
     "num_hidden_layers": ("num_hidden_layers", "n_layer"),
     "num_attention_heads": ("num_attention_heads", "n_head"),
     "vocab_size": ("vocab_size",),
+    "intermediate_size": ("intermediate_size", "n_inner"),
+    "num_key_value_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
 }
+NEEDED = {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"}
 # Of a mixture of experts: how many there are follows from other names in each family.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
@@ -52,28 +56,32 @@ class ModelSizes:
         Returns:
             None if it does not say enough, or the model is no dense decoder.
         """
-        found = {
+        found: dict[str, Any] = {
             name: next((known[other] for other in others if known.get(other)), None)
             for name, others in NAMES.items()
         }
-        if not all(found.values()) or any(known.get(name) for name in EXPERTS):
+        given = {name: value for name, value in found.items() if value is not None}
+        # Some families have a list of them, one for each layer.
+        if not given.keys() >= NEEDED or not all(isinstance(each, int) for each in given.values()):
             return None
-        width, layers, heads, vocabulary = (int(found[name]) for name in NAMES)  # type: ignore[arg-type]
-        size = known.get("head_dim") or width // heads
-        is_gated = "rms_norm_eps" in known
+        if any(known.get(name) for name in EXPERTS):
+            return None
+        width, vocabulary = found["hidden_size"], found["vocab_size"]
+        heads = found["num_attention_heads"]
+        size = found["head_dim"] or width // heads
         # transformers leaves out of config.json what is tied by default: in few architectures,
         # GPT-2's among them.
         tied = known.get("tie_word_embeddings", "n_embd" in known)
         rows = kept or known.get("draft_vocab_size") or (0 if tied else vocabulary)
         return cls(
-            layers=layers,
+            layers=found["num_hidden_layers"],
             width=width,
-            inner=int(known.get("intermediate_size") or known.get("n_inner") or 4 * width),
+            inner=found["intermediate_size"] or 4 * width,
             queries=heads * size,
-            keys=(known.get("num_key_value_heads") or heads) * size,
+            keys=(found["num_key_value_heads"] or heads) * size,
             vocabulary=vocabulary,
             output=int(rows),
-            is_gated=is_gated,
+            is_gated="rms_norm_eps" in known,
         )
 
     @property
