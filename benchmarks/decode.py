@@ -11,10 +11,10 @@ Efficiency is the share of decoding's time that is spent in forwards: what is le
 verification, masks and bookkeeping. It is measured at V = 32768 on models of the pair's shapes
 with random weights, whose distributions nearly agree.
 
-With a GPU, `--shapes 7b` or `--shapes 1.1b` measures models of those shapes (random weights, with a
-68M draft, bfloat16): each drafted token is then accepted with the probability that evaluation
-recorded at its position (`--recorded results.json`), since random models do not agree by
-themselves.
+With a GPU, `--shapes 7b` or `--shapes 1.1b` measures models of those shapes with a 68M draft in
+bfloat16: random weights that agree as often as `--acceptance` says (`benchmarks/shaped_pair.py`),
+against transformers' assisted generation and against the limit: tokens a round over the kernels'
+time of its forwards, with nothing between them. `--shapes tiny` tries this on a CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +33,19 @@ import torch
 from embedded import make_demo
 from rich.console import Console
 from rich.table import Table
+from shaped_pair import AGREEMENT, SHAPES, limits, prompts_of, shaped_pair
 from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from eval.assembly import make_drafters
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.environment import describe_environment
 from eval.measuring.metrics import bootstrap_weights, interval
-from eval.measuring.results import Results, read_results
 from eval.runtime.engines import ENGINES, Engine
 from eval.runtime.model import CachedModel
-from eval.verifiers.rule import Outcome, Rng
-from specdata.models import device, load_model, load_tokenizer
-from specdata.probability import SamplingConfig, residual
+from specdata.models import load_model, load_tokenizer
+from specdata.probability import SamplingConfig
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import load_prompts
 from specdata.seeds import generator_for, seed_for
@@ -72,6 +71,9 @@ OTHERS = {
     ),
     "tree 2x2x1x1": DecodeConfig(verifier="traversal", drafter="tree", widths=(2, 2, 1, 1)),
 }
+# With --shapes.
+SHAPE_LENGTHS, SHAPE_OTHERS = (4, 8), {"block K=8": OTHERS["block K=8"]}
+LIMIT_GOAL, SHAPE_ASSISTED_GOAL = 0.9, 2.0
 EFFICIENCY = {
     "chain": {"K=4": CHAINS["K=4"], "K=8": CHAINS["K=8"], "block K=8": OTHERS["block K=8"]},
     "tree": {
@@ -103,8 +105,10 @@ def main() -> None:
         pair = _load(options)
         methods = _methods(pair, options.engine, options.seed)
     else:
-        pair = _random_pair(options.shapes, options.seed)
-        methods = _replayed(pair, options.engine, read_results(options.recorded), options.seed)
+        target, draft = shaped_pair(options.shapes, options.acceptance, options.seed)
+        prompts = prompts_of(target, options.seed)
+        pair = Pair(f"{options.shapes} with random weights", target, draft, prompts)
+        methods = _methods(pair, options.engine, options.seed, SHAPE_LENGTHS, SHAPE_OTHERS)
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "environment": describe_environment(
@@ -120,6 +124,10 @@ def main() -> None:
     if options.shapes == "pair":
         report["goals"] = _goals(report["speeds"])
         report["efficiency"] = _efficiencies(pair, options)
+    else:
+        report["agreement"] = {"how": AGREEMENT, "acceptance": options.acceptance}
+        report["limit"] = _limit(pair, options)
+        report["goals"] = _limit_goals(report["speeds"], report["limit"]["lengths"])
     write_json(options.out, report)
     _show(report, Console(highlight=False, width=100))
     print(f"written: {options.out}")
@@ -133,18 +141,25 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--draft", default=str(TOY / "draft" / "model"))
     parser.add_argument("--engine", choices=ENGINES, default=_fastest())
     parser.add_argument("--shapes", choices=("pair", *SHAPES), default="pair")
-    parser.add_argument("--recorded", type=Path, default=TOY / "eval" / "results.json")
+    parser.add_argument(
+        "--acceptance", type=float, default=0.8, help="with --shapes: sum min(p, q) of the pair"
+    )
     parser.add_argument("--prompts", type=int, default=4, help="prompts of each embedded set")
     parser.add_argument("--repeats", type=int, default=2, help="seeds of each prompt")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/bench/decode.json"))
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.shapes not in ("pair", "tiny") and not torch.cuda.is_available():
+        parser.error(f"--shapes {options.shapes} needs a GPU, and torch finds none: try tiny")
+    return options
 
 
 def _fastest() -> Engine:
-    """Compiled, where there is the C++ compiler that Inductor looks for."""
+    """CUDA graphs on a GPU; else compiled, where there is the compiler that Inductor looks for."""
+    if torch.cuda.is_available():
+        return "captured"
     return "compiled" if shutil.which(os.environ.get("CXX", "g++")) else "captured"
 
 
@@ -165,14 +180,20 @@ def _load(options: argparse.Namespace) -> Pair:
     )
 
 
-def _methods(pair: Pair, engine: Engine, seed: int) -> dict[str, Decode]:
+def _methods(
+    pair: Pair,
+    engine: Engine,
+    seed: int,
+    lengths: Sequence[int] = LENGTHS,
+    others: Mapping[str, DecodeConfig] | None = None,
+) -> dict[str, Decode]:
     """Everything that is timed; the first is what speed-ups are over."""
     methods: dict[str, Decode] = {"generate": _plain(pair.target, seed)}
     methods["plain"] = _ours(pair.target, None, DecodeConfig(), engine, seed)
-    for length in LENGTHS:
+    for length in lengths:
         methods[f"K={length}"] = _ours(pair.target, pair.draft, CHAINS[f"K={length}"], engine, seed)
         methods[f"transformers K={length}"] = _assisted(pair, length, seed)
-    for name, config in OTHERS.items():
+    for name, config in (OTHERS if others is None else others).items():
         methods[name] = _ours(pair.target, pair.draft, config, engine, seed)
     return methods
 
@@ -309,14 +330,49 @@ def _goals(speeds: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def _limit(pair: Pair, options: argparse.Namespace) -> dict[str, Any]:
+    """The time of a round's forwards without what lies between them."""
+    context = len(pair.prompts[0][1]) + options.max_new_tokens // 2
+    return {
+        "of": "CUDA graphs repeated one after the other"
+        if pair.target.device.type == "cuda" and options.engine == "captured"
+        else "forwards one after the other, with the Python between their kernels",
+        "context": context,
+        "lengths": {
+            f"K={length}": row
+            for length, row in limits(
+                (pair.target, pair.draft), options.engine, SHAPE_LENGTHS, context
+            ).items()
+        },
+    }
+
+
+def _limit_goals(
+    speeds: Mapping[str, Mapping[str, Any]], rounds: Mapping[str, Mapping[str, float]]
+) -> list[dict[str, Any]]:
+    goals = []
+    for name, row in rounds.items():
+        speed = speeds[name]
+        limit = 1e3 * speed["tokens_per_round"] / row["round_ms"]  # tokens a second
+        share = {end: value / limit for end, value in speed["tokens_per_second"].items()}
+        over = speed["over_transformers"]
+        goals += [
+            {"what": f"{name}: share of the limit of {limit:.0f} tokens/s", "goal": LIMIT_GOAL,
+             **share, "met": share["value"] >= LIMIT_GOAL},
+            {"what": f"{name} over transformers {name}", "goal": SHAPE_ASSISTED_GOAL, **over,
+             "met": over["value"] >= SHAPE_ASSISTED_GOAL},
+        ]  # fmt: skip
+    return goals
+
+
 class Timed(CachedModel):
     """A model that adds up the time of its forwards."""
 
     seconds = 0.0
 
-    def _run_slot(self, *given: Any) -> tuple[Tensor, Tensor | None]:
+    def _run_single(self, *given: Any) -> tuple[Tensor, Tensor | None]:
         begun = time.perf_counter()
-        out = super()._run_slot(*given)
+        out = super()._run_single(*given)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seconds += time.perf_counter() - begun
@@ -372,74 +428,6 @@ def _like(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     config = type(model.config)(**{**model.config.to_dict(), "vocab_size": EFFICIENCY_V})
     torch.manual_seed(seed)
     return type(model)(config).eval()
-
-
-SHAPES: Mapping[str, Mapping[str, int]] = {
-    # Llama-2-7B and TinyLlama-1.1B, as targets of a 68M draft
-    "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-           "num_attention_heads": 32, "num_key_value_heads": 32},
-    "1.1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
-             "num_attention_heads": 32, "num_key_value_heads": 4},
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "num_key_value_heads": 4},
-}  # fmt: skip
-DRAFT_68M = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 2,
-             "num_attention_heads": 12, "num_key_value_heads": 12}  # fmt: skip
-
-
-def _random_pair(shape: str, seed: int) -> Pair:
-    models = []
-    for sizes in (SHAPES[shape], DRAFT_68M):
-        torch.manual_seed(seed)
-        with torch.device(device()):
-            config = LlamaConfig(vocab_size=32000, max_position_embeddings=2048, **sizes)
-            model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
-        # No end token: every sequence has its full length.
-        model.generation_config.eos_token_id = None
-        model.generation_config.pad_token_id = 0
-        models.append(model)
-    generator = torch.Generator().manual_seed(seed)
-    prompts = [
-        (str(index), torch.randint(3, 32000, (64,), generator=generator)) for index in range(4)
-    ]
-    return Pair(f"{shape} with 68m, random weights", models[0], models[1], prompts)
-
-
-def _replayed(pair: Pair, engine: Engine, recorded: Results, seed: int) -> dict[str, Decode]:
-    """Chains whose tokens are accepted as often, position by position, as was recorded."""
-    longest = max(
-        (run for run in recorded.runs if run.drafter == "chain" and run.verifier == "token"),
-        key=lambda run: len(run.acceptance_by_position),
-    )
-    acceptance = [share or 0.0 for share in longest.conditional_by_position]
-    methods: dict[str, Decode] = {"generate": _plain(pair.target, seed)}
-    methods["plain"] = _ours(pair.target, None, DecodeConfig(), engine, seed)
-    for name, config in CHAINS.items():
-        models = [CachedModel(model, 32000, engine=engine) for model in (pair.target, pair.draft)]
-        decoder = SpeculativeDecoder(
-            models[0],
-            config.sampling,
-            make_drafters(config, models[1:], None, frozenset()),
-            replace(config.make_verifier(), rule=_as_recorded(acceptance)),
-            frozenset(),
-            drafts=models[1:],
-        )
-        methods[name] = lambda prompt, budget, draws, decoder=decoder: decoder.generate(  # type: ignore[misc]
-            prompt, max_new_tokens=budget, generator=generator_for(seed, draws)
-        )
-    return methods
-
-
-def _as_recorded(acceptance: Sequence[float]) -> Any:
-    """A rule that accepts by position alone, for timing: what it emits has no meaning."""
-
-    def rule(tree: Any, target: Tensor, rng: Rng) -> Outcome:
-        for node in range(len(tree)):
-            if not rng.bernoulli(acceptance[min(node, len(acceptance) - 1)]):
-                return Outcome(node, residual(target[node], tree.distribution_of(node + 1)))
-        return Outcome(len(tree), target[len(tree)])
-
-    return rule
 
 
 def _show(report: Mapping[str, Any], console: Console) -> None:

@@ -6,7 +6,7 @@ draw order and may repeat a token: multiplicity is part of the verifiers' proofs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -140,6 +140,52 @@ class DraftTree:
                 return False
             groups += {tuple(self.follow(children, index)) for index in range(len(children))}
         return True
+
+    @cached_property
+    def verified_after(self) -> list[int]:
+        """The node after which each node's token competes: its parent, or its equal on a path.
+
+        A group of nodes (`children`, `follow`) is verified by the target after its first node.
+        """
+        if self.shape != "paths":
+            return self.parent_list
+        after = list(self.parent_list)
+        groups: list[list[int]] = [[0]]
+        while groups:
+            group = groups.pop()
+            children = self.children(group)
+            for child in children:
+                after[child - 1] = group[0]
+            followed = [self.follow(children, index) for index in range(len(children))]
+            groups += {each[0]: each for each in followed if each}.values()
+        return after
+
+    def chances(self, target: Tensor, after: Sequence[int]) -> tuple[list[float], list[float]]:
+        """What the target and the draft gave each node's token, all read from the device at once.
+
+        Args:
+            target: (N+1, V) the target's distributions.
+            after: the node whose row of `target` each token is verified by: `verified_after` or
+                `parent_list`.
+
+        Returns:
+            N probabilities of each.
+        """
+        # Of a tensor that was changed, other numbers must be read.
+        version = None if target.is_inference() else target._version
+        key = id(target), version, after is self.parent_list
+        if key not in self._chances:
+            index = torch.tensor([list(after), self.token_list, self.distribution_indices])
+            rows, tokens, drawn_from = index.to(target.device, non_blocking=True)
+            p, q = target[rows, tokens], self.distributions[drawn_from, tokens]
+            read = torch.stack([p.double(), q.double()]).tolist()
+            self._chances[key] = target, read[0], read[1]
+        return self._chances[key][1:]
+
+    @cached_property
+    def _chances(self) -> dict[tuple[Hashable, ...], tuple[Tensor, list[float], list[float]]]:
+        """What was read: enumerations ask again and again."""
+        return {}
 
     @property
     def kind(self) -> str:

@@ -7,6 +7,8 @@ the same `probabilities`, because a token is verified against the distribution i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,8 @@ LARGE, BLOCK = 8192, 256
 SPARE_MASS = 1e-5
 # Probabilities whose running sums are made at once on a CPU: in float64, they stay in its cache.
 SUMMED_AT_ONCE = 1 << 17
+# So many distributions are those of a draft: on a GPU they are sorted whole, which reads nothing.
+SORTED_WHOLE = 64
 
 
 def probabilities(logits: Tensor, sampling: SamplingConfig) -> Tensor:
@@ -64,6 +68,8 @@ def nucleus(probs: Tensor, top_p: float) -> Tensor:
     # Sorting a large vocabulary takes as long as a small model's forward. Tokens below the bound
     # have less than half of the mass that may be left out, so they stand behind the nucleus. Where
     # rounding might decide, the bound is 0.
+    if read_waits(rows) and len(rows) <= SORTED_WHOLE:
+        return _nucleus_of_sorted(rows, top_p).view(probs.shape)
     spare = rows.sum(dim=-1, keepdim=True) - top_p
     bound = torch.where(spare > SPARE_MASS, spare / (2 * size), 0.0)
     row, token = (rows >= bound).nonzero(as_tuple=True)
@@ -79,6 +85,14 @@ def nucleus(probs: Tensor, top_p: float) -> Tensor:
     kept = torch.zeros_like(rows)
     kept[row, token] = rows[row, token]
     return (kept / kept.sum(dim=-1, keepdim=True)).view(probs.shape)
+
+
+def _nucleus_of_sorted(rows: Tensor, top_p: float) -> Tensor:
+    """As `nucleus`, (n, V), by sorting all tokens: how many are likely need not be known."""
+    ordered, index = rows.sort(dim=-1, descending=True, stable=True)
+    outside = ordered.cumsum(dim=-1) - ordered >= top_p
+    kept = rows.masked_fill(torch.zeros_like(outside).scatter_(-1, index, outside), 0.0)
+    return kept / kept.sum(dim=-1, keepdim=True)
 
 
 def to_vocabulary(logits: Tensor, size: int) -> Tensor:
@@ -152,12 +166,17 @@ def _inverse_cdfs(probs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cdf, points, right=True).clamp_(max=probs.shape[-1] - 1)
 
 
+def read_waits(values: Tensor) -> bool:
+    """Whether to read a number is to wait for a device, so that several are read at once."""
+    return values.device.type != "cpu"
+
+
 def draw(probs: Tensor, generator: torch.Generator) -> Tensor:
     """Draw one token a row: (..., V) -> (...). One uniform is used for each row."""
     uniform = torch.rand(
         probs.shape[:-1], generator=generator, dtype=torch.float64, device=generator.device
     )
-    return inverse_cdf(probs, uniform.to(probs.device))
+    return inverse_cdf(probs, uniform.to(probs.device, non_blocking=True))
 
 
 def draw_one(probs: Tensor, generator: torch.Generator) -> int:
@@ -172,7 +191,7 @@ def draw_several(probs: Tensor, count: int, generator: torch.Generator) -> list[
     blocks are summed in the distribution's own precision. It is written apart from `draw` because
     a small draft's forward takes no longer than `draw` does.
     """
-    if probs.device.type != "cpu":
+    if read_waits(probs):
         return [int(token) for token in draw(probs.expand(count, -1), generator).tolist()]
     uniforms = torch.rand(
         count, generator=generator, dtype=torch.float64, device=generator.device
@@ -190,6 +209,28 @@ def draw_several(probs: Tensor, count: int, generator: torch.Generator) -> list[
         inside = blocks[block].cumsum(dim=-1, dtype=torch.float64)
         tokens.append(block * BLOCK + _invert(inside, max(0.0, share)))
     return tokens
+
+
+def draw_and_read(
+    probs: Tensor,
+    generator: torch.Generator,
+    numbers: Callable[[Tensor, Tensor], Tensor] | None,
+) -> tuple[int, tuple[float, ...] | None]:
+    """Draw one token from one distribution (V,), and what is to be known of it in the same read.
+
+    Args:
+        probs: (V,).
+        generator: gives one uniform, as for `draw_one`.
+        numbers: gives (m,) numbers of a distribution (V,) and a token of it (1,).
+
+    Returns:
+        What `draw_one` returns, and the numbers; None where they can be read later as well.
+    """
+    if numbers is None or not read_waits(probs):
+        return draw_one(probs, generator), None
+    token = draw(probs, generator).view(1)
+    drawn, *read = torch.cat([token.double(), numbers(probs, token).double()]).tolist()
+    return int(drawn), tuple(read)
 
 
 def _invert(cdf: Tensor, uniform: float) -> int:
@@ -216,7 +257,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     """
     excess = (p - q).clamp(min=0.0)
     mass = excess.sum(dim=-1, keepdim=True)
-    if bool((mass > NEGLIGIBLE_MASS).all()):
+    if not read_waits(mass) and bool((mass > NEGLIGIBLE_MASS).all()):
         return excess / mass
     normalised = excess / mass.clamp(min=torch.finfo(mass.dtype).tiny)
     return torch.where(mass > NEGLIGIBLE_MASS, normalised, p / p.sum(dim=-1, keepdim=True))

@@ -19,7 +19,7 @@ from eval.drafting.tree_builder import TreeBuilder, drawn_chain
 from eval.drafts import DraftTree, How, TreeShape
 from eval.rounds import Round
 from eval.runtime.sequence import CachedSequence, ForwardCoroutine
-from specdata.probability import SamplingConfig, draw_one, draw_several
+from specdata.probability import SamplingConfig, draw_and_read, draw_one, draw_several
 
 
 class Drafter(Protocol):
@@ -95,13 +95,14 @@ class ChainDrafter:
             # At least one token is drafted: a round is never the target's alone.
             if before and tokens and before(UpcomingToken(distribution, state, place, since)):
                 break
-            token = draw_one(distribution, generator)
+            token, numbers = draw_and_read(distribution, generator, self._rule.reads)
             tokens.append(token)
             distributions.append(distribution)
             if token in self._end_tokens:
                 break
             embedding = sequence.embedding(token)
-            if should_stop(DraftedToken(token, distribution, state, embedding, place, since)):
+            drafted = DraftedToken(token, distribution, state, embedding, place, since, numbers)
+            if should_stop(drafted):
                 break
             uncached = [token]
         return drawn_chain(tokens, distributions, planned)
@@ -330,11 +331,15 @@ def _candidates(
         return draw_several(distribution, count, generator)
     rest, tokens = distribution.clone(), []
     if how == "greedy":
-        best = distribution.sort(descending=True, stable=True).indices[: count - 1].tolist()
-        tokens = [token for token in best if distribution[token] > 0]
+        ordered = distribution.sort(descending=True, stable=True)
+        best = zip(
+            ordered.indices[: count - 1].tolist(), ordered.values[: count - 1].tolist(), strict=True
+        )
+        tokens = [token for token, chance in best if chance > 0]
         rest[tokens] = 0.0
         count = len(tokens) + 1
-    while len(tokens) < count and bool((rest > 0).any()):
+    count = min(count, len(tokens) + int(rest.count_nonzero()))
+    while len(tokens) < count:
         tokens.append(draw_one(rest, generator))
         rest[tokens[-1]] = 0.0
     return tokens

@@ -237,6 +237,16 @@ class StaticGraphs:
             ]
             self._columns = torch.arange(capacity, device=model.device)
 
+    def loaded(self, tokens: Sequence[int], layout: Layout) -> Callable[[], Outputs]:
+        """The graph of one forward with its inputs in place: `run`, as often as it is called."""
+        width, tree = _padded(len(tokens)), layout.visible is not None
+        key = width, _power(layout.start + width, SMALLEST_BUCKET), tree
+        recorded = self._graphs.get(key)
+        if recorded is None:
+            recorded = self._graphs[key] = self._record(*key, tokens, layout)
+        _fill(recorded.numbers, recorded.visible, tokens, layout)
+        return recorded.replay
+
     def run(self, tokens: Sequence[int], layout: Layout) -> Outputs:
         """Run one forward, which writes keys and values of the new tokens into the cache.
 
@@ -250,14 +260,8 @@ class StaticGraphs:
         Raises:
             ConfigError: if the forward cannot be captured, or its graph gives other logits.
         """
-        count, tree = len(tokens), layout.visible is not None
-        bucket = _power(layout.start + _padded(count), SMALLEST_BUCKET)
-        key = _padded(count), bucket, tree
-        recorded = self._graphs.get(key)
-        if recorded is None:
-            recorded = self._graphs[key] = self._record(*key, tokens, layout)
-        _fill(recorded.numbers, recorded.visible, tokens, layout)
-        logits, hidden = recorded.replay()
+        logits, hidden = self.loaded(tokens, layout)()
+        count = len(tokens)
         return logits[0, :count].clone(), hidden[0, :count].clone()
 
     def prepare(self, sizes: ForwardSizes, length: int, tokens: Sequence[int]) -> None:

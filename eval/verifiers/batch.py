@@ -21,7 +21,7 @@ def batch(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
     """
     node, children, rule = 0, tree.children_of[0], rrs
     while children:
-        outcome = rule(target[node], Candidates.of(tree, children), rng)
+        outcome = rule(target[node], Candidates.of(tree, children, target, tree.parent_list), rng)
         if isinstance(outcome, Tensor):
             return Outcome(node, outcome)
         node, rule = children[outcome], token

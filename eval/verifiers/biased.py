@@ -28,7 +28,7 @@ def biased_uno(epsilon: float) -> NodeRule:
     _check(epsilon)
 
     def rule(p: Tensor, candidates: Candidates, rng: Rng) -> int | Tensor:
-        return 0 if _accepts(p, candidates, rng, epsilon) else p
+        return 0 if _accepts(candidates, rng, epsilon) else p
 
     return rule
 
@@ -50,7 +50,7 @@ def biased_opt(epsilon: float) -> NodeRule:
     _check(epsilon)
 
     def rule(p: Tensor, candidates: Candidates, rng: Rng) -> int | Tensor:
-        if _accepts(p, candidates, rng, epsilon):
+        if _accepts(candidates, rng, epsilon):
             return 0
         # b q = min(q, p + epsilon), also where q is 0.
         return residual(p, torch.minimum(candidates.distributions[0], p + epsilon))
@@ -58,9 +58,8 @@ def biased_opt(epsilon: float) -> NodeRule:
     return rule
 
 
-def _accepts(p: Tensor, candidates: Candidates, rng: Rng, epsilon: float) -> bool:
-    x, q = candidates.tokens[0], candidates.distributions[0]
-    return rng.bernoulli((float(p[x]) + epsilon) / float(q[x]))
+def _accepts(candidates: Candidates, rng: Rng, epsilon: float) -> bool:
+    return rng.bernoulli((candidates.p[0] + epsilon) / candidates.q[0])
 
 
 def _check(epsilon: float) -> None:

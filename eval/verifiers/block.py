@@ -52,10 +52,7 @@ def greedy_block(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
 
 def _prefix_ratios(tree: DraftTree, target: Tensor, cap: float) -> list[float]:
     """r_0 .. r_L with r_i = min(cap, r_{i-1} p(x_i)/q(x_i))."""
-    steps = torch.arange(len(tree))
-    ids = tree.tokens.to(target.device)
-    ps = target[steps, ids].tolist()
-    qs = tree.distributions[tree.distribution_index, tree.tokens].tolist()
+    ps, qs = tree.chances(target, tree.parent_list)
     ratios = [1.0]
     for p, q in zip(ps, qs, strict=True):
         # r p is formed first: 0 / q stays 0 where p / q would overflow.
@@ -65,7 +62,7 @@ def _prefix_ratios(tree: DraftTree, target: Tensor, cap: float) -> list[float]:
 
 def _longest(ratios: list[float], tree: DraftTree, target: Tensor, rng: Rng) -> int:
     """tau, the longest prefix that passes: h_L = min(1, r_L), h_i = m_i / (m_i + 1 - r_i)."""
-    length = len(tree)
+    length, masses = len(tree), list[float]()
     for tau in range(length, 0, -1):
         ratio = ratios[tau]
         if ratio >= 1.0:
@@ -74,8 +71,20 @@ def _longest(ratios: list[float], tree: DraftTree, target: Tensor, rng: Rng) -> 
             continue
         passes = ratio
         if tau < length:
-            mass = float((ratio * target[tau] - tree.distribution_of(tau + 1)).clamp(min=0.0).sum())
-            passes = mass / (mass + 1.0 - ratio)
+            masses = masses or _masses(ratios, tree, target)
+            passes = masses[tau - 1] / (masses[tau - 1] + 1.0 - ratio)
         if rng.bernoulli(passes):
             return tau
     return 0
+
+
+def _masses(ratios: list[float], tree: DraftTree, target: Tensor) -> list[float]:
+    """m_i = sum (r_i p - q)+ for i in 1 .. L-1, all read from the device at once."""
+    length = len(tree)
+    scales = torch.tensor(ratios[1:length], dtype=target.dtype).unsqueeze(1)
+    later = torch.tensor(tree.distribution_indices[1:])
+    device = target.device
+    p, q = target[1:length], tree.distributions[later.to(device, non_blocking=True)]
+    excess = (scales.to(device, non_blocking=True) * p - q).clamp(min=0.0)
+    masses: list[float] = excess.sum(dim=-1).tolist()
+    return masses

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from eval.verifiers.rule import Candidates, Rng
@@ -27,11 +28,11 @@ def follow_if_drafted(distribution: Tensor, tokens: Sequence[int], rng: Rng) -> 
         The index of the candidate that was drawn, or the distribution (V,) given that none was.
     """
     distinct = list(dict.fromkeys(tokens))
-    index = distribution.new_tensor(distinct).long()
+    index = torch.tensor(distinct).to(distribution.device, non_blocking=True)
     # Zeroing and summing keeps the mass of the rest exact; 1 - sum(hit) would cancel.
     rest = distribution.index_fill(0, index, 0.0)
-    mass = float(rest.sum())
-    hit = rng.categorical([*distribution[index].tolist(), mass])
+    chances = torch.cat([distribution[index], rest.sum().unsqueeze(0)]).tolist()
+    hit, mass = rng.categorical(chances), chances[-1]
     return tokens.index(distinct[hit]) if hit < len(distinct) else rest / mass
 
 
@@ -54,7 +55,8 @@ def rrs(p: Tensor, candidates: Candidates, rng: Rng) -> int | Tensor:
     target. Acceptance: 1 - prod_k TV(p^k, q_k), with p^1 = p and p^(k+1) = norm((p^k - q_k)+).
     """
     for index, (x, q) in enumerate(zip(candidates.tokens, candidates.distributions, strict=True)):
-        if rng.bernoulli(float(p[x]) / float(q[x])):
+        chance = float(p[x]) if index else candidates.p[0]
+        if rng.bernoulli(chance / candidates.q[index]):
             return index
         p = residual(p, q)
     return p

@@ -70,17 +70,40 @@ class Candidates:
         tokens: n token ids; they may repeat unless drawn without replacement.
         distributions: n distributions (V,), the one that each token was drawn from.
         how: "iid", "distinct", "greedy" or "chosen", as in `DraftTree`.
+        p: n probabilities, what the target's distribution at the position gives each.
+        q: n probabilities, what the distribution that each was drawn from gives it.
     """
 
     tokens: list[int]
     distributions: list[Tensor]
     how: str
+    p: list[float]
+    q: list[float]
 
     @classmethod
-    def of(cls, tree: DraftTree, children: Sequence[int]) -> Candidates:
-        """The candidates that these nodes of a draft hold."""
-        tokens = [tree.token_list[child - 1] for child in children]
-        return cls(tokens, [tree.distribution_of(child) for child in children], tree.how)
+    def of(
+        cls,
+        tree: DraftTree,
+        children: Sequence[int],
+        target: Tensor,
+        after: Sequence[int] | None = None,
+    ) -> Candidates:
+        """The candidates that these nodes of a draft hold.
+
+        Args:
+            tree: the draft.
+            children: the nodes.
+            target: (N+1, V) the target's distributions.
+            after: the node after which each token is verified, if not `DraftTree.verified_after`.
+        """
+        p, q = tree.chances(target, tree.verified_after if after is None else after)
+        return cls(
+            [tree.token_list[child - 1] for child in children],
+            [tree.distribution_of(child) for child in children],
+            tree.how,
+            [p[child - 1] for child in children],
+            [q[child - 1] for child in children],
+        )
 
 
 NodeRule = Callable[[Tensor, Candidates, Rng], "int | Tensor"]
@@ -99,7 +122,7 @@ def walk(node_rule: NodeRule) -> Rule:
     def rule(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
         group = [0]
         while children := tree.children(group):
-            outcome = node_rule(target[group[0]], Candidates.of(tree, children), rng)
+            outcome = node_rule(target[group[0]], Candidates.of(tree, children, target), rng)
             if isinstance(outcome, Tensor):
                 return Outcome(group[0], outcome)
             group = tree.follow(children, outcome)

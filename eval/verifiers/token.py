@@ -15,7 +15,6 @@ def token(p: Tensor, candidates: Candidates, rng: Rng) -> int | Tensor:
     (arXiv:2302.01318), Algorithm 2. Lossless. Expected accepted length on a chain:
     sum_l sum_{x^l} prod_i min(p, q)(x_i | x^{i-1}).
     """
-    x, q = candidates.tokens[0], candidates.distributions[0]
-    if rng.bernoulli(float(p[x]) / float(q[x])):
+    if rng.bernoulli(candidates.p[0] / candidates.q[0]):
         return 0
-    return residual(p, q)
+    return residual(p, candidates.distributions[0])

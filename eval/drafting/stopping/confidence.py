@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, ShouldStop
+from eval.drafting.stopping.rule import (
+    ActiveRule,
+    AdaptiveRule,
+    DraftedToken,
+    ShouldStop,
+    chance,
+)
 
 if TYPE_CHECKING:
     from eval.drafting.stopping.recorded import Lengths, RecordedTokens
@@ -41,9 +47,9 @@ class Confidence(AdaptiveRule):
         """Compare each token's own probability; nothing is remembered."""
 
         def should_stop(drafted: DraftedToken) -> bool:
-            return float(drafted.distribution[drafted.token]) < self.threshold
+            return drafted.read(chance)[0] < self.threshold
 
         def begin() -> ShouldStop:
             return should_stop
 
-        return ActiveRule(self.limit, begin)
+        return ActiveRule(self.limit, begin, reads=chance)

@@ -22,6 +22,7 @@ from eval.drafting.stopping.rule import (
     Family,
     ShouldStop,
     UpcomingToken,
+    largest,
 )
 from specdata.errors import ConfigError
 
@@ -168,7 +169,7 @@ class Cost(CalibratedRule):
             import scipy.stats  # noqa: F401
         estimates = CostEstimates(self, head if self.head else None)
         before = estimates.before if self.before_drawing else None
-        return ActiveRule(self.limit, estimates.begin, estimates.observe, before)
+        return ActiveRule(self.limit, estimates.begin, estimates.observe, before, largest)
 
 
 def worth_drafting(
@@ -237,7 +238,7 @@ class CostEstimates:
         return self._should_stop
 
     def _should_stop(self, drafted: DraftedToken) -> bool:
-        self._round.append(odds_of(float(drafted.distribution.max())))
+        self._round.append(odds_of(drafted.read(largest)[0]))
         newest = self.newest.accept(self._round[-1])
         self._product *= newest
         survival = self._survival

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, ShouldStop
+from eval.drafting.stopping.rule import (
+    ActiveRule,
+    AdaptiveRule,
+    DraftedToken,
+    ShouldStop,
+    chance,
+)
 
 if TYPE_CHECKING:
     from eval.drafting.stopping.recorded import Lengths, RecordedTokens
@@ -45,9 +51,9 @@ class Cumulative(AdaptiveRule):
 
             def should_stop(drafted: DraftedToken) -> bool:
                 nonlocal product
-                product *= float(drafted.distribution[drafted.token])
+                product *= drafted.read(chance)[0]
                 return product < self.threshold
 
             return should_stop
 
-        return ActiveRule(self.limit, begin)
+        return ActiveRule(self.limit, begin, reads=chance)

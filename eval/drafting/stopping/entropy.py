@@ -9,6 +9,8 @@ from pydantic import Field
 from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, ShouldStop
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from eval.drafting.stopping.recorded import Lengths, RecordedTokens
     from heads import BaseHead
 
@@ -42,10 +44,13 @@ class Entropy(AdaptiveRule):
         """Compare each token's distribution; nothing is remembered."""
         from specdata.probability import entropy
 
+        def nats(distribution: Tensor, token: Tensor | int) -> Tensor:
+            return entropy(distribution).view(1)
+
         def should_stop(drafted: DraftedToken) -> bool:
-            return float(entropy(drafted.distribution)) > self.threshold
+            return drafted.read(nats)[0] > self.threshold
 
         def begin() -> ShouldStop:
             return should_stop
 
-        return ActiveRule(self.limit, begin)
+        return ActiveRule(self.limit, begin, reads=nats)

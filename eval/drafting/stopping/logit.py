@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from eval.drafting.stopping.calibration import CalibratedRule
-from eval.drafting.stopping.rule import ActiveRule, DraftedToken, ShouldStop
+from eval.drafting.stopping.rule import ActiveRule, DraftedToken, ShouldStop, largest
 
 if TYPE_CHECKING:
     from eval.drafting.stopping.recorded import Lengths, RecordedTokens
@@ -49,9 +49,9 @@ class Logit(CalibratedRule):
 
             def should_stop(drafted: DraftedToken) -> bool:
                 nonlocal survival
-                survival *= model.accept(float(drafted.distribution.max()))
+                survival *= model.accept(drafted.read(largest)[0])
                 return 1.0 - survival > self.threshold
 
             return should_stop
 
-        return ActiveRule(self.limit, begin)
+        return ActiveRule(self.limit, begin, reads=largest)

@@ -20,6 +20,7 @@ from eval.drafting.stopping.rule import (
     AdaptiveRule,
     DraftedToken,
     ShouldStop,
+    features,
     ignore,
 )
 
@@ -112,7 +113,8 @@ class Margin(AdaptiveRule):
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Multiply the modelled acceptance probabilities of a round's tokens."""
         models = MarginModels(self.pairs, self.threshold)
-        return ActiveRule(self.limit, models.begin, models.observe if self.refit else ignore)
+        observe = models.observe if self.refit else ignore
+        return ActiveRule(self.limit, models.begin, observe, reads=models.reads)
 
 
 class MarginModels:
@@ -124,11 +126,13 @@ class MarginModels:
 
     Attributes:
         models: as they are now.
+        reads: gives the margin.
     """
 
     def __init__(self, pairs: Sequence[Pair], threshold: float) -> None:
         self.models = [OnlineLogistic(pair) for pair in pairs]
         self._threshold = threshold
+        self.reads = features(("margin",))
         self._margins: list[float] = []
         self._survival = 1.0
 
@@ -138,11 +142,7 @@ class MarginModels:
         return self._should_stop
 
     def _should_stop(self, drafted: DraftedToken) -> bool:
-        from heads.inputs import HeadInputs, Moment
-
-        inputs = HeadInputs.from_drafted(("margin",), [drafted], Moment.DRAWN)
-        assert inputs is not None
-        self._margins.append(float(inputs["margin"]))
+        self._margins.append(drafted.read(self.reads)[0])
         self._survival *= self._model(len(self._margins) - 1).accept(self._margins[-1])
         return 1.0 - self._survival > self._threshold
 

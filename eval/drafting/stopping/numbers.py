@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from pydantic import Field, field_validator
 
-from eval.drafting.stopping.rule import ActiveRule, AdaptiveRule, DraftedToken, ShouldStop
+from eval.drafting.stopping.rule import (
+    ActiveRule,
+    AdaptiveRule,
+    DraftedToken,
+    ShouldStop,
+    features,
+    largest,
+)
 
 if TYPE_CHECKING:
     from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
@@ -131,16 +138,13 @@ class Numbers(AdaptiveRule):
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Multiply the network's acceptance probabilities of a round's tokens."""
-        from heads.inputs import HeadInputs, Moment
-
         network = None if self.network is None else Network.read(self.network)
 
+        reads = largest if network is None else features(READS)
+
         def accept(drafted: DraftedToken) -> float:
-            if network is None:
-                return float(drafted.distribution.max())
-            inputs = HeadInputs.from_drafted(READS, [drafted], Moment.DRAWN)
-            assert inputs is not None
-            return float(network.accept(np.array([float(inputs[name]) for name in READS])))
+            numbers = drafted.read(reads)
+            return numbers[0] if network is None else float(network.accept(np.array(numbers)))
 
         def begin() -> ShouldStop:
             survival = 1.0
@@ -152,7 +156,7 @@ class Numbers(AdaptiveRule):
 
             return should_stop
 
-        return ActiveRule(self.limit, begin)
+        return ActiveRule(self.limit, begin, reads=reads)
 
 
 def fit_network(numbers: Reals, accept: Reals) -> Network:

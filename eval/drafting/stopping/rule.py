@@ -12,7 +12,7 @@ it. How to add one: see `eval.drafting.stopping`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -62,6 +62,7 @@ class DraftedToken:
         embedding: (E,) the draft's input embedding of the token; None as for `state`.
         position: as in `UpcomingToken`.
         since_rejection: as in `UpcomingToken`.
+        numbers: what the rule `reads` of it, where it was read together with the token.
     """
 
     token: int
@@ -70,6 +71,54 @@ class DraftedToken:
     embedding: Tensor | None = None
     position: int = 0
     since_rejection: int = 0
+    numbers: tuple[float, ...] | None = None
+
+    def read(self, numbers: Numbers) -> tuple[float, ...]:
+        """What `ActiveRule.reads` gives of it, from the device now if the drafter has not."""
+        if self.numbers is not None:
+            return self.numbers
+        return tuple(numbers(self.distribution, self.token).tolist())
+
+
+Numbers = Callable[["Tensor", "Tensor | int"], "Tensor"]
+"""(m,) numbers of a distribution (V,) and a token drawn from it, given as an id or as (1,)."""
+
+
+def chance(distribution: Tensor, token: Tensor | int) -> Tensor:
+    """(1,) the probability of the token itself."""
+    if isinstance(token, int):
+        return distribution[token : token + 1]
+    return distribution.index_select(0, token)
+
+
+def largest(distribution: Tensor, token: Tensor | int) -> Tensor:
+    """(1,) the probability of the most probable token."""
+    return distribution.max().view(1)
+
+
+def features(names: Sequence[str]) -> Numbers:
+    """Head features that are numbers of the token and its distribution, by name."""
+
+    def numbers(distribution: Tensor, token: Tensor | int) -> Tensor:
+        import torch
+
+        from heads.inputs import DraftedTokens, HeadInputs, Moment
+
+        id_ = torch.tensor([token]) if isinstance(token, int) else token
+        known = DraftedTokens(
+            tokens=id_.to(distribution.device),
+            before=_unknown,
+            after=_unknown,
+            distributions=lambda: distribution.unsqueeze(0),
+        )
+        inputs = HeadInputs.of(names, known, Moment.DRAWN)
+        return torch.cat([inputs[name] for name in names])
+
+    return numbers
+
+
+def _unknown() -> Tensor:
+    raise AssertionError("these features need no state")
 
 
 ShouldStop = Callable[[DraftedToken], bool]
@@ -90,12 +139,15 @@ class ActiveRule:
         observe: shown each finished round.
         before: asked in the round that goes on before each token but the first is drawn; True ends
             the draft without that token. The draft's forward for it has run already.
+        reads: numbers that it is asked by, which on a GPU are read together with the token: rules
+            that read the distribution themselves wait for the device once more.
     """
 
     longest: int
     begin: Callable[[], ShouldStop]
     observe: Callable[[Round], None] = ignore
     before: Callable[[UpcomingToken], bool] | None = None
+    reads: Numbers | None = None
 
 
 class StoppingRule(Config):

@@ -1,0 +1,63 @@
+"""The benchmark of decoding on models of published shapes: its pair and what it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.shaped_pair import forward_seconds, shaped_pair
+from eval.runtime import cuda_graphs
+from eval.runtime.model import CachedModel
+from specdata.probability import SamplingConfig, overlap, probabilities
+from tests.graph_recorder import OperationRecorder
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("acceptance", [0.5, 0.8])
+def test_the_pair_agrees_as_often_as_asked(acceptance: float) -> None:
+    """On other text than the noise was set with."""
+    target, draft = shaped_pair("tiny", acceptance, seed=0)
+    ids = torch.randint(3, 512, (1, 200), generator=torch.Generator().manual_seed(9))
+    with torch.inference_mode():
+        p, q = (probabilities(model(ids).logits, SamplingConfig()) for model in (target, draft))
+    assert abs(float(overlap(p, q).mean()) - acceptance) < 0.05
+
+
+def test_a_forward_is_timed_by_its_graph_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder = OperationRecorder()
+    monkeypatch.setattr(cuda_graphs, "recorder_for", lambda device: recorder)
+    target, _ = shaped_pair("tiny", 0.8, seed=0)
+    model = CachedModel(target, 512, engine="captured")
+    assert forward_seconds(model, 20, 5) > 0
+    assert recorder.recorded == 1
+    assert recorder.replayed > 50
+
+
+def test_a_tiny_pair_is_measured_against_transformers_and_the_limit(tmp_path: Path) -> None:
+    out = tmp_path / "decode.json"
+    subprocess.run(
+        [sys.executable, "benchmarks/decode.py", "--shapes", "tiny", "--engine", "captured",
+         "--max-new-tokens", "12", "--repeats", "1", "--out", str(out)],
+        cwd=ROOT, check=True, timeout=300, capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    report = json.loads(out.read_text())
+    goals = [(goal["what"][:3], goal["goal"]) for goal in report["goals"]]
+    assert goals == [("K=4", 0.9), ("K=4", 2.0), ("K=8", 0.9), ("K=8", 2.0)]
+    assert report["agreement"]["acceptance"] == 0.8
+    assert "random weights" in report["agreement"]["how"]
+    assert report["environment"]["hardware"]["cpu"]
+    for length in (4, 8):
+        row = report["limit"]["lengths"][f"K={length}"]
+        forwards = length * row["draft_step_ms"] + row["target_ms"]
+        assert row["round_ms"] == pytest.approx(forwards)
+        assert 1 < report["speeds"][f"K={length}"]["tokens_per_round"] <= length + 1

@@ -1,0 +1,184 @@
+"""How often decoding waits for a device to read a number: counted as if a CPU were one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from eval.drafting.drafters import ChainDrafter
+from eval.drafting.stopping import STOPPING_RULES
+from eval.drafts import DraftTree
+from eval.runtime.model import CachedModel
+from eval.runtime.sequence import drive
+from eval.verifiers import VERIFIERS
+from eval.verifiers.rule import GeneratorRng
+from specdata import probability
+from specdata.probability import SamplingConfig, draw, draw_one, residual
+from tests.tiny import tiny_llama
+
+READS = frozenset(
+    {"item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__float__", "__int__", "__index__"}
+)
+VOCABULARY = 24
+# A rejection's residual is made of what one read gave, and no read follows but the token's.
+CHAINS = ["token", "block", "greedy_block", "biased_uno", "biased_opt"]
+PARAMETERS: dict[str, Any] = {"biased_uno": {"epsilon": 0.1}, "biased_opt": {"epsilon": 0.1}}
+
+
+class Reads(TorchFunctionMode):
+    """Counts the reads of numbers; those of indices, which a draft keeps on the CPU, too."""
+
+    count = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += getattr(func, "__name__", "") in READS
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU is read as a GPU is."""
+    monkeypatch.setattr(probability, "read_waits", lambda values: True)
+
+
+def chain(length: int, seed: int) -> tuple[DraftTree, Tensor]:
+    """A draft that is rarely rejected, with the target's distributions."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(length + 1, VOCABULARY, generator=generator)
+    noise = torch.randn(length + 1, VOCABULARY, generator=generator)
+    q, p = logits.softmax(-1), (logits + 0.4 * noise).softmax(-1)
+    tokens = draw(q[:length], generator)
+    index = torch.arange(length)
+    return DraftTree(tokens, index, q[:length], index, "chain", planned=length), p
+
+
+def reads_of(work: Callable[[], object]) -> int:
+    with Reads() as reads:
+        work()
+    return reads.count
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_is_verified_with_as_many_reads_whatever_its_length(
+    name: str, device: None
+) -> None:
+    verifier = VERIFIERS[name].make(**PARAMETERS.get(name, {}))
+
+    def most(length: int) -> int:
+        counts = []
+        for seed in range(40):
+            tree, target = chain(length, seed)
+            generator = torch.Generator().manual_seed(seed)
+            counts.append(reads_of(lambda: verifier.draw(tree, target, generator)))  # noqa: B023
+        return max(counts)
+
+    # What is read of the device: the chances of all tokens, for block verification also the masses
+    # of the residuals, then the next token, and for a residual that is carried on its two chances.
+    # The other reads are lists of indices and a block of uniforms, on the CPU.
+    assert most(3) == most(16) <= 9
+
+
+def test_the_counter_counts_a_read_for_each_node(device: None) -> None:
+    """The planted mistake: probabilities read one by one."""
+
+    def one_by_one(length: int) -> int:
+        tree, target = chain(length, 0)
+        return reads_of(lambda: [float(target[i, t]) for i, t in enumerate(tree.token_list)])
+
+    assert one_by_one(16) > one_by_one(3) + 10
+
+
+def per_node(name: str, tree: DraftTree, p: Tensor, generator: torch.Generator) -> tuple[int, int]:
+    """Token and block verification with a read for each node: how they were written before."""
+    rng, length = GeneratorRng(generator), len(tree)
+    q = tree.distributions
+    node, after = length, p[length]
+    if name == "token":
+        for place, x in enumerate(tree.token_list):
+            if not rng.bernoulli(float(p[place, x]) / float(q[place, x])):
+                node, after = place, residual(p[place], q[place])
+                break
+    else:
+        ratios = [1.0]
+        for place, x in enumerate(tree.token_list):
+            ratios.append(min(1.0, ratios[-1] * float(p[place, x]) / float(q[place, x])))
+        node = 0
+        for tau in range(length, 0, -1):
+            ratio = passes = ratios[tau]
+            if ratio < 1.0 and tau < length:
+                mass = float((ratio * p[tau] - q[tau]).clamp(min=0.0).sum())
+                passes = mass / (mass + 1.0 - ratio)
+            if ratio >= 1.0 or rng.bernoulli(passes):
+                node = tau
+                break
+        after = p[node] if node == length else residual(ratios[node] * p[node], q[node])
+    return node, draw_one(after, generator)
+
+
+@pytest.mark.parametrize("name", ["token", "block"])
+def test_reading_at_once_draws_what_reading_one_by_one_drew(name: str) -> None:
+    verifier = VERIFIERS[name].make()
+    for seed in range(60):
+        tree, target = chain(6, seed)
+        drawn = verifier.draw(tree, target, torch.Generator().manual_seed(seed))
+        expected = per_node(name, tree, target, torch.Generator().manual_seed(seed))
+        assert (len(drawn.nodes), drawn.token) == expected
+
+
+@pytest.mark.parametrize("name", [name for name, rule in STOPPING_RULES.items() if name != "head"])
+def test_a_drafted_token_is_read_once_whatever_the_stopping_rule(name: str, device: None) -> None:
+    """With what the rule asks of it. Nothing else of a draft is read from the device."""
+    model = CachedModel(tiny_llama(0, vocab=VOCABULARY), VOCABULARY)
+    never = {"threshold": 0.0 if name in ("confidence", "cumulative") else 1e9}
+    fields = STOPPING_RULES[name].model_fields
+    if name in ("logit", "margin", "numbers"):
+        never = {"threshold": 1.0}
+    given: dict[str, Any] = {**({} if "threshold" not in fields else never)}
+    if name == "cost":
+        given |= {"draft_seconds": 1e-9, "token_seconds": 1.0}
+
+    def reads(length: int) -> int:
+        size = "length" if name == "fixed" else "limit"
+        rule = STOPPING_RULES[name].model_validate({**given, size: length})
+        drafter = ChainDrafter(model.sequence(0, SamplingConfig()), rule.start(None), frozenset())
+        model.reset()
+
+        def draft() -> None:
+            with torch.inference_mode():
+                tree = drive(drafter.propose([2, 3], 99, torch.Generator().manual_seed(0)))
+            assert len(tree.tokens) == length
+
+        return reads_of(draft)
+
+    reads(2)  # imports
+    assert reads(12) - reads(4) == 8
+
+
+def test_a_token_drawn_with_numbers_is_the_token_drawn_without(device: None) -> None:
+    probs = torch.randn(9000, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    for seed in range(20):
+        token, numbers = probability.draw_and_read(
+            probs, torch.Generator().manual_seed(seed), lambda q, x: q.index_select(0, x)
+        )
+        assert token == draw_one(probs, torch.Generator().manual_seed(seed))
+        assert numbers == (float(probs[token]),)
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.7, 0.95])
+def test_a_nucleus_that_reads_nothing_is_the_same(
+    top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probs = (3 * torch.randn(5, 700, generator=torch.Generator().manual_seed(0))).softmax(-1)
+    expected = probability.nucleus(probs, top_p)
+    monkeypatch.setattr(probability, "read_waits", lambda values: True)
+    made: list[Tensor] = []
+    assert reads_of(lambda: made.append(probability.nucleus(probs, top_p))) == 0
+    torch.testing.assert_close(made[0], expected)
+    assert torch.equal(made[0] > 0, expected > 0)
