@@ -71,6 +71,8 @@ def start(command: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
+    # Seconds that torchrun leaves its processes to write a checkpoint once it is told to stop.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
     try:
         run(parser.parse_args(words))
     except ChildFailedError as error:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,11 @@ from eval.drafting.stopping import STOPPING_RULES, DraftedToken
 from eval.measuring.methods import MethodConfig, check_methods
 from eval.verifiers import VERIFIERS
 from heads.inputs import DraftedTokens, HeadInputs
+from recipes import peers
 from recipes.config import build
+from recipes.launcher import PROFILES
 from specdata.config import read_config
+from specdata.processes import TIMEOUT
 from tests.tiny import tiny_llama
 
 ROOT = Path(__file__).parent.parent
@@ -174,8 +178,20 @@ def test_the_costs_in_the_readme_are_what_their_command_prints(
     lines = printed.stdout.decode().splitlines()[1:]  # a stage each, then the sum
     hours = [re.findall(r"[\d.]+ h", line)[0] for line in lines[:-1]]
     disk = re.findall(r"[\d.]+ GB", lines[-1])[0]
-    (line,) = [line for line in README.splitlines() if line.startswith(f"| {row}")]
-    assert line.strip(" |").split(" | ")[2:] == [*hours, disk]
+    tables = README + (ROOT / "launch" / "README.md").read_text()
+    rows = [line for line in tables.splitlines() if line.startswith(f"| {row}")]
+    assert rows
+    for line in rows:
+        assert line.strip(" |").split(" | ")[2:] == [*hours, disk]
+
+
+def test_the_launch_page_names_every_profile_and_what_the_code_waits() -> None:
+    page = (ROOT / "launch" / "README.md").read_text()
+    profiles = page.split("| (none)")[1].split("\n\n")[0]
+    assert {*re.findall(r"^\| `([\w-]+)`", profiles, re.MULTILINE)} == {*PROFILES}
+    assert "every 5 seconds" in page
+    assert (peers.INTERVAL, peers.FAREWELL, peers.PATIENCE) == (5, 120, 600)
+    assert timedelta(hours=2) == TIMEOUT
 
 
 @pytest.mark.parametrize(("acceptance", "length"), [(0.6, 3), (0.8, 6), (0.9, 10)])

@@ -1,0 +1,279 @@
+"""Launch profiles: accelerate and DeepSpeed know every key, and each changes what is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import accelerate.commands.launch as accelerate_launch
+import accelerate.utils.launch as launch_utils
+import psutil
+import pytest
+import torch.distributed.run as torchrun
+import yaml
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, patch_environment
+from accelerate.utils.launch import _filter_args
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from recipes.launcher import LAUNCH, PROFILES, _failed
+
+NAMES = ["cpu", "cpu-2", "fsdp2", "multi_gpu", "multi_node", "single_gpu"]
+NAMES += ["zero1", "zero2", "zero3", "zero3_offload"]
+TWO_MACHINES = ["--num_machines", "2", "--main_process_ip", "10.0.0.1", "--main_process_port", "1"]
+# Another value of a key that takes certain words only.
+OTHERS = {
+    "compute_environment": "AMAZON_SAGEMAKER",
+    "distributed_type": "XLA",
+    "mixed_precision": "bf16",
+    "deepspeed_multinode_launcher": "pdsh",
+    "fsdp_auto_wrap_policy": "NO_WRAP",
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+}
+
+
+found: list[dict[str, Any]] = []
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of 16 cores whose ports are free, and no settings of a launcher."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 16)
+    monkeypatch.setattr(launch_utils, "get_free_port", lambda: 0)
+    monkeypatch.setattr(launch_utils, "is_port_in_use", lambda port=None: False)
+    for name in ("simple_launcher", "multi_gpu_launcher", "deepspeed_launcher"):
+        monkeypatch.setattr(accelerate_launch, name, partial(started, name))
+
+
+def started(launcher: str, arguments: Any) -> dict[str, Any]:
+    """What a launcher of accelerate starts: its environment, its command, torchrun's arguments."""
+    command: Any = None
+    if launcher == "simple_launcher":
+        command, environment = launch_utils.prepare_simple_launcher_cmd_env(arguments)
+    elif launcher == "deepspeed_launcher":
+        command, environment = launch_utils.prepare_deepspeed_cmd_env(arguments)
+    else:
+        environment = launch_utils.prepare_multi_gpu_env(arguments)
+    here = {key: value for key, value in environment.items() if os.environ.get(key) != value}
+    words = ["--training_script", arguments.training_script]
+    own = vars(_filter_args(arguments, torchrun.get_args_parser(), words))
+    found.append({"launcher": launcher, "environment": here, "torchrun": own, "command": command})
+    return found[-1]
+
+
+def launched(profile: Path, *options: str) -> dict[str, Any]:
+    words = ["--config_file", str(profile), *options, "--module", "recipes.train_head"]
+    accelerate_launch.launch_command(accelerate_launch.launch_command_parser().parse_args(words))
+    return found.pop()
+
+
+def outcome(profile: Path, *options: str) -> str:
+    """What is started, or how accelerate refuses."""
+    try:
+        return repr(launched(profile, *options))
+    except Exception as error:  # noqa: BLE001 - whatever it raises, it has looked at the key
+        return f"refused: {error}"
+
+
+def other(key: str, value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    return value + 1 if isinstance(value, int) else OTHERS.get(key, f"{value}5")
+
+
+def ignored_keys(profile: Path, work: Path) -> list[str]:
+    """Keys whose value changes nothing, on one machine or on several."""
+    values = yaml.safe_load(profile.read_text())
+    keys: list[tuple[str, ...]] = []
+    for key, value in values.items():
+        keys += [(key, inner) for inner in value] if isinstance(value, dict) else [(key,)]
+    ignored = []
+    for path in keys:
+        changed = deepcopy(values)
+        section = changed if len(path) == 1 else changed[path[0]]
+        section[path[-1]] = other(path[-1], section[path[-1]])
+        (work / "changed.yaml").write_text(yaml.safe_dump(changed))
+        if all(
+            outcome(profile, *options) == outcome(work / "changed.yaml", *options)
+            for options in ([], TWO_MACHINES)
+        ):
+            ignored.append(".".join(path))
+    return ignored
+
+
+def test_there_is_a_profile_of_each_name() -> None:
+    assert sorted(NAMES) == PROFILES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_accelerate_heeds_every_key_of_a_profile(name: str, tmp_path: Path) -> None:
+    launched(LAUNCH / f"{name}.yaml")  # is not refused
+    assert ignored_keys(LAUNCH / f"{name}.yaml", tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("zero3", "deepspeed_config.zero3_init_flg", False),
+        ("fsdp2", "fsdp_config.fsdp_reshard_after_forwards", True),
+        ("multi_node", "same_network", True),  # known, but the parser's default wins
+        ("multi_node", "rdzv_backend", "c10d"),
+    ],
+)
+def test_a_key_that_accelerate_ignores_is_found(
+    name: str, key: str, value: object, tmp_path: Path
+) -> None:
+    values = yaml.safe_load((LAUNCH / f"{name}.yaml").read_text())
+    *section, last = key.split(".")
+    (values[section[0]] if section else values)[last] = value
+    planted = tmp_path / "planted.yaml"
+    planted.write_text(yaml.safe_dump(values))
+    assert ignored_keys(planted, tmp_path) == [key]
+
+
+def test_a_key_that_accelerate_does_not_know_is_refused(tmp_path: Path) -> None:
+    planted = tmp_path / "planted.yaml"
+    planted.write_text((LAUNCH / "cpu-2.yaml").read_text() + "num_proceses: 4\n")
+    with pytest.raises(ValueError, match=r"unknown keys.*num_proceses"):
+        launched(planted)
+
+
+MULTI, ZERO = "multi_gpu_launcher", "deepspeed_launcher"
+SAYS: dict[str, tuple[str, dict[str, str]]] = {
+    "cpu": ("simple_launcher", {"ACCELERATE_USE_CPU": "True", "CUDA_VISIBLE_DEVICES": "-1"}),
+    "single_gpu": ("simple_launcher", {"ACCELERATE_USE_CPU": "False"}),
+    "cpu-2": (MULTI, {"CUDA_VISIBLE_DEVICES": "-1,-1", "OMP_NUM_THREADS": "8"}),
+    "multi_gpu": (MULTI, {"ACCELERATE_MIXED_PRECISION": "no"}),
+    "multi_node": (MULTI, {"ACCELERATE_MIXED_PRECISION": "no"}),
+    "fsdp2": (MULTI, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}),
+    "zero1": (ZERO, {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "launch/zero1.json"}),
+    "zero2": (ZERO, {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "launch/zero2.json"}),
+    "zero3": (ZERO, {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "launch/zero3.json"}),
+    "zero3_offload": (ZERO, {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "launch/zero3_offload.json"}),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_profile_starts_what_its_name_says(name: str) -> None:
+    launcher, environment = SAYS[name]
+    start = launched(LAUNCH / f"{name}.yaml")
+    assert start["launcher"] == launcher
+    assert environment.items() <= start["environment"].items()
+    if launcher != "simple_launcher":
+        processes = start["torchrun"]["nproc_per_node"], start["torchrun"]["nnodes"]
+        assert processes == (("1", "2") if name == "multi_node" else ("2", "1:1"))
+    two = launched(LAUNCH / f"{name}.yaml", *TWO_MACHINES, "--machine_rank", "1")
+    if launcher != "simple_launcher":  # one torchrun on each machine, no ssh
+        assert two["command"] is None
+        assert two["torchrun"]["node_rank"] == 1
+        assert two["torchrun"]["rdzv_endpoint"] == "10.0.0.1:1"
+
+
+# --- what the worker makes of it
+
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
+
+
+class Read(dict[str, Any]):
+    """A mapping that remembers which keys somebody asked for."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.asked: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+
+def unread_keys(config: dict[str, Any]) -> set[str]:
+    """Top-level keys of a DeepSpeed configuration that DeepSpeed never asks for.
+
+    Its sections are pydantic models that forbid other keys.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    # accelerate fills these in before DeepSpeed sees them.
+    read = Read({key: 1 if value == "auto" else value for key, value in config.items()})
+    DeepSpeedConfig(read)
+    return {*config} - read.asked
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_deepspeed_reads_every_key(name: str) -> None:
+    config = json.loads((LAUNCH / f"{name}.json").read_text())
+    assert unread_keys(config) == set()
+    zero = config["zero_optimization"]
+    assert zero["stage"] == STAGES[name]
+    assert zero["stage"] == 3 or not any(key.startswith("stage3") for key in zero)
+
+
+def test_a_key_that_deepspeed_does_not_know_is_found() -> None:
+    config = json.loads((LAUNCH / "zero2.json").read_text())
+    assert unread_keys({**config, "gradient_cliping": 1.0}) == {"gradient_cliping"}
+    config["zero_optimization"]["reduce_buket_size"] = 1
+    with pytest.raises(ValueError, match="reduce_buket_size"):
+        unread_keys(config)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_accelerate_takes_profile_and_deepspeed_file_together(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses a setting of the profile that the file has, or overrules."""
+    monkeypatch.chdir(LAUNCH.parent)
+    with patch_environment(**launched(LAUNCH / f"{name}.yaml")["environment"]):
+        plugin = DeepSpeedPlugin()
+    assert plugin.zero_stage == STAGES[name]
+    assert plugin.zero3_init_flag is False
+    assert plugin.hf_ds_config.is_offload() == (name == "zero3_offload")
+    assert plugin.deepspeed_config == json.loads((LAUNCH / f"{name}.json").read_text())
+
+
+def test_the_plugin_of_fsdp2_has_what_the_profile_says() -> None:
+    with patch_environment(**launched(LAUNCH / "fsdp2.yaml")["environment"]):
+        plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is True
+    assert plugin.state_dict_type.name == "FULL_STATE_DICT"
+
+
+# --- exit statuses
+
+
+@pytest.mark.parametrize(
+    ("exits", "rank", "status"),
+    [
+        ({0: 2, 1: -signal.SIGTERM}, 0, 2),
+        ({0: 1, 1: 2}, 1, 2),  # rank 0 missed rank 1, which was refused, in a collective
+        ({0: 1, 1: -signal.SIGKILL}, 1, 137),
+        ({0: 143, 1: 1}, 1, 1),
+        ({0: 143, 1: 143}, 0, 143),
+        ({0: 130, 1: 143}, 0, 130),
+    ],
+)
+def test_a_launcher_ends_with_the_status_of_the_process_that_ended_the_others(
+    exits: dict[int, int], rank: int, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = {each: ProcessFailure(each, 10 + each, code, "") for each, code in exits.items()}
+    assert _failed(failures) == status
+    assert f"rank {rank} ended" in capsys.readouterr().err
+
+
+def test_a_process_that_torchrun_killed_later_is_not_the_cause(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    failures = {rank: ProcessFailure(rank, 1, code, "") for rank, code in {0: -9, 1: 1}.items()}
+    failures[0].timestamp += 30
+    assert _failed(failures) == 1
+    assert "rank 1 ended with status 1" in capsys.readouterr().err
