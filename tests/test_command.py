@@ -85,7 +85,7 @@ def test_a_mistake_is_answered_with_status_2_and_the_nearest_name(
 
 
 def test_every_launch_profile_has_absolute_files(capsys: pytest.CaptureFixture[str]) -> None:
-    assert {"cpu-2", "multi_gpu", "zero2", "zero3"} == set(PROFILES)
+    assert {"cpu-2", "multi_gpu", "zero2", "zero3", "fsdp2"} == set(PROFILES)
     for profile in PROFILES:
         words = launch_command(profile, ["--num_processes", "4"], "train-head", ["--seed", "1"])
         files = [Path(word) for word in words if word.startswith(str(LAUNCH))]
