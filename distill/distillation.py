@@ -106,9 +106,10 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     """Train a copy of the draft on rollouts of the target and save it as a model folder.
 
     A killed run goes on from its last checkpoint when called again; a finished one returns its
-    stored result. Works in one process, under `accelerate launch` and under DeepSpeed. Each step
-    is taken on the same rollouts however many processes there are, so a run may go on in another
-    number of them (not under DeepSpeed, whose checkpoints are in as many parts).
+    stored result. Works in one process, under `accelerate launch`, under DeepSpeed and under FSDP2.
+    Each step is taken on the same rollouts however many processes there are, so a run may go on in
+    another number of them (not under DeepSpeed, whose checkpoints are in as many parts; under FSDP2
+    not without it).
 
     Args:
         target: folder or Hub id of the teacher.
@@ -124,8 +125,8 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
             draft learns from them; then the weights of the target are not read.
 
     Raises:
-        ConfigError: if a model cannot be loaded, or has fewer positions than a rollout tokens, or
-            if kept logits do not decide the target's distributions.
+        ConfigError: if a model cannot be loaded, in parts if asked for, or has fewer positions than
+            a rollout tokens, or if kept logits do not decide the target's distributions.
         TrainingDivergedError: if a loss, gradient or weight is not finite.
         VocabularyMismatchError: if the models do not share a vocabulary.
         ManifestError: if `out` or its checkpoints were made with other settings, or its checkpoints
