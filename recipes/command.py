@@ -92,6 +92,8 @@ def launch(arguments: Sequence[str]) -> int:
     here = next((n for n, word in enumerate(arguments) if n and word in RECIPES), None)
     if here is None:
         parser.error(f"name a recipe after the profile: {', '.join(RECIPES)}")
+    # Seconds that torchrun leaves its processes to write a checkpoint once it is told to stop.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
     command = launch_command(profile, arguments[1:here], arguments[here], arguments[here + 1 :])
     # Replaces this process, so that signals reach the launcher.
     os.execv(command[0], command)
@@ -119,7 +121,11 @@ def launch_command(
 
 def profile(arguments: Sequence[str]) -> int:
     """Print the path of a launch file."""
-    files = sorted(path.name for path in LAUNCH.iterdir() if path.suffix != ".md")
+    files = sorted(
+        path.relative_to(LAUNCH).as_posix()
+        for path in LAUNCH.rglob("*")
+        if path.is_file() and path.suffix != ".md"
+    )
     parser = argparse.ArgumentParser("draftsmith profile", description=profile.__doc__)
     parser.add_argument("name", choices=[*PROFILES, *files], metavar="NAME", help=", ".join(files))
     name = parser.parse_args(arguments).name

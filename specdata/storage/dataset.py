@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specdata.errors import ConfigError, ManifestError
+from specdata.interruption import stop_if_asked
 from specdata.processes import is_main
 from specdata.storage.files import as_pattern, atomic_write, locked, try_locked, write_json
 from specdata.storage.manifest import (
@@ -80,6 +81,7 @@ def fill_dataset(
     while not manifest["finished"]:
         left = []
         for index in waiting:
+            stop_if_asked()
             if record := dataset.done(index) or dataset.make(index, shards[index]):
                 report(record["rows"])
             else:

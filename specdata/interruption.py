@@ -1,0 +1,164 @@
+"""SIGTERM and SIGINT (Ctrl-C): stop with a checkpoint, or at once if asked again.
+
+Outside a training the first signal raises `Interrupted` wherever the program is: whatever is
+written is written whole or not at all, so nothing that is finished is lost. A training would lose
+the steps since its last checkpoint. Within `until_checkpoint` the signal is therefore only noted;
+the training asks after each step (`asked_of_any`), and all its processes stop after the same one.
+
+A second signal ends the process at once, even where the interpreter waits for a library: a thread
+counts the signals. One request often arrives several times: a terminal signals every process of
+its group, SLURM every process of a job, and a launcher passes on what it got itself. So a signal
+counts as the second only if it comes `REPEAT` seconds or more after the first.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from specdata.processes import largest_of_all, process_count, rank
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Seconds from the first signal to one that counts as the second.
+REPEAT = 2.0
+
+
+class Interrupted(KeyboardInterrupt):
+    """The program was asked to stop by a signal.
+
+    Attributes:
+        number: of the signal.
+        status: the exit status that shells give it, 130 for SIGINT and 143 for SIGTERM.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+        self.status = 128 + number
+
+
+@dataclass(slots=True)
+class _Request:
+    """What this process was asked: the first signal's number, 0 before it; whether it must wait."""
+
+    number: int = 0
+    waits: bool = False
+    is_heard: bool = False
+
+
+_request = _Request()
+
+
+@contextmanager
+def stopping_on_signals() -> Iterator[None]:
+    """Stop on SIGTERM and SIGINT, as the module describes, while the block runs.
+
+    Only in the main thread and not within itself; elsewhere, and for a signal that this process
+    ignores (as those that a shell starts in the background ignore SIGINT), nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread() or _request.is_heard:
+        yield
+        return
+    former = {number: signal.getsignal(number) for number in SIGNALS}
+    former = {number: known for number, known in former.items() if known != signal.SIG_IGN}
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    counter = threading.Thread(target=_count, args=(reader,), daemon=True)
+    counter.start()
+    wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    _request.is_heard = True
+    for number in former:
+        signal.signal(number, _ask)
+    try:
+        yield
+    finally:
+        for number, known in former.items():
+            signal.signal(number, known)
+        signal.set_wakeup_fd(wakeup)
+        writer.close()
+        counter.join()
+        reader.close()
+        _request.number, _request.waits, _request.is_heard = 0, False, False
+
+
+@contextmanager
+def until_checkpoint() -> Iterator[None]:
+    """Let a signal wait while the block runs, which must ask for it (`asked_of_any`).
+
+    Raises:
+        Interrupted: at the block's end, if a signal came that it did not ask for.
+    """
+    _request.waits = True
+    try:
+        yield
+    finally:
+        _request.waits = False
+    stop_if_asked()
+
+
+def asked() -> int:
+    """The number of the signal by which this process was asked to stop; 0 if it was not."""
+    return _request.number
+
+
+def asked_of_any() -> int:
+    """The same of all processes of a training, each of which must call this at the same point."""
+    return largest_of_all(_request.number)
+
+
+def stop_if_asked() -> None:
+    """Raise Interrupted if this process was asked to stop; loops call it between two results."""
+    if _request.number:
+        raise Interrupted(_request.number)
+
+
+def _ask(number: int, _frame: FrameType | None) -> None:
+    if _request.number:
+        return
+    _request.number = number
+    if not _request.waits:
+        raise Interrupted(number)
+    _tell(
+        f"{signal.Signals(number).name}: stopping at the next checkpoint, after this step; "
+        "press Ctrl-C or send it again to stop at once"
+    )
+
+
+def _count(signals: socket.socket) -> None:
+    """End the process at the second signal; `signals` has a byte for each, and ends."""
+    first: tuple[int, float] | None = None
+    while numbers := signals.recv(16):
+        for number in numbers:
+            if number not in SIGNALS:
+                continue
+            now = time.monotonic()
+            if first is None:
+                first = number, now
+            elif now - first[1] >= REPEAT:
+                _tell("stopped at once")
+                os._exit(128 + first[0])
+
+
+def _tell(text: str) -> None:
+    """Write a line to stderr, past its buffer, which may be in the middle of another."""
+    who = f"rank {rank()}: " if process_count() > 1 else ""
+    os.write(2, f"\n{who}{text}\n".encode())
+
+
+def _forget() -> None:
+    """In a forked child, whose signals are its own business."""
+    if _request.is_heard:
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            if signal.getsignal(number) is _ask:
+                signal.signal(number, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_forget)
