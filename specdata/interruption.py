@@ -6,9 +6,10 @@ the steps since its last checkpoint. Within `until_checkpoint` the signal is the
 the training asks after each step (`asked_of_any`), and all its processes stop after the same one.
 
 A second signal ends the process at once, even where the interpreter waits for a library: a thread
-counts the signals. One request often arrives several times: a terminal signals every process of
-its group, SLURM every process of a job, and a launcher passes on what it got itself. So a signal
-counts as the second only if it comes `REPEAT` seconds or more after the first.
+counts the signals. It also ends a process that the first did not end within `PATIENCE` seconds. One
+request often arrives several times: a terminal signals every process of its group, SLURM every
+process of a job, and a launcher passes on what it got itself. So a signal counts as the second only
+if it comes `REPEAT` seconds or more after the first.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import NoReturn
 
 from specdata.processes import largest_of_all, process_count, rank
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Seconds from the first signal to one that counts as the second.
 REPEAT = 2.0
+# Seconds that a process may take to end where no checkpoint is awaited. It may be in a collective,
+# waiting for another that has ended already.
+PATIENCE = 10.0
 
 
 class Interrupted(KeyboardInterrupt):
@@ -132,18 +137,33 @@ def _ask(number: int, _frame: FrameType | None) -> None:
 
 
 def _count(signals: socket.socket) -> None:
-    """End the process at the second signal; `signals` has a byte for each, and ends."""
-    first: tuple[int, float] | None = None
-    while numbers := signals.recv(16):
-        for number in numbers:
+    """End the process at the second signal, or if the first does not; told of each by a byte."""
+    first, begun, free_since = 0, 0.0, 0.0
+    while True:
+        try:
+            numbers = signals.recv(16)
+        except TimeoutError:
+            numbers = None
+        if numbers == b"":  # the handlers are gone
+            return
+        now = time.monotonic()
+        for number in numbers or b"":
             if number not in SIGNALS:
                 continue
-            now = time.monotonic()
-            if first is None:
-                first = number, now
-            elif now - first[1] >= REPEAT:
-                _tell("stopped at once")
-                os._exit(128 + first[0])
+            if not first:
+                first, begun, free_since = number, now, now
+                signals.settimeout(0.5)
+            elif now - begun >= REPEAT:
+                _end(first, "stopped at once")
+        if _request.waits:
+            free_since = now
+        elif first and now - free_since >= PATIENCE:
+            _end(first, "interrupted: run the same command again to continue")
+
+
+def _end(number: int, text: str) -> NoReturn:
+    _tell(text)
+    os._exit(128 + number)
 
 
 def _tell(text: str) -> None:

@@ -95,6 +95,18 @@ def test_a_second_signal_ends_the_process_within_a_step_and_one_passed_on_does_n
     assert said.endswith("\nstopped at once\n")
 
 
+def test_a_process_that_a_library_keeps_from_ending_is_ended() -> None:
+    stuck = RECIPE.replace("time.sleep(60)", "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)")
+    process = program(
+        f"import hashlib, specdata.interruption; specdata.interruption.PATIENCE = 1.0\n{stuck}"
+    )
+    time.sleep(0.3)  # until it is in there; else it ends as any does
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert said == "\ninterrupted: run the same command again to continue\n"
+
+
 def test_a_signal_waits_for_the_checkpoint_and_then_stops_what_did_not_ask() -> None:
     process = program(STEP.replace("STEPS", "2").replace("COUNT", str(10**6)))
     process.send_signal(signal.SIGTERM)
