@@ -6,10 +6,11 @@ the steps since its last checkpoint. Within `until_checkpoint` the signal is the
 the training asks after each step (`asked_of_any`), and all its processes stop after the same one.
 
 A second signal ends the process at once, even where the interpreter waits for a library: a thread
-counts the signals. It also ends a process that the first did not end within `PATIENCE` seconds. One
+hears the signals. It also ends a process that the first did not end within `PATIENCE` seconds. One
 request often arrives several times: a terminal signals every process of its group, SLURM every
 process of a job, and a launcher passes on what it got itself. So a signal counts as the second only
-if it comes `REPEAT` seconds or more after the first.
+if it comes `REPEAT` seconds or more after the first. A launcher ends at its second signal and
+passes none on; processes that were signalled end when they see that it is gone.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def stopping_on_signals() -> Iterator[None]:
     former = {number: known for number, known in former.items() if known != signal.SIG_IGN}
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    counter = threading.Thread(target=_count, args=(reader,), daemon=True)
-    counter.start()
+    watch = threading.Thread(target=_watch, args=(reader,), daemon=True)
+    watch.start()
     wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     _request.is_heard = True
     for number in former:
@@ -88,7 +89,7 @@ def stopping_on_signals() -> Iterator[None]:
             signal.signal(number, known)
         signal.set_wakeup_fd(wakeup)
         writer.close()
-        counter.join()
+        watch.join()
         reader.close()
         _request.number, _request.waits, _request.is_heard = 0, False, False
 
@@ -136,29 +137,36 @@ def _ask(number: int, _frame: FrameType | None) -> None:
     )
 
 
-def _count(signals: socket.socket) -> None:
+def _watch(signals: socket.socket) -> None:
     """End the process at the second signal, or if the first does not; told of each by a byte."""
-    first, begun, free_since = 0, 0.0, 0.0
-    while True:
-        try:
-            numbers = signals.recv(16)
-        except TimeoutError:
-            numbers = None
-        if numbers == b"":  # the handlers are gone
+    launcher = os.getppid() if process_count() > 1 else None
+    first = 0
+    while not first:
+        heard = _hear(signals)
+        if heard is None:
             return
+        first = heard
+    begun = free_since = time.monotonic()
+    signals.settimeout(0.5)
+    while (heard := _hear(signals)) is not None:
         now = time.monotonic()
-        for number in numbers or b"":
-            if number not in SIGNALS:
-                continue
-            if not first:
-                first, begun, free_since = number, now, now
-                signals.settimeout(0.5)
-            elif now - begun >= REPEAT:
-                _end(first, "stopped at once")
+        if heard and now - begun >= REPEAT:
+            _end(first, "stopped at once")
+        if launcher is not None and os.getppid() != launcher:
+            _end(first, "the launcher is gone: stopped at once")
         if _request.waits:
             free_since = now
-        elif first and now - free_since >= PATIENCE:
+        elif now - free_since >= PATIENCE:
             _end(first, "interrupted: run the same command again to continue")
+
+
+def _hear(signals: socket.socket) -> int | None:
+    """The next signal's number; 0 if none came in time, None when the handlers are gone."""
+    try:
+        numbers = signals.recv(16)
+    except TimeoutError:
+        return 0
+    return next((number for number in numbers if number in SIGNALS), 0) if numbers else None
 
 
 def _end(number: int, text: str) -> NoReturn:

@@ -107,6 +107,22 @@ def test_a_process_that_a_library_keeps_from_ending_is_ended() -> None:
     assert said == "\ninterrupted: run the same command again to continue\n"
 
 
+def test_a_process_that_was_signalled_ends_when_its_launcher_does() -> None:
+    step = STEP.replace("STEPS", "1").replace("COUNT", str(10**9))
+    launcher = program(
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', "
+        f"'import os, sys; print(os.getpid(), file=sys.stderr, flush=True)' + {step!r}], "
+        "env={'WORLD_SIZE': '2', 'RANK': '1', 'PYTHONPATH': '.'})"
+    )
+    assert launcher.stderr is not None
+    os.kill(int(launcher.stderr.readline()), signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        launcher.wait(1.0)
+    launcher.kill()
+    _, said = launcher.communicate(timeout=20)  # until the other, which has its pipes, has ended
+    assert said.endswith("\nrank 1: the launcher is gone: stopped at once\n")
+
+
 def test_a_signal_waits_for_the_checkpoint_and_then_stops_what_did_not_ask() -> None:
     process = program(STEP.replace("STEPS", "2").replace("COUNT", str(10**6)))
     process.send_signal(signal.SIGTERM)

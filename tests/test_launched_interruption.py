@@ -38,6 +38,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {
         "output": "out",
         "models": {"target": str(folder / "target"), "draft": str(folder / "draft")},
+        "toy": None,
         "rollouts": {
             "max_new_tokens": 12,
             "sets": [
@@ -47,6 +48,10 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         # Only an interruption writes a checkpoint.
         "head": {"depth": 1, "epochs": STEPS // 2, "batch_size": 8, "save_steps": 10 * STEPS},
+        "eval": {
+            "sets": [{"name": str(folder / "dev.jsonl"), "split": "test", "count": 2}],
+            "methods": [{"name": "plain", "engine": "plain"}],
+        },
     }
     (folder / "pair.yaml").write_text(yaml.safe_dump(config))
     given = ["--config", str(folder / "pair.yaml"), "--output", str(folder / "out")]
