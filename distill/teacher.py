@@ -22,7 +22,8 @@ from distill.batches import IGNORED, collate
 from distill.chunked import chunks, positions_at_once
 from specdata.labels.labeller import by_length, tokens_at_once
 from specdata.lm_head import find_lm_head
-from specdata.sharded import is_sharded, most
+from specdata.processes import largest_of_all
+from specdata.sharded import is_sharded
 from specdata.target_states import has_states, stored_states
 
 KEPT_BYTES = 1 << 30
@@ -124,7 +125,7 @@ class Teacher:
             if example in self._group and not self._is_known(example)
         }
         mine = len(unread) + any(example not in self._group for example in examples)
-        return most(mine, self.model.device) - mine
+        return largest_of_all(mine) - mine
 
     def _is_known(self, example: int) -> bool:
         """Whether what is kept of a rollout takes no forward."""

@@ -40,12 +40,15 @@ from distill.checkpoint import (
     newest_complete,
 )
 from specdata.errors import ManifestError, TrainingDivergedError
+from specdata.interruption import Interrupted, asked_of_any, until_checkpoint
 from specdata.model_folder import add_former_names
 from specdata.processes import is_fsdp, join_processes
 from specdata.storage.resume import Settings
 from specdata.terminal import progress
 
 SETTINGS = "settings.json"
+UNLOGGED = "unlogged"
+"""Key, in the Trainer's `log_history`, of losses that were not logged yet at a checkpoint."""
 # transformers warns of the older name as soon as it knows the newer one.
 CHECKPOINTING = (
     "activation_checkpointing"
@@ -167,6 +170,7 @@ def train_resumably(trainer: Trainer, work: Path, settings: Settings, *, label: 
         ManifestError: if `work` was started with other settings or under another engine, or holds
             only damaged checkpoints.
         TrainingDivergedError: on every process, before anything that is not finite is stored.
+        Interrupted: on every process, if one was asked to stop, after a checkpoint.
     """
     with join_processes().main_process_first():
         if not settings.check_file(work / SETTINGS) and newest_complete(work):
@@ -181,10 +185,13 @@ def train_resumably(trainer: Trainer, work: Path, settings: Settings, *, label: 
     progress = _Progress(label)
     trainer.add_callback(progress)
     trainer.add_callback(_StopDiverged(label, settings.remedy))
+    stop = _StopWhenAsked(trainer)
+    trainer.add_callback(stop)
     newest = newest_complete(work)
     try:
-        with _no_shard_bars():
+        with _no_shard_bars(), until_checkpoint():
             trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+            stop.check()
     finally:
         progress.close()
     trainer.model.config.use_cache = True  # the Trainer turned it off; whoever decodes needs it
@@ -280,6 +287,53 @@ class _StopDiverged(TrainerCallback):  # type: ignore[misc]
             learning_rate=args.learning_rate,
             remedy=self.remedy,
         )
+
+
+class _StopWhenAsked(TrainerCallback):  # type: ignore[misc]
+    """Ends a training that was asked to stop, with a checkpoint, after the same step everywhere.
+
+    The losses since the last log would be lost with it, and the log of the training that goes on
+    would differ from an uninterrupted one's. So the checkpoint holds them, those of each process.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.signal = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        kept = [entry for entry in state.log_history if UNLOGGED in entry]
+        for entry in kept:
+            state.log_history.remove(entry)
+            losses = entry[UNLOGGED]
+            mine = sum(losses) / len(losses)
+            if len(losses) == args.world_size:
+                mine = losses[args.process_index]
+            self.trainer._tr_loss += mine
+            self.trainer._globalstep_last_logged = entry["since"]
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self.signal = asked_of_any()
+        if not self.signal:
+            return
+        control.should_save = control.should_training_stop = True
+        if control.should_log:  # nothing will be left
+            return
+        losses = self.trainer.accelerator.gather(self.trainer._tr_loss.reshape(1)).tolist()
+        if not all(map(math.isfinite, losses)):
+            control.should_log = True  # which ends the training as one that diverged
+            return
+        since = self.trainer._globalstep_last_logged
+        state.log_history.append({"step": state.global_step, UNLOGGED: losses, "since": since})
+
+    def check(self) -> None:
+        """Raise Interrupted once the training has ended, if it was asked to."""
+        if self.signal:
+            join_processes().wait_for_everyone()  # until the checkpoint is written
+            raise Interrupted(self.signal)
 
 
 class _Progress(TrainerCallback):  # type: ignore[misc]

@@ -31,6 +31,7 @@ from heads.engine import TrainingEngine, restore_moments, whole_moments, whole_w
 from heads.inputs import Moment
 from heads.loss import HeadMetrics, head_metrics, weighted_bce
 from specdata.errors import TrainingDivergedError
+from specdata.interruption import Interrupted, asked_of_any, until_checkpoint
 from specdata.storage.resume import Settings
 from specdata.terminal import progress
 
@@ -107,13 +108,15 @@ class Training:
         Raises:
             TrainingDivergedError: on every process, if a loss or what would be stored is not
                 finite.
+            Interrupted: on every process, if one was asked to stop, after a checkpoint.
         """
         config, losses = self.config, list(losses)
         per_epoch, epochs = math.ceil(len(rows) / config.batch_size), config.passes(len(rows))
         total = epochs * per_epoch
         rates = learning_rates(total, config)
         main = self.engine.accelerator.is_main_process
-        with progress(total, "acceptance head", "step", done=len(losses), is_shown=main) as bar:
+        shown = progress(total, "acceptance head", "step", done=len(losses), is_shown=main)
+        with until_checkpoint(), shown as bar:
             for epoch in range(len(losses) // per_epoch, epochs):
                 done = len(losses) - epoch * per_epoch
                 for batch in islice(rows.epoch(self.seed, epoch, config.batch_size), done, None):
@@ -125,8 +128,12 @@ class Training:
                     losses.append(loss)
                     bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
                     bar.update()
-                    if len(losses) % config.save_steps == 0:
+                    stop = asked_of_any()
+                    if stop or len(losses) % config.save_steps == 0:
                         self.save(before, losses)
+                    if stop:
+                        self.engine.accelerator.wait_for_everyone()  # until it is written
+                        raise Interrupted(stop)
         return losses
 
     def train_step(self, rows: Sequence[Any]) -> float:

@@ -94,7 +94,11 @@ def launch(arguments: Sequence[str]) -> int:
 
 def profile(arguments: Sequence[str]) -> int:
     """Print the path of a launch file."""
-    files = sorted(path.name for path in LAUNCH.iterdir() if path.suffix != ".md")
+    files = sorted(
+        path.relative_to(LAUNCH).as_posix()
+        for path in LAUNCH.rglob("*")
+        if path.is_file() and path.suffix != ".md"
+    )
     parser = argparse.ArgumentParser("draftsmith profile", description=profile.__doc__)
     parser.add_argument("name", choices=[*PROFILES, *files], metavar="NAME", help=", ".join(files))
     name = parser.parse_args(arguments).name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,10 +30,11 @@ from recipes.run import (
     stage_record,
 )
 from specdata.errors import OtherSettingsError, full_disk, without_passwords
-from specdata.processes import is_main, leave_processes
+from specdata.interruption import Interrupted, asked, stopping_on_signals
+from specdata.processes import in_group, is_main, leave_processes, process_count, rank
 from specdata.terminal import accept_any_text, visible
 
-INTERRUPTED = 130  # the exit status after Ctrl-C
+INTERRUPTED = (130, 143)  # exit statuses after SIGINT (Ctrl-C) and SIGTERM
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +66,23 @@ class Recipe:
 
         Returns:
             The exit status: 0 done, 1 failure while running, 2 unusable configuration or input,
-            130 interrupted.
+            130 interrupted by SIGINT (Ctrl-C), 143 by SIGTERM.
 
         Raises:
             SystemExit: for `--help`.
         """
         given = sys.argv[1:] if arguments is None else arguments
         accept_any_text()
-        status = self._run(given, program)
-        if status != INTERRUPTED:  # leaving would wait for what was under way between processes
-            leave_processes()
+        with stopping_on_signals():
+            status = self._run(given, program)
+            if status not in INTERRUPTED:
+                leave_processes()
+            elif in_group():
+                # Leaving would wait for what is under way between processes, and to end without it
+                # may abort this one, which would hide its status.
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
         return status
 
     def _run(self, given: Sequence[str], program: str | None) -> int:
@@ -97,10 +107,11 @@ class Recipe:
             return 2
         except (OSError, SafetensorError) as error:
             return _failed(error)
-        except KeyboardInterrupt:
-            print("\ninterrupted: run the same command again to continue", file=sys.stderr)
-            return INTERRUPTED
+        except KeyboardInterrupt as stop:
+            return _interrupted(stop.number if isinstance(stop, Interrupted) else signal.SIGINT)
         except Exception as error:
+            if number := asked():  # another process of this run stopped first
+                return _interrupted(number)
             # Libraries have errors of their own for it, which no other place needs to know.
             if full := full_disk(error):
                 return _failed(full)
@@ -114,6 +125,12 @@ def show_steps(steps: Sequence[Step]) -> None:
         say("what next:")
     for step in steps:
         say(f"  {step.purpose:<8} {step.line}")
+
+
+def _interrupted(number: int) -> int:
+    who = f"rank {rank()}: " if process_count() > 1 else ""
+    print(f"\n{who}interrupted: run the same command again to continue", file=sys.stderr)
+    return 128 + number
 
 
 def _failed(error: Exception) -> int:

@@ -149,19 +149,36 @@ def _shard_on_cpu(state: PartialState) -> None:
         state.distributed_type = DistributedType.FSDP  # what accelerators made from now on read
 
 
+def largest_of_all(value: int) -> int:
+    """The largest of the processes' values; every process of a training must call this."""
+    import torch
+
+    state = join_processes()
+    if state.num_processes == 1:
+        return value
+    values = torch.tensor([value], device=state.device)
+    torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
+    return int(values.item())
+
+
+def in_group() -> bool:
+    """Whether this process has joined others, or formed a group by itself."""
+    torch = sys.modules.get("torch")  # what has not been imported has formed no group
+    return (
+        torch is not None
+        and torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+    )
+
+
 def leave_processes() -> None:
     """Leave the group, if this process is in one; nothing may be sent after it.
 
     A process that ends without it ends with its threads running, which now and then aborts it
     (SIGABRT) after its work is done, or turns a recipe's own exit status into -6.
     """
-    torch = sys.modules.get("torch")  # what has not been imported has formed no group
-    if (
-        torch is not None
-        and torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-    ):
-        torch.distributed.destroy_process_group()
+    if in_group():
+        sys.modules["torch"].distributed.destroy_process_group()
 
 
 @cache

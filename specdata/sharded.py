@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -82,13 +82,6 @@ def load_sharded(name: str, *, dtype: str = "float32") -> Any:
 def is_sharded(model: nn.Module) -> bool:
     """Whether a model is in parts, so that all processes must run its forwards."""
     return isinstance(model, FSDPModule)
-
-
-def most(count: int, device: torch.device) -> int:
-    """The largest of the processes' numbers; all must call this together."""
-    largest: Tensor = torch.tensor(count, device=device)
-    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
-    return int(largest)
 
 
 def _check_parts(model: PreTrainedModel) -> None:

@@ -25,6 +25,7 @@ from distill.config import DistilConfig, FinetuneConfig, LoraConfig
 from distill.distillation import distil
 from distill.finetune import finetune
 from specdata.errors import ManifestError
+from specdata.interruption import Interrupted, stopping_on_signals
 from specdata.sampling import SamplingConfig
 from tests.random_pair import random_pair, texts_of
 
@@ -99,7 +100,11 @@ def server() -> ForkServerContext:
 
 
 def wait_for_checkpoint(work: Path, runs: Callable[[], bool]) -> None:
-    while not list(work.glob("checkpoint-*/complete.json")):
+    wait_for(work, "checkpoint-*/complete.json", runs)
+
+
+def wait_for(work: Path, pattern: str, runs: Callable[[], bool]) -> None:
+    while not list(work.glob(pattern)):
         assert runs(), "the training ended before it could be killed"
         time.sleep(0.001)
 
@@ -185,15 +190,32 @@ ZERO_2 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE":
 ZERO_2 |= {"DS_ACCELERATOR": "cpu"}
 
 
+def trained_until_interrupted(pair: Path, out: Path, changes: dict[str, Any]) -> None:
+    """As `trained`, ending with the status of a signal as a recipe does."""
+    with stopping_on_signals():
+        try:
+            trained(pair, out, changes)
+        except Interrupted as stop:
+            os._exit(stop.status)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [ON_CPU, ZERO_2], ids=["DDP", "ZeRO-2"])
-def test_a_killed_training_in_two_processes_ends_in_the_same_weights(
+def test_an_interrupted_and_killed_training_in_two_processes_ends_in_the_same_weights(
     pair: Path, tmp_path: Path, server: ForkServerContext, engine: dict[str, str]
 ) -> None:
     finish(start_two(server, trained, pair, tmp_path / "whole", COMBINED, **engine))
     out, work = tmp_path / "out", tmp_path / "out.training"
+    processes = start_two(server, trained_until_interrupted, pair, out, COMBINED, **engine)
+    wait_for(work, "best-0", lambda: all(process.is_alive() for process in processes))
+    processes[1].terminate()  # one of them alone, yet both stop after the same step
+    for process in processes:
+        process.join()
+        assert process.exitcode == 143
+    (stopped,) = work.glob("checkpoint-*/complete.json")
+    assert json.loads(stopped.read_text())["step"] < 5
     processes = start_two(server, trained, pair, out, COMBINED, **engine)
-    wait_for_checkpoint(work, lambda: all(process.is_alive() for process in processes))
+    wait_for(work, "checkpoint-5/complete.json", lambda: all(p.is_alive() for p in processes))
     for process in processes:
         process.kill()
     for process in processes:

@@ -609,16 +609,17 @@ def test_a_stage_without_its_predecessor_says_which_recipe_to_run(tmp_path: Path
 def test_a_run_killed_at_any_stage_ends_with_the_result_it_would_have_had(
     finished: Path, tmp_path: Path
 ) -> None:
-    moments = [
-        "pair/target.training/checkpoint-*",
-        "rollouts/shard-00001.parquet",
-        "draft/model.training/checkpoint-*",
-        "labels/shard-00002.parquet",
-        "head/model/checkpoints/*",
-        "eval/prompts/*.json",
-    ]
+    moments = {
+        "pair/target.training/checkpoint-*": signal.SIGKILL,
+        "rollouts/shard-00001.parquet": signal.SIGKILL,
+        "draft/model.training/best-*": signal.SIGTERM,
+        "draft/model.training/checkpoint-*": signal.SIGKILL,
+        "labels/shard-00002.parquet": signal.SIGTERM,
+        "head/model/checkpoints/*": signal.SIGTERM,
+        "eval/prompts/*.json": signal.SIGTERM,
+    }
     missed = []
-    for moment in moments:
+    for moment, number in moments.items():
         process = subprocess.Popen(
             command(tmp_path, "pipeline.py"),
             cwd=tmp_path,
@@ -629,10 +630,10 @@ def test_a_run_killed_at_any_stage_ends_with_the_result_it_would_have_had(
         while process.poll() is None and not list((tmp_path / "out").glob(moment)):
             time.sleep(0.005)
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, number)
         else:
             missed.append(moment)
-        process.wait()
+        assert process.wait() == (143 if number == signal.SIGTERM else -number)
     assert not missed, "the run ended before it could be killed"
     done = run(tmp_path, "pipeline.py")
     assert done.returncode == 0, done.stderr

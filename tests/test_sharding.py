@@ -153,13 +153,15 @@ def test_rollouts_killed_at_any_moment_end_with_the_same_bytes(
     pair: Path, tmp_path: Path, alone: dict[str, bytes], count: int
 ) -> None:
     dataset = tmp_path / "out" / "rollouts"
-    for moment in ("manifest.json", ".progress/shard-00006.parquet.json"):
+    moments = ("manifest.json", ".progress/shard-00006.parquet.json")
+    for moment, number in zip(moments, (signal.SIGKILL, signal.SIGTERM), strict=True):
         processes = start(pair, tmp_path, count)
         while not list(dataset.glob(moment)):
             assert all(process.poll() is None for process in processes), "too late to kill it"
         for process in processes:
-            process.send_signal(signal.SIGKILL)
-        assert [status for status, _ in end(processes)] == [-signal.SIGKILL] * count
+            process.send_signal(number)
+        expected = -signal.SIGKILL if number == signal.SIGKILL else 143
+        assert [status for status, _ in end(processes)] == [expected] * count
     assert not json.loads((dataset / "manifest.json").read_text())["finished"]
     assert [status for status, _ in end(start(pair, tmp_path, 3 - count))] == [0] * (3 - count)
     assert content(tmp_path) == alone

@@ -28,6 +28,7 @@ from eval.measuring.sharing import SharedPrompts
 from eval.rounds import Generation
 from eval.verifiers import VERIFIERS
 from heads import BaseHead
+from specdata.interruption import stop_if_asked
 from specdata.processes import rank
 from specdata.prompts.loading import Prompt
 from specdata.sampling import SamplingConfig
@@ -248,6 +249,7 @@ class _Experiment:
             order = names[first:] + names[:first]
             outs = {}
             for name in order:
+                stop_if_asked()
                 outs[name] = runners[name](prompt, self.config.max_new_tokens)
                 self.report(1)
             records = {
@@ -275,6 +277,7 @@ class _Experiment:
             records: list[dict[str, PromptRecord]] = [{} for _ in group]
             tokens: list[dict[str, list[RoundTokens]]] = [{} for _ in group]
             for method in self.config.methods:
+                stop_if_asked()
                 outs = self._decoder(method).generate_batch(
                     [torch.tensor(prompt.ids) for prompt in group],
                     max_new_tokens=self.config.max_new_tokens,

@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+from specdata.interruption import stop_if_asked
+
 # Seconds between two looks at what other processes are doing.
 PAUSE = 0.2
 
@@ -26,7 +28,11 @@ def share_out(parts: Iterable[int], attempt: Callable[[int], bool]) -> None:
     """
     waiting = list(parts)
     while waiting:
-        left = [part for part in waiting if not attempt(part)]
+        left = []
+        for part in waiting:
+            stop_if_asked()
+            if not attempt(part):
+                left.append(part)
         if len(left) == len(waiting):
             time.sleep(PAUSE)
         waiting = left

@@ -1,0 +1,192 @@
+"""SIGTERM and SIGINT (Ctrl-C): stop with a checkpoint, or at once if asked again.
+
+Outside a training the first signal raises `Interrupted` wherever the program is: whatever is
+written is written whole or not at all, so nothing that is finished is lost. A training would lose
+the steps since its last checkpoint. Within `until_checkpoint` the signal is therefore only noted;
+the training asks after each step (`asked_of_any`), and all its processes stop after the same one.
+
+A second signal ends the process at once, even where the interpreter waits for a library: a thread
+hears the signals. It also ends a process that the first did not end within `PATIENCE` seconds. One
+request often arrives several times: a terminal signals every process of its group, SLURM every
+process of a job, and a launcher passes on what it got itself. So a signal counts as the second only
+if it comes `REPEAT` seconds or more after the first. A launcher ends at its second signal and
+passes none on; processes that were signalled end when they see that it is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import NoReturn
+
+from specdata.processes import largest_of_all, process_count, rank
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Seconds from the first signal to one that counts as the second.
+REPEAT = 2.0
+# Seconds that a process may take to end where no checkpoint is awaited. It may be in a collective,
+# waiting for another that has ended already.
+PATIENCE = 10.0
+
+
+class Interrupted(KeyboardInterrupt):
+    """The program was asked to stop by a signal.
+
+    Attributes:
+        number: of the signal.
+        status: the exit status that shells give it, 130 for SIGINT and 143 for SIGTERM.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+        self.status = 128 + number
+
+
+@dataclass(slots=True)
+class _Request:
+    """What this process was asked: the first signal's number, 0 before it; whether it must wait."""
+
+    number: int = 0
+    waits: bool = False
+    is_heard: bool = False
+
+
+_request = _Request()
+
+
+@contextmanager
+def stopping_on_signals() -> Iterator[None]:
+    """Stop on SIGTERM and SIGINT, as the module describes, while the block runs.
+
+    Only in the main thread and not within itself; elsewhere, and for a signal that this process
+    ignores (as those that a shell starts in the background ignore SIGINT), nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread() or _request.is_heard:
+        yield
+        return
+    former = {number: signal.getsignal(number) for number in SIGNALS}
+    former = {number: known for number, known in former.items() if known != signal.SIG_IGN}
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    watch = threading.Thread(target=_watch, args=(reader,), daemon=True)
+    watch.start()
+    wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    _request.is_heard = True
+    for number in former:
+        signal.signal(number, _ask)
+    try:
+        yield
+    finally:
+        for number, known in former.items():
+            signal.signal(number, known)
+        signal.set_wakeup_fd(wakeup)
+        writer.close()
+        watch.join()
+        reader.close()
+        _request.number, _request.waits, _request.is_heard = 0, False, False
+
+
+@contextmanager
+def until_checkpoint() -> Iterator[None]:
+    """Let a signal wait while the block runs, which must ask for it (`asked_of_any`).
+
+    Raises:
+        Interrupted: at the block's end, if a signal came that it did not ask for.
+    """
+    _request.waits = True
+    try:
+        yield
+    finally:
+        _request.waits = False
+    stop_if_asked()
+
+
+def asked() -> int:
+    """The number of the signal by which this process was asked to stop; 0 if it was not."""
+    return _request.number
+
+
+def asked_of_any() -> int:
+    """The same of all processes of a training, each of which must call this at the same point."""
+    return largest_of_all(_request.number)
+
+
+def stop_if_asked() -> None:
+    """Raise Interrupted if this process was asked to stop; loops call it between two results."""
+    if _request.number:
+        raise Interrupted(_request.number)
+
+
+def _ask(number: int, _frame: FrameType | None) -> None:
+    if _request.number:
+        return
+    _request.number = number
+    if not _request.waits:
+        raise Interrupted(number)
+    _tell(
+        f"{signal.Signals(number).name}: stopping at the next checkpoint, after this step; "
+        "press Ctrl-C or send it again to stop at once"
+    )
+
+
+def _watch(signals: socket.socket) -> None:
+    """End the process at the second signal, or if the first does not; told of each by a byte."""
+    launcher = os.getppid() if process_count() > 1 else None
+    first = 0
+    while not first:
+        heard = _hear(signals)
+        if heard is None:
+            return
+        first = heard
+    begun = free_since = time.monotonic()
+    signals.settimeout(0.5)
+    while (heard := _hear(signals)) is not None:
+        now = time.monotonic()
+        if heard and now - begun >= REPEAT:
+            _end(first, "stopped at once")
+        if launcher is not None and os.getppid() != launcher:
+            _end(first, "the launcher is gone: stopped at once")
+        if _request.waits:
+            free_since = now
+        elif now - free_since >= PATIENCE:
+            _end(first, "interrupted: run the same command again to continue")
+
+
+def _hear(signals: socket.socket) -> int | None:
+    """The next signal's number; 0 if none came in time, None when the handlers are gone."""
+    try:
+        numbers = signals.recv(16)
+    except TimeoutError:
+        return 0
+    return next((number for number in numbers if number in SIGNALS), 0) if numbers else None
+
+
+def _end(number: int, text: str) -> NoReturn:
+    _tell(text)
+    os._exit(128 + number)
+
+
+def _tell(text: str) -> None:
+    """Write a line to stderr, past its buffer, which may be in the middle of another."""
+    who = f"rank {rank()}: " if process_count() > 1 else ""
+    os.write(2, f"\n{who}{text}\n".encode())
+
+
+def _forget() -> None:
+    """In a forked child, whose signals are its own business."""
+    if _request.is_heard:
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            if signal.getsignal(number) is _ask:
+                signal.signal(number, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_forget)

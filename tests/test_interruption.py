@@ -1,0 +1,220 @@
+"""SIGTERM and SIGINT: a checkpoint, the signal's exit status, and the bytes of a whole run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Trainer, TrainerCallback
+
+from distill.config import DistilConfig
+from distill.trainer import draft_trainer
+from distill.training import train_resumably
+from specdata.interruption import Interrupted, asked, stopping_on_signals, until_checkpoint
+from specdata.models import load_model
+from specdata.sampling import SamplingConfig
+from specdata.storage.resume import Settings
+from tests.random_pair import random_pair, texts_of
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    random_pair(folder)
+    return folder
+
+
+# --- what a signal does
+
+
+def program(code: str) -> subprocess.Popen[str]:
+    """A program that has printed its first line, with signals as they are in a terminal."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A suite that runs in the background has it ignored, which its children inherit.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+RECIPE = """
+import time
+from recipes.recipe import Recipe
+def main(config):
+    print("ready", flush=True)
+    time.sleep(60)
+raise SystemExit(Recipe(main, lambda config: [], "Wait.", ()).run([]))
+"""
+# What releases the interpreter's lock and never looks at signals, as a step on many cores does.
+STEP = """
+import hashlib
+from specdata.interruption import asked, stopping_on_signals, until_checkpoint
+with stopping_on_signals(), until_checkpoint():
+    print("ready", flush=True)
+    for _ in range(STEPS):
+        hashlib.pbkdf2_hmac("sha256", b"step", b"", COUNT)
+        if asked():
+            print("asked", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_recipe_ends_with_the_status_of_the_signal(number: int, status: int) -> None:
+    process = program(RECIPE)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == status
+    assert said == "\ninterrupted: run the same command again to continue\n"
+
+
+def test_a_second_signal_ends_the_process_within_a_step_and_one_passed_on_does_not() -> None:
+    process = program(STEP.replace("STEPS", "1").replace("COUNT", str(10**9)))
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)  # of two that are pending together the last would be handled first
+    process.send_signal(signal.SIGTERM)  # by a launcher, which was signalled itself
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(2.5)
+    process.send_signal(signal.SIGTERM)
+    shown, said = process.communicate(timeout=10)
+    assert process.returncode == 130, "the status is that of the first"
+    assert shown == ""
+    assert said.endswith("\nstopped at once\n")
+
+
+def test_a_process_that_a_library_keeps_from_ending_is_ended() -> None:
+    stuck = RECIPE.replace("time.sleep(60)", "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)")
+    process = program(
+        f"import hashlib, specdata.interruption; specdata.interruption.PATIENCE = 1.0\n{stuck}"
+    )
+    time.sleep(0.3)  # until it is in there; else it ends as any does
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert said == "\ninterrupted: run the same command again to continue\n"
+
+
+def test_a_process_that_was_signalled_ends_when_its_launcher_does() -> None:
+    step = STEP.replace("STEPS", "1").replace("COUNT", str(10**9))
+    launcher = program(
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', "
+        f"'import os, sys; print(os.getpid(), file=sys.stderr, flush=True)' + {step!r}], "
+        "env={'WORLD_SIZE': '2', 'RANK': '1', 'PYTHONPATH': '.'})"
+    )
+    assert launcher.stderr is not None
+    os.kill(int(launcher.stderr.readline()), signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        launcher.wait(1.0)
+    launcher.kill()
+    _, said = launcher.communicate(timeout=20)  # until the other, which has its pipes, has ended
+    assert said.endswith("\nrank 1: the launcher is gone: stopped at once\n")
+
+
+def test_a_signal_waits_for_the_checkpoint_and_then_stops_what_did_not_ask() -> None:
+    process = program(STEP.replace("STEPS", "2").replace("COUNT", str(10**6)))
+    process.send_signal(signal.SIGTERM)
+    shown, said = process.communicate(timeout=30)
+    assert shown == "asked\nasked\n"
+    assert "SIGTERM: stopping at the next checkpoint, after this step" in said
+    assert said.strip().endswith("Interrupted: SIGTERM")
+
+
+def test_what_was_ignored_stays_so_and_handlers_are_given_back() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    terminate = signal.getsignal(signal.SIGTERM)
+    try:
+        with stopping_on_signals(), until_checkpoint():
+            signal.raise_signal(signal.SIGINT)
+            assert asked() == 0
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is terminate
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_forked_child_ends_by_its_signal_alone() -> None:
+    reader, writer = os.pipe()
+    with stopping_on_signals():
+        child = os.fork()
+        if child == 0:
+            os.write(writer, b"!")
+            time.sleep(60)
+            os._exit(0)
+        assert os.read(reader, 1) == b"!"
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert asked() == 0
+
+
+# --- drafts
+
+
+class AtStep(TrainerCallback):  # type: ignore[misc]
+    """Signals this process in the middle of a step."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_step_begin(self, *arguments: Any, **_: Any) -> None:
+        if arguments[1].global_step == self.step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def logged(trainer: Trainer) -> list[dict[str, Any]]:
+    """What a training logged of its steps, times left out."""
+    return [
+        {name: value for name, value in entry.items() if "per_second" not in name}
+        for entry in trainer.state.log_history
+        if "loss" in entry or "train_runtime" not in entry
+    ]
+
+
+@pytest.mark.parametrize("step", [0, 6, 9, 11, 19])
+def test_a_draft_that_is_interrupted_at_any_step_is_trained_and_logged_as_an_uninterrupted_one(
+    pair: Path, tmp_path: Path, step: int
+) -> None:
+    """Of 20 steps, logged after each tenth: 10 and 20 are logged, others are not."""
+
+    def train(work: Path, at: int | None) -> Trainer:
+        config = DistilConfig(
+            epochs=5, batch_size=4, learning_rate=5e-3, save_steps=100, report_to=[]
+        )
+        trainer = draft_trainer(
+            load_model(str(pair / "target")),
+            load_model(str(pair / "draft")).train(),
+            texts_of(pair, 16, seed=1),
+            work,
+            config,
+            SamplingConfig(),
+            seed=0,
+        )
+        trainer.add_callback(AtStep(at))
+        with stopping_on_signals():
+            train_resumably(trainer, work, Settings({}, {}, "no remedy"), label="draft")
+        return trainer
+
+    whole = train(tmp_path / "whole", None)
+    assert [entry["step"] for entry in logged(whole)] == [10, 20]
+    with pytest.raises(Interrupted) as stop:
+        train(tmp_path / "work", step)
+    assert stop.value.status == 143
+    assert [path.parent.name for path in (tmp_path / "work").glob("*/complete.json")] == [
+        f"checkpoint-{step + 1}"
+    ]
+    again = train(tmp_path / "work", None)
+    assert logged(again) == logged(whole)
+    ours, theirs = (trainer.model.state_dict() for trainer in (again, whole))
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
