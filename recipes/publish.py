@@ -8,7 +8,7 @@ python recipes/publish.py --config recipes/configs/toy.yaml
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,7 @@ from specdata.storage.files import fingerprint
 
 if TYPE_CHECKING:
     from eval.reporting.card import TrainedOn
+    from specdata.history import History
 
 _TOO = " (--method leaves only the methods that it names: give it once more, for this one)"
 
@@ -116,7 +117,6 @@ def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]
     """Assemble and upload; `here` becomes the stage's folder when all of it is done."""
     from eval.reporting.metadata import About
     from eval.reporting.release import release_draft, release_head
-    from eval.reporting.training import training_measures
 
     results = _results(config)
     publish, made = config.publish, {}
@@ -128,12 +128,7 @@ def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]
             shared,
             base_model=None if config.draft.init.kind == "fresh" else source_model(config),
             datasets=_texts_of_draft(config, config.draft),
-            measures=training_measures(history)
-            if history
-            else {  # of an earlier version
-                "acceptance before distillation": trained["acceptance_before"],
-                "acceptance after distillation": trained["acceptance_after"],
-            },
+            measures=_measures(trained, history),
         )
         out = here / "draft"
         if not out.exists():  # else an interrupted run has finished this one
@@ -159,6 +154,26 @@ def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]
             )
         made["head"] = publish.head_id or str(stage.folder / "head")
     return made
+
+
+def _measures(trained: Mapping[str, Any], history: History | None) -> Mapping[str, float]:
+    """What a card says of the draft's training, from its result and its history."""
+    from eval.reporting.training import training_measures
+
+    measures = (
+        training_measures(history)
+        if history
+        else {  # of an earlier version
+            "acceptance before distillation": trained["acceptance_before"],
+            "acceptance after distillation": trained["acceptance_after"],
+        }
+    )
+    if not trained.get("is_bound"):
+        return measures
+    return {
+        name.replace("acceptance", "acceptance (an upper bound)", 1): value
+        for name, value in measures.items()
+    }
 
 
 def _results(config: PipelineConfig) -> Results:

@@ -366,6 +366,7 @@ def _context(config: PipelineConfig, results: Results, quality: Quality | None) 
     made = {
         "pair": config.toy,
         "rollouts": config.rollouts,
+        "logits": config.logits,
         "initial": is_cut(config),
         "finetuned": config.draft and config.draft.finetune,
         "draft": config.draft,
@@ -382,7 +383,9 @@ def _context(config: PipelineConfig, results: Results, quality: Quality | None) 
         title=f"{config.models.target} with {draft_in_use(config)}",
         stages={name: record["wall_seconds"] for name, record in records.items()},
         draft={
-            "acceptance on held-out rollouts": (
+            # Earlier versions, whose figures are exact, did not store which they are.
+            "acceptance on held-out rollouts"
+            + (" (upper bounds)" if draft["results"].get("is_bound") else ""): (
                 draft["results"]["acceptance_before"],
                 draft["results"]["acceptance_after"],
             )
