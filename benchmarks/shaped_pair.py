@@ -29,6 +29,8 @@ VOCABULARY = 32000
 # Deviation of the logits: as peaked as the next token of a text is.
 SPREAD = 4.0
 REPLAYS = 50
+# Tokens of a prompt, and of the text after it for which the noise is set.
+PROMPT, TEXT = 64, 96
 
 SHAPES: Mapping[str, Mapping[str, int]] = {
     # Llama-2-7B and TinyLlama-1.1B, as targets of a 68M draft
@@ -96,15 +98,20 @@ def _set_noise(
 ) -> None:
     """Bisect, on a scale of logarithms, for the noise that gives the overlap."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, target.config.vocab_size, (1, 64), generator=generator)
+    ids = torch.randint(3, target.config.vocab_size, (1, PROMPT + TEXT), generator=generator)
     ids = ids.to(target.device)
-    q = probabilities(draft(ids).logits, SamplingConfig())
+
+    def distributions(model: LlamaForCausalLM) -> Tensor:
+        # Attention averages, so early tokens have more noise: those that are decoded count.
+        return probabilities(model(ids).logits[0, PROMPT:], SamplingConfig())
+
+    q = distributions(draft)
     low, high, now = -8.0, 8.0, 0.0
     for _ in range(14):
         middle = (low + high) / 2
         _scale_layers(target, 2.0 ** (middle - now))
         now = middle
-        agree = float(overlap(probabilities(target(ids).logits, SamplingConfig()), q).mean())
+        agree = float(overlap(distributions(target), q).mean())
         low, high = (middle, high) if agree > acceptance else (low, middle)
 
 
@@ -177,9 +184,10 @@ def limits(
 
 
 def prompts_of(target: LlamaForCausalLM, seed: int) -> list[tuple[str, Tensor]]:
-    """Four random prompts of 64 tokens, by name."""
+    """Four random prompts, by name."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = target.config.vocab_size
     return [
-        (str(index), torch.randint(3, vocabulary, (64,), generator=generator)) for index in range(4)
+        (str(index), torch.randint(3, vocabulary, (PROMPT,), generator=generator))
+        for index in range(4)
     ]

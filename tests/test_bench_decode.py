@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.shaped_pair import forward_seconds, shaped_pair
+from benchmarks.shaped_pair import PROMPT, TEXT, forward_seconds, shaped_pair
 from eval.runtime import cuda_graphs
 from eval.runtime.model import CachedModel
 from specdata.probability import SamplingConfig, overlap, probabilities
@@ -24,9 +24,12 @@ ROOT = Path(__file__).parent.parent
 def test_the_pair_agrees_as_often_as_asked(acceptance: float) -> None:
     """On other text than the noise was set with."""
     target, draft = shaped_pair("tiny", acceptance, seed=0)
-    ids = torch.randint(3, 512, (1, 200), generator=torch.Generator().manual_seed(9))
+    ids = torch.randint(3, 512, (1, PROMPT + TEXT), generator=torch.Generator().manual_seed(9))
     with torch.inference_mode():
-        p, q = (probabilities(model(ids).logits, SamplingConfig()) for model in (target, draft))
+        p, q = (
+            probabilities(model(ids).logits[0, PROMPT:], SamplingConfig())
+            for model in (target, draft)
+        )
     assert abs(float(overlap(p, q).mean()) - acceptance) < 0.05
 
 
