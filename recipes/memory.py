@@ -273,11 +273,12 @@ def training_parts(
     kept = 2 * trained - (matrices if optimizer == "muon" else 0)
     if shards.is_deepspeed and shards.stage:
         kept += trained
+    bucket: float = 0
     if shards.is_deepspeed and shards.stage < 3:
         # A CPU only has what is written to of the buffer.
         bucket = min(shards.bucket, trained) if here.kind == "cpu" else shards.bucket
-    else:
-        bucket = 0
+    elif shards.processes > 1 and not shards.stage:
+        bucket = trained  # DDP joins copies of all gradients, unless they are views
     return {
         "weights in training": FLOAT32 * whole * share(3),
         "gradients": FLOAT32 * trained * share(2),
