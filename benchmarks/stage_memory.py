@@ -174,7 +174,7 @@ def cases(folder: Path, stage: str, launcher: Sequence[str]) -> list[dict[str, A
         check=False,
     )
     if done.returncode:
-        raise SystemExit(f"error: {stage} ended with {done.returncode}: {done.stderr[-2000:]}")
+        raise SystemExit(f"error: {stage} ended with {done.returncode}: {done.stderr[-8000:]}")
     said = [line.removeprefix("case ") for line in done.stdout.splitlines() if "case {" in line]
     records = [json.loads(line) for line in said]
     for record in records:

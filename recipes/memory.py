@@ -273,11 +273,12 @@ def training_parts(
     kept = 2 * trained - (matrices if optimizer == "muon" else 0)
     if shards.is_deepspeed and shards.stage:
         kept += trained
+    bucket: float = 0
     if shards.is_deepspeed and shards.stage < 3:
         # A CPU only has what is written to of the buffer.
         bucket = min(shards.bucket, trained) if here.kind == "cpu" else shards.bucket
-    else:
-        bucket = 0
+    elif shards.processes > 1 and not shards.stage:
+        bucket = trained  # DDP joins copies of all gradients, unless they are views
     return {
         "weights in training": FLOAT32 * whole * share(3),
         "gradients": FLOAT32 * trained * share(2),
@@ -580,17 +581,23 @@ def _eval(setting: Setting) -> dict[str, float]:
     tokens = prompt + config.eval.max_new_tokens
     places = -(-tokens // CAPACITY_STEP) * CAPACITY_STEP
     rows, drafts = config.eval.batch, 1 + len(path_drafts(config.eval))
+    # The head is judged afterwards, on a draft of its own.
+    judged = 1 if config.head else 0
+    read = TOKENS_AT_ONCE[setting.here.kind] if judged else prompt
     is_captured = config.eval.engine != "eager"
     # Trees are searched, and a head is judged, on held-out rollouts, a few positions at a time.
     searched = TREE_VALUES * TREE_ENTRY if any(map(_draws_a_tree, config.eval.methods)) else 0
     logits = rows * DRAFTED * target.vocabulary * LABEL_ENTRY
     return {
         "target": setting.weights("target"),
-        "drafts": drafts * setting.weights("draft"),
+        "drafts": (drafts + judged) * setting.weights("draft"),
         "copies for oneDNN": setting.copies("target", "draft") if is_captured else 0.0,
         "keys and values": cache_bytes(target, rows, places, setting.number("target"))
         + drafts * cache_bytes(draft, rows, places, setting.number("draft")),
-        "activations": read_bytes(target, max(prompt, rows * DRAFTED), setting.number("target")),
+        "activations": max(
+            read_bytes(target, max(prompt, rows * DRAFTED), setting.number("target")),
+            read_bytes(draft, max(read, prompt), setting.number("draft")),
+        ),
         "logits": float(max(logits, searched)),
     }
 
