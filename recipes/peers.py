@@ -23,6 +23,7 @@ from typing import Any
 
 from recipes.run import USER_ERRORS
 from specdata.errors import ConfigError, ManifestError
+from specdata.interruption import Interrupted
 from specdata.processes import leads_node, process_count, rank, spans_nodes
 from specdata.storage.files import is_locked, try_locked, write_json
 from specdata.storage.resume import read_record
@@ -46,7 +47,7 @@ class Lost:
 
     Args:
         rank: which.
-        status: what this process should end with: 2 if that one refused its configuration, else 1.
+        status: what this process should end with: that one's own, or 1 if it was lost.
         said: host, process id and what is known of the reason, in words.
     """
 
@@ -138,7 +139,8 @@ def watched(output: Path) -> Iterator[None]:
                 # It may be a collective that failed because a process is lost: then the one that
                 # watches says so, and ends this one.
                 time.sleep(4 * INTERVAL)
-            _note(folder, own, 2 if refused else 1, f"{type(error).__name__}: {error}")
+            stopped = error.status if isinstance(error, Interrupted) else 1
+            _note(folder, own, 2 if refused else stopped, f"{type(error).__name__}: {error}")
             raise
         finally:
             ended.set()
