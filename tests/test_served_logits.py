@@ -212,7 +212,9 @@ def test_a_server_gives_the_logits_of_the_model_that_it_runs(kind: Kind, count: 
     for ours, theirs in zip(found, own(rows, count), strict=True):
         assert ours["top_ids"] == theirs["top_ids"]
         for name in (*TOP_LOGITS.names, *TEXT_LOGIT.names):
-            assert ours[name] == pytest.approx(theirs[name], abs=1e-4), name  # type: ignore[literal-required]
+            # What is left of 1 is known to float32's rounding of 1.
+            close = 1e-2 if name == "rest_logit" else 1e-4
+            assert ours[name] == pytest.approx(theirs[name], abs=close), name  # type: ignore[literal-required]
         assert ours["example_id"] == theirs["example_id"]
 
 
