@@ -14,11 +14,13 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from distill.batches import content_of, fitted
 from distill.config import DistilConfig
 from distill.distillation import DistilResult, distil
 from distill.losses import LOSSES, Loss, bucketed
 from distill.trainer import DistilTrainer, draft_trainer
 from distill.watch import HeldOut
+from recipes.publish import _measures
 from specdata.config import read_config
 from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
@@ -219,6 +221,19 @@ def test_a_cut_rollout_is_learnt_from_its_first_positions(pair: Path, tmp_path: 
     torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
 
 
+def test_cutting_rollouts_leaves_their_logits_whole(pair: Path) -> None:
+    kept = kept_of(load_model(str(pair / "target")), rollouts(pair, 6, seed=3), 5)
+    lengths = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in kept]
+    fit = fitted(kept, sorted(lengths)[3])
+    assert fit.cut > 0
+    whole = {tuple(row["prompt_ids"]): row for row in kept}
+    for row in fit.rollouts:
+        before = whole[tuple(row["prompt_ids"])]
+        assert row["completion_ids"] == before["completion_ids"][: len(row["completion_ids"])]
+        assert row["top_logits"] == before["top_logits"]
+    assert content_of(kept) != content_of(kept.remove_columns("text_logit"))
+
+
 # --- measurements
 
 
@@ -350,6 +365,13 @@ def test_a_draft_with_a_reduced_vocabulary_learns_from_kept_logits(
     found = value_and_gradients(trainer_of(known, student, kept, tmp_path, PLAIN), student)
     assert all(bool(each.isfinite().all()) for each in found)
     assert float(found[1].abs().sum()) > 0
+
+
+def test_a_card_says_which_figures_are_bounds() -> None:
+    trained = {"acceptance_before": 0.5, "acceptance_after": 0.6}
+    assert list(_measures(trained, None))[1] == "acceptance after distillation"
+    marked = _measures({**trained, "is_bound": True}, None)
+    assert marked["acceptance (an upper bound) after distillation"] == 0.6
 
 
 # --- refusals

@@ -102,7 +102,7 @@ def test_labels_from_kept_logits_are_those_of_the_target_and_keep_none(
         (["--models.target", "draft"], "target.revision"),
         (["--models.dtype", "bfloat16"], "dtype: 'float32' -> 'bfloat16'"),
         (["--sampling.top_k", "20"], "10 kept logits of 40 do not give the target's distributions"),
-        (["--labels.cache", "rollouts"], "was made of other rollouts or by another target"),
+        (["--labels.cache", "rollouts"], "rollouts keeps no target logits: name a dataset"),
     ],
 )
 def test_kept_logits_that_do_not_fit_the_run_are_refused_before_anything_is_made(

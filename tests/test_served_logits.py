@@ -18,7 +18,7 @@ import yaml
 from datasets import Dataset
 from transformers import PreTrainedModel
 
-from recipes import make_logits, make_rollouts, pipeline, train_draft, train_head
+from recipes import make_logits, make_rollouts, train_draft, train_head
 from specdata.errors import ConfigError
 from specdata.labels.make import load_labels
 from specdata.labels.top_logits import KeptLogits
@@ -212,7 +212,9 @@ def test_a_server_gives_the_logits_of_the_model_that_it_runs(kind: Kind, count: 
     for ours, theirs in zip(found, own(rows, count), strict=True):
         assert ours["top_ids"] == theirs["top_ids"]
         for name in (*TOP_LOGITS.names, *TEXT_LOGIT.names):
-            assert ours[name] == pytest.approx(theirs[name], abs=1e-4), name  # type: ignore[literal-required]
+            # What is left of 1 is known to float32's rounding of 1.
+            close = 1e-2 if name == "rest_logit" else 1e-4
+            assert ours[name] == pytest.approx(theirs[name], abs=close), name  # type: ignore[literal-required]
         assert ours["example_id"] == theirs["example_id"]
 
 
@@ -425,7 +427,8 @@ def test_a_target_behind_a_server_needs_no_weights_from_rollouts_to_head(
     model = load_model(str(pair / "target"))
     with serving(model, troubles=()) as server:
         given = [*asked, *by_server(server, "vllm")]
-        assert pipeline.RECIPE.run([*given, "--plan"]) == 0
+        for recipe in (make_logits, train_draft):
+            assert recipe.RECIPE.run([*given, "--plan"]) == 0
         plan = capsys.readouterr().out
         assert "logits (would be made)" in plan
         # Two completions of at most 12 tokens: an id, twelve logits with ids, three numbers.
