@@ -48,8 +48,8 @@ def is_main() -> bool:
 
 
 def spans_nodes() -> bool:
-    """Whether the launcher of this process started only some of the processes."""
-    return process_count() > 1 and os.environ.get("LOCAL_WORLD_SIZE") != str(process_count())
+    """Whether the launcher of this process says that others started the rest of the processes."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", process_count())) < process_count()
 
 
 def leads_node() -> bool:

@@ -84,7 +84,7 @@ def outcome(profile: Path, *options: str) -> str:
 def other(key: str, value: Any) -> Any:
     if isinstance(value, bool):
         return not value
-    return value + 1 if isinstance(value, int) else OTHERS.get(key, f"{value}5")
+    return 2 * value + 2 if isinstance(value, int) else OTHERS.get(key, f"{value}5")
 
 
 def ignored_keys(profile: Path, work: Path) -> list[str]:
@@ -237,7 +237,8 @@ def test_accelerate_takes_profile_and_deepspeed_file_together(
     assert plugin.zero_stage == STAGES[name]
     assert plugin.zero3_init_flag is False
     assert plugin.hf_ds_config.is_offload() == (name == "zero3_offload")
-    assert plugin.deepspeed_config == json.loads((LAUNCH / f"{name}.json").read_text())
+    config = json.loads((LAUNCH / f"{name}.json").read_text())
+    assert {**plugin.deepspeed_config, **config} == plugin.deepspeed_config, "nothing is replaced"
 
 
 def test_the_plugin_of_fsdp2_has_what_the_profile_says() -> None:
