@@ -361,7 +361,13 @@ def memory_line(profile: str, records: Sequence[Mapping[str, Any]]) -> str:
     most = max(each["peak_mib"] for each in records)
     planned = max(each["planned_mib"] for each in records)
     parts: Mapping[str, float] = records[0]["parts_mib"]
-    trained = ("weights in training", "gradients", "optimizer", "gradient bucket")
+    trained = (
+        "weights in training",
+        "gradients",
+        "optimizer",
+        "gradient bucket",
+        "gathered weights",
+    )
     student = sum(size for name, size in parts.items() if name in trained)
     return (
         f"{profile:<8} {len(records)} x {most:5.0f} MiB at most, {planned:5.0f} as planned: "

@@ -3,7 +3,8 @@
     python benchmarks/stage_memory.py [--out runs/bench/stage_memory.json] [--stages rollouts ...]
 
 Each stage runs in a process of its own, on random weights over a large vocabulary. What libraries
-take (some 700 MiB) is not counted: the stage is first run on a tiny pair, then Linux counts.
+take (some 700 MiB) is not counted: the stage is first run on a tiny pair, then Linux counts. (Not so
+in several processes, where an engine cannot be made twice: what it touches first is counted there.)
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eval.measuring.environment import describe_environment
 from recipes.config import PipelineConfig, build
 from recipes.memory import WITHIN, memory_of
-from recipes.run import run_stage
-from specdata.processes import leave_processes
+from recipes.run import prepare_libraries, run_stage
+from specdata.processes import join_processes, leave_processes, process_count
 from specdata.storage.files import write_json
 from specdata.toy.corpus import corpus
 from specdata.toy.tokenizer import save_tokenizer, train_tokenizer
@@ -110,8 +111,13 @@ def case(folder: Path, stage: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     planned = memory_of(stage, configuration(folder / "large"))
     assert planned is not None
-    make(folder / "tiny", stage)
-    gc.collect()
+    if process_count() == 1:
+        make(folder / "tiny", stage)
+        gc.collect()
+    else:  # an engine of DeepSpeed cannot be made twice
+        prepare_libraries()
+        join_processes()
+        import_module("distill.distillation")
     measured = peak(lambda: make(folder / "large", stage))
     parts = {name: size / 2**20 for name, size in planned.parts.items()}
     return {"stage": stage, "planned_mib": sum(parts.values()), "parts_mib": parts, **measured}

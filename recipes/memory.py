@@ -51,6 +51,7 @@ CHUNK_BYTES, ENTRY_BYTES = 1 << 30, 52  # distill.chunked
 HEAD_VALUES = 1 << 24  # heads.contexts
 CAPACITY_STEP = 256  # eval.runtime.kv_cache
 TREE_VALUES, TREE_ENTRY = 1 << 21, 8 * DOUBLE  # eval.analysis.tree_trace
+LIVE = 10**9  # weights: stage3_max_live_parameters of DeepSpeed
 DRAFTED = 16  # nodes that are verified together, generously
 # Values of a position's distributions that stand side by side: logits, softmax, and what compares
 # p and q; of a draft's alone.
@@ -274,7 +275,7 @@ def training_parts(
     if shards.is_deepspeed and shards.stage:
         kept += trained
     bucket: float = 0
-    if shards.is_deepspeed and shards.stage < 3:
+    if shards.is_deepspeed:
         # A CPU only has what is written to of the buffer.
         bucket = min(shards.bucket, trained) if here.kind == "cpu" else shards.bucket
     elif shards.processes > 1 and not shards.stage:
@@ -510,7 +511,22 @@ def _trained(setting: Setting, draft: ModelSizes) -> dict[str, float]:
         trained = matrices = float(draft.layers * lora.rank * (attention + mlp))
         packed = PACKED[lora.bits] if lora.bits else FLOAT32
         whole = trained + (draft.matrices * packed / FLOAT32) + draft.embeddings
-    return training_parts(whole, trained, matrices, optimizer, setting.shards, setting.here)
+    parts = training_parts(whole, trained, matrices, optimizer, setting.shards, setting.here)
+    return {**parts, "gathered weights": _gathered(draft, setting)}
+
+
+def _gathered(draft: ModelSizes, setting: Setting) -> float:
+    """Weights that are divided, where they are together for a while.
+
+    In a step: with DeepSpeed as many as it keeps at most, with FSDP2 two layers and the embeddings.
+    To be measured and saved: all, in the memory of the CPU.
+    """
+    shards = setting.shards
+    if shards.stage < 3 or shards.processes == 1:
+        return 0.0
+    fsdp = 2 * draft.matrices / draft.layers + draft.embeddings
+    together = min(LIVE, draft.parameters) if shards.is_deepspeed else fsdp
+    return float(FLOAT32 * (together + (draft.parameters if setting.here.kind == "cpu" else 0)))
 
 
 def _kept_states(setting: Setting, target: ModelSizes) -> float:
