@@ -41,7 +41,7 @@ QUANTITIES = {
     "nucleus of top_p lies inside the N": "exact",
     "p at temperature 1 without truncation": "exact inside the N and at the text's own token; the "
     "other tokens' mass is exact as a sum alone, so acceptance is bounded from above, KL and every "
-    "other divergence from below, and expected tokens along the text are exact",
+    "other divergence but lk_hybrid from below, and expected tokens along the text are exact",
     "p at any other temperature without top_k": "unknown: the mass of the others is known at "
     "temperature 1 only; refused",
 }
