@@ -151,7 +151,11 @@ def prepare_libraries() -> None:
     import torch
     import transformers
     from huggingface_hub.utils.tqdm import disable_progress_bars
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+    # A training under ZeRO-3 in this process leaves it behind, and every model that is loaded
+    # afterwards would be split, too.
+    unset_hf_deepspeed_config()
     if torch.cuda.is_available():
         # Before any model is loaded: each process has a GPU of its own, if there are enough.
         torch.cuda.set_device(local_rank() % torch.cuda.device_count())

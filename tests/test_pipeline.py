@@ -750,9 +750,9 @@ def test_every_launch_makes_what_one_process_makes(
 def test_a_lost_node_is_named_and_the_same_command_ends_with_the_same_bytes(
     lost: int, finished: Path, two_nodes: Path, port: int, tmp_path: Path
 ) -> None:
-    """The second while it trains, the first while the other waits for its evaluation."""
+    """The second while they train, the first while they label, each for itself, and wait then."""
     folder = with_pair(finished, tmp_path)
-    moment = "draft/model.training/checkpoint-*/complete.json" if lost else "eval/run.json"
+    moment = "draft/model.training/checkpoint-*/complete.json" if lost else "labels/run.json"
     nodes = start_nodes(folder, port)
     while not list((folder / "out").glob(moment)):
         assert all(node.poll() is None for node in nodes), "it ended before it could be killed"
