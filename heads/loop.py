@@ -115,8 +115,10 @@ class Training:
         total = epochs * per_epoch
         rates = learning_rates(total, config)
         main = self.engine.accelerator.is_main_process
-        shown = progress(total, "acceptance head", "step", done=len(losses), is_shown=main)
-        with until_checkpoint(), shown as bar:
+        with (
+            until_checkpoint(),
+            progress(total, "acceptance head", "step", done=len(losses), is_shown=main) as bar,
+        ):
             for epoch in range(len(losses) // per_epoch, epochs):
                 done = len(losses) - epoch * per_epoch
                 for batch in islice(rows.epoch(self.seed, epoch, config.batch_size), done, None):
