@@ -171,6 +171,8 @@ class DraftTree:
         Returns:
             N probabilities of each.
         """
+        if not len(self):
+            return [], []
         # Of a tensor that was changed, other numbers must be read.
         version = None if target.is_inference() else target._version
         key = id(target), version, after is self.parent_list
