@@ -46,6 +46,14 @@ LEARNT, EPOCHS, BATCH = 96, 3, 8
 HEAD_EPOCHS = (2, 6)  # the steps of the second less those of the first are timed
 # Vocabulary, and sizes of target and draft, whose memory is measured.
 EQUAL = (4096, (4, 640, 1792), (4, 640, 1792))
+# Parts of the memory of distillation that are the student's.
+STUDENT = (
+    "weights in training",
+    "gradients",
+    "optimizer",
+    "gradient bucket",
+    "gathered weights",
+)
 SMALL = {"PROMPTS": 16, "LABELLED": 1, "LEARNT": 16, "HEAD_EPOCHS": (1, 2)}
 
 

@@ -3,8 +3,8 @@
     python benchmarks/stage_memory.py [--out runs/bench/stage_memory.json] [--stages rollouts ...]
 
 Each stage runs in a process of its own, on random weights over a large vocabulary. What libraries
-take (some 700 MiB) is not counted: the stage is first run on a tiny pair, then Linux counts. (Not so
-in several processes, where an engine cannot be made twice: what it touches first is counted there.)
+take (some 700 MiB) is not counted: the stage is first run on a tiny pair, then Linux counts. In
+several processes, where an engine cannot be made twice, what it touches first is counted.
 """
 
 from __future__ import annotations

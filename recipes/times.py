@@ -11,7 +11,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,7 +21,7 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from recipes.config import PipelineConfig
-from recipes.layout import draft_in_use, on_this_machine
+from recipes.layout import draft_in_use, initial_draft, on_this_machine
 from recipes.memory import Setting
 from recipes.model_sizes import ModelSizes
 from recipes.resources import rows_of
@@ -114,9 +114,11 @@ class _Sample:
         assert setting.target is not None
         assert setting.draft is not None
         target, is_real = _model(config, "target", config.models.target, setting.target)
-        draft, is_real_draft = _model(config, "draft", draft_in_use(config), setting.draft)
+        made = draft_in_use(config)
+        name = made if on_this_machine(made) is not None else initial_draft(config)
+        draft, is_real_draft = _model(config, "draft", name, setting.draft)
         random = [
-            name for name, real in (("target", is_real), ("draft", is_real_draft)) if not real
+            role for role, real in (("target", is_real), ("draft", is_real_draft)) if not real
         ]
         stand_in = f", random weights in place of the {' and '.join(random)}" if random else ""
         said = (
@@ -262,7 +264,7 @@ class _Sample:
         if not all(wanted.count for wanted in config.eval.sets):
             return None
         decoder = SpeculativeDecoder.from_config(
-            self.target, None, DecodeConfig(sampling=config.sampling)
+            self.target, None, DecodeConfig(**asdict(config.sampling))
         )
         prompt = torch.tensor(self.rows(1)[0]["prompt_ids"])
 

@@ -16,4 +16,4 @@ def in_seconds(seconds: float) -> str:
     for limit, unit in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * limit:
             return f"{seconds / limit:.1f} {unit}"
-    return f"{seconds:.0f} s"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

@@ -58,7 +58,11 @@ def values(output: Path, target: Path, draft: Path) -> dict[str, Any]:
         "head": {"kind": "immediate", "epochs": 2},
         "eval": {
             "sets": [{"name": "instruct", "split": "test", "count": 2}],
-            "methods": [{"name": "plain", "decoder": "plain"}, {"name": "K=2", "length": 2}],
+            "methods": [
+                {"name": "plain", "decoder": "plain"},
+                {"name": "K=2", "length": 2},
+                {"name": "head", "stop": "head"},
+            ],
             "max_new_tokens": 6,
         },
     }
@@ -206,7 +210,7 @@ def test_every_stage_that_runs_models_states_tokens_and_memory(setting: Setting)
         assert held.startswith("holds on the CPU, in 1 process, about ")
     assert list(plan_lines("release", setting)) == []
     assert tokens_of("rollouts", setting) == 16 * (setting.prompt + 12)
-    assert tokens_of("eval", setting) == 2 * 2 * 6
+    assert tokens_of("eval", setting) == 2 * 3 * 6
 
 
 def test_a_smaller_batch_and_more_processes_hold_less(setting: Setting) -> None:
