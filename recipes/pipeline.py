@@ -13,6 +13,7 @@ from recipes import make_rollouts, publish, run_eval, train_draft, train_head
 from recipes.checks import (
     check_evaluation,
     check_hub,
+    check_labels,
     check_rollouts,
     check_training_splits,
 )
@@ -56,6 +57,8 @@ def check(config: PipelineConfig) -> None:
     if config.toy or config.draft or config.head:
         check_rollouts(config)
         check_training_splits(config)
+    if config.head:
+        check_labels(config)
 
 
 RECIPE = Recipe(

@@ -233,7 +233,7 @@ def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
                 seed=config.seed,
                 environment=describe_environment(
                     device=str(target.device),
-                    dtype=config.models.dtype,
+                    dtype=config.models.dtype_of("target"),
                     batch_size=config.eval.batch,
                 ),
                 report=bar.update,

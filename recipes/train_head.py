@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from recipes.checks import check_labels, is_shared
 from recipes.config import PipelineConfig
 from recipes.layout import (
     by_content,
@@ -25,7 +26,7 @@ from recipes.layout import (
 )
 from recipes.next_steps import after_head
 from recipes.recipe import Recipe
-from recipes.run import Stage, need, run_stage, say
+from recipes.run import Stage, made_as_asked, need, run_stage, say
 from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.storage.files import fingerprint
@@ -47,6 +48,8 @@ def stages(config: PipelineConfig) -> list[Stage]:
 def main(config: PipelineConfig) -> dict[str, Any]:
     """Label, train, and print how well the head predicts held-out labels."""
     labels, head = stages(config)
+    if not all(map(made_as_asked, (labels, head))):
+        check_labels(config)
     need(folder(config, "rollouts"), "make_rollouts.py")
     if config.draft:
         need(folder(config, "draft"), "train_draft.py")
@@ -119,7 +122,8 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         make = partial(labels_from_cache, Path(cache), draft)
     else:
         target = load_model(models.target, load=models.loading("target"))
-        make = partial(make_labels, target, draft, rollouts)
+        together = is_shared(config, "labels")
+        make = partial(make_labels, target, draft, rollouts, together=together)
     with progress(len(rollouts), "labels", "rollout", is_shown=is_main()) as bar:
         shown = TokenProgress(bar)
         rows = make(
@@ -184,7 +188,14 @@ def _train(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     return asdict(result)
 
 
-RECIPE = Recipe(main, stages, "Train an acceptance head.", ("labels", "head"), after_head)
+RECIPE = Recipe(
+    main,
+    stages,
+    "Train an acceptance head.",
+    ("labels", "head"),
+    after_head,
+    check_labels,
+)
 
 if __name__ == "__main__":
     sys.exit(RECIPE.run())

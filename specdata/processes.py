@@ -6,10 +6,12 @@ import logging
 import os
 import sys
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from accelerate import PartialState
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,14 @@ def join_processes() -> PartialState:
             f"{state.num_processes}; check MASTER_ADDR and MASTER_PORT"
         )
     return state
+
+
+def told_by_main(value: T) -> T:
+    """What the main process passes, in every process of the group; all call this together."""
+    from accelerate.utils import broadcast_object_list
+
+    told: T = broadcast_object_list([value])[0]
+    return told
 
 
 def leave_processes() -> None:
