@@ -31,6 +31,7 @@ from distill.training import save_model
 from specdata.draft_vocabulary import reduce_vocabulary, replace_output
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
+from specdata.loading import ONE_DEVICE, Loading
 from specdata.model_folder import copy_tokenizer
 from specdata.models import (
     known_ids,
@@ -76,6 +77,7 @@ def make_initial(
     sampling: SamplingConfig,
     seed: int,
     states_dtype: str = "float32",
+    target_load: Loading = ONE_DEVICE,
 ) -> dict[str, Any]:
     """Make the draft that training starts from and save it as a model folder, in float32.
 
@@ -92,6 +94,7 @@ def make_initial(
         sampling: the warp of serving.
         seed: decides random weights.
         states_dtype: the target's precision when it made the states that rollouts may keep.
+        target_load: where the target lies while layers are taken from it.
 
     Returns:
         What was made, as JSON values.
@@ -125,7 +128,14 @@ def make_initial(
         settings.check_file(out / SETTINGS_FILE)
     elif state.is_main_process:
         model, made = _make(
-            str(target), draft, rollouts, config, sampling, seed, getattr(torch, states_dtype)
+            str(target),
+            draft,
+            rollouts,
+            config,
+            sampling,
+            seed,
+            getattr(torch, states_dtype),
+            target_load,
         )
         if config.vocabulary is not None:
             _, ends = load_generation(str(target))
@@ -318,6 +328,7 @@ def _make(
     sampling: SamplingConfig,
     seed: int,
     states_dtype: torch.dtype,
+    target_load: Loading,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The draft with its whole vocabulary, and what was made."""
     if config.kind == "model":
@@ -328,7 +339,7 @@ def _make(
     if config.kind == "fresh":
         fresh = _fresh(target, rollouts, config, seed)
         return fresh, {"kind": "fresh", "architecture": config.architecture}
-    whole = load_model(target)
+    whole = load_model(target, load=target_load)
     acceptance = None
     if isinstance(config.layers, list):
         layers = config.layers

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from accelerate.utils import align_module_device
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -46,6 +47,14 @@ class Part:
     temperature: float
 
 
+def _rows_of(output: nn.Linear, kept: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The rows (N, H) of an output matrix, wherever it lies, and of its bias, where `kept` is."""
+    with align_module_device(output):
+        there = kept.to(output.weight.device)
+        bias = None if output.bias is None else output.bias[there].to(kept.device)
+        return output.weight[there].to(kept.device), bias
+
+
 class Teacher:
     """A frozen target beside the draft that learns from it."""
 
@@ -68,7 +77,7 @@ class Teacher:
         if part is not None and type(output) is nn.Linear:
             kept = part.kept.to(model.device)
             self.part = Part(kept, part.temperature)
-            self._rows = output.weight[kept], None if output.bias is None else output.bias[kept]
+            self._rows = _rows_of(output, kept)
         self._kept: dict[int, Tensor] = {}
         self._rests: dict[int, Tensor] = {}
         self._rollouts = rollouts

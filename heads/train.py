@@ -289,7 +289,8 @@ def _start(
     strict = replace(settings, rewrite=dict)
     checkpoint = latest_checkpoint(out / CHECKPOINTS_NAME, strict)
     accelerator.wait_for_everyone()  # no process writes before all have looked
-    draft.to(accelerator.device)
+    if draft.device != accelerator.device:  # which packed weights refuse even where they are there
+        draft.to(accelerator.device)
     check_hidden_states(draft)
     head = new_head(draft, config, seed, sampling)
     scales = None

@@ -8,11 +8,12 @@ sets and configurations of models that are on the Hub are checked when a pipelin
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from eval.measuring.methods import check_machine, check_methods, path_drafts
 from recipes.config import PipelineConfig
@@ -28,7 +29,8 @@ from recipes.run import absolute
 from specdata.config import nearest
 from specdata.errors import ConfigError
 from specdata.gguf_file import has_template, is_gguf
-from specdata.loading import check_bits
+from specdata.loading import Loading, Role, check_bits, check_tp_plan
+from specdata.processes import process_count
 from specdata.prompts.config import PromptSet
 from specdata.rollouts.config import check_samples
 
@@ -48,6 +50,7 @@ def check_rollouts(config: PipelineConfig) -> None:
             "{name: instruct, split: train, count: 512}; got []"
         )
     check_samples(wanted, config.sampling)
+    check_loading(config, "rollouts")
     _check_room(config, "rollouts", wanted.max_new_tokens, [config.models.target])
     _check_sets(config, wanted.sets)
 
@@ -66,6 +69,8 @@ def check_training_splits(config: PipelineConfig) -> None:
 def check_draft(config: PipelineConfig) -> None:
     """Refuse a draft that cannot be made or trained. Raises ConfigError."""
     check_draft_sets(config)
+    if config.draft:
+        check_loading(config, "draft")
     check_finetuning(config)
     check_initial(config)
     check_lora(config)
@@ -251,9 +256,151 @@ def check_evaluation(config: PipelineConfig) -> None:
     """Refuse an evaluation that cannot be made. Raises ConfigError."""
     check_machine(config.eval)
     check_methods(config.eval, config.sampling, head=config.head is not None)
+    check_loading(config, "eval")
     models = [*given_models(config), *path_drafts(config.eval)]
     _check_room(config, "eval", config.eval.max_new_tokens, models)
     _check_sets(config, config.eval.sets)
+
+
+def check_labels(config: PipelineConfig) -> None:
+    """Refuse labels and a head that cannot be made. Raises ConfigError."""
+    check_loading(config, "labels")
+    check_labels_cache(config)
+
+
+def check_logits(config: PipelineConfig) -> None:
+    """Refuse logits that cannot be kept. Raises ConfigError."""
+    check_loading(config, "logits")
+
+
+def is_shared(config: PipelineConfig, stage: str) -> bool:
+    """Whether a stage's processes hold the target in parts, and so work on everything together."""
+    return _loads_target(config, stage) and config.models.load.target.tp_plan is not None
+
+
+def _loads_target(config: PipelineConfig, stage: str) -> bool:
+    """Whether the weights of the target are loaded in this process."""
+    if stage == "rollouts":
+        return config.rollouts.backend != "vllm"
+    if stage == "logits":
+        return config.logits is not None and config.logits.backend == "transformers"
+    if stage == "draft":
+        return config.draft is None or config.draft.cache is None
+    return stage != "labels" or config.labels.cache is None
+
+
+def check_loading(
+    config: PipelineConfig, stage: Literal["rollouts", "logits", "draft", "labels", "eval"]
+) -> None:
+    """Refuse to load models as a stage cannot use them.
+
+    Args:
+        config: the run's.
+        stage: whose models are looked at; "labels" goes for the head that learns from them.
+
+    Raises:
+        ConfigError: with the reason and the remedy, before weights are loaded.
+    """
+    models = config.models
+    given = models.draft if config.draft is None else None  # else it is made by this run
+    names: dict[Role, str | None] = {}
+    if _loads_target(config, stage):
+        names["target"] = models.target
+    if stage in ("labels", "eval"):
+        names["draft"] = given
+    for role, name in names.items():
+        with _named(f"models.load.{role}"):
+            _check_one_loading(models.loading(role), name)
+    if is_shared(config, stage):
+        _check_tensor_parallel(config, stage)
+    if "draft" in names and models.load.draft.tp_plan:
+        raise ConfigError(
+            "models.load.draft.tp_plan: a draft is small, and each process holds it whole beside "
+            "its part of the target: leave it out"
+        )
+    if stage == "labels" and models.load.draft.is_spread:
+        raise ConfigError(
+            f"models.load.draft.device_map: {models.load.draft.device_map} spreads the draft, and "
+            "a head is trained beside it on each process's own device: leave it out"
+        )
+    if stage == "eval":
+        _check_decoding(config)
+
+
+def _check_one_loading(load: Loading, name: str | None) -> None:
+    """Refuse what no stage can do with a model; `name` is None for one that is made later."""
+    check_bits(load.bits, "bits", name)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", process_count()))
+    if load.is_spread and local > 1:
+        raise ConfigError(
+            f"device_map: {load.device_map} spreads the model over all devices of a machine, and "
+            f"{local} processes on this one would each do so: start one process a machine, or "
+            "share the layers among the processes with tp_plan: auto"
+        )
+    if load.attn_implementation and "flash" in load.attn_implementation and load.dtype == "float32":
+        raise ConfigError(
+            f"attn_implementation: {load.attn_implementation} computes in half precision and the "
+            "model is loaded in float32: add dtype: bfloat16, or take sdpa"
+        )
+
+
+def _check_tensor_parallel(config: PipelineConfig, stage: str) -> None:
+    """Refuse a target that is split over processes where they cannot work in step."""
+    key = "models.load.target.tp_plan"
+    if stage == "draft":
+        raise ConfigError(
+            f"{key}: processes that distil have rollouts of their own, and a target that is split "
+            "in every layer needs them in step: leave it out; draft.shard_teacher divides the "
+            "target among processes that train"
+        )
+    if stage == "eval":
+        raise ConfigError(
+            f"{key}: an evaluation decides by the clock of one process, so several cannot decode "
+            "in step: leave it out, and spread the target over the devices of one process with "
+            "models.load.target.device_map: auto"
+        )
+    check_tp_plan(config.models.load.target.tp_plan, key, config.models.target)
+    known = sizes_of(config, config.models.target)
+    heads = known.get("num_attention_heads")
+    for name, count in (("num_attention_heads", heads), ("num_key_value_heads", heads)):
+        found = known.get(name, count)
+        if isinstance(found, int) and found % process_count():
+            raise ConfigError(
+                f"{key} gives each process as many attention heads as any other: "
+                f"{config.models.target} has {name} {found}, which {process_count()} processes "
+                "cannot share evenly; start another number of them"
+            )
+
+
+def _check_decoding(config: PipelineConfig) -> None:
+    """Refuse engines and drafts that a model cannot be decoded with as it is loaded."""
+    for role in ("target", "draft"):
+        load = config.models.load.of(role)
+        if load.is_spread and config.eval.engine != "eager":
+            raise ConfigError(
+                f"eval.engine {config.eval.engine!r} captures the forward of a model on one "
+                f"device, and models.load.{role}.device_map: {load.device_map} spreads it over "
+                "several: set eval.engine to eager, or leave device_map out"
+            )
+        if load.bits and config.eval.engine != "eager":
+            raise ConfigError(
+                f"eval.engine {config.eval.engine!r} captures products of plain matrices, and "
+                f"models.load.{role}.bits: {load.bits} packs them: set eval.engine to eager"
+            )
+        if "flash" not in (load.attn_implementation or ""):
+            continue
+        flash = f"models.load.{role}.attn_implementation: {load.attn_implementation}"
+        if config.eval.batch > 1:
+            raise ConfigError(
+                f"{flash} takes no mask, which sequences of a batch need: set eval.batch to 1, or "
+                "take sdpa"
+            )
+        for method in config.eval.methods:
+            if method.drafter != "chain" and (role == "draft" or method.tree_attention):
+                raise ConfigError(
+                    f"{flash} takes no tree mask, which the method {method.name!r} needs (drafter: "
+                    f"{method.drafter}): take sdpa, or draft chains"
+                )
 
 
 def check_hub(config: PipelineConfig) -> None:

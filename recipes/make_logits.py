@@ -12,11 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from recipes.caches import made_of
+from recipes.checks import check_logits, is_shared
 from recipes.config import PipelineConfig
 from recipes.layout import by_content, folder, logits_stage
 from recipes.next_steps import after_logits
 from recipes.recipe import Recipe
-from recipes.run import Stage, need, run_stage, say
+from recipes.run import Stage, made_as_asked, need, run_stage, say
 from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.terminal import TokenProgress, progress
@@ -39,6 +40,8 @@ def stages(config: PipelineConfig) -> list[Stage]:
 def main(config: PipelineConfig) -> dict[str, Any]:
     """Keep the logits, and print how many."""
     (stage,) = stages(config)
+    if not made_as_asked(stage):
+        check_logits(config)
     need(folder(config, "rollouts"), "make_rollouts.py")
     counts = run_stage(stage, config, partial(_keep, config, stage))
     say(
@@ -84,7 +87,8 @@ def _maker(
     assert wanted is not None
     if wanted.backend == "transformers":
         target = load_model(models.target, load=models.loading("target"))
-        return partial(logits_of_model, target, part_done=part_done), {}
+        together = is_shared(config, "logits")
+        return partial(logits_of_model, target, part_done=part_done, together=together), {}
     from specdata.logits.served import ServedLogits, check_lengths
     from specdata.server.client import ServerClient
 
@@ -104,6 +108,7 @@ RECIPE = Recipe(
     "Keep the target's largest logits along its rollouts.",
     ("logits",),
     after_logits,
+    check_logits,
 )
 
 if __name__ == "__main__":

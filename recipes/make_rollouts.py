@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from recipes.checks import check_kept, check_rollouts
+from recipes.checks import check_kept, check_rollouts, is_shared
 from recipes.config import PipelineConfig
 from recipes.layout import by_content, folder, pair_stage, rollouts_stage
 from recipes.next_steps import after_rollouts
@@ -120,6 +120,7 @@ def _complete(
             settings=settings,
             report=shown.update,
             part_done=shown.part,
+            together=is_shared(config, "rollouts"),
         )
     counts = read_manifest(stage.folder)["counts"]
     return {**counts, "asked": asked, "prompts": loaded.report}

@@ -396,7 +396,11 @@ def models_of(stage: str, config: PipelineConfig) -> list[Role]:
     """The models whose sizes a stage's memory depends on."""
     if stage == "rollouts":
         return ["target"] if config.rollouts.backend == "transformers" else []
-    alone = stage in ("finetuned", "head") or (stage == "labels" and config.labels.cache)
+    if stage == "logits":
+        served = config.logits is not None and config.logits.backend != "transformers"
+        return [] if served else ["target"]
+    kept = {"labels": config.labels.cache, "draft": config.draft and config.draft.cache}
+    alone = stage in ("finetuned", "head") or kept.get(stage)
     return ["draft"] if alone else ["target", "draft"]
 
 
@@ -433,9 +437,18 @@ def _rollouts(setting: Setting) -> dict[str, float]:
 
 def _labels(setting: Setting) -> dict[str, float]:
     """Both models read a batch; distributions are made for a few positions at a time."""
+    return _read(setting, models_of("labels", setting.config))
+
+
+def _logits(setting: Setting) -> dict[str, float]:
+    """As labels, of the target alone."""
+    roles = models_of("logits", setting.config)
+    return _read(setting, roles) if roles else {}
+
+
+def _read(setting: Setting, roles: Sequence[Role]) -> dict[str, float]:
     here = setting.here
     tokens = max(TOKENS_AT_ONCE[here.kind], setting.length)
-    roles = models_of("labels", setting.config)
     sizes = {role: setting.sizes(role) for role in roles}
     vocabulary = max(each.vocabulary for each in sizes.values())
     positions = max(LABEL_POSITIONS[here.kind], LABEL_VALUES // vocabulary)
@@ -450,9 +463,10 @@ def _labels(setting: Setting) -> dict[str, float]:
 
 def _draft(setting: Setting) -> dict[str, float]:
     """The frozen target, the draft in training, and a plain copy that is measured and saved."""
-    target, draft = setting.sizes("target"), setting.sizes("draft")
     config = setting.config.draft
     assert config is not None
+    draft = setting.sizes("draft")
+    target = None if config.cache else setting.sizes("target")
     here = setting.here
     rows = math.ceil(config.batch_size / setting.shards.processes)
     length = min(setting.length, config.max_length or setting.length)
@@ -461,7 +475,7 @@ def _draft(setting: Setting) -> dict[str, float]:
     entries = positions * draft.logits * ENTRY_BYTES
     # Training and measuring take turns.
     chunk = min(CHUNK_BYTES, entries)
-    measured = min(WATCH_VALUES, positions * target.vocabulary) * LABEL_ENTRY
+    measured = min(WATCH_VALUES, positions * (target or draft).vocabulary) * LABEL_ENTRY
     output = 0 if config.lora else FLOAT32 * draft.width * draft.logits
     backward = activation_bytes(
         draft,
@@ -469,16 +483,17 @@ def _draft(setting: Setting) -> dict[str, float]:
         in_bfloat16=config.precision == "bfloat16",
         checkpointed=config.gradient_checkpointing,
     )
+    read = 0.0
+    if target:
+        once = max(tokens, TOKENS_AT_ONCE[here.kind])
+        read = read_bytes(target, once, setting.number("target"))
     return {
-        "target": _teacher(setting),
+        "target": _teacher(setting) if target else 0.0,
         **_trained(setting, draft),
         "a copy of the draft": float(FLOAT32 * draft.parameters),
-        "activations": max(
-            backward,
-            read_bytes(target, max(tokens, TOKENS_AT_ONCE[here.kind]), setting.number("target")),
-        ),
+        "activations": max(backward, read),
         "logits": float(max(chunk + output, measured)),
-        "the target's states": _kept_states(setting, target),
+        "the target's states": _kept_states(setting, target) if target else 0.0,
     }
 
 
@@ -624,6 +639,7 @@ def _draws_a_tree(method: MethodConfig) -> bool:
 
 PARTS: dict[str, Callable[[Setting], dict[str, float]]] = {
     "rollouts": _rollouts,
+    "logits": _logits,
     "finetuned": _finetuned,
     "draft": _draft,
     "labels": _labels,

@@ -14,7 +14,8 @@ from recipes.checks import (
     check_draft_cache,
     check_evaluation,
     check_hub,
-    check_labels_cache,
+    check_labels,
+    check_logits,
     check_rollouts,
     check_training_splits,
 )
@@ -63,8 +64,11 @@ def check(config: PipelineConfig) -> None:
     if config.toy or config.draft or config.head:
         check_rollouts(config)
         check_training_splits(config)
+    if config.logits:
+        check_logits(config)
     check_draft_cache(config)
-    check_labels_cache(config)
+    if config.head:
+        check_labels(config)
 
 
 RECIPE = Recipe(

@@ -276,7 +276,7 @@ def _decode(
     try:
         environment = describe_environment(
             device=str(models.target.device),
-            dtype=config.models.dtype,
+            dtype=config.models.dtype_of("target"),
             batch_size=evaluation.batch,
         )
         generations = len(prompts) * len(evaluation.methods)

@@ -20,6 +20,7 @@ from recipes.next_steps import after_draft
 from recipes.recipe import Recipe
 from recipes.run import Stage, check_begun, made_as_asked, need, run_stage, say
 from specdata.errors import ConfigError
+from specdata.loading import Loading
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,6 +67,7 @@ def _make_initial(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     from distill.initial import make_initial
 
     assert config.draft is not None
+    load = config.models.load.target
     return make_initial(
         target=config.models.target,
         draft=config.models.draft if config.draft.init.kind == "model" else None,
@@ -75,6 +77,8 @@ def _make_initial(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         sampling=config.sampling,
         seed=config.seed,
         states_dtype=config.models.dtype_of("target"),
+        # Layers are taken in full precision; where the target does not fit, in memory.
+        target_load=Loading(device_map="cpu" if load.is_spread or load.bits else None),
     )
 
 

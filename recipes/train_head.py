@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.caches import cached_rows, identity, made_of
-from recipes.checks import check_labels_cache
+from recipes.checks import check_labels, is_shared
 from recipes.config import PipelineConfig
 from recipes.layout import (
     by_content,
@@ -46,8 +46,8 @@ def stages(config: PipelineConfig) -> list[Stage]:
 def main(config: PipelineConfig) -> dict[str, Any]:
     """Label, train, and print how well the head predicts held-out labels."""
     labels, head = stages(config)
-    if not made_as_asked(labels):
-        check_labels_cache(config)
+    if not all(map(made_as_asked, (labels, head))):
+        check_labels(config)
     if not made_as_asked(head):
         refuse_fsdp("training a head")
     need(folder(config, "rollouts"), "make_rollouts.py")
@@ -117,7 +117,8 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         make = partial(labels_from_cache, Path(cache), draft, rows=rows)
     else:
         target = load_model(models.target, load=models.loading("target"))
-        make = partial(make_labels, target, draft, rollouts)
+        together = is_shared(config, "labels")
+        make = partial(make_labels, target, draft, rollouts, together=together)
     with progress(len(rollouts), "labels", "rollout", is_shown=is_main()) as bar:
         shown = TokenProgress(bar)
         rows = make(
@@ -160,7 +161,7 @@ def _train(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
 
 
 RECIPE = Recipe(
-    main, stages, "Train an acceptance head.", ("labels", "head"), after_head, check_labels_cache
+    main, stages, "Train an acceptance head.", ("labels", "head"), after_head, check_labels
 )
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ def last_states(
         use_cache=past_key_values is not None,
         **placed,
     )[0]
-    return states
+    # The last layer of a model that is spread over devices lies on another than its ids.
+    return states.to(input_ids.device)
 
 
 @torch.no_grad()  # not inference_mode: what is trained on the states must be allowed to keep them
@@ -119,9 +120,8 @@ def check_hidden_states(model: PreTrainedModel) -> None:
     with capturing_hidden(model, captured.append):
         model(input_ids=ids, use_cache=False)
     states = hidden_states(model, ids)
-    if states.shape != captured[0].shape or not torch.allclose(
-        states, captured[0], rtol=1e-2, atol=1e-3
-    ):
+    seen = captured[0].to(states.device)
+    if states.shape != seen.shape or not torch.allclose(states, seen, rtol=1e-2, atol=1e-3):
         raise ConfigError(
             f"{type(model).__name__} changes its hidden state before the output embedding, so a "
             "head trained on the last hidden state would not see it in decoding; use another draft"
@@ -165,7 +165,9 @@ class LMHead:
 
     def logits(self, states: Tensor) -> Tensor:
         """(..., H) states -> (..., V) logits, equal to the model's own."""
-        return states if self.embedding is None else self.logit_transform(self.embedding(states))
+        if self.embedding is None:
+            return states
+        return self.logit_transform(self.embedding(states).to(states.device))
 
 
 @torch.inference_mode()
@@ -209,7 +211,7 @@ def _agrees(
     factor = LARGE / float(bare.abs().amax().clamp(min=1e-6)) if large else 1.0
     with _scaled(embedding, factor):
         own = model(input_ids=ids, use_cache=False).logits
-        ours = logit_transform(embedding(states))
+        ours = logit_transform(embedding(states)).to(own.device)
     if own.shape != ours.shape or not torch.equal(own.isneginf(), ours.isneginf()):
         return False
     accuracy = 1e-2 if own.dtype in (torch.bfloat16, torch.float16) else 1e-4

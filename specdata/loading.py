@@ -13,6 +13,7 @@ from specdata.adapter_folder import base_of_adapters
 from specdata.config import Config
 from specdata.errors import ConfigError
 from specdata.gguf_file import is_gguf
+from specdata.processes import process_count
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Role = Literal["target", "draft"]
@@ -45,7 +46,7 @@ class Loading(Config):
         default=None,
         description="tensor parallelism: each process of the launcher holds a part of every layer",
     )
-    bits: Literal[8, 4] | None = Field(
+    bits: Literal[4, 8] | None = Field(
         default=None,
         description="store the matrices in 8 bits (LLM.int8) or 4 (NF4); needs bitsandbytes",
     )
@@ -149,6 +150,33 @@ def check_bits(bits: int | None, key: str, name: str | None = None) -> None:
             f"{key}: {bits} needs bitsandbytes, which is not installed: pip install "
             "'draftsmith[qlora]' (CUDA GPUs; on the CPU it works too, slowly), or leave bits out "
             "to keep the weights in full precision"
+        )
+
+
+def check_tp_plan(tp_plan: str | None, key: str, name: str | None = None) -> None:
+    """Refuse tensor parallelism that cannot be had.
+
+    Args:
+        tp_plan: None is always fine.
+        key: the dotted key that asks for it.
+        name: the model, if it is known already.
+
+    Raises:
+        ConfigError: for adapters and GGUF files, and in a single process.
+    """
+    if not tp_plan:
+        return
+    if name is not None and (is_gguf(name) or base_of_adapters(name)):
+        kind = "is a GGUF file" if is_gguf(name) else "holds adapters"
+        raise ConfigError(
+            f"{key}: {name} {kind}, whose weights each process would have to hold whole: save it "
+            "as a plain folder and give that, or spread it with device_map: auto"
+        )
+    if process_count() == 1:
+        raise ConfigError(
+            f"{key} splits every layer over the processes of a launcher, and this is one process: "
+            "start several (draftsmith launch multi_gpu ...), or spread the model over the "
+            "devices of one with device_map: auto"
         )
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from accelerate import dispatch_model, infer_auto_device_map
+from accelerate.utils import get_balanced_memory, get_max_memory
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,7 +30,7 @@ from specdata.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
 from specdata.errors import ConfigError, full_disk
 from specdata.gguf_file import gguf_configs, is_gguf, load_gguf, load_gguf_tokenizer
 from specdata.hub import hub_source
-from specdata.loading import ONE_DEVICE, Loading, check_bits
+from specdata.loading import ONE_DEVICE, Loading, check_bits, check_tp_plan
 from specdata.processes import join_processes
 from specdata.storage.files import fingerprint
 
@@ -59,6 +61,7 @@ def load_model(name: str, *, dtype: str = "float32", load: Loading = ONE_DEVICE)
     dtype = load.dtype or dtype
     check_dtype(dtype)
     check_bits(load.bits, "bits", name)
+    check_tp_plan(load.tp_plan, "tp_plan", name)
     if base := base_of_adapters(name):
         alone = Loading(device_map="cpu" if load.device_map else None)
         model = _of_base(name, base, lambda: load_model(base, dtype=dtype, load=alone))
@@ -166,7 +169,59 @@ def _quantization(bits: int) -> BitsAndBytesConfig:
 
 def _placed(model: Any, name: str, load: Loading) -> Any:
     """A model where it belongs, if transformers has not put it there yet."""
-    return model if load.bits or load.device_map or load.tp_plan else model.to(device())
+    if load.tp_plan:
+        return _in_lockstep(model, name)
+    if load.device_map is None:
+        return model if load.bits else model.to(device())
+    if load.is_spread and not hasattr(model, "hf_device_map"):
+        model = _spread(model, name, load)
+    if model.device.type == "meta":
+        raise ConfigError(
+            f"no layer of {name} lies in memory: device_map: {load.device_map} put its first on "
+            "the disk already; allow more in max_memory, or leave that out"
+        )
+    return model
+
+
+def _spread(model: Any, name: str, load: Loading) -> Any:
+    """Spread a model in memory as transformers spreads those whose weights it reads itself."""
+    memory, whole = _max_memory(load), list(model._no_split_modules or ())
+    if load.device_map == "sequential":
+        memory = get_max_memory(memory)
+    else:
+        low = load.device_map == "balanced_low_0"
+        memory = get_balanced_memory(model, memory, whole, low_zero=low)
+    places = infer_auto_device_map(model, memory, whole)
+    if "disk" in places.values() and load.offload_folder is None:
+        raise ConfigError(
+            f"{name} does not fit into the memory that device_map: {load.device_map} may use: "
+            "give offload_folder for the rest, or allow more in max_memory"
+        )
+    # What the cache holds stays where the layers are.
+    keys = model._skip_keys_device_placement
+    return dispatch_model(model, places, offload_dir=load.offload_folder, skip_keys=keys)
+
+
+def _in_lockstep(model: Any, name: str) -> Any:
+    """A model in parts, one a process, that gives every process the bits of the main one.
+
+    Processes that compute the same may round differently; a token that only one of them draws would
+    have each wait for another forward.
+    """
+    output = model.get_output_embeddings()
+    if not model.supports_tp_plan or output is None:
+        raise ConfigError(
+            f"transformers has no plan for tensor parallelism of {name} ({model.config.model_type})"
+            ": leave tp_plan out, and spread it with device_map: auto"
+        )
+
+    def as_in_main(_module: nn.Module, _inputs: object, logits: Tensor) -> Tensor:
+        logits = logits.contiguous()
+        torch.distributed.broadcast(logits, src=0)
+        return logits
+
+    output.register_forward_hook(as_in_main)
+    return model
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

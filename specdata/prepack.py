@@ -57,6 +57,7 @@ def _can_prepack(layer: nn.Module) -> TypeGuard[nn.Linear]:
     return bool(
         type(layer) is nn.Linear
         and "forward" not in layer.__dict__
+        and type(layer.weight.data) is Tensor  # not the part of one that several processes hold
         and layer.weight.numel() >= SMALLEST_LAYER
         and multiplies(layer.weight.device, layer.weight.dtype)
     )

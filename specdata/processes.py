@@ -7,12 +7,14 @@ import os
 import sys
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
     from accelerate import PartialState
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +171,14 @@ def in_group() -> bool:
         and torch.distributed.is_available()
         and torch.distributed.is_initialized()
     )
+
+
+def told_by_main(value: T) -> T:
+    """What the main process passes, in every process of the group; all call this together."""
+    from accelerate.utils import broadcast_object_list
+
+    told: T = broadcast_object_list([value])[0]
+    return told
 
 
 def leave_processes() -> None:

@@ -51,7 +51,7 @@ BELOW = {
         "adapter_folder": "errors",
         "draft_vocabulary": "errors",
         "gguf_file": "errors",
-        "loading": "adapter_folder config errors gguf_file",
+        "loading": "adapter_folder config errors gguf_file processes",
         "models": "adapter_folder draft_vocabulary errors gguf_file hub loading processes storage",
         "sharded": "adapter_folder errors gguf_file hub models",
         "lm_head": "errors models",

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import Cache, PreTrainedModel
 
@@ -85,8 +86,11 @@ def check_capturable(model: PreTrainedModel) -> None:
             f"{model.config.model_type} has a rope that depends on the length of the sequence "
             f"({rope}), so it cannot be captured: use engine 'eager'"
         )
-    if len({weight.device for weight in model.parameters()}) > 1:
-        raise ConfigError("a model spread over devices cannot be captured: use engine 'eager'")
+    weights = list(model.parameters())
+    if len({weight.device for weight in weights}) > 1 or isinstance(weights[0], DTensor):
+        raise ConfigError(
+            "a model spread over devices or processes cannot be captured: use engine 'eager'"
+        )
 
 
 class _GraphKind(NamedTuple):

@@ -200,11 +200,14 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
             keys[:, :, self.start :] = key_states
             values[:, :, self.start :] = value_states
         else:
-            row = self.slot_of
-            if row is None:
-                row = torch.arange(len(self.cache_positions), device=keys.device).unsqueeze(1)
-            keys[row, :, self.cache_positions] = key_states.transpose(1, 2)
-            values[row, :, self.cache_positions] = value_states.transpose(1, 2)
+            # Layers may lie on several devices, each with its part of the cache.
+            columns = self.cache_positions.to(keys.device)
+            if self.slot_of is None:
+                row = torch.arange(len(columns), device=keys.device).unsqueeze(1)
+            else:
+                row = self.slot_of.to(keys.device)
+            keys[row, :, columns] = key_states.transpose(1, 2)
+            values[row, :, columns] = value_states.transpose(1, 2)
         return keys, values
 
     def reserve(self, slots: int, capacity: int) -> None:

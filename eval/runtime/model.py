@@ -318,7 +318,7 @@ class CachedModel:
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
             ).logits
-        return logits, hidden[0] if hidden else None
+        return logits, hidden[0].to(logits.device) if hidden else None
 
     def _known(self, ids: Tensor) -> Tensor:
         """Token ids that the model has, others replaced."""

@@ -127,7 +127,7 @@ def packed_attention(
     Returns:
         (1, n, heads, size).
     """
-    slots, columns = _PLACES.get()
+    slots, columns = (places.to(query.device) for places in _PLACES.get())
     _, heads, _, size = query.shape
     by_slot = query.new_zeros(len(key), attention_mask.shape[2], heads, size)
     by_slot[slots, columns] = query[0].transpose(0, 1)

@@ -42,6 +42,7 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
     settings: Settings,
     report: Callable[[int], object],
     part_done: PartDone | None = None,
+    together: bool = False,
 ) -> int:
     """Label every position of every rollout, under the sampler that serving will use.
 
@@ -61,6 +62,7 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
         settings: what else decides the rows; stored in the manifest, compared on resume.
         report: called with the number of rows done.
         part_done: told of work within a shard, as by `Labeller`.
+        together: whether each process holds a part of the target; see `fill_dataset`.
 
     Returns:
         Number of labelled rollouts.
@@ -82,7 +84,16 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
     )
     settings = settings.extended({"top_logits": top})
     with prepacked(target, draft):
-        return _fill(rollouts, folder, work, config, settings, report, keeps_logits=top > 0)
+        return _fill(
+            rollouts,
+            folder,
+            work,
+            config,
+            settings,
+            report,
+            keeps_logits=top > 0,
+            together=together,
+        )
 
 
 def labels_from_cache(  # noqa: PLR0913 - as `make_labels`
@@ -175,6 +186,7 @@ def _fill(
     report: Callable[[int], object],
     *,
     keeps_logits: bool = False,
+    together: bool = False,
 ) -> int:
     more = [*(MORE_DRAWS if work.draws > 1 else ()), *(TOP_LOGITS if keeps_logits else ())]
     schema = pa.schema([*LABELS, *more])
@@ -188,7 +200,7 @@ def _fill(
     # Labels of earlier versions have one draw, and their settings do not say so.
     settings = replace(settings, defaults={**settings.defaults, "draws": 1})
     shards = [partial(shard, start) for start in range(0, len(rollouts), config.shard_size)]
-    return fill_dataset(folder, schema, settings.extended(own), shards, report)
+    return fill_dataset(folder, schema, settings.extended(own), shards, report, together=together)
 
 
 def mean_overlap(labels: datasets.Dataset) -> dict[str, float]:

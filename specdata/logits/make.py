@@ -71,6 +71,7 @@ def make_logits(
     *,
     settings: Settings,
     report: Callable[[int], object],
+    together: bool = False,
 ) -> int:
     """Store the target's largest logits along every rollout (see `fill_dataset`).
 
@@ -81,6 +82,7 @@ def make_logits(
         config: rollouts of a shard.
         settings: what else decides the rows; stored in the manifest, compared on resume.
         report: called with the number of rows done.
+        together: whether each process holds a part of the target; see `fill_dataset`.
 
     Returns:
         Number of rows.
@@ -101,7 +103,7 @@ def make_logits(
         }
     )
     shards = [partial(shard, start) for start in range(0, len(rollouts), config.shard_size)]
-    return fill_dataset(folder, LOGITS, settings, shards, report)
+    return fill_dataset(folder, LOGITS, settings, shards, report, together=together)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +174,12 @@ def logits_of_model(
     settings: Settings,
     report: Callable[[int], object],
     part_done: PartDone | None = None,
+    together: bool = False,
 ) -> int:
     """`make_logits` by the target itself."""
     head = find_lm_head(target)
     source = ModelLogits(head, min(config.top_logits, head.vocabulary), part_done)
     with prepacked(target):
-        return make_logits(source, rollouts, folder, config, settings=settings, report=report)
+        return make_logits(
+            source, rollouts, folder, config, settings=settings, report=report, together=together
+        )

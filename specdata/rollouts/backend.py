@@ -357,7 +357,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not t
         """Keep the rows of the batch whose indices (n,) are given."""
         if self._room:
             end = self.get_seq_length()
-            self._room = tuple(room[indices] for room in self._room)
+            self._room = tuple(room[indices.to(room.device)] for room in self._room)
             self.keys, self.values = (room[..., :end, :] for room in self._room)
 
     def _make_room(self, used: int, size: int, like: tuple[Tensor, Tensor]) -> None:

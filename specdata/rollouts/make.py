@@ -46,6 +46,7 @@ def make_rollouts(
     settings: Settings,
     report: Callable[[int], object],
     part_done: PartDone = untold,
+    together: bool = False,
 ) -> int:
     """Complete every prompt, turn after turn, and store the dataset (see `fill_dataset`).
 
@@ -61,6 +62,7 @@ def make_rollouts(
         settings: everything that decides the rows; stored in the manifest, compared on resume.
         report: called with the number of rows done.
         part_done: told of work within a shard.
+        together: whether each process holds a part of the model; see `fill_dataset`.
 
     Returns:
         Number of completions in the dataset.
@@ -78,7 +80,7 @@ def make_rollouts(
         for group in groups
     ]
     schema = pa.schema([*ROLLOUTS, *(TARGET_STATES if config.keep_states else ())])
-    return fill_dataset(folder, schema, settings, shards, report)
+    return fill_dataset(folder, schema, settings, shards, report, together=together)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specdata.errors import ConfigError, ManifestError
-from specdata.processes import is_main
+from specdata.processes import is_main, told_by_main
 from specdata.storage.files import as_pattern, atomic_write, locked, try_locked, write_json
 from specdata.storage.manifest import (
     CACHE,
@@ -49,6 +50,8 @@ def fill_dataset(
     settings: Settings,
     shards: Sequence[Callable[[], list[Any]]],
     report: Callable[[int], object],
+    *,
+    together: bool = False,
 ) -> int:
     """Make every shard that is missing, together with the other processes that do the same.
 
@@ -62,6 +65,8 @@ def fill_dataset(
         settings: everything that decides the rows; stored, and compared on resume.
         shards: for each shard, a function that returns its rows.
         report: called once a shard, with its number of rows, when it is made or already there.
+        together: whether all processes work on each shard, of which the main one alone decides and
+            writes, because each of them holds a part of the model.
 
     Returns:
         Number of rows in the dataset.
@@ -71,6 +76,10 @@ def fill_dataset(
         ManifestError: if it holds a damaged one, or a file that is not part of it.
         OSError: if a shard cannot be written; those that are finished stay.
     """
+    if together and not is_main():
+        return _follow(shards, report)
+    if together:
+        shards = [partial(_lead, index, shard) for index, shard in enumerate(shards)]
     dataset = _DatasetInProgress(folder, schema, settings, len(shards))
     with locked(dataset.progress / "dataset.lock"):
         manifest = dataset.open()
@@ -88,7 +97,26 @@ def fill_dataset(
         with locked(dataset.progress / "dataset.lock"):
             dataset.finish()
     shutil.rmtree(dataset.progress, ignore_errors=True)
-    return int(read_manifest(folder)["counts"]["rows"])
+    rows = int(read_manifest(folder)["counts"]["rows"])
+    if together:
+        told_by_main((None, rows))
+    return rows
+
+
+def _lead(index: int, shard: Callable[[], list[Any]]) -> list[Any]:
+    """Make the rows of a shard together with the processes that follow."""
+    told_by_main((index, None))
+    return shard()
+
+
+def _follow(shards: Sequence[Callable[[], list[Any]]], report: Callable[[int], object]) -> int:
+    """Take part in each shard that the main process makes, until it has finished the dataset."""
+    while True:
+        index, rows = told_by_main((None, None))
+        if index is None:
+            assert rows is not None
+            return rows
+        report(len(shards[index]()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,368 @@
+"""However a model is loaded, it is the same model; what cannot work is refused before it loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from pydantic import ValidationError
+from transformers.utils import is_bitsandbytes_available
+
+from distill.teacher import Part, Teacher
+from recipes import make_rollouts, train_head
+from recipes.checks import check_draft, check_evaluation, check_labels, check_rollouts
+from recipes.config import PipelineConfig, build
+from recipes.layout import eval_stage, head_stage, labels_stage, rollouts_stage
+from specdata.errors import ConfigError, OtherSettingsError
+from specdata.labels.make import load_labels
+from specdata.lm_head import find_lm_head
+from specdata.loading import Loading
+from specdata.models import load_model
+from specdata.prepack import prepacked
+from specdata.probability import SamplingConfig
+from specdata.storage.dataset import load_stored
+from tests.drive_tensor_parallel import IDS, seen
+from tests.gguf_files import small_llama, write_gguf
+from tests.test_sharding import ROOT, pair, with_train_and_dev
+from tests.tiny import tiny_llama
+
+__all__ = ["pair"]
+ON_DISK = {"device_map": "auto"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of six layers, about 1 MB in float32, and a draft."""
+    folder = tmp_path_factory.mktemp("models")
+    target = tiny_llama(0, vocab=40, width=64, layers=6).float()
+    target.save_pretrained(folder / "target")
+    tiny_llama(1, vocab=40, width=16).float().save_pretrained(folder / "draft")
+    return folder
+
+
+def spread(name: Path, folder: Path, memory: str) -> Any:
+    """A model of which only a part fits into the memory that it may use."""
+    load = Loading(device_map="auto", max_memory={"cpu": memory}, offload_folder=str(folder))
+    model = load_model(str(name), load=load)
+    places = {weight.device.type for weight in model.parameters()}
+    assert places == {"cpu", "meta"}, "this test means something if a part lies on the disk"
+    return model
+
+
+def test_a_model_partly_on_disk_gives_the_logits_and_texts_of_the_whole_one(
+    models: Path, tmp_path: Path
+) -> None:
+    draft = load_model(str(models / "draft"))
+    whole = load_model(str(models / "target"))
+    parted = spread(models / "target", tmp_path, "600KB")
+    assert seen(parted, draft) == seen(whole, draft)
+    with prepacked(parted), torch.inference_mode():
+        logits = parted(input_ids=torch.tensor([IDS])).logits
+        torch.testing.assert_close(logits, whole(input_ids=torch.tensor([IDS])).logits)
+
+
+def test_states_and_rows_of_an_output_matrix_on_disk_are_those_of_the_whole_model(
+    models: Path, tmp_path: Path
+) -> None:
+    parted, whole = (
+        spread(models / "target", tmp_path, "600KB"),
+        load_model(str(models / "target")),
+    )
+    assert parted.lm_head.weight.is_meta
+    ids = torch.tensor([IDS])
+    heads = [find_lm_head(model) for model in (parted, whole)]
+    assert [head.embedding is not None for head in heads] == [True, True]
+    states = [head.states(ids) for head in heads]
+    assert torch.equal(*states)
+    with torch.inference_mode():
+        assert torch.equal(*(head.logits(states[0]) for head in heads))
+    part = Part(torch.tensor([3, 7, 11]), 1.0)
+    teachers = [Teacher(model, part=part) for model in (parted, whole)]
+    rest = torch.zeros(len(IDS))
+    rows = [teacher.part_logits(states[0][0], rest) for teacher in teachers]
+    assert torch.equal(*rows)
+
+
+def test_a_gguf_file_partly_on_disk_gives_the_logits_of_the_weights_it_holds(
+    tmp_path: Path,
+) -> None:
+    model = small_llama()
+    held = write_gguf(tmp_path / "a.gguf", model)
+    model.load_state_dict(held, strict=False)
+    size = sum(weight.nbytes for weight in model.parameters())
+    parted = spread(tmp_path / "a.gguf", tmp_path / "rest", f"{size * 2 // 3 // 1000}KB")
+    ids = torch.tensor([[1, 5, 9, 2]])
+    with torch.inference_mode():
+        expected = model.float()(input_ids=ids).logits
+        torch.testing.assert_close(parted(input_ids=ids).logits, expected)
+
+
+def test_a_model_of_which_nothing_is_in_memory_is_refused(models: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"no layer of .* lies in memory: .*allow more in max_mem"
+    ):
+        spread(models / "target", tmp_path, "1KB")
+
+
+def test_each_model_has_its_own_precision_and_attention(models: Path) -> None:
+    tree = {"target": {"dtype": "bfloat16", "attn_implementation": "eager"}}
+    config = built(models, load=tree).models
+    target = load_model(config.target, load=config.loading("target"))
+    assert (target.dtype, target.config._attn_implementation) == (torch.bfloat16, "eager")
+    draft = load_model(str(config.draft), load=config.loading("draft"))
+    assert (draft.dtype, draft.config._attn_implementation) == (torch.float32, "sdpa")
+
+
+# --- what counts as the same run
+
+
+def built(models: Path, **section: Any) -> PipelineConfig:
+    """A run's configuration with a section `models`."""
+    sets = [{"name": "maths", "split": split, "count": 2} for split in ("train", "dev")]
+    return build(
+        {
+            "output": str(models / "out"),
+            "models": {
+                "target": str(models / "target"),
+                "draft": str(models / "draft"),
+                **section,
+            },
+            "rollouts": {"sets": sets, "max_new_tokens": 8},
+            "head": {},
+            "eval": {
+                "sets": [{"name": "maths", "split": "test", "count": 1}],
+                "max_new_tokens": 8,
+                "methods": [{"name": "plain", "decoder": "plain"}, {"name": "K=2", "length": 2}],
+            },
+        }
+    )
+
+
+def test_where_a_model_lies_is_no_other_run_and_its_bits_are(models: Path) -> None:
+    before, elsewhere, packed = (
+        built(models, load={"target": target} if target else {})
+        for target in ({}, {"device_map": "auto"}, {"bits": 8})
+    )
+    for stage in (rollouts_stage, labels_stage, eval_stage):
+        stored = dict(stage(before).settings.values)
+        assert "load" not in stored, "a run that was made before there was such a section"
+        stage(elsewhere).settings.check(stored, "it")
+        with pytest.raises(OtherSettingsError, match=r"load: absent -> \{'target': \{'bits': 8\}"):
+            stage(packed).settings.check(stored, "it")
+    # A head learns from the draft alone.
+    assert head_stage(packed).settings.values == head_stage(before).settings.values
+    other = built(models, load={"draft": {"dtype": "bfloat16"}})
+    assert rollouts_stage(other).settings.values == rollouts_stage(before).settings.values
+    assert head_stage(other).settings.values["load"] == {"draft": {"dtype": "bfloat16"}}
+    same = built(models, load={"draft": {"dtype": "float32"}})
+    assert eval_stage(same).settings.values == eval_stage(before).settings.values
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        ({"max_memory": {"cpu": "1GiB"}}, "say where device_map may put layers"),
+        ({"device_map": "cpu", "offload_folder": "there"}, "say where device_map may put layers"),
+        ({"device_map": "auto", "max_memory": {"cpu": "1Gb"}}, "must be a size such as 20GiB"),
+        ({"device_map": "auto", "max_memory": {"gpu": "1GiB"}}, "numbers of GPUs or cpu"),
+        ({"device_map": "auto", "tp_plan": "auto"}, "leave one of them out"),
+        ({"bits": 4, "tp_plan": "auto"}, "leave bits out, or spread the model"),
+        ({"bits": 3}, "must be 4 or 8"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_by_name(
+    models: Path, load: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"models\.load\.target.*{message}"):
+        built(models, load={"target": load})
+
+
+def test_a_gpu_is_named_by_its_number() -> None:
+    given = yaml.safe_load("{device_map: balanced, max_memory: {0: 20GiB, cpu: 100GiB}}")
+    assert Loading.model_validate(given).max_memory == {"0": "20GiB", "cpu": "100GiB"}
+    with pytest.raises(ValidationError):
+        Loading.model_validate({"device_map": "cuda"})
+
+
+CHECKS = {
+    "rollouts": check_rollouts,
+    "draft": check_draft,
+    "labels": check_labels,
+    "eval": check_evaluation,
+}
+FLASH = {"attn_implementation": "flash_attention_2", "dtype": "bfloat16"}
+TREES = [
+    {"name": "plain", "decoder": "plain"},
+    {"name": "tree", "verifier": "traversal", "drafter": "tree", "widths": [2, 2]},
+]
+
+
+@pytest.mark.parametrize(
+    ("stage", "load", "changes", "message"),
+    [
+        ("rollouts", {"target": {"tp_plan": "auto"}}, {}, "this is one process: start several"),
+        ("labels", {"target": {"tp_plan": "auto"}}, {}, "this is one process: start several"),
+        ("draft", {"target": {"tp_plan": "auto"}}, {"draft": {}}, r"draft\.shard_teacher"),
+        ("eval", {"target": {"tp_plan": "auto"}}, {}, "by the clock of one process"),
+        ("labels", {"draft": {"tp_plan": "auto"}}, {}, "each process holds it whole"),
+        ("labels", {"draft": ON_DISK}, {}, "a head is trained beside it"),
+        ("eval", {"target": ON_DISK}, {"eval": {"engine": "captured"}}, "set eval.engine to eager"),
+        ("eval", {"draft": ON_DISK}, {"eval": {"engine": "compiled"}}, "set eval.engine to eager"),
+        ("eval", {"target": FLASH}, {"eval": {"batch": 2}}, r"set eval\.batch to 1, or take sdpa"),
+        ("eval", {"target": FLASH}, {"eval": {"methods": TREES}}, "the method 'tree' needs"),
+        ("rollouts", {"target": {**FLASH, "dtype": None}}, {}, "computes in half precision"),
+    ],
+)
+def test_what_a_stage_cannot_do_with_a_loading_is_refused_with_the_remedy(
+    models: Path,
+    stage: str,
+    load: dict[str, Any],
+    changes: Mapping[str, Mapping[str, Any]],
+    message: str,
+) -> None:
+    tree = built(models).model_dump(mode="json", exclude_unset=True)
+    tree["models"]["load"] = load
+    for section, values in changes.items():
+        tree[section] = {**(tree.get(section) or {}), **values}
+    config = build(tree)
+    with pytest.raises(ConfigError, match=message):
+        CHECKS[stage](config)
+    # What does not load the model has nothing against it.
+    if stage == "rollouts":
+        served = config.rollouts.model_copy(update={"backend": "vllm"})
+        check_rollouts(config.model_copy(update={"rollouts": served}))
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (ON_DISK, "2 processes on this one would each do so: start one process a machine"),
+        ({"tp_plan": "auto"}, "num_attention_heads 3, which 2 processes cannot share"),
+    ],
+)
+def test_what_several_processes_cannot_do_is_refused(
+    models: Path,
+    load: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (tmp_path / "target").mkdir()
+    odd = {"num_attention_heads": 3, "max_position_embeddings": 256}
+    (tmp_path / "target" / "config.json").write_text(json.dumps(odd))
+    with pytest.raises(ConfigError, match=message):
+        check_rollouts(built(tmp_path, load={"target": load}))
+    if "device_map" in load:  # one process on each of two machines
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+        check_rollouts(built(tmp_path, load={"target": load}))
+
+
+def test_packed_and_divided_gguf_files_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(tmp_path / "a.gguf", small_llama())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for load, message in (
+        ({"bits": 8}, "models.load.target: bits: 8 needs whole weights .* is a GGUF file"),
+        ({"tp_plan": "auto"}, "models.load.target.tp_plan: .* is a GGUF file"),
+    ):
+        config = built(tmp_path, target=str(tmp_path / "a.gguf"), load={"target": load})
+        with pytest.raises(ConfigError, match=message):
+            check_rollouts(config)
+
+
+@pytest.mark.skipif(is_bitsandbytes_available(), reason="bitsandbytes is installed")
+def test_few_bits_without_bitsandbytes_are_refused_before_a_model_is_loaded(models: Path) -> None:
+    needs = r"bits: 4 needs bitsandbytes, .*draftsmith\[qlora\]"
+    with pytest.raises(ConfigError, match=needs):
+        check_evaluation(built(models, load={"draft": {"bits": 4}}))
+    with pytest.raises(ConfigError, match=needs):
+        load_model("no model", load=Loading(bits=4))
+
+
+@pytest.mark.skipif(
+    not is_bitsandbytes_available(), reason="needs bitsandbytes: pip install 'draftsmith[qlora]'"
+)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_few_bits_change_logits_a_little(models: Path, bits: Any) -> None:
+    packed = load_model(str(models / "target"), load=Loading(bits=bits))
+    whole = load_model(str(models / "target"))
+    ids = torch.tensor([IDS]).to(whole.device)
+    with torch.inference_mode():
+        p, q = (model(input_ids=ids).logits.softmax(-1) for model in (packed, whole))
+    assert 0 < float((p - q).abs().sum(-1).max()) < 0.5
+
+
+# --- tensor parallelism
+
+
+@pytest.fixture(scope="module")
+def shared(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run made by a process, another by two that hold half of the target each."""
+    folder = tmp_path_factory.mktemp("shared")
+    tree = with_train_and_dev(pair, folder)
+    tree |= {"labels": {"shard_size": 4}, "head": {"depth": 1, "epochs": 1}}
+    (folder / "pair.yaml").write_text(yaml.safe_dump(tree))
+    asked = [f"--config={folder / 'pair.yaml'}"]
+    assert make_rollouts.RECIPE.run([*asked, f"--output={folder / 'one'}"]) == 0
+    assert train_head.RECIPE.run([*asked, f"--output={folder / 'one'}"]) == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    asked += [f"--output={folder / 'two'}", "--models.load.target.tp_plan=auto"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "tests/drive_tensor_parallel.py", str(folder / "seen.json"), *asked],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={
+                **os.environ,
+                **group,
+                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
+                "ACCELERATE_USE_CPU": "true",
+                "PYTHONPATH": str(ROOT),
+            },
+        )
+        for rank in range(2)
+    ]
+    ends = [(process.communicate(timeout=240)[1], process.returncode) for process in processes]
+    assert [status for _, status in ends] == [0, 0], ends
+    return folder
+
+
+@pytest.mark.slow
+def test_two_processes_with_half_a_target_each_give_its_logits_and_texts(
+    pair: Path, shared: Path
+) -> None:
+    found = json.loads((shared / "seen.json").read_text())
+    whole = seen(load_model(str(pair / "target")), load_model(str(pair / "draft")))
+    assert found.pop("share") == 0.5
+    torch.testing.assert_close(
+        torch.tensor(found.pop("logits")), torch.tensor(whole.pop("logits")), rtol=1e-5, atol=1e-4
+    )
+    assert found == whole
+
+
+@pytest.mark.slow
+def test_two_processes_with_half_a_target_each_make_the_run_of_one(shared: Path) -> None:
+    one, two = (load_stored(shared / run / "rollouts") for run in ("one", "two"))
+    assert one.to_list() == two.to_list()
+    one, two = (load_labels(shared / run / "labels", SamplingConfig()) for run in ("one", "two"))
+    assert one["draft_ids"] == two["draft_ids"]
+    for mine, theirs in zip(one["accept_prob"], two["accept_prob"], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4)
