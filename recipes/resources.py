@@ -114,7 +114,7 @@ def tokens_of(stage: str, setting: Setting) -> int | None:
     config, length = setting.config, setting.length
     train = rows_of(setting, "train")
     rows = rows_of(setting)
-    if stage in ("rollouts", "labels") and rows is not None:
+    if stage in ("rollouts", "logits", "labels") and rows is not None:
         return rows * length
     if stage == "draft" and train is not None and config.draft is not None:
         learnt = train * (1 - config.draft.spared)

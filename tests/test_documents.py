@@ -38,10 +38,11 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_configuration_in_the_readme_is_usable() -> None:
-    pair, served, draft = map(yaml.safe_load, blocks("yaml"))
+    pair, large, served, draft = map(yaml.safe_load, blocks("yaml"))
     config = build(pair)
     check_methods(config.eval, config.sampling, head=config.head is not None)
     assert build({**pair, **served}).logits is not None
+    assert build({**pair, **large}).models.loading("target").is_spread
     del pair["models"]["draft"]  # which the second makes
     build({**pair, **draft})
 
