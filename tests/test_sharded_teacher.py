@@ -174,8 +174,7 @@ def test_no_process_holds_a_whole_target_in_parts_nor_while_it_loads_it(
     reports = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for report in reports:
         # The output matrix and the norm before it are gathered once and stay.
-        assert report["held"] == (size - report["output"]) / 2 + report["output"]
-        assert report["held"] < 0.51 * size
+        assert size / 2 < report["held"] <= size / 2 + report["output"] * 1.5
         assert 0.4 * size < report["peak"] < 0.8 * size
         assert report["difference"] <= 1e-5
         assert report["of states"] <= 1e-5
