@@ -27,9 +27,9 @@ from recipes import train_draft
 from specdata.errors import ConfigError, ManifestError
 from specdata.lm_head import find_lm_head
 from specdata.models import load_model, load_tokenizer
-from specdata.processes import join_processes, leave_processes
+from specdata.processes import join_processes, largest_of_all, leave_processes
 from specdata.sampling import SamplingConfig
-from specdata.sharded import load_sharded, most
+from specdata.sharded import load_sharded
 from tests.random_pair import texts_of
 from tests.test_draft_resume import (
     BASE,
@@ -159,7 +159,7 @@ def load_and_compare(target: Path, out: Path) -> None:
         "output": output,
         "difference": float((logits - expected).abs().max()),
         "of states": float((again - expected).abs().max()),
-        "most": most(rank + 4, model.device),
+        "most": largest_of_all(rank + 4),
     }
     out.with_name(f"{rank}.json").write_text(json.dumps(report))
     leave_processes()
