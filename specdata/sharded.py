@@ -40,7 +40,7 @@ def check_shardable(name: str) -> None:
 def load_sharded(name: str, *, dtype: str = "float32") -> Any:
     """Load a frozen causal LM in as many parts as there are processes; all must call this.
 
-    No process holds all of its weights at any time, loading included.
+    transformers reads of each matrix the slice that is this process's.
 
     Args:
         name: folder or Hub id, as in `specdata.models.load_model`; neither adapters nor GGUF.
