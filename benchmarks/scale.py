@@ -1,10 +1,11 @@
 """Speed of each stage with one and with two processes, and memory under each launch profile.
 
     python benchmarks/scale.py [--pair FOLDER] [--repeats 5] [--out runs/bench/scale.json]
-        [--stages rollouts labels draft head] [--profiles single cpu-2 zero2 zero3]
+        [--stages rollouts labels draft head eval] [--profiles single cpu-2 zero2 zero3 fsdp2 ...]
 
 Speed, of the embedded pair (`--pair`; trained first if it is not there, some minutes): tokens a
-second of rollouts, labels, distillation and head training, in processes of one thread each. All of
+second of rollouts, labels, distillation, head training and an evaluation's counts (batches of
+`COUNTED` prompts), in processes of one thread each. All of
 them are started and work once before anything is timed, and models are loaded before the clock
 starts; what starting takes is given, too. Then one process and two take turns (1, 2, 1, 2, ...). A
 speed is the median over the repeats with its least and most; the second process's gain is the
@@ -13,7 +14,8 @@ from waiting. Tokens are those of completions that were written or labelled,
 and for trainings those of the rollouts that were learnt from.
 
 Memory, of random weights (`benchmarks/stage_memory.py`, the draft here as large as its target):
-what distillation holds in each process under a launch profile, at most, beside what `--plan` says.
+what distillation holds in each process under a launch profile, at most, beside what `--plan` says;
+with `+parts` the frozen target lies in parts (`draft.shard_teacher`).
 """
 
 from __future__ import annotations
@@ -35,17 +37,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA_VERSION = 1
 PAIR = Path("runs/toy/pair")
-STAGES = ("rollouts", "labels", "draft", "head")
-PROFILES = ("single", "cpu-2", "zero2", "zero3")
+STAGES = ("rollouts", "labels", "draft", "head", "eval")
+PROFILES = ("single", "cpu-2", "cpu-2+parts", "zero2", "zero3", "fsdp2", "fsdp2+parts")
 GOALS = {"rollouts": 2.0, "labels": 1.7}
 # Prompts of each embedded set, completions' tokens, prompts of a shard, rows decoded together.
 SETS, PROMPTS, NEW_TOKENS, SHARD = ("instruct", "maths", "code"), 64, 96, 16
 LABELLED = 8  # times that the rollouts are labelled: once takes a second
 # Rollouts that a draft or head learns from, passes, and rows of a batch.
 LEARNT, EPOCHS, BATCH = 96, 3, 8
+# Prompts of each set whose counts are taken, in batches of these, and tokens of their answers.
+ASKED, COUNTED, ANSWER = 32, 4, 48
 HEAD_EPOCHS = (2, 6)  # the steps of the second less those of the first are timed
 # Vocabulary, and sizes of target and draft, whose memory is measured.
 EQUAL = (4096, (4, 640, 1792), (4, 640, 1792))
+PARTS = "+parts"
 # Parts of the memory of distillation that are the student's.
 STUDENT = (
     "weights in training",
@@ -54,7 +59,7 @@ STUDENT = (
     "gradient bucket",
     "gathered weights",
 )
-SMALL = {"PROMPTS": 16, "LABELLED": 1, "LEARNT": 16, "HEAD_EPOCHS": (1, 2)}
+SMALL = {"ASKED": 8, "PROMPTS": 16, "LABELLED": 1, "LEARNT": 16, "HEAD_EPOCHS": (1, 2)}
 
 
 # --- what one process does
@@ -89,6 +94,7 @@ def serve(pair: Path, folder: Path) -> None:
         "labels": labels,
         "draft": draft,
         "head": head,
+        "eval": counts,
     }
     _answer(startup=time.perf_counter() - begun)
     for line in sys.stdin:
@@ -217,6 +223,44 @@ def head(pair: Path, folder: Path, out: Path) -> dict[str, float]:
     tokens = passes * sum(map(len, train["completion_ids"]))
     few, more = found
     return {**{name: more[name] - few[name] for name in more}, "tokens": tokens}
+
+
+def counts(pair: Path, _folder: Path, out: Path) -> dict[str, float]:
+    """Take the counts of drafts of four tokens and of none."""
+    from eval.measuring.environment import describe_environment
+    from eval.measuring.experiment import Artefacts, measure_prompts, stored_results
+    from eval.measuring.methods import EvalConfig
+    from specdata.models import load_model, load_tokenizer
+    from specdata.prompts.config import PromptSet
+    from specdata.prompts.loading import load_prompts
+    from specdata.sampling import SamplingConfig
+
+    names = {"target": "target", "draft": "draft", "head": None}
+    target, draft = (load_model(str(pair / name)) for name in ("target", "draft"))
+    sets = [PromptSet(name, split="test", count=ASKED) for name in SETS]
+    methods = [{"name": "plain", "decoder": "plain"}, {"name": "K=4", "length": 4}]
+    config = EvalConfig.model_validate(
+        {"sets": sets, "methods": methods, "batch": COUNTED, "max_new_tokens": ANSWER}
+    )
+    prompts = load_prompts(sets, load_tokenizer(str(pair / "target")), seed=0).prompts
+    environment = describe_environment(device="cpu", dtype="float32", batch_size=COUNTED)
+    taken = Taken()
+    measure_prompts(
+        Artefacts(target, draft, None, names),
+        prompts,
+        out,
+        config,
+        sampling=SamplingConfig(),
+        seed=0,
+        environment=environment,
+        report=lambda _generations: None,
+    )
+    done = taken()
+    found = stored_results(
+        names, prompts, out, config, sampling=SamplingConfig(), seed=0, environment=environment
+    )
+    assert found is not None
+    return {**done, "tokens": sum(run.tokens for run in found.runs)}
 
 
 # --- those who ask
@@ -357,7 +401,12 @@ def memory(profiles: Sequence[str]) -> list[dict[str, Any]]:
                     shutil.rmtree(made)
             records += [
                 {"profile": profile, **each}
-                for each in stage_memory.cases(folder, "draft", launcher=launcher(profile))
+                for each in stage_memory.cases(
+                    folder,
+                    "draft",
+                    launcher=launcher(profile.removesuffix(PARTS)),
+                    shard_teacher=profile.endswith(PARTS),
+                )
             ]
             mine = [each for each in records if each["profile"] == profile]
             print(memory_line(profile, mine), flush=True)
@@ -369,16 +418,9 @@ def memory_line(profile: str, records: Sequence[Mapping[str, Any]]) -> str:
     most = max(each["peak_mib"] for each in records)
     planned = max(each["planned_mib"] for each in records)
     parts: Mapping[str, float] = records[0]["parts_mib"]
-    trained = (
-        "weights in training",
-        "gradients",
-        "optimizer",
-        "gradient bucket",
-        "gathered weights",
-    )
-    student = sum(size for name, size in parts.items() if name in trained)
+    student = sum(size for name, size in parts.items() if name in STUDENT)
     return (
-        f"{profile:<8} {len(records)} x {most:5.0f} MiB at most, {planned:5.0f} as planned: "
+        f"{profile:<11} {len(records)} x {most:5.0f} MiB at most, {planned:5.0f} as planned: "
         f"teacher {parts['target']:.0f}, student {student:.0f}, all else "
         f"{planned - parts['target'] - student:.0f}"
     )

@@ -51,7 +51,7 @@ RECIPES = {
 }
 
 
-def configuration(folder: Path) -> PipelineConfig:
+def configuration(folder: Path, *, shard_teacher: bool = False) -> PipelineConfig:
     """A run with every stage, small in time."""
     counts = {"train": 24, "dev": 8}
     sets = [{"name": "instruct", "split": each, "count": counts[each]} for each in counts]
@@ -61,7 +61,12 @@ def configuration(folder: Path) -> PipelineConfig:
             "output": str(folder / "run"),
             "models": {"target": str(folder / "target"), "draft": str(folder / "draft")},
             "rollouts": {"sets": sets, "max_new_tokens": 64, "batch_size": 24, "shard_size": 24},
-            "draft": {"epochs": 1, "batch_size": 8, "report_to": []},
+            "draft": {
+                "epochs": 1,
+                "batch_size": 8,
+                "report_to": [],
+                "shard_teacher": shard_teacher,
+            },
             "labels": {"draws": 2},
             "head": {"kind": "immediate", "epochs": 1, "features": ["hidden_before", "entropy"]},
             "eval": {
@@ -96,9 +101,10 @@ def make_pair(folder: Path, vocabulary: int, *sizes: tuple[int, int, int]) -> No
         save_tokenizer(tokenizer, folder / name)
 
 
-def make(folder: Path, stage: str) -> None:
+def make(folder: Path, stage: str, *, shard_teacher: bool = False) -> None:
     """Make one stage of a run."""
-    config, recipe = configuration(folder), import_module(f"recipes.{RECIPES[stage]}")
+    config = configuration(folder, shard_teacher=shard_teacher)
+    recipe = import_module(f"recipes.{RECIPES[stage]}")
     if stage == "labels":  # the recipe would go on to the head
         labels, _ = recipe.stages(config)
         run_stage(labels, config, lambda: recipe._label(config, labels))
@@ -106,10 +112,10 @@ def make(folder: Path, stage: str) -> None:
         recipe.main(config)
 
 
-def case(folder: Path, stage: str) -> dict[str, Any]:
+def case(folder: Path, stage: str, *, shard_teacher: bool) -> dict[str, Any]:
     """Make one stage of both runs in this process: MiB as planned and as measured."""
     torch.set_num_threads(1)
-    planned = memory_of(stage, configuration(folder / "large"))
+    planned = memory_of(stage, configuration(folder / "large", shard_teacher=shard_teacher))
     assert planned is not None
     if process_count() == 1:
         make(folder / "tiny", stage)
@@ -118,7 +124,7 @@ def case(folder: Path, stage: str) -> dict[str, Any]:
         prepare_libraries()
         join_processes()
         import_module("distill.distillation")
-    measured = peak(lambda: make(folder / "large", stage))
+    measured = peak(lambda: make(folder / "large", stage, shard_teacher=shard_teacher))
     parts = {name: size / 2**20 for name, size in planned.parts.items()}
     return {"stage": stage, "planned_mib": sum(parts.values()), "parts_mib": parts, **measured}
 
@@ -130,10 +136,12 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", choices=list(RECIPES), default=list(RECIPES))
     parser.add_argument("--folder", type=Path, help="keep the run there, to go on with it")
     parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--shard-teacher", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
+        found = case(options.folder, options.case, shard_teacher=options.shard_teacher)
         # One write, so that lines of several processes stay apart.
-        sys.stdout.write(f"case {json.dumps(case(options.folder, options.case))}\n")
+        sys.stdout.write(f"case {json.dumps(found)}\n")
         sys.stdout.flush()
         leave_processes()
         return
@@ -171,10 +179,13 @@ def measure(
     return records
 
 
-def cases(folder: Path, stage: str, launcher: Sequence[str]) -> list[dict[str, Any]]:
+def cases(
+    folder: Path, stage: str, launcher: Sequence[str], *, shard_teacher: bool = False
+) -> list[dict[str, Any]]:
     """One stage in the processes of a launcher: a record of each."""
+    command = [*launcher, __file__, "--case", stage, "--folder", str(folder)]
     done = subprocess.run(
-        [*launcher, __file__, "--case", stage, "--folder", str(folder)],
+        [*command, *(["--shard-teacher"] if shard_teacher else [])],
         capture_output=True,
         text=True,
         check=False,

@@ -46,12 +46,12 @@ from distill.watch import SCORE_IN_WORDS, HeldOut
 from specdata.errors import TrainingDivergedError
 from specdata.history import History, Measurement
 from specdata.labels.top_logits import KeptLogits, TopLogitDistributions, check_decided
-from specdata.loading import ONE_DEVICE, Loading
+from specdata.loading import ONE_DEVICE, Loading, check_shardable
 from specdata.model_folder import copy_tokenizer
 from specdata.models import load_generation, load_model, load_tokenizer
 from specdata.processes import join_processes, process_count
 from specdata.sampling import SamplingConfig
-from specdata.sharded import check_shardable, load_sharded
+from specdata.sharded import load_sharded
 from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings, defaults_of
 from specdata.vocabulary import check_shared_vocabulary
@@ -229,14 +229,14 @@ def _load_teacher(target: str, load: Loading, config: DistilConfig) -> PreTraine
     """The frozen target: a whole copy in this process, or its part of one."""
     if not config.shard_teacher:
         return load_model(target, load=load)
-    check_shardable(target)
+    check_shardable(target, load)
     if process_count() == 1:
         logger.warning(
             "draft.shard_teacher keeps the whole target here, in one process: launch several, such "
             "as with launch/multi_gpu.yaml, to have it in parts"
         )
         return load_model(target, load=load)
-    return load_sharded(target, dtype=load.dtype or "float32")
+    return load_sharded(target, load)
 
 
 def _measured(

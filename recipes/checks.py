@@ -29,7 +29,7 @@ from recipes.run import absolute
 from specdata.config import nearest
 from specdata.errors import ConfigError
 from specdata.gguf_file import has_template, is_gguf
-from specdata.loading import Loading, Role, check_bits, check_tp_plan
+from specdata.loading import Loading, Role, check_bits, check_shardable, check_tp_plan
 from specdata.processes import process_count
 from specdata.prompts.config import PromptSet
 from specdata.rollouts.config import check_samples
@@ -74,10 +74,8 @@ def check_draft(config: PipelineConfig) -> None:
     check_finetuning(config)
     check_initial(config)
     check_lora(config)
-    if config.draft and config.draft.shard_teacher:
-        from specdata.sharded import check_shardable  # here: it needs torch
-
-        check_shardable(config.models.target)
+    if config.draft and config.draft.shard_teacher and not config.draft.cache:
+        check_shardable(config.models.target, config.models.load.target)
     if config.draft and config.draft.report_to:
         from distill.reporting import check_reporters  # here: it needs torch
 

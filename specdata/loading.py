@@ -180,5 +180,34 @@ def check_tp_plan(tp_plan: str | None, key: str, name: str | None = None) -> Non
         )
 
 
+def check_shardable(name: str, load: Loading) -> None:
+    """Refuse a frozen target that cannot be kept in parts (`draft.shard_teacher`).
+
+    Args:
+        name: the target.
+        load: how it is loaded.
+
+    Raises:
+        ConfigError: for files whose matrices are made as a whole, and for other ways to divide it.
+    """
+    kind = None
+    if is_gguf(name):
+        kind = "a GGUF file, whose weights are dequantised"
+    elif base_of_adapters(name):
+        kind = "a folder of adapters, which are merged into their base"
+    if kind is not None:
+        raise ConfigError(
+            f"draft.shard_teacher: {name} is {kind} in whole matrices: save the model with "
+            "save_pretrained and give that, or leave out draft.shard_teacher"
+        )
+    for key in ("device_map", "bits"):
+        if (value := getattr(load, key)) is not None:
+            raise ConfigError(
+                f"draft.shard_teacher divides the target's whole matrices among the processes, and "
+                f"models.load.target.{key} ({value}) puts them elsewhere or packs them: leave one "
+                "of them out"
+            )
+
+
 def _is_map(value: Any) -> bool:
     return isinstance(value, Mapping)

@@ -16,35 +16,20 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from specdata.adapter_folder import base_of_adapters
 from specdata.errors import ConfigError
-from specdata.gguf_file import is_gguf
 from specdata.hub import hub_source
+from specdata.loading import ONE_DEVICE, Loading, check_shardable
 from specdata.models import DTYPES, check_complete, check_dtype, from_hub
 
 
-def check_shardable(name: str) -> None:
-    """Refuse a model that cannot be read in parts. Raises ConfigError."""
-    kind = None
-    if is_gguf(name):
-        kind = "a GGUF file, whose weights are dequantised"
-    elif base_of_adapters(name):
-        kind = "a folder of adapters, which are merged into their base"
-    if kind is not None:
-        raise ConfigError(
-            f"draft.shard_teacher: {name} is {kind} in whole matrices: save the model with "
-            "save_pretrained and give that, or leave out draft.shard_teacher"
-        )
-
-
-def load_sharded(name: str, *, dtype: str = "float32") -> Any:
+def load_sharded(name: str, load: Loading = ONE_DEVICE) -> Any:
     """Load a frozen causal LM in as many parts as there are processes; all must call this.
 
     transformers reads of each matrix the slice that is this process's.
 
     Args:
         name: folder or Hub id, as in `specdata.models.load_model`; neither adapters nor GGUF.
-        dtype: precision of the weights.
+        load: precision and attention; neither devices nor bits.
 
     Returns:
         The model, in eval mode, of which every process must run every forward.
@@ -52,12 +37,15 @@ def load_sharded(name: str, *, dtype: str = "float32") -> Any:
     Raises:
         ConfigError: if it cannot be had, or not in parts.
     """
+    dtype = load.dtype or "float32"
     check_dtype(dtype)
-    check_shardable(name)
+    check_shardable(name, load)
     source, revision = hub_source(name)
     parts = DistributedConfig(fsdp_size=torch.distributed.get_world_size())
 
-    def load() -> tuple[Any, dict[str, Any]]:
+    attention = load.attn_implementation
+
+    def read() -> tuple[Any, dict[str, Any]]:
         return AutoModelForCausalLM.from_pretrained(  # type: ignore[no-any-return]
             source,
             dtype=DTYPES[dtype],
@@ -65,9 +53,10 @@ def load_sharded(name: str, *, dtype: str = "float32") -> Any:
             trust_remote_code=False,
             output_loading_info=True,
             distributed_config=parts,
+            **({"attn_implementation": attention} if attention else {}),
         )
 
-    model, info = from_hub("model", name, load)
+    model, info = from_hub("model", name, read)
     check_complete(name, info)
     _check_parts(model)
     model.eval().requires_grad_(False)

@@ -53,7 +53,7 @@ BELOW = {
         "gguf_file": "errors",
         "loading": "adapter_folder config errors gguf_file processes",
         "models": "adapter_folder draft_vocabulary errors gguf_file hub loading processes storage",
-        "sharded": "adapter_folder errors gguf_file hub models",
+        "sharded": "errors hub loading models",
         "lm_head": "errors models",
         "storage": "config errors interruption processes",
         "target_states": "errors lm_head storage",
