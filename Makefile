@@ -30,7 +30,7 @@ real: $(INSTALLED)
 	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m-t1.yaml
 
 test: $(INSTALLED)
-	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test-oldest:
 	@$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
@@ -46,7 +46,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 check: lint
-	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow"
+	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 fix: $(INSTALLED)
 	$(BIN)/ruff check --fix .
