@@ -64,6 +64,13 @@ def start(command: Sequence[str]) -> int:
     if not (checked.multi_gpu or checked.use_deepspeed or checked.use_fsdp):
         line, environment = prepare_simple_launcher_cmd_env(checked)
         os.execve(line[0], line, environment)
+    if checked.num_processes < max(1, checked.num_machines):
+        print(
+            "error: --num_processes must be at least 1 for each machine "
+            f"(got {checked.num_processes} for {checked.num_machines})",
+            file=sys.stderr,
+        )
+        return 2
     if checked.num_machines > 1 and checked.main_process_ip is None:
         print(
             "error: several machines need --main_process_ip, the address of the first, and "

@@ -193,6 +193,8 @@ def weights_bytes(sizes: ModelSizes, load: Loading, here: Machine, processes: in
     if load.tp_plan:
         matrices /= processes
     whole = float(matrices + (sizes.parameters - sizes.matrices) * number)
+    if here.kind == "cpu" and load.is_spread and load.offload_folder:
+        return min(whole, _in_bytes((load.max_memory or {}).get("cpu", "1000000GB")))
     if here.kind == "cpu" or load.device_map is None:
         return whole
     if load.device_map == "cpu":

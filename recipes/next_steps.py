@@ -29,6 +29,9 @@ class Step:
     line: str
 
 
+TP_PLAN = "--models.load.target.tp_plan"
+
+
 @dataclass(frozen=True, slots=True)
 class CommandLine:
     """How this recipe was called, so that the next one can be called alike.
@@ -47,12 +50,24 @@ class CommandLine:
             start = ["draftsmith", name]
         else:
             start = [_python(), str(Path(sys.argv[0]).with_name(f"{name.replace('-', '_')}.py"))]
-        return shlex.join([*start, *self.arguments, *more])
+        return shlex.join([*start, *_placeless(self.arguments), *more])
 
     def inspect(self, dataset: Path) -> str:
         """The command that shows a stored dataset."""
         tool = "draftsmith inspect" if self.program else f"{_python()} -m specdata.inspect"
         return f"{tool} {shlex.quote(str(dataset))}"
+
+
+def _placeless(arguments: Sequence[str]) -> list[str]:
+    """Arguments without tp_plan, which the next recipe may refuse, or one process."""
+    kept, words = [], iter(arguments)
+    for word in words:
+        if word.startswith(TP_PLAN):
+            if "=" not in word:
+                next(words, None)
+        else:
+            kept.append(word)
+    return kept
 
 
 def _python() -> str:

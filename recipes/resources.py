@@ -88,7 +88,7 @@ def _too_much(stage: str, found: Memory, setting: Setting) -> Iterator[str]:
     local = 1
     needed = found.total
     if here.kind == "cpu":  # whose memory all processes of this machine share
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        local = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), processes_of(stage, setting))
         needed = local * (found.total + LIBRARIES)
     if needed <= here.memory:
         return
