@@ -133,6 +133,9 @@ def test_tree_attention_gives_each_node_the_logits_of_its_own_path(
 ) -> None:
     """Appended level by level and at once, against a forward over the path without a cache."""
     model = tiny(family, 2, attention=attention)
+    # transformers' eager attention has its softmax in float32, in which vector widths round
+    # sums of other lengths differently.
+    close = {"rtol": 0, "atol": 1e-9 if attention == "sdpa" else 5e-6}
     cached = CachedModel(model, 40)
     committed = [3, 8, 5, 21]
     tokens, parents = [4, 9, 30, 7, 11, 2], [0, 0, 1, 1, 2, 4]
@@ -150,9 +153,9 @@ def test_tree_attention_gives_each_node_the_logits_of_its_own_path(
         for node, path in enumerate([[], *paths]):
             ids = committed + [tokens[step - 1] for step in path]
             alone = model(input_ids=torch.tensor([ids])).logits[0, -1]
-            torch.testing.assert_close(at_once[node], alone, rtol=0, atol=1e-9)
+            torch.testing.assert_close(at_once[node], alone, **close)
             if node:
-                torch.testing.assert_close(torch.cat(by_level)[node - 1], alone, rtol=0, atol=1e-9)
+                torch.testing.assert_close(torch.cat(by_level)[node - 1], alone, **close)
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt_neox", "gemma"])
