@@ -20,7 +20,7 @@ from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, pa
 from accelerate.utils.launch import _filter_args
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from recipes.launcher import LAUNCH, PROFILES, _failed
+from recipes.launcher import LAUNCH, PROFILES, _failed, launch_command, start
 
 NAMES = ["cpu", "cpu-2", "fsdp2", "multi_gpu", "multi_node", "single_gpu"]
 NAMES += ["zero1", "zero2", "zero3", "zero3_offload"]
@@ -269,6 +269,11 @@ def test_a_launcher_ends_with_the_status_of_the_process_that_ended_the_others(
     failures = {each: ProcessFailure(each, 10 + each, code, "") for each, code in exits.items()}
     assert _failed(failures) == status
     assert f"rank {rank} ended" in capsys.readouterr().err
+
+
+def test_a_launch_of_no_process_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert start(launch_command("cpu-2", ["--num_processes", "0"], "train-head", [])) == 2
+    assert "--num_processes must be at least 1" in capsys.readouterr().err
 
 
 def test_a_process_that_torchrun_killed_later_is_not_the_cause(

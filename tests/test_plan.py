@@ -156,6 +156,12 @@ def test_a_loading_divides_or_packs_the_weights() -> None:
     assert weights_bytes(SIZES, Loading(dtype="bfloat16", device_map="cpu"), gpus, 2) == 0
     parts = weights_bytes(SIZES, Loading(dtype="bfloat16", tp_plan="auto"), gpus, 2)
     assert parts == whole - SIZES.matrices
+    cpu = Machine("cpu", 1, 80e9)
+    assert weights_bytes(SIZES, limited, cpu, 2) == whole  # where is the rest to go?
+    on_disk = limited.model_copy(update={"offload_folder": "rest"})
+    assert weights_bytes(SIZES, on_disk, cpu, 2) == min(whole, 9 * 2**30)
+    less = on_disk.model_copy(update={"max_memory": {"cpu": "1GiB"}})
+    assert weights_bytes(SIZES, less, cpu, 2) == 2**30
     packed = weights_bytes(SIZES, Loading(dtype="bfloat16", bits=4), gpus, 2)
     assert 0.25 < packed / whole < 0.32
 

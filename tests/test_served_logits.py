@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,9 +35,9 @@ from specdata.storage.dataset import load_stored
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings
 from specdata.storage.schema import TEXT_LOGIT, TOP_LOGITS, Logits, Rollout
+from tests import test_vllm
 from tests.test_acceptance import rollouts
 from tests.test_sharding import pair, with_train_and_dev
-from tests.test_vllm import complete
 from tests.tiny import tiny_llama
 
 __all__ = ["pair"]  # a fixture
@@ -77,14 +77,13 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Server
+class Handler(test_vllm.Handler):
+    server: Server  # type: ignore[assignment]
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
         self.answer(200, {"data": [{"id": "served", "max_model_len": 256}]})
 
-    def do_POST(self) -> None:
+    def do_POST(self) -> None:  # noqa: N802
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
             trouble = self.server.troubles.pop(0) if self.server.troubles else 0
@@ -103,19 +102,8 @@ class Handler(BaseHTTPRequestHandler):
             elif "prompt_logprobs" in body:
                 answer = by_vllm(self.server.model, body)
             else:
-                answer = complete(self.server.model, body)
+                answer = test_vllm.complete(self.server.model, body)
         self.answer(200, self.server.edit(answer))
-
-    def answer(self, status: int, value: dict[str, Any]) -> None:
-        data = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: Any) -> None:
-        pass
 
 
 @torch.inference_mode()
