@@ -41,8 +41,8 @@ STAGES = ("rollouts", "labels", "draft", "head", "eval")
 PROFILES = ("single", "cpu-2", "cpu-2+parts", "zero2", "zero3", "fsdp2", "fsdp2+parts")
 GOALS = {"rollouts": 2.0, "labels": 1.7}
 # Prompts of each embedded set, completions' tokens, prompts of a shard, rows decoded together.
-SETS, PROMPTS, NEW_TOKENS, SHARD = ("instruct", "maths", "code"), 64, 96, 16
-LABELLED = 8  # times that the rollouts are labelled: once takes a second
+SETS, PROMPTS, NEW_TOKENS, SHARD = ("instruct", "maths", "code"), 128, 96, 16
+LABELLED = 4  # times that the rollouts are labelled: once takes a few seconds
 # Rollouts that a draft or head learns from, passes, and rows of a batch.
 LEARNT, EPOCHS, BATCH = 96, 3, 8
 # Prompts of each set whose counts are taken, in batches of these, and tokens of their answers.
