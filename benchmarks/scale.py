@@ -9,9 +9,10 @@ second of rollouts, labels, distillation, head training and an evaluation's coun
 them are started and work once before anything is timed, and models are loaded before the clock
 starts; what starting takes is given, too. Then one process and two take turns (1, 2, 1, 2, ...). A
 speed is the median over the repeats with its least and most; the second process's gain is the
-median of the ratios of neighbours. Processor seconds of all processes tell work that is done twice
-from waiting. Tokens are those of completions that were written or labelled,
-and for trainings those of the rollouts that were learnt from.
+median of the ratios of neighbours. Beside the stages with a goal, two runs that know nothing of
+each other do all of the work at once: what the machine gives two processes at most. Processor
+seconds of all processes tell work that is done twice from waiting. Tokens are those of completions
+that were written or labelled, and for trainings those of the rollouts that were learnt from.
 
 Memory, of random weights (`benchmarks/stage_memory.py`, the draft here as large as its target):
 what distillation holds in each process under a launch profile, at most, beside what `--plan` says;
@@ -41,12 +42,12 @@ STAGES = ("rollouts", "labels", "draft", "head", "eval")
 PROFILES = ("single", "cpu-2", "cpu-2+parts", "zero2", "zero3", "fsdp2", "fsdp2+parts")
 GOALS = {"rollouts": 2.0, "labels": 1.7}
 # Prompts of each embedded set, completions' tokens, prompts of a shard, rows decoded together.
-SETS, PROMPTS, NEW_TOKENS, SHARD = ("instruct", "maths", "code"), 128, 96, 16
-LABELLED = 4  # times that the rollouts are labelled: once takes a few seconds
+SETS, PROMPTS, NEW_TOKENS, SHARD = ("instruct", "maths", "code"), 96, 96, 16
+LABELLED = 3  # times that the rollouts are labelled: once takes a few seconds
 # Rollouts that a draft or head learns from, passes, and rows of a batch.
 LEARNT, EPOCHS, BATCH = 96, 3, 8
 # Prompts of each set whose counts are taken, in batches of these, and tokens of their answers.
-ASKED, COUNTED, ANSWER = 32, 4, 48
+ASKED, COUNTED, ANSWER = 16, 4, 48
 HEAD_EPOCHS = (2, 6)  # the steps of the second less those of the first are timed
 # Vocabulary, and sizes of target and draft, whose memory is measured.
 EQUAL = (4096, (4, 640, 1792), (4, 640, 1792))
@@ -305,12 +306,15 @@ class Processes:
             found.append(json.loads(line.removeprefix("answer ")))
         return found
 
-    def work(self, stage: str, out: str) -> dict[str, float]:
-        """Have all do a stage together: seconds of the slowest, processor seconds of all."""
+    def ask(self, stage: str, out: str) -> None:
+        """Have all begin a stage together."""
         for worker in self.workers:
             assert worker.stdin is not None
             worker.stdin.write(json.dumps({"stage": stage, "out": out}) + "\n")
             worker.stdin.flush()
+
+    def done(self) -> dict[str, float]:
+        """Of what they were asked: seconds of the slowest, processor seconds of all."""
         found = self.answers()
         return {
             "seconds": max(each["seconds"] for each in found),
@@ -332,38 +336,55 @@ def speeds(pair: Path, stages: Sequence[str], repeats: int, small: bool) -> dict
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         groups = [Processes(count, pair, folder, small) for count in (1, 2)]
+        other = Processes(1, pair, folder, small)
         startup = [max(each["startup"] for each in group.answers()) for group in groups]
+        other.answers()
         # What later stages read is made by one process, and by this the first work is done.
         for stage in ("rollouts", "labels"):
-            groups[0].work(stage, f"{stage}-0")
+            groups[0].ask(stage, f"{stage}-0")
+            groups[0].done()
         found: dict[str, Any] = {"startup_seconds": startup}
         for stage in stages:
             rates: dict[int, list[float]] = {1: [], 2: []}
             cpu: dict[int, list[float]] = {1: [], 2: []}
+            separate: list[float] = []
             for repeat in range(repeats + 1):
                 for group in groups:
-                    done = group.work(stage, f"{stage}-{group.count}-{repeat + 1}")
+                    group.ask(stage, f"{stage}-{group.count}-{repeat + 1}")
+                    done = group.done()
                     if repeat:  # the first is slow
                         rates[group.count].append(done["tokens"] / done["seconds"])
                         cpu[group.count].append(done["cpu"])
+                if stage in GOALS:
+                    both = {"a": groups[0], "b": other}
+                    for name, group in both.items():
+                        group.ask(stage, f"{stage}-{name}-{repeat + 1}")
+                    ended = [group.done() for group in both.values()]
+                    if repeat:
+                        separate.append(sum(each["tokens"] / each["seconds"] for each in ended))
             found[stage] = {
                 "tokens": done["tokens"],
                 **scaled(rates),
+                **({"separate": gain(rates[1], separate)} if separate else {}),
                 **{f"cpu_seconds_{count}": spread(each) for count, each in cpu.items()},
             }
             print(line(stage, found[stage]), flush=True)
-        for group in groups:
+        for group in (*groups, other):
             group.end()
     return found
 
 
 def scaled(rates: Mapping[int, Sequence[float]]) -> dict[str, Any]:
     """Medians and ranges of speeds, and the gain of the second process."""
-    gains = [two / one for one, two in zip(rates[1], rates[2], strict=True)]
     return {
         **{f"processes_{count}": spread(each) for count, each in rates.items()},
-        "gain": spread(gains),
+        "gain": gain(rates[1], rates[2]),
     }
+
+
+def gain(ones: Sequence[float], others: Sequence[float]) -> dict[str, float]:
+    """The ratios of neighbours."""
+    return spread([other / one for one, other in zip(ones, others, strict=True)])
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -373,17 +394,22 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def line(stage: str, found: Mapping[str, Any]) -> str:
     """What is printed of a stage's speeds."""
-    one, two, gain = (found[name] for name in ("processes_1", "processes_2", "gain"))
+    one, two, more = (found[name] for name in ("processes_1", "processes_2", "gain"))
     cpu = " and ".join(f"{found[f'cpu_seconds_{count}']['median']:.1f}" for count in (1, 2))
     goal = GOALS.get(stage)
     verdict = (
-        "" if goal is None else f"; goal {goal}: {'met' if gain['median'] >= goal else 'MISSED'}"
+        "" if goal is None else f"; goal {goal}: {'met' if more['median'] >= goal else 'MISSED'}"
     )
+    if apart := found.get("separate"):
+        verdict += (
+            f"; two separate runs at once {apart['median']:.2f}x "
+            f"({apart['low']:.2f} to {apart['high']:.2f})"
+        )
     return (
         f"{stage:<8} {one['median']:8.0f} tokens/s with 1 process "
         f"({one['low']:.0f} to {one['high']:.0f}), {two['median']:8.0f} with 2 "
-        f"({two['low']:.0f} to {two['high']:.0f}): {gain['median']:.2f}x "
-        f"({gain['low']:.2f} to {gain['high']:.2f}); processor seconds {cpu}{verdict}"
+        f"({two['low']:.0f} to {two['high']:.0f}): {more['median']:.2f}x "
+        f"({more['low']:.2f} to {more['high']:.2f}); processor seconds {cpu}{verdict}"
     )
 
 

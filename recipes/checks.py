@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from eval.measuring.methods import check_machine, check_methods, path_drafts
 from recipes.config import PipelineConfig
 from recipes.layout import (
+    WEIGHTS,
     draft_width,
     folder,
     is_made_here,
+    is_without_weights,
     on_this_machine,
     sizes_of,
     source_model,
@@ -399,6 +401,19 @@ def _check_decoding(config: PipelineConfig) -> None:
                     f"{flash} takes no tree mask, which the method {method.name!r} needs (drafter: "
                     f"{method.drafter}): take sdpa, or draft chains"
                 )
+
+
+def check_weights(config: PipelineConfig) -> None:
+    """Refuse, for an evaluation, folders that describe a model without holding it.
+
+    A target behind a server may be such a folder, and `--plan` needs no more. Raises ConfigError.
+    """
+    for name in given_models(config):
+        if is_without_weights(name) and not is_made_here(config, name):
+            raise ConfigError(
+                f"{name} has a config.json and no weights ({', '.join(WEIGHTS)}), which the "
+                "evaluation reads: copy them there, or run the recipes before it one by one"
+            )
 
 
 def check_hub(config: PipelineConfig) -> None:

@@ -7,11 +7,14 @@ draftsmith launch multi_gpu --num_processes 8 train-head --config my-pair.yaml
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 
 from recipes import make_logits, make_rollouts, pipeline, publish, run_eval, train_draft, train_head
 from recipes.launcher import LAUNCH, PROFILES, launch_command, start
+from recipes.next_steps import LAUNCHED
 from specdata import __version__
 from specdata.config import nearest
 
@@ -88,7 +91,9 @@ def launch(arguments: Sequence[str]) -> int:
     profile = parser.parse_args(arguments[:1]).profile
     here = next((n for n, word in enumerate(arguments) if n and word in RECIPES), None)
     if here is None:
-        parser.error(f"name a recipe after the profile: {', '.join(RECIPES)}")
+        close = [nearest(word, RECIPES) for word in arguments[1:2] if not word.startswith("-")]
+        parser.error(f"name a recipe after the profile: {'; '.join(close) or ', '.join(RECIPES)}")
+    os.environ[LAUNCHED] = shlex.join(["draftsmith", "launch", *arguments[:here]])
     return start(launch_command(profile, arguments[1:here], arguments[here], arguments[here + 1 :]))
 
 

@@ -37,6 +37,8 @@ ORDER = (
     "eval",
     "release",
 )
+# A model's weights, or adapters', as transformers and PEFT save them.
+WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 # Version of what release folders hold: raise it when cards or files change, so that finished runs
 # make theirs again. Runs that stored none are older than it.
 RELEASE_FORMAT = 4
@@ -270,6 +272,12 @@ def eval_stage(config: PipelineConfig) -> Stage:
 def is_made_here(config: PipelineConfig, model: str) -> bool:
     """Whether a model is of the embedded pair, which this run trains."""
     return config.toy is not None and is_within(model, str(folder(config, "pair")))
+
+
+def is_without_weights(source: str) -> bool:
+    """Whether a folder describes a model and does not hold it."""
+    here = Path(source)
+    return (here / "config.json").is_file() and not any(any(here.glob(each)) for each in WEIGHTS)
 
 
 def release_stage(config: PipelineConfig) -> Stage:

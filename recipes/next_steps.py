@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,10 @@ class Step:
 
 
 TP_PLAN = "--models.load.target.tp_plan"
+LAUNCHED = "DRAFTSMITH_LAUNCH"
+"""Environment variable: the words before a recipe's name under `draftsmith launch`."""
+ALONE = ("publish",)
+"""Recipes that one process does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class CommandLine:
 
     Attributes:
         arguments: of the recipe.
-        program: "draftsmith RECIPE", or None for a script.
+        program: "draftsmith RECIPE", or None for a script or a launched recipe.
     """
 
     arguments: Sequence[str]
@@ -46,15 +51,17 @@ class CommandLine:
 
     def recipe(self, name: str, *more: str) -> str:
         """The command of another recipe ("train-head") with the same configuration."""
-        if self.program is not None:
-            start = ["draftsmith", name]
+        launched = shlex.split(os.environ.get(LAUNCHED, ""))
+        if self.program is not None or launched:
+            start = [*(launched if launched and name not in ALONE else ["draftsmith"]), name]
         else:
             start = [_python(), str(Path(sys.argv[0]).with_name(f"{name.replace('-', '_')}.py"))]
         return shlex.join([*start, *_placeless(self.arguments), *more])
 
     def inspect(self, dataset: Path) -> str:
         """The command that shows a stored dataset."""
-        tool = "draftsmith inspect" if self.program else f"{_python()} -m specdata.inspect"
+        is_command = self.program is not None or LAUNCHED in os.environ
+        tool = "draftsmith inspect" if is_command else f"{_python()} -m specdata.inspect"
         return f"{tool} {shlex.quote(str(dataset))}"
 
 
@@ -85,8 +92,13 @@ def after_rollouts(config: PipelineConfig, line: CommandLine) -> list[Step]:
 
 
 def after_logits(config: PipelineConfig, line: CommandLine) -> list[Step]:
-    """Train or measure."""
-    return [Step("distil", line.recipe("train-draft")) if config.draft else _then(config, line)]
+    """Train or measure; a draft learns from the logits that were kept."""
+    if config.draft is None:
+        return [_then(config, line)]
+    drawn = config.draft.on_policy.share > 0  # whose logits no dataset keeps
+    is_kept = config.logits is not None and config.draft.cache is None and not drawn
+    cache = ["--draft.cache", str(folder(config, "logits"))] if is_kept else []
+    return [Step("distil", line.recipe("train-draft", *cache))]
 
 
 def after_draft(config: PipelineConfig, line: CommandLine) -> list[Step]:

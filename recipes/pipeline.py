@@ -18,6 +18,7 @@ from recipes.checks import (
     check_logits,
     check_rollouts,
     check_training_splits,
+    check_weights,
 )
 from recipes.config import PipelineConfig
 from recipes.layout import all_stages
@@ -37,6 +38,7 @@ def main(config: PipelineConfig) -> None:
     was_made = all(made_as_asked(stage) for stage in stages(config))
     if not was_made:
         check(config)
+        check_weights(config)
         check_hub(config)
     begun = time.perf_counter()
     if config.toy or config.draft or config.head:

@@ -14,6 +14,7 @@ import yaml
 from safetensors import SafetensorError
 
 from recipes.config import SHARED, PipelineConfig, parse
+from recipes.layout import is_without_weights
 from recipes.memory import Setting
 from recipes.next_steps import CommandLine, Step
 from recipes.peers import watched
@@ -184,9 +185,9 @@ def show_times(stages: Sequence[Stage], config: PipelineConfig) -> None:
 
 
 def _absent(source: str, output: str) -> str:
-    """What to say of an input that is not on this machine; nothing of one that is."""
+    """What to say of an input that is not on this machine, or not whole; nothing of one that is."""
     if Path(source).exists():
-        return ""
+        return " (its config.json, no weights)" if is_without_weights(source) else ""
     # A Hub id is OWNER/NAME or NAME, its revision aside; an address has "://".
     is_path = source.startswith((".", "/")) or source.partition("@")[0].count("/") > 1
     here = is_within(source, output) or (is_path and "://" not in source)

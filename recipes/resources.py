@@ -17,14 +17,12 @@ from recipes.memory import (
     unknown_models,
 )
 from recipes.units import in_bytes
+from specdata.loading import Role
 from specdata.prompts.config import PromptSet
 
-# What a part of the memory is made smaller by, {} being the stage's own section.
+# What a part of the memory is made smaller by, {} being the stage's own section. What loading a
+# model otherwise can do depends on the stage: `_of_loading`.
 REMEDIES = {
-    "target": "models.load.target with device_map: auto, bits: 4, tp_plan: auto or a dtype of 16 "
-    "bits (and draft.shard_teacher under a launcher)",
-    "drafts": "models.load.draft with device_map: auto or bits: 4",
-    "draft": "models.load.draft with device_map: auto or bits: 4",
     "keys and values": "a smaller {}.batch_size or max_new_tokens",
     "weights in training": "draftsmith launch zero3 or fsdp2, or draft.lora",
     "gradients": "draftsmith launch zero2, or draft.lora",
@@ -33,6 +31,7 @@ REMEDIES = {
     "activations": "a smaller {}.batch_size, or draft.gradient_checkpointing",
     "logits": "a smaller {}.batch_size, or draft.init.vocabulary",
 }
+ROLES: dict[str, Role] = {"target": "target", "drafts": "draft", "draft": "draft"}
 SECTION = {"finetuned": "draft.finetune"}
 
 
@@ -95,11 +94,35 @@ def _too_much(stage: str, found: Memory, setting: Setting) -> Iterator[str]:
     what = "this machine has free" if here.kind == "cpu" else "a GPU here has"
     section = SECTION.get(stage, stage)
     largest = sorted(found.parts, key=lambda name: -found.parts[name])
-    remedies = [REMEDIES[name].format(section) for name in largest if name in REMEDIES][:2]
-    yield (
-        f"that is more than {what} ({in_bytes(needed)} of {in_bytes(here.memory)}): try "
-        + "; or ".join(remedies)
+    known = (
+        _of_loading(ROLES[name], stage, setting) if name in ROLES else REMEDIES.get(name, "")
+        for name in largest
     )
+    remedies = [remedy.format(section) for remedy in known if remedy][:2]
+    yield f"that is more than {what} ({in_bytes(needed)} of {in_bytes(here.memory)})" + (
+        f": try {'; or '.join(remedies)}" if remedies else ""
+    )
+
+
+def _of_loading(role: Role, stage: str, setting: Setting) -> str:
+    """How a model that only reads its weights would take less here; only what is not done yet."""
+    load, config = setting.load(role), setting.config
+    key = f"models.load.{role}"
+    is_divided = stage == "draft" and config.draft is not None and config.draft.shard_teacher
+    ways = []
+    if not (load.is_spread or load.tp_plan or is_divided):
+        if setting.shards.processes == 1:
+            ways.append(f"{key}.device_map auto")
+        elif role == "target" and stage != "eval":
+            is_draft = stage == "draft"
+            ways.append("draft.shard_teacher true" if is_draft else f"{key}.tp_plan auto")
+    if not (load.bits or load.tp_plan or is_divided):
+        ways.append(f"{key}.bits 4")
+    if load.dtype == "float32":
+        ways.append(f"{key}.dtype bfloat16")
+    if role == "target" and stage in ("draft", "labels"):
+        ways.append(f"{stage}.cache with kept logits (draftsmith make-logits)")
+    return ", ".join(ways)
 
 
 def rows_of(setting: Setting, *splits: str) -> int | None:

@@ -60,8 +60,8 @@ class Loading(Config):
     @field_validator("max_memory", mode="before")
     @classmethod
     def _by_name(cls, given: Any) -> Any:
-        """YAML reads the number of a GPU as a number."""
-        return {str(place): size for place, size in given.items()} if _is_map(given) else given
+        """YAML reads the number of a GPU as a number, and a size without a unit, too."""
+        return {str(key): str(size) for key, size in given.items()} if _is_map(given) else given
 
     @field_validator("max_memory")
     @classmethod

@@ -149,9 +149,15 @@ def _options(load: Loading) -> dict[str, Any]:
 
 
 def _max_memory(load: Loading) -> dict[int | str, int | str] | None:
-    """The limits as accelerate takes them: GPUs by number."""
+    """The limits as accelerate takes them: GPUs by number. Raises ConfigError for one too many."""
     if load.max_memory is None:
         return None
+    count = torch.cuda.device_count()
+    if absent := [key for key in load.max_memory if key.isdecimal() and int(key) >= count]:
+        raise ConfigError(
+            f"max_memory names GPU {absent[0]}, and this machine has {count or 'no'} "
+            f"GPU{'' if count == 1 else 's'} (numbered from 0): name those that it has, and cpu"
+        )
     return {int(key) if key.isdecimal() else key: size for key, size in load.max_memory.items()}
 
 

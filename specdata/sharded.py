@@ -1,8 +1,10 @@
 """A frozen model in parts, one in each process: FSDP2, as transformers loads it.
 
 Each process reads its own part of every matrix. In a forward the processes gather one layer after
-another, so all of them must run it, each on rows of its own. The output matrix stays whole once it
-has been used: logits are made of as many states as a process has, a chunk at a time.
+another, so all of them must run it, each on rows of its own: beside its part a process then has up
+to four layers (this one and the next, each as it came and as it is used). On a CPU the part is
+mapped pages of the model's files. The output matrix stays whole once it has been used: logits are
+made of as many states as a process has, a chunk at a time.
 """
 
 from __future__ import annotations

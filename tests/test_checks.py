@@ -54,6 +54,20 @@ def refuse(
         assert not out.exists()
 
 
+def test_models_without_weights_are_planned_with_and_refused_before_the_first_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = own(tmp_path / "out", {"vocab_size": 8}, {"vocab_size": 8})
+    flags += ["--config", str(ROOT / "recipes" / "configs" / "toy.yaml")]
+    assert RECIPES["pipeline"].run([*flags, "--plan"]) == 0
+    shown = capsys.readouterr().out
+    assert f"reads target: {tmp_path / 'target'} (its config.json, no weights)" in shown
+    assert RECIPES["pipeline"].run(flags) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'target'} has a config.json and no weights" in said
+    assert not (tmp_path / "out").exists()
+
+
 TYPO = "[{name: instrct, split: train}]"
 SPLIT = "[{name: maths, split: tset, count: 1}]"
 MANY = "[{name: maths, split: test, count: 999999}]"

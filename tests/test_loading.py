@@ -176,6 +176,7 @@ def test_where_a_model_lies_is_no_other_run_and_its_bits_are(models: Path) -> No
         ({"max_memory": {"cpu": "1GiB"}}, "say where device_map may put layers"),
         ({"device_map": "cpu", "offload_folder": "there"}, "say where device_map may put layers"),
         ({"device_map": "auto", "max_memory": {"cpu": "1Gb"}}, "must be a size such as 20GiB"),
+        ({"device_map": "auto", "max_memory": {"cpu": 10}}, r"such as 20GiB or .*got '10'"),
         ({"device_map": "auto", "max_memory": {"gpu": "1GiB"}}, "numbers of GPUs or cpu"),
         ({"device_map": "auto", "tp_plan": "auto"}, "leave one of them out"),
         ({"bits": 4, "tp_plan": "auto"}, "leave bits out, or spread the model"),
@@ -194,6 +195,16 @@ def test_a_gpu_is_named_by_its_number() -> None:
     assert Loading.model_validate(given).max_memory == {"0": "20GiB", "cpu": "100GiB"}
     with pytest.raises(ValidationError):
         Loading.model_validate({"device_map": "cuda"})
+
+
+def test_a_missing_gpu_is_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Loading(device_map="auto", max_memory={"1": "20GiB", "cpu": "1GiB"})
+    for count, said in ((0, "no GPUs"), (1, "1 GPU ")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        with pytest.raises(
+            ConfigError, match=f"max_memory names GPU 1, and this machine has {said}"
+        ):
+            load_model(str(models / "target"), load=load)
 
 
 CHECKS = {

@@ -13,7 +13,7 @@ import pytest
 from eval.reporting.serving import DEFAULT_LENGTHS
 from recipes.command import RECIPES
 from recipes.config import parse
-from recipes.next_steps import CommandLine, Step
+from recipes.next_steps import LAUNCHED, CommandLine, Step
 from specdata.storage.files import write_json
 
 GIVEN = ["--output", "runs/my #1", "--toy", "null", "--seed", "2"]
@@ -95,6 +95,30 @@ def test_the_next_recipe_is_not_told_to_split_the_target(given: list[str]) -> No
     """Some refuse it, and what is printed starts one process."""
     _, train = steps("train-draft", *given, "--seed", "7")
     assert train.line == steps("train-draft", "--seed", "7")[1].line
+
+
+def test_a_draft_learns_from_the_logits_that_were_kept() -> None:
+    _, keep = steps("make-rollouts", "--logits.top_logits", "4")
+    assert shlex.split(keep.line)[1] == "make-logits"
+    (distil,) = steps("make-logits", "--logits.top_logits", "4")
+    assert shlex.split(distil.line)[-2:] == ["--draft.cache", "runs/my #1/logits"]
+    (given,) = steps("make-logits", "--logits.top_logits", "4", "--draft.cache", "elsewhere")
+    assert shlex.split(given.line)[-2:] == ["--draft.cache", "elsewhere"]
+
+
+def test_what_follows_a_launched_recipe_is_launched_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LAUNCHED, "draftsmith launch cpu-2 --num_processes 3")
+    for program in (None, "draftsmith train-draft"):
+        _, train = steps("train-draft", program=program)
+        assert shlex.split(train.line)[:6] == [
+            *("draftsmith", "launch", "cpu-2", "--num_processes", "3"),
+            "train-head",
+        ]
+    look, distil = steps("make-rollouts", program=None)
+    assert look.line.startswith("draftsmith inspect ")
+    assert " train-draft " in distil.line
+    _, publish = steps("run-eval", program=None)
+    assert publish.line.startswith("draftsmith publish "), "which one process does"
 
 
 def test_a_script_names_scripts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from recipes.memory import (
 )
 from recipes.model_sizes import ModelSizes
 from recipes.resources import plan_lines, tokens_of
-from specdata.loading import Loading
+from specdata.loading import Loading, PairLoading
 from tests.random_pair import random_pair
 
 ROOT = Path(__file__).parent.parent
@@ -264,6 +264,31 @@ def test_too_little_memory_is_said_with_what_helps(setting: Setting) -> None:
     assert "a smaller rollouts.batch_size" in lines[-1]
     enough = replace(setting, here=Machine("cuda", 1, 80e9))
     assert not any("more than" in line for line in plan_lines("rollouts", enough))
+
+
+def test_the_remedies_are_those_that_a_stage_takes_and_the_run_has_not_taken(
+    setting: Setting,
+) -> None:
+    def tried(stage: str, processes: int = 1, **load: object) -> str:
+        loads = PairLoading(target=Loading.model_validate(load))
+        models = setting.config.models.model_copy(update={"load": loads})
+        config = setting.config.model_copy(update={"models": models})
+        shards = replace(setting.shards, processes=processes)
+        here = Machine("cuda", 1, 1.0)
+        changed = replace(setting, config=config, target=SIZES, here=here, shards=shards)
+        return list(plan_lines(stage, changed))[-1]
+
+    key = "models.load.target"
+    alone, several = tried("labels"), tried("labels", 2)
+    assert f"{key}.device_map auto" in alone
+    assert f"{key}.tp_plan auto" not in alone
+    assert f"{key}.tp_plan auto" in several
+    assert f"{key}.device_map" not in several
+    assert "labels.cache" in alone
+    assert "draft.shard_teacher true" in tried("draft", 2)
+    assert "tp_plan" not in tried("draft", 2) + tried("eval", 2)
+    taken = tried("labels", device_map="auto", bits=4, dtype="bfloat16")
+    assert key not in taken
 
 
 def test_models_that_are_not_here_have_no_known_memory(tmp_path: Path) -> None:

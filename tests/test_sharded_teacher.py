@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import re
+from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from threading import Event, Thread
+from typing import Any
 
 import pytest
 import torch
@@ -95,19 +100,50 @@ def test_a_target_in_parts_teaches_what_a_whole_one_does(
 
 
 def large_target(folder: Path, pair: Path) -> int:
-    """Write a target of some 100 MB; return its bytes."""
+    """Write a target of some 100 MB in many layers; return its bytes."""
     tokenizer = load_tokenizer(str(pair / "target"))
-    model = language_model(tokenizer, layers=8, width=512, seed=3)
+    model = language_model(tokenizer, layers=32, width=256, seed=3)
     save_model(model, folder)
     tokenizer.save_pretrained(folder)
     return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def most_grown(action: Callable[[], Any]) -> tuple[Any, int]:
+    """What an action returns, and by how many bytes this process grew meanwhile, at most.
+
+    Of memory of its own: pages of a mapped file are the system's, which drops and shares them.
+    """
+
+    def own() -> int:
+        found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found is not None
+        return int(found[1]) * 1024
+
+    before, seen, done = own(), [0], Event()
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            seen.append(own())
+
+    watcher = Thread(target=watch)
+    watcher.start()
+    try:
+        found = action()
+    finally:
+        done.set()
+        watcher.join()
+    return found, max(seen) - before
 
 
 def load_and_compare(target: Path, out: Path) -> None:
     """Load a target in parts, compare it with the whole one on ids of this process alone."""
     torch.set_num_threads(1)
     rank = join_processes().process_index
-    model = load_sharded(str(target))
+    # Freed blocks of a megabyte go back to the system, else the most that was in use would depend
+    # on how the heap is fragmented.
+    mmap_threshold = -3
+    assert ctypes.CDLL(None).mallopt(mmap_threshold, 2**20)
+    model, loading = most_grown(lambda: load_sharded(str(target)))
     held = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
     output = model.get_output_embeddings().weight.nbytes + model.model.norm.weight.nbytes
     ids = (torch.arange(20)[None] * (7 + rank)) % model.config.vocab_size
@@ -119,8 +155,11 @@ def load_and_compare(target: Path, out: Path) -> None:
             again = head.logits(states)
     whole = load_model(str(target))
     expected = whole(input_ids=ids).logits.detach()
+    _, copying = most_grown(lambda: [weight.clone() for weight in whole.parameters()])
     report = {
         "held": held,
+        "loading": loading,
+        "copying": copying,
         "output": output,
         "difference": float((logits - expected).abs().max()),
         "of states": float((again - expected).abs().max()),
@@ -140,6 +179,9 @@ def test_no_process_holds_a_whole_target_in_parts(
     for report in reports:
         # The output matrix and the norm before it are gathered once and stay.
         assert size / 2 < report["held"] <= size / 2 + report["output"] * 1.5
+        # Loading ends with a forward, in which some layers at a time are gathered.
+        assert report["loading"] < size / 2
+        assert report["copying"] > size * 0.75, "else the line above says nothing"
         assert report["difference"] <= 1e-5
         assert report["of states"] <= 1e-5
         assert report["most"] == 5
