@@ -10,6 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 from specdata.errors import ConfigError
+from specdata.extension_locks import free_locks
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -84,6 +85,8 @@ def join_processes() -> PartialState:
         _warn_of_one_process()
     if is_fsdp():
         _check_fsdp()
+    if wants_deepspeed and leads_node():
+        free_locks()
     if launched and not torch.cuda.is_available():
         state = PartialState(cpu=not wants_deepspeed, backend="gloo", timeout=TIMEOUT)
         if is_fsdp():

@@ -746,24 +746,26 @@ def test_every_launch_makes_what_one_process_makes(
         assert (both[name] - value).abs().max() < 1e-4, name
 
 
-@pytest.mark.parametrize("lost", [1, 0])
-def test_a_lost_node_is_named_and_the_same_command_ends_with_the_same_bytes(
-    lost: int, finished: Path, two_nodes: Path, port: int, tmp_path: Path
+def test_lost_nodes_are_named_and_the_same_command_ends_with_the_same_bytes(
+    finished: Path, two_nodes: Path, port: int, tmp_path: Path
 ) -> None:
-    """The second while they train, the first while they label, each for itself, and wait then."""
+    """The second while they train, then the first while they label, each for itself."""
     folder = with_pair(finished, tmp_path)
-    moment = "draft/model.training/checkpoint-*/complete.json" if lost else "labels/run.json"
-    nodes = start_nodes(folder, port)
-    while not list((folder / "out").glob(moment)):
-        assert all(node.poll() is None for node in nodes), "it ended before it could be killed"
-        time.sleep(0.005)
-    launcher = psutil.Process(nodes[lost].pid)
-    for process in (launcher, *launcher.children(recursive=True)):
-        process.kill()
-    said = nodes[1 - lost].communicate(timeout=SOON)[1]
-    assert nodes[1 - lost].returncode == 1
-    assert re.search(rf"rank {lost} on {socket.gethostname()} \(process \d+\) was lost", said)
-    nodes[lost].communicate()
+    for lost, moment in (
+        (1, "draft/model.training/checkpoint-*/complete.json"),
+        (0, "labels/run.json"),
+    ):
+        nodes = start_nodes(folder, port)
+        while not list((folder / "out").glob(moment)):
+            assert all(node.poll() is None for node in nodes), "it ended before it could be killed"
+            time.sleep(0.005)
+        launcher = psutil.Process(nodes[lost].pid)
+        for process in (launcher, *launcher.children(recursive=True)):
+            process.kill()
+        said = nodes[1 - lost].communicate(timeout=SOON)[1]
+        assert nodes[1 - lost].returncode == 1
+        assert re.search(rf"rank {lost} on {socket.gethostname()} \(process \d+\) was lost", said)
+        nodes[lost].communicate()
     finish(start_nodes(folder, port))
     assert result(folder) == result(two_nodes)
     assert not (folder / "out" / ".processes").exists()
