@@ -114,7 +114,6 @@ def training_arguments(
         disable_tqdm=True,
         report_to="none",
         use_cpu=on_cpu,
-        ddp_find_unused_parameters=False,  # every weight takes part in every step
         accelerator_config={"use_configured_state": True},
         dataloader_pin_memory=not on_cpu,
         remove_unused_columns=False,
