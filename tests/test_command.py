@@ -75,6 +75,7 @@ def test_a_mistake_is_answered_with_status_2_and_the_nearest_name(
     for arguments, hint in (
         (["trian-head"], "unknown command 'trian-head': did you mean 'train-head'?"),
         (["launch", "cpu-2", "--num_processes", "2"], "name a recipe after the profile"),
+        (["launch", "cpu-2", "trian-head"], "did you mean 'train-head'?"),
         (["launch", "cpu-3", "train-head"], "invalid choice: 'cpu-3'"),
         ([], "the following arguments are required: COMMAND"),
     ):

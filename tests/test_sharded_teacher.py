@@ -119,7 +119,8 @@ def most_grown(action: Callable[[], Any]) -> tuple[Any, int]:
         assert found is not None
         return int(found[1]) * 1024
 
-    before, seen, done = own(), [0], Event()
+    before, done = own(), Event()
+    seen = [before]
 
     def watch() -> None:
         while not done.wait(0.001):
