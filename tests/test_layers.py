@@ -42,7 +42,6 @@ BELOW = {
         "processes": "errors extension_locks",
         "interruption": "processes",
         "toy": "",
-        "natural": "",
         "config": "errors",
         "hub": "errors",
         "vocabulary": "errors",
@@ -60,7 +59,7 @@ BELOW = {
         "target_states": "errors lm_head storage",
         "expected_tokens": "",
         "history": "errors storage",
-        "prompts": "errors hub natural seeds storage toy",
+        "prompts": "errors hub seeds storage toy",
         "server": "config errors",
         "rollouts": "config errors lm_head models prepack probability prompts sampling seeds "
         "server storage target_states",

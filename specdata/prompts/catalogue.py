@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from specdata.natural.sets import NATURAL
+from specdata.prompts.natural import NATURAL
 from specdata.toy.corpus import FAMILIES, LIBRARY
 
 EMBEDDED = (*FAMILIES, LIBRARY, *NATURAL)

@@ -1,1 +1,0 @@
-"""Prompts in natural English, written from a seed: what people ask a chat model."""
