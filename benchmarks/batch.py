@@ -32,7 +32,7 @@ from torch import Tensor
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping.calibration import fit_calibration
 from eval.measuring.environment import describe_environment
-from eval.measuring.metrics import bootstrap_weights, interval
+from eval.measuring.intervals import bootstrap_weights, interval
 from eval.runtime.budget import CostTable
 from heads import BaseHead
 from specdata.models import load_model, load_tokenizer

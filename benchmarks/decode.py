@@ -41,7 +41,7 @@ from eval.assembly import make_drafters
 from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.environment import describe_environment
-from eval.measuring.metrics import bootstrap_weights, interval
+from eval.measuring.intervals import bootstrap_weights, interval
 from eval.runtime.engines import ENGINES, Engine
 from eval.runtime.model import CachedModel
 from specdata.models import load_model, load_tokenizer

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from eval.analysis.rivals import ALL, Replayed, Rival
-from eval.analysis.savings import Interval
+from eval.measuring.intervals import Interval
 from eval.reporting.findings import findings
 from eval.reporting.verdict import HeadVerdict, Ratio
 from eval.reporting.verdict import Rival as TimedRival

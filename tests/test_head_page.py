@@ -10,7 +10,7 @@ import yaml
 
 from eval.analysis.quality import Quality
 from eval.analysis.rivals import ALL, Replayed, Rival
-from eval.analysis.savings import Interval
+from eval.measuring.intervals import Interval
 from eval.measuring.results import Results
 from eval.reporting.commands import commands
 from eval.reporting.findings import decide

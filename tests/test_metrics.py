@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 
 from eval.measuring.environment import describe_environment
+from eval.measuring.intervals import RESAMPLES, bootstrap_weights, interval
 from eval.measuring.methods import PLAIN
 from eval.measuring.metrics import (
-    RESAMPLES,
     LatencyFit,
-    bootstrap_weights,
     compute_metrics,
     fit_latency,
-    interval,
     latency_intervals,
     speed_ratio_interval,
 )

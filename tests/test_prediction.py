@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eval.analysis.prediction import BINS, GROUPS, Ids, Reals, Tokens, reliability, scores
-from eval.measuring.metrics import bootstrap_weights, interval
+from eval.measuring.intervals import bootstrap_weights, interval
 from heads.loss import CALIBRATION_BINS, head_metrics, soft_auroc
 
 PROMPTS, EACH = 40, 25

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from eval.analysis.expectation import Counts
-from eval.analysis.savings import Interval, closes, resamples, saving
+from eval.analysis.savings import closes, saving
 from eval.drafting.stopping.recorded import Reals
+from eval.measuring.intervals import Interval, resamples
 
 TIMES = {"draft_seconds": 0.2, "target_seconds": 1.0}
 

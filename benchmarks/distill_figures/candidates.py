@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.distill_figures.data import DOMAINS
 from benchmarks.distill_figures.judge import Judge, interval
-from eval.analysis.savings import resamples
+from eval.measuring.intervals import resamples
 from eval.verifiers.optimum import optimal_acceptance
 from specdata.models import load_model
 from specdata.probability import overlap, residual

@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.distill_figures.data import Data
 from benchmarks.distill_figures.judge import interval
-from eval.analysis.savings import resamples
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
+from eval.measuring.intervals import resamples
 from eval.runtime.engines import Engine
 from specdata.models import load_model
 from specdata.seeds import generator_for

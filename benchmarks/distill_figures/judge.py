@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.distill_figures.data import DOMAINS, Data, of_domains
-from eval.analysis.savings import resamples
 from eval.drafting.stopping.recorded import Reals, pad
+from eval.measuring.intervals import resamples
 from specdata.lm_head import LMHead, find_lm_head
 from specdata.models import load_model
 from specdata.probability import overlap, probabilities, to_vocabulary

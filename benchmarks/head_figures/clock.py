@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from eval.analysis.savings import Interval, resamples
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from eval.drafting.stopping import StoppingRule
+from eval.measuring.intervals import Interval, resamples
 from specdata.models import load_model
 from specdata.seeds import generator_for
 

@@ -47,8 +47,9 @@ from benchmarks.head_figures.variants import (
     Variant,
     trained,
 )
-from eval.analysis.savings import Interval, closes, saving
+from eval.analysis.savings import closes, saving
 from eval.measuring.environment import describe_environment
+from eval.measuring.intervals import Interval
 from heads import BaseHead
 from heads.inputs import Moment
 from heads.loss import soft_auroc

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from eval.analysis.expectation import Counts, Traces, expected_counts
 from eval.analysis.replay import COST_RULE, LENGTHS, THRESHOLDS, fit_rules, replay_rules
-from eval.analysis.savings import Interval, resamples, saving
+from eval.analysis.savings import saving
 from eval.analysis.traces import acceptance_traces
 from eval.drafting.stopping import StoppingRule
 from eval.drafting.stopping.fixed import Fixed
 from eval.drafting.stopping.head import Head
 from eval.drafting.stopping.recorded import Reals, RecordedHead, pad
+from eval.measuring.intervals import Interval, resamples
 from heads import BaseHead
 from heads.contexts import TargetContext
 from heads.immediate import ImmediateHead

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from eval.analysis.savings import Interval
-from eval.measuring.metrics import bootstrap_weights, interval
+from eval.measuring.intervals import Interval, bootstrap_weights, interval
 from eval.measuring.records import Strict
 
 Reals = NDArray[np.float64]

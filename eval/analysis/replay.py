@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.analysis.expectation import Counts, Traces, dinkelbach, expected_counts, oracle_counts
-from eval.analysis.savings import Interval, saving
+from eval.analysis.savings import saving
 from eval.drafting.stopping import STOPPING_RULES, StoppingRule
 from eval.drafting.stopping.confidence import Confidence
 from eval.drafting.stopping.cost import Cost
@@ -38,6 +38,7 @@ from eval.drafting.stopping.recorded import (
     constant_length,
     until_product_below,
 )
+from eval.measuring.intervals import Interval
 from specdata.errors import ConfigError, ManifestError
 from specdata.storage.files import atomic_write, write_json
 from specdata.storage.manifest import read_manifest

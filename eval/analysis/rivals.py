@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from eval.analysis.expectation import Counts
 from eval.analysis.replay import COST_RULE, RuleResult
-from eval.analysis.savings import Interval, closes, saving
+from eval.analysis.savings import closes, saving
 from eval.drafting.stopping import STOPPING_RULES
+from eval.measuring.intervals import Interval
 from eval.measuring.records import Strict
 
 ALL = "all prompt sets"

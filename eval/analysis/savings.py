@@ -8,31 +8,12 @@ random numbers), so that differences between intervals are differences between r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
 from eval.analysis.expectation import Counts
 from eval.drafting.stopping.recorded import Reals
-
-RESAMPLES = 2000
-SEED = 11
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A figure and its 95 % interval, by the percentile bootstrap over prompts."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        """In percent, such as "6.1 % [4.9, 7.2]"."""
-        # Adding 0 makes 0.0 of -0.0.
-        value, low, high = (round(100 * x, 1) + 0.0 for x in (self.value, self.low, self.high))
-        return f"{value:.1f} % [{low:.1f}, {high:.1f}]"
+from eval.measuring.intervals import Interval, resamples
 
 
 def saving(
@@ -57,7 +38,7 @@ def saving(
         ValueError: if the counts are not of the same rollouts.
     """
     ours, theirs = _sums((rule, rival), draft_seconds, target_seconds, prompts)
-    return _interval(1.0 - ours / theirs)
+    return Interval.of(1.0 - ours / theirs)
 
 
 def closes(
@@ -90,7 +71,7 @@ def closes(
         raise ValueError("there is no way to go: the rival takes no more time than the best")
     with np.errstate(divide="ignore", invalid="ignore"):
         shares = (theirs - ours) / (theirs - least)
-    return _interval(shares)
+    return Interval.of(shares)
 
 
 def _sums(
@@ -114,19 +95,3 @@ def _sums(
         drawn @ np.bincount(group, each.seconds(draft_seconds, target_seconds), groups)
         for each in counts
     ]
-
-
-@cache
-def resamples(count: int) -> Reals:
-    """How often each of `count` prompts is drawn, once all of them first: (1 + RESAMPLES, count).
-
-    The same for every caller.
-    """
-    generator = np.random.default_rng(SEED)
-    drawn = generator.multinomial(count, np.full(count, 1.0 / count), size=RESAMPLES)
-    return np.concatenate([np.ones((1, count)), drawn])
-
-
-def _interval(values: Reals) -> Interval:
-    low, high = np.nanquantile(values[1:], (0.025, 0.975))
-    return Interval(float(values[0]), float(low), float(high))

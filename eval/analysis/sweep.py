@@ -41,9 +41,9 @@ from eval.analysis.replay import (
     result_rows,
     rows_of_split,
 )
-from eval.analysis.savings import Interval
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.head import Head
+from eval.measuring.intervals import Interval
 from heads.config import HeadConfig
 from specdata.errors import ConfigError, ManifestError
 from specdata.storage.files import atomic_write, write_json

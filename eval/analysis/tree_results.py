@@ -8,8 +8,8 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from eval.analysis.savings import Interval
 from eval.analysis.static_trees import Tree, depth_of, inner_nodes_of, nodes_of
+from eval.measuring.intervals import Interval
 from eval.measuring.records import Strict
 from specdata.storage.files import write_json
 

@@ -18,7 +18,6 @@ import datasets
 import numpy as np
 from transformers import PreTrainedModel
 
-from eval.analysis.savings import Interval, resamples
 from eval.analysis.static_trees import (
     DEEPEST,
     Reals,
@@ -53,6 +52,7 @@ from eval.analysis.tree_times import (
     tree_config,
 )
 from eval.analysis.tree_trace import TreeTrace, make_trace, read_trace, write_trace
+from eval.measuring.intervals import Interval, resamples
 from eval.measuring.methods import MethodConfig
 from eval.measuring.metrics import compute_metrics, speed_ratio_interval
 from eval.measuring.records import PromptRecord, record_prompt

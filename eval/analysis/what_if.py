@@ -29,8 +29,7 @@ import yaml
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError, model_validator
 
-from eval.analysis.savings import Interval
-from eval.measuring.metrics import bootstrap_weights, interval
+from eval.measuring.intervals import Interval, bootstrap_weights, interval
 from eval.measuring.records import Strict
 from eval.measuring.results import Results, Run
 from specdata.errors import ConfigError

@@ -2,8 +2,7 @@
 
 Every rate is a ratio of sums over prompts, never a mean of ratios: a prompt weighs as much as the
 work it caused. Every interval is a 95 % percentile bootstrap that resamples prompts, because the
-tokens of one prompt depend on each other: `bootstrap_weights` and `interval`. Replayed times have
-their own (`eval.analysis.savings`). All functions are pure.
+tokens of one prompt depend on each other (`eval.measuring.intervals`). All functions are pure.
 """
 
 from __future__ import annotations
@@ -13,14 +12,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
-from numpy.typing import NDArray
 
+from eval.measuring.intervals import Array, bootstrap_weights, interval
 from eval.measuring.records import PromptRecord, Strict, check_identity
 
-RESAMPLES = 1000
-CONFIDENCE = 0.95
-
-Array = NDArray[np.float64]
 Interval = tuple[float, float]
 
 
@@ -240,28 +235,6 @@ def _sums(records: Sequence[PromptRecord], prompts: list[str]) -> _Sums:
 def _whole(sums: _Sums) -> _Sums:
     """Sum over all prompts, each once: scalars ()."""
     return sums.weighted(np.ones(len(sums.drafted)))
-
-
-def bootstrap_weights(prompts: int, seed: int = 0) -> Array:
-    """How often each prompt occurs in each bootstrap resample: (RESAMPLES, prompts).
-
-    Multiply it with sums a prompt, (prompts, ...), for the sums of every resample; take the ratio
-    of two such products, and its `interval`. Methods that are compared share the weights.
-
-    Args:
-        prompts: how many prompts are resampled, at least 1.
-        seed: of the resampling; equal seeds give equal weights.
-    """
-    even = np.full(prompts, 1.0 / prompts)
-    counts = np.random.default_rng(seed).multinomial(prompts, even, size=RESAMPLES)
-    return counts.astype(np.float64)
-
-
-def interval(values: Array) -> Interval:
-    """The central 95 % of bootstrap values (RESAMPLES,); undefined resamples are left out."""
-    tail = 100 * (1 - CONFIDENCE) / 2
-    low, high = np.nanpercentile(values, [tail, 100 - tail])
-    return float(low), float(high)
 
 
 def _ratio_interval(resampled: _Sums, base: _Sums) -> Interval:

@@ -15,8 +15,9 @@ from itertools import chain
 
 import numpy as np
 
+from eval.measuring.intervals import Array, bootstrap_weights, interval
 from eval.measuring.methods import PLAIN
-from eval.measuring.metrics import RATES, Array, Interval, bootstrap_weights, interval
+from eval.measuring.metrics import RATES, Interval
 from eval.measuring.results import Results, Run
 
 COLUMNS = sorted(set(chain.from_iterable(RATES.values())))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from eval.analysis.quality import Quality
 from eval.analysis.rivals import Replayed, Rival
-from eval.analysis.savings import Interval
+from eval.measuring.intervals import Interval
 from eval.reporting.rendering import NOT_MEASURED
 from eval.reporting.verdict import HeadVerdict, Ratio
 

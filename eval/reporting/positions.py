@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from eval.measuring.metrics import Array, bootstrap_weights, interval
+from eval.measuring.intervals import Array, bootstrap_weights, interval
 from eval.measuring.results import Results, Run
 from eval.reporting.charts import label, look_of, series
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from eval.analysis.quality import Prediction, Quality
 from eval.analysis.rivals import HEAD
-from eval.analysis.savings import Interval
+from eval.measuring.intervals import Interval
 from eval.reporting.rendering import NOT_MEASURED
 
 # Heading of a column, and how to read it.

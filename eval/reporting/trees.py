@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from eval.analysis.savings import Interval
 from eval.analysis.tree_results import Candidate, TreeSearch
+from eval.measuring.intervals import Interval
 from eval.measuring.results import Results, Run
 from eval.reporting.rendering import NOT_MEASURED
 

@@ -28,7 +28,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from eval.analysis.savings import Interval
 from eval.analysis.what_if import (
     PAPERS_RATIO,
     Machine,
@@ -38,6 +37,7 @@ from eval.analysis.what_if import (
     on_machine,
     what_if,
 )
+from eval.measuring.intervals import Interval
 from eval.measuring.results import Results, read_results
 from eval.reporting.rendering import NOT_MEASURED
 from specdata.errors import ConfigError, ManifestError

@@ -1,0 +1,66 @@
+"""95 % percentile bootstrap over prompts, whose tokens depend on each other.
+
+Methods that are compared share the resamples (common random numbers), so that differences between
+intervals are differences between methods, and a ratio of two methods is paired by prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+RESAMPLES = 1000
+CONFIDENCE = 0.95
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A figure and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Array) -> Interval:
+        """Of values (1 + RESAMPLES,) in the order of `resamples`."""
+        return cls(float(values[0]), *interval(values[1:]))
+
+    def __str__(self) -> str:
+        """In percent, such as "6.1 % [4.9, 7.2]"."""
+        # Adding 0 makes 0.0 of -0.0.
+        value, low, high = (round(100 * x, 1) + 0.0 for x in (self.value, self.low, self.high))
+        return f"{value:.1f} % [{low:.1f}, {high:.1f}]"
+
+
+def bootstrap_weights(prompts: int, seed: int = 0) -> Array:
+    """How often each prompt occurs in each bootstrap resample: (RESAMPLES, prompts).
+
+    Multiply it with sums a prompt, (prompts, ...), for the sums of every resample; take the ratio
+    of two such products, and its `interval`.
+
+    Args:
+        prompts: how many prompts are resampled, at least 1.
+        seed: of the resampling; equal seeds give equal weights.
+    """
+    even = np.full(prompts, 1.0 / prompts)
+    counts = np.random.default_rng(seed).multinomial(prompts, even, size=RESAMPLES)
+    return counts.astype(np.float64)
+
+
+@cache
+def resamples(prompts: int, seed: int = 0) -> Array:
+    """All prompts once, then `bootstrap_weights`: (1 + RESAMPLES, prompts)."""
+    return np.vstack([np.ones(prompts), bootstrap_weights(prompts, seed)])
+
+
+def interval(values: Array) -> tuple[float, float]:
+    """The central 95 % of bootstrap values (RESAMPLES,); undefined resamples are left out."""
+    tail = 100 * (1 - CONFIDENCE) / 2
+    low, high = np.nanpercentile(values, [tail, 100 - tail])
+    return float(low), float(high)
