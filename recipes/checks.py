@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from eval.measuring.methods import check_machine, check_methods, path_drafts
 from recipes.config import PipelineConfig
-from recipes.layout import (
+from recipes.layout import folder
+from recipes.run import absolute
+from recipes.sizes import (
     WEIGHTS,
     draft_width,
-    folder,
     is_made_here,
     is_without_weights,
     on_this_machine,
     sizes_of,
     source_model,
 )
-from recipes.run import absolute
 from specdata.config import nearest
 from specdata.errors import ConfigError
 from specdata.gguf_file import has_template, is_gguf

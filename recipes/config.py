@@ -149,12 +149,12 @@ class Command:
     Attributes:
         config: the checked configuration, defaults filled in.
         given: the file's values with those of the command line, before defaults.
-        plan: whether only to say what would be done, and how long that would take: "time".
+        plan: whether only to say what would be done.
     """
 
     config: PipelineConfig
     given: Mapping[str, Any]
-    plan: Literal["", "stages", "time"]
+    plan: bool
 
 
 def parse(
@@ -163,7 +163,7 @@ def parse(
     sections: Sequence[str] = tuple(PipelineConfig.model_fields),
     program: str | None = None,
 ) -> Command:
-    """Read `--config FILE --key value ... [--method METHOD ...] [--plan [time]]`.
+    """Read `--config FILE --key value ... [--method METHOD ...] [--plan]`.
 
     Args:
         arguments: the command line, without the program.
@@ -180,8 +180,6 @@ def parse(
         keys = [*(key for key, _ in _options(PipelineConfig, "")), "config", "method", "plan"]
         hint = nearest(rest[0].lstrip("-").split("=")[0], keys)
         raise ConfigError(f"unknown option {rest[0]}: {hint}")
-    if known.plan not in ("", "stages", "time"):
-        raise ConfigError(f"--plan takes nothing, or the word time, got {known.plan!r}")
     tree = _read(Path(known.config))
     for key, info in _options(PipelineConfig, ""):
         if (text := vars(known)[key]) is not None:
@@ -208,7 +206,7 @@ def _parser(
     others = not set(PipelineConfig.model_fields) <= set(sections)
     parser = argparse.ArgumentParser(
         program,
-        "%(prog)s [--config FILE] [--KEY VALUE ...] [--plan [time]]",
+        "%(prog)s [--config FILE] [--KEY VALUE ...] [--plan]",
         description,
         allow_abbrev=False,
         epilog="\n".join(
@@ -224,12 +222,8 @@ def _parser(
     parser.add_argument("--config", default=str(TOY), help="YAML file (default: the toy pair)")
     parser.add_argument(
         "--plan",
-        nargs="?",
-        const="stages",
-        default="",
-        metavar="time",
-        help="say what would be done and what it needs, and stop; with `time`, measure for about a "
-        "minute how long it would take",
+        action="store_true",
+        help="say what would be read and written, how large that is, and what would be refused",
     )
     parser.add_argument(
         "--method",

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.config import PipelineConfig
-from recipes.layout import described, eval_folder, folder
+from recipes.layout import eval_folder, folder
+from recipes.sizes import described
 
 HUB_ID = "OWNER/NAME"
 """Stands for the Hub id that only the user knows."""

@@ -24,7 +24,6 @@ from recipes.layout import (
     folder,
     head_in_use,
     release_stage,
-    source_model,
 )
 from recipes.measured import RESULTS, measured_results
 from recipes.next_steps import after_release
@@ -39,6 +38,7 @@ from recipes.run import (
     say,
     stage_record,
 )
+from recipes.sizes import source_model
 from specdata.errors import ConfigError, ManifestError
 from specdata.processes import is_main
 from specdata.prompts.config import PromptSet

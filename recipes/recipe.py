@@ -14,11 +14,8 @@ import yaml
 from safetensors import SafetensorError
 
 from recipes.config import SHARED, PipelineConfig, parse
-from recipes.layout import is_without_weights
-from recipes.memory import Setting
 from recipes.next_steps import CommandLine, Step
 from recipes.peers import watched
-from recipes.resources import assumptions, plan_lines
 from recipes.run import (
     RUN,
     USER_ERRORS,
@@ -30,6 +27,7 @@ from recipes.run import (
     say,
     stage_record,
 )
+from recipes.sizes import is_without_weights
 from specdata.errors import OtherSettingsError, full_disk, without_passwords
 from specdata.interruption import Interrupted, asked, stopping_on_signals
 from specdata.processes import in_group, is_main, leave_processes, process_count, rank
@@ -96,9 +94,7 @@ class Recipe:
                 stages = self.stages(command.config)
                 if not all(map(made_as_asked, stages)):  # as a run, which then has nothing to do
                     self.check(command.config)
-                show_plan(values, stages, command.config)
-                if command.plan == "time":
-                    show_times(stages, command.config)
+                show_plan(values, stages)
             else:
                 with watched(Path(command.config.output)):
                     self.main(command.config)
@@ -144,17 +140,15 @@ def _failed(error: Exception) -> int:
     return 1
 
 
-def show_plan(given: Mapping[str, Any], stages: Sequence[Stage], config: PipelineConfig) -> None:
-    """Print, in the main process, what was configured, and what stages would read, write and need.
+def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
+    """Print, in the main process, what was configured, and what stages would read and write.
 
     Args:
         given: values of the file and of the command line that the recipe reads.
         stages: what the recipe would do.
-        config: the run.
     """
     if not is_main():
         return
-    setting = Setting.of(config)
     text = yaml.safe_dump(dict(given), sort_keys=False, default_flow_style=None, width=100)
     console.print(text + "# everything else has its default: see --help", markup=False)
     for stage in stages:
@@ -163,25 +157,6 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage], config: Pipelin
             there = _absent(source, str(given.get("output")))
             console.print(f"  reads {name}: {source}{there}", markup=False)
         console.print(f"  writes {stage.folder}: {stage.size}", markup=False)
-        for line in plan_lines(stage.name, setting):
-            console.print(f"  {line}", markup=False)
-    console.print(f"\n# {assumptions(setting)}", markup=False)
-
-
-def show_times(stages: Sequence[Stage], config: PipelineConfig) -> None:
-    """Print, in the main process, how long stages would take, from a short measurement.
-
-    Args:
-        stages: what the recipe would do; those that are done take no time.
-        config: the run.
-    """
-    if not is_main():
-        return
-    from recipes.times import estimated  # here: it needs torch
-
-    console.print("\ntime", style="bold", markup=False)
-    for line in estimated([each.name for each in stages if not made_as_asked(each)], config):
-        console.print(f"  {line}", markup=False)
 
 
 def _absent(source: str, output: str) -> str:

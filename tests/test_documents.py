@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -158,32 +155,6 @@ def test_links_between_documents_lead_somewhere() -> None:
     for document in ROOT.glob("*.md"):
         for link in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
             assert link.startswith("https://") or (ROOT / link).exists(), (document.name, link)
-
-
-@pytest.mark.parametrize(
-    ("row", "options"),
-    [
-        ("7B, 68M | A100", []),
-        ("7B, 68M | H100", ["--device", "H100"]),
-        ("70B, 1.1B | B200", ["--device", "B200", "--target", "70e9", "--draft", "1.1e9"]),
-    ],
-)
-def test_the_costs_in_the_readme_are_what_their_command_prints(
-    row: str, options: list[str], tmp_path: Path
-) -> None:
-    script = [sys.executable, ROOT / "benchmarks" / "cost.py", "--out", tmp_path / "cost.json"]
-    printed = subprocess.run(
-        [*script, *options], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
-    )
-    assert printed.returncode == 0, printed.stderr
-    lines = printed.stdout.decode().splitlines()[1:]  # a stage each, then the sum
-    hours = [re.findall(r"[\d.]+ h", line)[0] for line in lines[:-1]]
-    disk = re.findall(r"[\d.]+ GB", lines[-1])[0]
-    tables = README + (ROOT / "launch" / "README.md").read_text()
-    rows = [line for line in tables.splitlines() if line.startswith(f"| {row}")]
-    assert rows
-    for line in rows:
-        assert line.strip(" |").split(" | ")[2:] == [*hours, disk]
 
 
 def test_the_launch_page_names_every_profile_and_what_the_code_waits() -> None:

@@ -15,8 +15,8 @@ from distill.initial import cut
 from eval.reporting.release import _target_config
 from recipes.checks import has_chat_template
 from recipes.config import PipelineConfig, parse
-from recipes.layout import sizes_of
 from recipes.pipeline import RECIPE
+from recipes.sizes import sizes_of
 from specdata import gguf_file
 from specdata.errors import ConfigError
 from specdata.gguf_file import is_gguf, read_header

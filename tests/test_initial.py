@@ -26,8 +26,9 @@ from distill.initial import (
 from eval.reporting.metadata import About, metadata
 from recipes.checks import check_draft
 from recipes.config import parse
-from recipes.layout import draft_stages, draft_width, folder
+from recipes.layout import draft_stages, folder
 from recipes.next_steps import CommandLine, after_draft
+from recipes.sizes import draft_width
 from specdata.errors import ConfigError, OtherSettingsError, VocabularyMismatchError
 from specdata.models import load_model, load_tokenizer
 from specdata.sampling import SamplingConfig
