@@ -11,7 +11,7 @@ import logging
 import math
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -42,7 +42,6 @@ from heads.model import AcceptanceHead
 from heads.probe import probe_of
 from heads.target_context import TargetRow, collate, draws_of, target_row
 from heads.tree import check_tree_states
-from specdata.errors import TrainingDivergedError
 from specdata.lm_head import check_hidden_states
 from specdata.models import positions
 from specdata.processes import is_main
@@ -100,34 +99,6 @@ class HeadResult:
     cut_labels: int = 0
     epochs: int = 0
     learning_rate: float = 0.0
-
-
-def refuse_a_coin(
-    result: HeadResult, whose: str, diverged: Callable[[str], TrainingDivergedError]
-) -> None:
-    """Refuse a head whose predictions are worse than a coin's.
-
-    Args:
-        result: what was measured.
-        whose: the head, in the genitive, as the message names it.
-        diverged: makes the error.
-
-    Raises:
-        TrainingDivergedError: if it is one; with other advice if its training loss fell.
-    """
-    # A coin, which predicts one half, has a KL of at most ln 2.
-    if result.after.kl <= max(math.log(2.0), result.before.kl):
-        return
-    error = diverged(
-        f"{whose} predictions are worse than a coin's after the last step (KL "
-        f"{result.after.kl:.3g} on held-out tokens, {result.before.kl:.3g} untrained)"
-    )
-    last = fmean(result.losses[-max(1, len(result.losses) // 10) :])
-    if result.epochs > 1 and last < min(result.losses[0], result.after.kl / 2):
-        error.by_heart = (
-            f"give it more than {result.train_rows:,} rows, or a head.epochs below {result.epochs}"
-        )
-    raise error
 
 
 def train_head(
@@ -243,7 +214,18 @@ def _train(
         math.isfinite(value) for value in asdict(result.after).values() if value is not None
     ):
         raise training.diverged("what it predicts after the last step is not finite")
-    refuse_a_coin(result, "its", training.diverged)
+    # A coin, which predicts one half, has a KL of at most ln 2.
+    if result.after.kl > max(math.log(2.0), before.kl):
+        error = training.diverged(
+            "its predictions are worse than a coin's after the last step (KL "
+            f"{result.after.kl:.3g} on held-out tokens, {before.kl:.3g} untrained)"
+        )
+        last = fmean(losses[-max(1, len(losses) // 10) :])
+        if result.epochs > 1 and last < min(losses[0], result.after.kl / 2):
+            error.by_heart = (
+                f"give it more than {len(data[0]):,} rows, or a head.epochs below {result.epochs}"
+            )
+        raise error
     if engine.accelerator.is_main_process:
         final = new_head(draft, config, seed, sampling, scales)
         final.load_state_dict(weights)

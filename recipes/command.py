@@ -51,7 +51,7 @@ def replay(arguments: Sequence[str]) -> int:
 
 
 def sweep(arguments: Sequence[str]) -> int:
-    """Train and compare many acceptance heads: the published sweep, and ours."""
+    """Train and compare SpecDec++'s grid of acceptance heads."""
     from eval.analysis.sweep import main
 
     return main(arguments, "draftsmith sweep")

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from heads import AcceptanceHead
 from heads.config import HeadConfig
 from heads.loop import learning_rates
 from heads.loss import soft_auroc
-from heads.together import train_heads
 from heads.train import HeadResult, train_head
 from specdata.config import Config, read_config
 from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
@@ -384,10 +382,7 @@ def test_a_head_that_diverges_ends_with_a_message_and_keeps_the_last_good_checkp
     assert drive(tmp_path, CONFIG) == reference[1]
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_a_head_that_knows_its_rows_by_heart_and_nothing_else_is_refused(
-    tmp_path: Path, together: bool
-) -> None:
+def test_a_head_that_knows_its_rows_by_heart_and_nothing_else_is_refused(tmp_path: Path) -> None:
     """Acceptance is a coin's: there is nothing to learn but the rows."""
     draw = np.random.default_rng(0)
 
@@ -402,13 +397,8 @@ def test_a_head_that_knows_its_rows_by_heart_and_nothing_else_is_refused(
         for count, seed in ((4, 0), (8, 1))
     )
     config = HeadConfig(kind="immediate", epochs=400, learning_rate=1e-2)
-    rows: dict[str, Any] = {"draft": tiny_draft(), "train": train, "dev": dev, "out": tmp_path}
-    if together:
-        train_it = partial(train_heads, **rows, configs={"one": config}, seed=0)
-    else:
-        train_it = partial(train_head, **rows, config=config, seed=0)
     with pytest.raises(TrainingDivergedError) as refusal:
-        train_it()
+        train_head(draft=tiny_draft(), train=train, dev=dev, out=tmp_path, config=config, seed=0)
     assert " so it learned its rows by heart (" in str(refusal.value)
     assert "is kept): give it more than 4 rows, or a head.epochs below 400, and " in str(
         refusal.value

@@ -1,28 +1,17 @@
-"""The sweep command: published heads, ours without each ingredient, and less data, in one table."""
+"""The sweep command: SpecDec++'s grid on few rollouts, its winner on all."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
-import heads.together
-from eval.analysis.sweep import (
-    Material,
-    data_heads,
-    feature_heads,
-    main,
-    paper_heads,
-    train_all,
-)
-from heads.config import HeadConfig
+from eval.analysis.sweep import main
 from specdata.probability import SamplingConfig
-from specdata.storage.dataset import fill_dataset, load_stored, of_split
+from specdata.storage.dataset import fill_dataset
 from specdata.storage.files import fingerprint
 from specdata.storage.resume import Settings
 from specdata.storage.schema import LABELS
@@ -55,85 +44,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_sweep_compares_every_head_and_rival_on_every_prompt_set(
+def test_the_grid_is_trained_on_few_rollouts_and_its_fastest_head_on_all(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [str(folder / "labels"), "--draft", str(folder / "draft"), "--out", str(tmp_path)]
-    command += ["--rows", "16", "--epochs", "2", "--depths", "0", "1", "--weights", "1", "6"]
+    command += ["--rows", "4", "--epochs", "2", "--depths", "0", "1", "--weights", "1", "6"]
     assert main(command) == 0
     stored = json.loads((tmp_path / "sweep.json").read_text())
+    assert {(row["depth"], row["weight"]) for row in stored["grid"]} == {*product((0, 1), (1, 6))}
+    for row in stored["grid"]:
+        assert [point["h"] for point in row["points"]] == [0.1, 0.3, 0.5, 0.7, 0.9]
+        assert row["speed"] == max(point["speed"] for point in row["points"])
+        assert row["kl"] == row["head"]["kl_raw"] > 0
+    won, best = max(stored["grid"], key=lambda row: float(row["speed"])), stored["best"]
+    assert (best["depth"], best["weight"]) == (won["depth"], won["weight"])
+    trained = {
+        path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/m*.json")
+    }
+    assert {name: each["train_rows"] for name, each in trained.items()} == {
+        **{f"depth-{depth}-weight-{weight}": 8 for depth in (0, 1) for weight in (1, 6)},
+        best["folder"]: 32,
+    }
+    # Asked for again, it trains nothing.
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/model.safetensors")}
     printed = capsys.readouterr().out
-    expected = {f"paper: w={w} D={d}" for w in (1, 6) for d in (0, 1)}
-    expected |= {"features: ours", "features: without hidden", "features: numbers alone"}
-    expected |= {"features: one stage", "data: 4 rollouts a set", "data: a alone"}
-    rivals = {"fixed", "confidence", "entropy", "cumulative", "logit", "margin", "numbers"}
-    bounds = {"oracle", "perfect head", "perfect, no lag", "perfect, ex ante"}
-    rows = {row["rule"]: row for row in stored["table"]}
-    assert rows.keys() >= expected | rivals | bounds
-    for name in expected:
-        assert name in printed
-        assert rows[name]["kl"] > 0
-        assert rows[name]["sets"].keys() == {"all", "a", "b"}
-    assert rows["fixed"]["kl"] is None
-    # The published heads are replayed at the paper's thresholds, and nothing beats the oracle.
-    settings = {r["setting"] for r in stored["sets"]["a"] if r["rule"] == "paper: w=6 D=1"}
-    assert settings == {"h=0.1", "h=0.3", "h=0.5", "h=0.7", "h=0.9", "cost rule"}
-    for name in ("all", "a", "b"):
-        speeds = {rule: row["sets"][name]["speed"] for rule, row in rows.items()}
-        assert max(speeds, key=speeds.__getitem__) == "oracle"
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    ours = stored["heads"]["features: ours"]
-    assert ours["dev"].keys() == set(HeadConfig.model_validate({"kind": "immediate"}).moments)
-    assert ours["train_rows"] == 32
-    # A head of two sweeps is one head.
-    assert (tmp_path / "immediate-16" / "ours" / "metrics.json").is_file()
-    assert not (tmp_path / "immediate-16" / "16-rollouts-a-set").exists()
-
-
-def test_a_sweep_that_is_asked_for_again_trains_only_what_is_missing(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    labels = load_stored(folder / "labels")
-    splits = (of_split(labels, split, folder) for split in ("train", "dev", "test"))
-    draft = LlamaForCausalLM.from_pretrained(folder / "draft")
-    material = Material(draft, SAMPLING, *splits, seed=0)
-    trained = []
-    step = heads.together._Group._step
-
-    def counted(self: Any, pupils: Any, rows: Any) -> None:
-        trained.append({pupil.name for pupil in pupils})
-        step(self, pupils, rows)
-
-    monkeypatch.setattr(heads.together._Group, "_step", counted)
-    first = train_all(paper_heads([0, 1], [6.0], 16, 2), material, tmp_path)
-    assert {frozenset(names) for names in trained} == {frozenset({"w=6-D=0", "w=6-D=1"})}
-    trained.clear()
-    assert train_all(paper_heads([0, 1], [6.0], 16, 2), material, tmp_path) == first
-    assert not trained
-    more = train_all(paper_heads([0, 1], [6.0, 12.0], 16, 2), material, tmp_path)
-    assert {frozenset(names) for names in trained} == {frozenset({"w=12-D=0", "w=12-D=1"})}
-    assert {name: more[name] for name in first} == first
-
-
-def test_sweeps_name_what_they_vary() -> None:
-    published = paper_heads([0, 1, 2, 3, 4], [1.0, 3.0, 6.0, 12.0], 512, None)
-    assert len({swept.folder for swept in published}) == 20
-    assert {swept.group for swept in published} == {"specdec++-512"}
-    ours = {swept.name: swept.config for swept in feature_heads(512, None, 2)}
-    whole = HeadConfig.model_validate({"kind": "immediate", "draws": 2})
-    assert ours.pop("ours") == whole
-    changed: Mapping[str, HeadConfig] = ours
-    for name, config in changed.items():
-        different = {
-            key for key, value in config.model_dump().items() if value != getattr(whole, key)
-        }
-        assert different == ({"moments"} if name == "one stage" else {"features"}), name
-    data = data_heads([128, 512], 512, ["maths", "code"], None, 2)
-    assert [swept.group for swept in data] == [
-        "immediate-128",
-        "immediate-512",
-        "immediate-512-maths",
-    ]
+    assert main(command) == 0
+    assert capsys.readouterr().out == printed
+    assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
 @pytest.mark.parametrize(
