@@ -89,7 +89,9 @@ def sweep(given: argparse.Namespace) -> list[dict[str, Any]]:
         }
 
     grid: dict[tuple[int, float], HeadConfig] = {
-        (depth, weight): HeadConfig(depth=depth, rejection_weight=weight, epochs=given.epochs)
+        (depth, weight): HeadConfig.model_validate(
+            {"depth": depth, "rejection_weight": weight, "epochs": given.epochs}
+        )
         for depth in given.depths
         for weight in given.weights
     }
