@@ -10,17 +10,15 @@ A finished evaluation is of its list of methods; for another list name another f
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from eval.measuring.methods import (
     EvalConfig,
-    MethodConfig,
     fit_rules,
     needs_fit,
     path_drafts,
@@ -28,13 +26,11 @@ from eval.measuring.methods import (
 )
 from eval.measuring.results import LostResultsError, write_results
 from eval.measuring.samples import SAMPLES, make_samples, read_samples, write_samples
-from eval.reporting.commands import Commands, commands
 from eval.reporting.report import PAGE, Context, terminal, write_report
 from eval.reporting.verdict import judge
-from recipes.best_tree import NOT_KEPT, known_search, search, why_not_searched
+from recipes.best_tree import search
 from recipes.checks import check_evaluation
 from recipes.config import PipelineConfig
-from recipes.draft_training import head_training_of, objectives_of, trainings_of
 from recipes.head_quality import known_quality, quality_file, quality_of
 from recipes.layout import draft_in_use, eval_folder, eval_stage, folder, head_in_use, is_cut
 from recipes.measured import RESULTS, measured_results, names_then
@@ -378,7 +374,7 @@ def _context(config: PipelineConfig, results: Results, quality: Quality | None) 
         for name, section in made.items()
         if section and finished(folder(config, name))
     }
-    draft, head = records.get("draft"), records.get("head")
+    draft = records.get("draft")
     return Context(
         title=f"{config.models.target} with {draft_in_use(config)}",
         stages={name: record["wall_seconds"] for name, record in records.items()},
@@ -392,42 +388,21 @@ def _context(config: PipelineConfig, results: Results, quality: Quality | None) 
         }
         if draft
         else {},
-        head={name: value for name, value in head["results"]["after"].items() if value is not None}
-        if head
-        else {},
         verdict=judge(results, None if quality is None else quality.choice)
         if config.head
         else None,
         quality=quality,
-        trainings=trainings_of(config),
-        objectives=objectives_of(config),
-        head_training=head_training_of(config),
-        commands=_commands(config, results),
-        trees=known_search(config),
-        no_trees=why_not_searched(config) or NOT_KEPT,
+        command=_command(eval_folder(config)),
         samples=read_samples(eval_folder(config) / SAMPLES),
     )
 
 
-def _commands(config: PipelineConfig, results: Results) -> Commands | None:
-    """What makes this evaluation again, from its run.json; None if that is missing."""
-    if not (eval_folder(config) / RUN).is_file():
-        return None
-    record = stage_record(eval_folder(config))
-    arguments = [without_passwords(argument) for argument in record["arguments"]]
-    return commands(arguments, results.environment, _configuration(config))
-
-
-def _configuration(config: PipelineConfig) -> str:
-    """The resolved configuration as YAML, without defaults and passwords."""
-    usual = MethodConfig(name="usual").model_dump(mode="json")
-    methods = [
-        {key: value for key, value in method.items() if key == "stop" or value != usual.get(key)}
-        for method in (each.model_dump(mode="json") for each in config.eval.methods)
-    ]
-    values = config.model_dump(mode="json", exclude_defaults=True, exclude={"eval": {"methods"}})
-    values["eval"] = {**values.get("eval", {}), "methods": methods}
-    return without_passwords(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+def _command(folder: Path) -> str:
+    """The command line of an evaluation, from its run.json; empty if that is not yet written."""
+    if not (folder / RUN).is_file():
+        return ""
+    program, *given = map(without_passwords, stage_record(folder)["arguments"])
+    return shlex.join([Path(program).name, *given])
 
 
 RECIPE = Recipe(

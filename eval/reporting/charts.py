@@ -1,37 +1,56 @@
-"""One dataset on one pair of axes: speed, Pareto, cost.
+"""The pictures of a report, as PNG files and as SVG inside a page: no pyplot, no display.
 
 The colours are Okabe and Ito's, which can be told apart under every common form of colour
 blindness; marker shapes repeat the distinction.
-
-Labels of points are placed here and not by a library. On the demo's Pareto plot and on eight sets
-of synthetic results (399 labels) `place_labels` left one label that overlaps another and none that
-hides a marker or a line; textalloc 1.2.4 left 6 of the latter with its best settings found, with
-leader lines at every label; adjustText 1.4.0 hid its marker or line with nearly all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from html import escape
+from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backend_bases import RendererBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.text import Annotation, Text
 from matplotlib.ticker import MaxNLocator
-from matplotlib.transforms import Bbox
 
+from eval.measuring.intervals import Array, bootstrap_weights, interval
 from eval.measuring.results import Results, Run, fastest
+from specdata.storage.files import atomic_write
 
 INK, GRID = "#24292f", "#d0d7de"
-POINT = "point"
-"""gid of annotations that `place_labels` may move."""
-DATA = "data"
-"""gid of lines that labels must not hide."""
+HEIGHT = 4.3
+"""Inches of a panel that does not grow with the number of methods."""
+MIN_ROUNDS = 10
+"""Positions drafted in fewer rounds than this are not shown."""
+_LINE_STYLES = ("-", "--", ":", "-.")  # tell lines of one colour apart
+_RC: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "svg.hashsalt": "report",  # makes ids, and so the bytes, depend on the input only
+    "svg.fonttype": "path",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,52 +73,37 @@ LOOKS = {
 }
 
 
-RULES = {
-    "confidence": Look("confidence", "#009E73", "^"),
-    "entropy": Look("entropy", "#4DAF4A", "v"),
-    "cumulative": Look("cumulative", "#1B7837", "<"),
-    "logit": Look("logit", "#66A61E", ">"),
-    "margin": Look("margin", "#00796B", "p"),
-    "numbers": Look("numbers", "#8FBC5A", "h"),
-}
-"""Training-free rules: shades of one colour, a marker each; the same in every drawing."""
-
-
 def look_of(run: Run) -> Look:
-    """How a method is drawn: as its family, training-free rules each in their own way."""
-    key = family(run)
-    return RULES.get(run.stop or "", LOOKS[key]) if key == "rule" else LOOKS[key]
-
-
-def family(run: Run) -> str:
-    """Key of LOOKS for a run."""
+    """The look of a run's family of methods."""
     if run.drafter is None:
-        return "plain"
+        return LOOKS["plain"]
     if run.branching:
-        return "tree"
+        return LOOKS["tree"]
     if run.drafter == "transformers":
-        return "transformers"
-    return run.rule.family if run.rule else "rule"
+        return LOOKS["transformers"]
+    return LOOKS[run.rule.family if run.rule else "rule"]
 
 
-def draw_speed(axes: Axes, results: Results, dataset: str) -> None:
-    """Bars of the speed-up over plain decoding (tokens/s where plain was not run)."""
-    relative = results.plain(dataset) is not None
-    _draw_bars(axes, results.of(dataset), "speedup" if relative else "tokens_per_second")
-    if relative:
-        axes.axvline(1.0, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
-    axes.set_xlabel("speed-up over the target alone" if relative else "tokens per second")
+def label(name: str, width: int = 30) -> str:
+    """A name as matplotlib may draw it: one line, no mathematics, not too long."""
+    flat = " ".join(name.split())
+    short = flat if len(flat) <= width else flat[: width - 1] + "…"
+    return short.replace("$", r"\$")
 
 
-def draw_efficiency(axes: Axes, results: Results, dataset: str) -> None:
-    """Bars of the block efficiency, for methods that were not timed."""
-    _draw_bars(axes, results.of(dataset), "block_efficiency")
-    axes.set_xlabel("tokens per forward of the target")
+# --- one dataset on one pair of axes ---
 
 
-def _draw_bars(axes: Axes, given: Sequence[Run], name: str) -> None:
-    """One bar a run with the interval of that figure, the largest on top."""
-    runs = sorted(given, key=lambda run: float(getattr(run, name)))
+def draw_bars(axes: Axes, runs: Sequence[Run], name: str, heading: str) -> None:
+    """One bar a run with the interval of that figure, the largest on top.
+
+    Args:
+        axes: to draw on.
+        runs: of one dataset.
+        name: of the figure in `Run`.
+        heading: of the axis.
+    """
+    runs = sorted(runs, key=lambda run: float(getattr(run, name)))
     values = np.array([getattr(run, name) for run in runs], float)
     bounds = np.array([run.intervals[name] for run in runs])
     rows = np.arange(len(runs))
@@ -118,236 +122,300 @@ def _draw_bars(axes: Axes, given: Sequence[Run], name: str) -> None:
     axes.errorbar(values, rows, xerr=errors, fmt="none", ecolor=INK, elinewidth=1.1, capsize=2.5)
     winner = fastest(runs)
     for row, run, value, high in zip(rows, runs, values, bounds[:, 1], strict=True):
-        text = {"speedup": f"{value:.2f}x", "tokens_per_second": f"{value:.0f}"}.get(
-            name, f"{value:.2f}"
-        )
         best = winner is not None and run is winner[0]
+        text = f"{value:.0f}" if name == "tokens_per_second" else f"{value:.2f}"
+        text += "x" if name == "speedup" else ""
         axes.annotate(
             text + (" ★" if best else "") + ("" if run.lossless else " biased"),
             (max(value, high), row),
             (4, 0),
             textcoords="offset points",
             va="center",
-            color=INK,
             fontsize=8,
             fontweight="bold" if best else "normal",
         )
+    if name == "speedup":
+        axes.axvline(1.0, color=INK, linewidth=0.9, linestyle=(0, (4, 3)))
     axes.set_yticks(rows, [label(run.method) for run in runs])
-    axes.set_xlim(0, float(np.max(np.maximum(values, bounds[:, 1]))) * 1.32)
+    axes.margins(x=0.32)
+    axes.set_xlabel(heading)
     axes.grid(axis="y", visible=False)
 
 
-def series(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs that differ only in length or threshold, each series ordered by it."""
-    groups: dict[tuple[Any, ...], list[Run]] = {}
-    for run in runs:
-        # A fixed length is the swept value itself; elsewhere it is only the cap.
-        cap = None if run.fixed_length else run.length
-        key = (run.draft, run.head, run.drafter, run.verifier, run.stop, cap, str(run.parameters))
-        groups.setdefault(key, []).append(run)
-    for group in groups.values():
-        group.sort(key=lambda run: (run.length or 0, run.threshold or 0.0))
-    return list(groups.values())
+def draw_speed(axes: Axes, results: Results, dataset: str) -> None:
+    """Bars of the speed-up over plain decoding (tokens/s where plain was not run)."""
+    if results.plain(dataset) is None:
+        draw_bars(axes, results.of(dataset), "tokens_per_second", "tokens per second")
+    else:
+        draw_bars(axes, results.of(dataset), "speedup", "speed-up over the target alone")
 
 
-def draw_pareto(axes: Axes, results: Results, dataset: str) -> None:
-    """Verification rate against discard rate of the chain methods; lower left is better.
+def draw_efficiency(axes: Axes, results: Results, dataset: str) -> None:
+    """Bars of the block efficiency, for methods that were not timed."""
+    heading = "tokens per forward of the target"
+    draw_bars(axes, results.of(dataset), "block_efficiency", heading)
 
-    Trees are left out: they discard siblings by design, so their nodes do not compare.
-    """
-    for group in series([r for r in results.of(dataset) if r.drafter in ("chain", "transformers")]):
-        look = look_of(group[0])
-        axes.plot(
-            [run.discard_rate for run in group],
-            [run.verification_rate for run in group],
+
+def draw_lengths(axes: Axes, results: Results, dataset: str) -> None:
+    """Tokens a second of chains of fixed length against that length, a line a verifier."""
+    for runs in fixed_lengths(results.of(dataset)).values():
+        look, x = look_of(runs[0]), [run.length or 0 for run in runs]
+        values = np.array([run.tokens_per_second for run in runs], float)
+        bounds = np.array([run.intervals["tokens_per_second"] for run in runs])
+        verifier = runs[0].verifier or "transformers' own"
+        axes.errorbar(
+            x,
+            values,
+            yerr=np.abs(bounds.T - values),
             color=look.colour,
             marker=look.marker,
-            markersize=6,
-            markerfacecolor=look.colour if group[0].lossless else "none",
-            linewidth=1.4,
-            linestyle="-" if group[0].verifier == "token" else "--",
-            label=look.label,
-            gid=DATA,
+            markerfacecolor=look.colour if runs[0].lossless else "none",
+            linestyle=_style(axes, look),
+            capsize=2.5,
+            label=label(f"{verifier} verification"),
         )
-        for run in group:
-            values = np.array([run.discard_rate, run.verification_rate])
-            bounds = [run.intervals[name] for name in ("discard_rate", "verification_rate")]
-            errors = np.abs(np.transpose(bounds) - values)
-            axes.errorbar(
-                values[:1],
-                values[1:],
-                xerr=errors[:, :1],
-                yerr=errors[:, 1:],
-                fmt="none",
-                ecolor=look.colour,
-                elinewidth=0.7,
-                alpha=0.55,
-                zorder=0.8,
-            )
-            axes.annotate(
-                _point_name(run),
-                (run.discard_rate, run.verification_rate),
-                (0, 0),
-                textcoords="offset points",
-                fontsize=7.5,
-                ha="center",
-                va="center",
-                arrowprops={
-                    "arrowstyle": "-",
-                    "color": INK,
-                    "alpha": 0.5,
-                    "linewidth": 0.6,
-                    "shrinkA": 0,
-                    "shrinkB": 4.5,
-                },
-                gid=POINT,
-            )
-    axes.margins(0.14)
-    axes.set_xlabel("discard rate  (N discarded / N)")
-    axes.set_ylabel("verification rate  (N target / N)")
+    plain = results.plain(dataset)
+    if plain is not None and plain.tokens_per_second is not None:
+        grey = LOOKS["plain"]
+        axes.axhline(plain.tokens_per_second, color=grey.colour, label=grey.label)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("drafted tokens a round, K")
+    axes.set_ylabel("tokens per second")
 
 
-def _point_name(run: Run) -> str:
-    """What tells a point from the others of its series."""
-    verifier = "" if run.verifier == "token" else f"{run.verifier} "
-    if run.drafter == "transformers":
-        return label(f"HF K={run.length}")
-    if run.fixed_length:
-        return label(f"{verifier}K={run.length}")
-    if "nodes" in run.parameters:
-        return label(f"{verifier}{run.parameters['nodes']} nodes")
-    stop = "" if family(run) == "head" else f"{run.stop} "
-    value = "" if run.threshold is None else f"{run.threshold:g}"
-    return label(f"{verifier}{stop}{value}")
+def fixed_lengths(runs: Sequence[Run]) -> dict[tuple[str | None, ...], list[Run]]:
+    """Chains of fixed length by draft and verifier, each by length."""
+    groups: dict[tuple[str | None, ...], list[Run]] = {}
+    for run in sorted(runs, key=lambda run: run.length or 0):
+        if run.fixed_length and not run.branching:
+            key = (run.draft, run.drafter, run.verifier, str(run.parameters))
+            groups.setdefault(key, []).append(run)
+    return groups
 
 
-def finish_pareto(axes: Axes, results: Results, dataset: str) -> None:
-    """Join points of equal speed-up by SpecDec++ Eq. 5.1 with the dataset's fitted times.
-
-    Grey lines t_d (1 + x) + (t_t - t_d) y = t_t / s for a few round values of the speed-up s, as
-    far as the axes go.
-    """
-    fit = results.latency.get(dataset)
-    if fit is None or not 0 < fit.t_draft < fit.t_target:
-        return
-    xlim, ylim = axes.get_xlim(), axes.get_ylim()
-    base, slope = fit.t_draft / fit.t_target, 1 - fit.t_draft / fit.t_target
-    slowness = [base * (1 + x) + slope * y for x in xlim for y in ylim]
-    ticks = np.asarray(MaxNLocator(6).tick_values(1 / max(slowness), 1 / max(min(slowness), 0.05)))
-    for speedup in ticks[ticks > 0].tolist():
-        ends = [(1 / speedup - base * (1 + x)) / slope for x in xlim]
-        axes.plot(xlim, ends, color=INK, alpha=0.45, linewidth=0.8, linestyle=":", zorder=0.5)
-        if ends[0] <= ylim[0] or ends[1] >= ylim[1]:
-            continue
-        leaves_right = ends[1] > ylim[0]
-        at_bottom = (1 / speedup - slope * ylim[0]) / base - 1
-        axes.annotate(
-            f"{speedup:g}x",
-            (xlim[1], ends[1]) if leaves_right else (at_bottom, ylim[0]),
-            (-2, 1) if leaves_right else (1, 2),
-            textcoords="offset points",
-            fontsize=7,
-            alpha=0.7,
-            ha="right" if leaves_right else "left",
-            va="bottom",
-        )
-    axes.set(xlim=xlim, ylim=ylim)
-
-
-PARTS = (("target", "#808080"), ("draft", "#0072B2"), ("overhead", "#E69F00"), ("rest", "#56B4E9"))
-
-
-def draw_cost(axes: Axes, results: Results, dataset: str) -> None:
-    """Milliseconds of an emitted token, of target, draft, overhead and the rest; 95 % intervals."""
-    runs = sorted(results.of(dataset), key=lambda run: run.tokens_per_second or 0.0)
-    left = np.zeros(len(runs))
-    for part, colour in PARTS:
-        widths = np.array([_milliseconds(run, part) for run in runs])
-        axes.barh(range(len(runs)), widths, left=left, color=colour, height=0.72, label=part)
-        left += widths
-    fastest_first = np.array([run.intervals["tokens_per_second"][::-1] for run in runs])
-    errors = np.abs(1000 / fastest_first.T - left)
-    rows = np.arange(len(runs))
-    axes.errorbar(left, rows, xerr=errors, fmt="none", ecolor=INK, elinewidth=1.1, capsize=2.5)
-    axes.set_yticks(rows, [label(run.method) for run in runs])
-    axes.set_xlabel("milliseconds per emitted token")
-    axes.grid(axis="y", visible=False)
-
-
-def _milliseconds(run: Run, part: str) -> float:
-    known = run.seconds["draft"] + run.seconds["target"] + run.seconds["overhead"]
-    seconds = max(0.0, run.seconds["total"] - known) if part == "rest" else run.seconds[part]
-    return 1000 * seconds / run.tokens
-
-
-# --- labels ---
-
-# Offsets of a label from its marker in points, best first: eight sides, at growing distances.
-_SIDES = ((1, 0.6), (-1, 0.6), (1, -0.6), (-1, -0.6), (0, 1.1), (0, -1.1), (1.3, 0), (-1.3, 0))
-_OFFSETS = [(far * x, far * y) for far in (7, 11, 15, 20, 27, 35) for x, y in _SIDES]
-
-
-def label(name: str, width: int = 30) -> str:
-    """A name as matplotlib may draw it: one line, no mathematics, not too long."""
-    flat = " ".join(name.split())
-    short = flat if len(flat) <= width else flat[: width - 1] + "…"
-    return short.replace("$", r"\$")
-
-
-def place_labels(axes: Axes) -> None:
-    """Move every annotation with the gid POINT to where it hides no marker, line or other text.
-
-    Call it once the layout is final: positions are found in pixels.
-    """
-    figure = axes.get_figure(root=True)
-    assert isinstance(figure, Figure)
-    renderer = FigureCanvasAgg(figure).get_renderer()  # type: ignore[no-untyped-call]
-    frame = axes.get_window_extent(renderer)
-    texts = [child for child in axes.get_children() if isinstance(child, Annotation)]
-    movable = [text for text in texts if text.get_gid() == POINT]
-    taken = data_boxes(axes, figure.dpi / 72)
-    taken += [extent(text, renderer) for text in texts if text not in movable]
-    for text in movable:
-        width = extent(text, renderer).width * 72 / figure.dpi
-        best, fewest = (0.0, 0.0), np.inf
-        for dx, dy in _OFFSETS:
-            offset = (dx + float(np.sign(dx)) * width / 2, dy)
-            text.set_position(offset)
-            box = extent(text, renderer)
-            inside = frame.contains(box.x0, box.y0) and frame.contains(box.x1, box.y1)
-            clashes = box.count_overlaps(taken) + (0 if inside else 9)
-            if clashes < fewest:
-                best, fewest = offset, clashes
-            if clashes == 0:
-                break
-        text.set_position(best)
-        taken.append(extent(text, renderer).padded(6))
-
-
-def extent(text: Annotation, renderer: RendererBase) -> Bbox:
-    """Box of the words in pixels, without the line that leads to their point."""
-    text.update_positions(renderer)
-    return Text.get_window_extent(text, renderer)
-
-
-def data_boxes(axes: Axes, scale: float) -> list[Bbox]:
-    """What labels must not hide, in pixels: boxes along lines that show data and at their markers.
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Acceptance at one drafted position of one run.
 
     Args:
-        axes: with lines of the gid DATA.
-        scale: pixels a point.
+        drafted: rounds that drafted it.
+        accepted: share of `drafted` that accepted it and all before it.
+        low: lower end of the 95 % interval of `accepted`, over prompts.
+        high: upper end.
     """
-    boxes = []
-    for line in axes.get_lines():
-        if line.get_gid() != DATA:
-            continue
-        corners = axes.transData.transform(np.asarray(line.get_xydata(), dtype=float))
-        spots = [(x, y, 4.0) for x, y in corners]
-        for start, end in pairwise(corners):
-            steps = max(2, int(np.hypot(*(end - start)) / (4 * scale)))
-            spots += [(*(start + (end - start) * t), 1.5) for t in np.linspace(0, 1, steps)]
-        boxes += [
-            Bbox.from_extents(x - r * scale, y - r * scale, x + r * scale, y + r * scale)
-            for x, y, r in spots
-        ]
-    return boxes
+
+    drafted: int
+    accepted: float
+    low: float
+    high: float
+
+
+def positions_of(run: Run) -> list[Position]:
+    """Each position that was drafted in at least MIN_ROUNDS rounds, the first one first."""
+    prompts = list(dict.fromkeys(each.prompt_id for each in run.generations))
+    row = {name: index for index, name in enumerate(prompts)}
+    deepest = len(run.acceptance_by_position)
+    drafted, accepted = np.zeros((2, len(prompts), deepest))
+    for each in run.generations:
+        depth = len(each.drafted_by_position)
+        drafted[row[each.prompt_id], :depth] += each.drafted_by_position
+        accepted[row[each.prompt_id], :depth] += each.accepted_by_position
+    weights = bootstrap_weights(len(prompts))
+    found = []
+    for place in range(deepest):
+        count = int(drafted[:, place].sum())
+        if count < MIN_ROUNDS:
+            break
+        above, below = weights @ accepted[:, place], weights @ drafted[:, place]
+        # NaN in resamples in which the position was not drafted.
+        shares: Array = np.divide(above, below, out=np.full(above.shape, np.nan), where=below > 0)
+        found.append(Position(count, float(accepted[:, place].sum() / count), *interval(shares)))
+    return found
+
+
+def draw_positions(axes: Axes, results: Results, dataset: str) -> None:
+    """Acceptance by position of the longest run of each kind that drafts every position.
+
+    An adaptive rule goes on where it expects acceptance: the tokens that it drafts far out are the
+    easy ones, and its curve lies higher for that alone. So adaptive rules are not drawn.
+    """
+    chains = fixed_lengths(results.of(dataset)).values()
+    trees = [[run] for run in results.of(dataset) if run.fixed_length and run.branching]
+    for run in [runs[-1] for runs in (*chains, *trees)]:
+        found, look = positions_of(run), look_of(run)
+        places = range(1, len(found) + 1)
+        axes.plot(
+            places,
+            [each.accepted for each in found],
+            color=look.colour,
+            marker=look.marker,
+            markersize=4.5,
+            linewidth=1.4,
+            markerfacecolor=look.colour if run.lossless else "none",
+            linestyle=_style(axes, look),
+            label=label(run.method, 22),
+        )
+        axes.fill_between(
+            places,
+            [each.low for each in found],
+            [each.high for each in found],
+            color=look.colour,
+            alpha=0.12,
+            linewidth=0,
+        )
+    axes.set_ylim(0, 1.02)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("drafted position")
+    axes.set_ylabel("accepted, of the rounds that drafted it")
+
+
+def _style(axes: Axes, look: Look) -> str:
+    before = sum(line.get_color() == look.colour for line in axes.get_lines())
+    return _LINE_STYLES[before % len(_LINE_STYLES)]
+
+
+# --- whole figures ---
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """One kind of figure.
+
+    Args:
+        title: heading.
+        caption: one or two sentences on how to read it.
+        draw: draws one dataset.
+        per_method: whether each method has a row of its own: the height grows with their number,
+            and datasets share the other axis alone.
+    """
+
+    title: str
+    caption: str
+    draw: Callable[[Axes, Results, str], None]
+    per_method: bool
+
+
+PLOTS = {
+    "speedup": Plot(
+        "Speed-up",
+        "Longer is faster. Whiskers are 95 % bootstrap intervals over prompts; ★ marks the fastest"
+        " lossless method; hatched bars change the target's distribution.",
+        draw_speed,
+        per_method=True,
+    ),
+    "efficiency": Plot(
+        "Block efficiency",
+        "Tokens per forward of the target; longer is better, but says nothing of what the draft"
+        " costs: times were not measured. Whiskers are 95 % bootstrap intervals over prompts;"
+        " hatched bars change the target's distribution.",
+        draw_efficiency,
+        per_method=True,
+    ),
+    "lengths": Plot(
+        "Speed by draft length",
+        "Chains that draft K tokens in every round; higher is faster. Whiskers are 95 % bootstrap"
+        " intervals over prompts.",
+        draw_lengths,
+        per_method=False,
+    ),
+    "acceptance": Plot(
+        "Acceptance by position",
+        "Fixed lengths and trees, which draft every position in every round. Share of the rounds"
+        " drafting this deep that accepted the position and all before it, with its 95 % interval;"
+        f" the longest run of each kind, positions drafted in at least {MIN_ROUNDS} rounds.",
+        draw_positions,
+        per_method=False,
+    ),
+}
+
+
+def kinds(results: Results) -> list[str]:
+    """The keys of PLOTS that these results can fill."""
+    chains = fixed_lengths(results.runs)
+    fixed = any(run.fixed_length for run in results.runs)
+    fills = {
+        "speedup": results.timed,
+        "efficiency": not results.timed,
+        "lengths": results.timed and any(len({r.length for r in c}) > 1 for c in chains.values()),
+        "acceptance": fixed,
+    }
+    return [kind for kind in PLOTS if fills[kind]]
+
+
+def plot(kind: str, results: Results, datasets: Sequence[str]) -> Figure:
+    """Draw one kind of figure, one panel a dataset, all with the same limits.
+
+    Args:
+        kind: key of PLOTS.
+        results: what to draw.
+        datasets: at least one of its datasets.
+    """
+    what = PLOTS[kind]
+    methods = max(len(results.of(dataset)) for dataset in datasets)
+    height = 1.3 + 0.27 * methods if what.per_method else HEIGHT
+    columns = min(3, len(datasets))
+    rows = -(-len(datasets) // columns)
+    with mpl.rc_context(_RC):
+        figure = Figure(figsize=(5.2 * columns, height * rows), layout="constrained")
+        FigureCanvasAgg(figure)
+        first: Axes | None = None
+        entries: dict[str, Artist] = {}
+        for index, dataset in enumerate(datasets):
+            shared = None if what.per_method else first
+            axes = figure.add_subplot(rows, columns, index + 1, sharex=first, sharey=shared)
+            first = first or axes
+            axes.set_title(label(dataset, 28), loc="left", fontweight="bold")
+            what.draw(axes, results, dataset)
+            artists, words = axes.get_legend_handles_labels()
+            entries.update(dict(zip(words, artists, strict=True)))
+        figure.legend(
+            list(entries.values()), list(entries), loc="outside lower center", ncols=3 * columns
+        )
+    return figure
+
+
+def drawings(kind: str, results: Results) -> list[str]:
+    """One <svg> a dataset, which a phone can read; all with the same limits."""
+    datasets, svgs = results.datasets(), []
+    limits = plot(kind, results, datasets).axes[0]
+    for index, dataset in enumerate(datasets):
+        figure = plot(kind, results, [dataset])
+        figure.axes[0].set_xlim(limits.get_xlim())
+        if not PLOTS[kind].per_method:
+            figure.axes[0].set_ylim(limits.get_ylim())
+        title = f"{PLOTS[kind].title}, {dataset}"
+        svgs.append(to_svg(figure, prefix=f"{kind}{index}", title=title))
+    return svgs
+
+
+def write_png(path: Path, figure: Figure) -> None:
+    """Save at 150 dots an inch on white, whole or not at all."""
+    with atomic_write(path) as temporary, mpl.rc_context(_RC):
+        figure.savefig(
+            temporary, format="png", dpi=150, facecolor="white", metadata={"Software": None}
+        )
+
+
+def to_svg(figure: Figure, *, prefix: str, title: str) -> str:
+    """Return an inline <svg> that takes the page's ink, so that it is readable in dark mode.
+
+    Args:
+        figure: what to write.
+        prefix: makes the ids of this figure unique within the page.
+        title: short text for assistive technology.
+    """
+    buffer = io.StringIO()
+    with mpl.rc_context(_RC):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # nothing refers to groups, and gids repeat
+    text = re.sub(r'\b(id|href)="(#?)', rf'\1="\2{prefix}-', text)
+    text = text.replace("url(#", f"url(#{prefix}-")
+    text = text.replace(INK, "currentColor").replace(GRID, "var(--grid)")
+    text = re.sub(r'(<svg[^>]*?)\swidth="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?)\sheight="[^"]*"', r"\1", text, count=1)
+    return text.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)

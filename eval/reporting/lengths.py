@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from eval.measuring.metrics import Interval, compute_metrics, speed_ratio_interval
 from eval.measuring.records import PromptRecord
 from eval.measuring.results import Results, Run
+from eval.reporting.rendering import NOT_MEASURED
 from specdata.errors import ManifestError
 
 ENGINES = {
@@ -56,6 +57,19 @@ class MeasuredLength:
     def tied(self) -> bool:
         """Whether the runner-up may be as fast: the interval of the ratio contains 1."""
         return self.ratio_interval is not None and self.ratio_interval[0] <= 1.0
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """Best length, speed, all measured lengths and the next best, as text."""
+        best = f"K = {self.length}" + (f", {self.verifier} verification" if self.verifier else "")
+        low, high = self.interval
+        against = NOT_MEASURED
+        if self.ratio_interval is not None:
+            below, above = self.ratio_interval
+            against = f"{self.ratio:.2f}x [{below:.2f}, {above:.2f}] {self.runner_up}"
+            against += ": not told apart" if self.tied else ""
+        lengths = f"K = {', '.join(map(str, self.measured))}"
+        return best, f"{self.speed:.1f} [{low:.1f}, {high:.1f}]", lengths, against
 
 
 def measured_lengths(results: Results) -> dict[str, MeasuredLength | None]:

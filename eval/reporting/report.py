@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 from rich import box
@@ -14,52 +13,18 @@ from rich.table import Table
 from rich.text import Text
 
 from eval.analysis.quality import Quality
-from eval.analysis.tree_results import TreeSearch
 from eval.measuring.metrics import latency_intervals
 from eval.measuring.pooled import PooledRow, fastest_pooled, pool
 from eval.measuring.results import Results, Run, fastest, fitted
 from eval.measuring.samples import Samples
-from eval.reporting.commands import Commands
-from eval.reporting.drill_down import drill_down
 from eval.reporting.findings import Decision, Finding, decide, findings
+from eval.reporting.lengths import measured_lengths
 from eval.reporting.overall import FEW_PROMPTS, WIDE, is_wide, overall
-from eval.reporting.quality import (
-    BIN_COLUMNS,
-    QUALITY_COLUMNS,
-    basis,
-    bin_table,
-    quality_rows,
-)
+from eval.reporting.quality import QUALITY_COLUMNS, basis, quality_rows
 from eval.reporting.rendering import NOT_MEASURED, render
-from eval.reporting.training import (
-    TRAINING_COLUMNS,
-    HeadTraining,
-    training_rows,
-    training_summary,
-)
-from eval.reporting.trees import (
-    AGREEMENT_COLUMNS,
-    CAPTION,
-    TITLE,
-    TREE_COLUMNS,
-    agreement_rows,
-    headline,
-    tree_rows,
-    widest,
-)
-from eval.reporting.trees import (
-    basis as basis_of_trees,
-)
-from eval.reporting.trees import (
-    described as described_trees,
-)
+from eval.reporting.table import chosen
 from eval.reporting.verdict import HeadVerdict
-from eval.reporting.what_if import panels, what_if_section
-from specdata.history import History
 from specdata.storage.files import write_text
-
-if TYPE_CHECKING:
-    from eval.reporting.plots import Legend
 
 PAGE = "report.html"
 ALL_SETS = "all prompt sets"
@@ -78,6 +43,8 @@ RATES_SHOWN = {
 """What the columns show, each with its decimals."""
 UNTIMED = "not measured"
 """A speed in results without times."""
+SHORT = 4
+"""Columns of the table in a terminal."""
 
 # Heading of a column, and how to read it.
 COLUMNS = (
@@ -113,30 +80,18 @@ class Context:
         title: heading of the page.
         stages: wall seconds of each stage of the pipeline.
         draft: measure of the draft -> its value before and after training.
-        head: measure of the acceptance head -> value.
         verdict: whether the head pays by the clock.
         quality: how good its probabilities are, and what it saves in replay.
-        trainings: name of a training of the draft -> its history.
-        objectives: name of a training of the draft -> what was minimised, a sentence.
-        head_training: how the acceptance head was trained.
-        commands: what makes this report again.
-        trees: which draft tree would be best.
-        no_trees: why that is not known, a sentence; empty if nothing is to be said.
+        command: the command line that measured this.
         samples: the texts of a few prompts.
     """
 
     title: str = "Speculative decoding report"
     stages: Mapping[str, float] = field(default_factory=dict)
     draft: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    head: Mapping[str, float | None] = field(default_factory=dict)
     verdict: HeadVerdict | None = None
     quality: Quality | None = None
-    trainings: Mapping[str, History] = field(default_factory=dict)
-    objectives: Mapping[str, str] = field(default_factory=dict)
-    head_training: HeadTraining | None = None
-    commands: Commands | None = None
-    trees: TreeSearch | None = None
-    no_trees: str = ""
+    command: str = ""
     samples: Samples | None = None
 
     @property
@@ -348,38 +303,31 @@ def _figures(run: Run | PooledRow) -> tuple[Figure, ...]:
 
 
 def terminal(results: Results, context: Context | None = None) -> Group:
-    """Tables for `rich.print`, at most 100 columns wide; what is fastest, and if a head pays."""
-    tables: list[Table | Text] = []
-    pooled, sections = pooled_section(results), sections_of(results)
-    for section in [pooled, *sections] if pooled else sections:
-        table = Table(
-            title=Text(section.dataset, style="bold"),
-            caption=Text(f"{section.summary}\n{section.footnote}"),
-            box=box.SIMPLE_HEAD,
-            caption_justify="left",
-            title_justify="left",
-            pad_edge=False,
-        )
-        table.add_column("method", max_width=28, overflow="fold")
-        for name, _ in COLUMNS:
-            table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
-        for row in section.rows:
-            style = "bold green" if row.mark == "★" else ""
-            # Text, not str: a name may hold what rich would take for markup.
-            method = Text(" ".join(filter(None, (row.method, row.mark, row.note))), style=style)
-            table.add_row(method, *(Text(cell, style=style) for cell in row.cells))
-        tables.append(table)
-    first = overall(results)
-    tables.append(Text(first.finding, style="bold"))
-    tables += [Text(f"  {words}") for words in (first.exactness, *first.cautions) if words]
+    """The answer and one table for `rich.print`, at most 80 columns wide.
+
+    The table is over all prompt sets; of many methods it shows the best setting of each kind.
+    """
+    section = pooled_section(results) or sections_of(results)[0]
+    shown = chosen(results)
+    rows = [row for row in section.rows if row.method in shown]
+    table = Table(
+        title=Text(section.dataset, style="bold"),
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        pad_edge=False,
+    )
+    table.add_column("method", max_width=28, overflow="fold")
+    for name, _ in COLUMNS[:SHORT]:
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
+    for row in rows:
+        style = "bold green" if row.mark == "★" else ""
+        # Text, not str: a name may hold what rich would take for markup.
+        method = Text(" ".join(filter(None, (row.method, row.mark, row.note))), style=style)
+        table.add_row(method, *(Text(cell, style=style) for cell in row.cells[:SHORT]))
+    said = [overall(results).finding]
     if context and context.decision:
-        tables.append(Text(context.decision.sentence, style="bold"))
-    for finding in context.findings if context else ():
-        tables.append(Text(finding.headline, style="bold"))
-        tables += [Text(f"  {name}: {words}") for name, words in finding.brief.items()]
-    if context and context.trees:
-        tables.append(Text(headline(context.trees), style="bold"))
-    return Group(*tables)
+        said.append(context.decision.sentence)
+    return Group(*(Text(words, style="bold") for words in said), table)
 
 
 def write_report(results: Results, folder: Path, context: Context | None = None) -> Path:
@@ -390,188 +338,53 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
         folder: created if missing; older files of the same names are replaced.
         context: title and the figures of earlier stages.
     """
-    from eval.reporting.plots import (  # imports matplotlib
-        QUALITY_PLOTS,
-        kinds,
-        plot,
-        plot_head_training,
-        plot_quality,
-        plot_training,
-        plot_trees,
-        plot_what_if,
-        training_kinds,
-        write_png,
-    )
+    from eval.reporting.charts import kinds, plot, write_png  # imports matplotlib
 
-    context = context or Context()
     for kind in kinds(results):
         write_png(folder / f"{kind}.png", plot(kind, results, results.datasets()))
-    if quality := context.quality:
-        for kind in QUALITY_PLOTS:
-            write_png(folder / f"{kind}.png", plot_quality(kind, quality, quality.domains()))
-    for name, history in context.trainings.items():
-        if drawn := training_kinds(history):
-            write_png(folder / f"training-{name}.png", plot_training(history, drawn))
-    if context.head_training is not None:
-        write_png(folder / "training-head.png", plot_head_training(context.head_training))
-    if trees := context.trees:
-        write_png(folder / "trees.png", plot_trees(trees))
-    if shown := panels(results):
-        write_png(folder / "what-if.png", plot_what_if(shown))
     path = folder / PAGE
-    write_text(path, render_page(results, context))
+    write_text(path, render_page(results, context or Context()))
     return path
 
 
 def render_page(results: Results, context: Context) -> str:
     """One self-contained HTML page: no script, no font, no image outside it."""
-    from eval.reporting.plots import ADAPTIVE, PLOTS, kinds, plot_apart, to_svg  # matplotlib
-    from eval.reporting.positions import position_tables
+    from eval.reporting.charts import PLOTS, drawings, kinds  # imports matplotlib
 
-    plots = []
-    for kind in kinds(results):
-        what, drawings = PLOTS[kind], []
-        figures, legend = plot_apart(kind, results)
-        for index, dataset in enumerate(results.datasets()):
-            svg = to_svg(
-                figures[index],
-                prefix=f"{kind}{index}",
-                title=f"{what.title}, {dataset}",
-                description=f"{what.caption} {_described(results, dataset, kind)}",
-            )
-            drawings.append(Markup(svg))  # safe: its words are drawn as paths or escaped
-        drawn = _figure(kind, what.title, what.caption, drawings, legend)
-        if kind in ADAPTIVE:
-            drawn["positions"] = position_tables(results, adaptive=ADAPTIVE[kind])
-        plots.append(drawn)
+    pooled, quality = pooled_section(results), context.quality
     return render(
         "report.html.jinja",
         context=context,
         overall=overall(results),
-        pooled=pooled_section(results),
-        sections=sections_of(results),
-        drill_down=None if context.samples is None else drill_down(context.samples, results),
+        sections=[*([pooled] if pooled else []), *sections_of(results)],
         columns=COLUMNS,
-        plots=plots,
+        # Safe: the words of a drawing are drawn as paths or escaped.
+        plots=[(PLOTS[kind], map(Markup, drawings(kind, results))) for kind in kinds(results)],
+        lengths=[best for best in measured_lengths(results).values() if best],
         environment=environment_rows(results),
         models=_models(results),
-        quality=None if context.quality is None else _quality_section(context.quality),
-        trainings=[
-            _training_section(number, name, history, context.objectives.get(name, ""))
-            for number, (name, history) in enumerate(context.trainings.items())
-        ],
-        head_training=None
-        if context.head_training is None
-        else _head_training_section(context.head_training),
-        trees=None if context.trees is None else _tree_section(context.trees, results),
-        what_if=what_if_section(results),
+        quality=quality
+        and {
+            "tables": {domain: quality_rows(quality, domain) for domain in quality.domains()},
+            "columns": QUALITY_COLUMNS,
+            "footnote": basis(quality),
+        },
+        texts=_texts(context.samples, results) if context.samples else [],
     )
 
 
-def _figure(
-    prefix: str, title: str, caption: str, drawings: list[Markup], legend: Legend
-) -> dict[str, Any]:
-    """Drawings that share their axes, with the one legend of all of them."""
-    from eval.reporting.plots import legend_marks
-
-    marks = [(words, Markup(svg)) for words, svg in legend_marks(legend, prefix)]  # safe as above
-    return {"title": title, "caption": caption, "drawings": drawings, "legend": marks}
-
-
-def _tree_section(search: TreeSearch, results: Results) -> dict[str, Any]:
-    """The finding, tables and drawing of the search for the best tree."""
-    from eval.reporting.plots import plot_trees, to_svg
-
-    svg = to_svg(
-        plot_trees(search),
-        prefix="trees",
-        title=TITLE,
-        description=f"{CAPTION} {described_trees(search)}",
-    )
-    return {
-        "headline": headline(search),
-        "widest": widest(search),
-        "rows": tree_rows(search),
-        "columns": TREE_COLUMNS,
-        "agreement": agreement_rows(search, results),
-        "agreement_columns": AGREEMENT_COLUMNS,
-        "title": TITLE,
-        "caption": CAPTION,
-        "drawing": Markup(svg),  # safe as above
-        "footnote": basis_of_trees(search),
-    }
-
-
-def _quality_section(quality: Quality) -> dict[str, Any]:
-    """Tables and drawings of how well acceptance is predicted."""
-    from eval.reporting.plots import QUALITY_PLOTS, plot_quality_apart, to_svg
-    from eval.reporting.quality_charts import described
-
-    plots = []
-    for kind, what in QUALITY_PLOTS.items():
-        figures, legend = plot_quality_apart(kind, quality)
-        drawings = [
-            Markup(  # safe as above
-                to_svg(
-                    figures[index],
-                    prefix=f"{kind}{index}",
-                    title=f"{what.title}, {domain}",
-                    description=f"{what.caption} {described(quality, domain, kind)}",
-                )
-            )
-            for index, domain in enumerate(quality.domains())
-        ]
-        plots.append(_figure(kind, what.title, what.caption, drawings, legend))
-    return {
-        "bins": bin_table(quality),
-        "bin_columns": BIN_COLUMNS,
-        "tables": {domain: quality_rows(quality, domain) for domain in quality.domains()},
-        "columns": QUALITY_COLUMNS,
-        "plots": plots,
-        "footnote": basis(quality),
-    }
-
-
-def _training_section(number: int, name: str, history: History, objective: str) -> dict[str, Any]:
-    """Table and drawings of how the draft was trained."""
-    from eval.reporting.plots import plot_training_apart, to_svg, training_kinds
-    from eval.reporting.training_charts import described_training
-
-    prefix = f"training{number}"
-    figures, legend = plot_training_apart(history)
-    drawings = [
-        Markup(  # safe as above
-            to_svg(
-                figures[index],
-                prefix=f"{prefix}-{index}",
-                title=f"{name}, {kind}",
-                description=described_training(history, kind),
-            )
-        )
-        for index, kind in enumerate(training_kinds(history))
-    ]
-    return {
-        "name": name,
-        "summary": training_summary(history),
-        "objective": objective,
-        "rows": training_rows(history),
-        "columns": TRAINING_COLUMNS,
-        "plot": _figure(prefix, name, "", drawings, legend),
-    }
-
-
-def _head_training_section(training: HeadTraining) -> dict[str, Any]:
-    """Drawing of how the head was trained."""
-    from eval.reporting.plots import plot_head_training, to_svg
-    from eval.reporting.training_charts import described_head_loss
-
-    svg = to_svg(
-        plot_head_training(training),
-        prefix="head-training",
-        title="acceptance head, loss",
-        description=described_head_loss(training),
-    )
-    return {"summary": training.summary, "drawing": Markup(svg)}  # safe as above
+def _texts(samples: Samples, results: Results) -> list[tuple[str, str, str, str]]:
+    """Prompt set, prompt, method and text: what the best lossless method made of a few prompts."""
+    texts = []
+    for dataset in results.datasets():
+        drafting = [run for run in results.of(dataset) if run.lossless and run.drafter is not None]
+        drafting.sort(key=lambda r: (r.tokens_per_second or 0.0, r.block_efficiency), reverse=True)
+        for sample in samples.of(dataset):
+            made = [run.method for run in drafting if run.method in sample.methods]
+            if made:
+                text = sample.methods[made[0]].text
+                texts.append((dataset, sample.prompt, made[0], text))
+    return texts
 
 
 def _models(results: Results) -> list[tuple[str, str]]:
@@ -583,30 +396,6 @@ def _models(results: Results) -> list[tuple[str, str]]:
         "head": dict.fromkeys(run.head for run in runs if run.head is not None),
     }
     return [(role, ", ".join(names)) for role, names in roles.items() if names]
-
-
-def _described(results: Results, dataset: str, kind: str) -> str:
-    """The data of a drawing in words, for those who cannot see it."""
-    from eval.reporting.plots import ADAPTIVE
-    from eval.reporting.positions import is_adaptive, positions_of
-
-    parts = []
-    for run in results.of(dataset):
-        if kind == "speedup" and run.speedup is not None:
-            parts.append(f"{run.method} {run.speedup:.2f}x")
-        elif kind == "pareto" and run.drafter in ("chain", "transformers"):
-            parts.append(
-                f"{run.method} discards {run.discard_rate:.2f}, verifies"
-                f" {run.verification_rate:.2f}"
-            )
-        elif kind in ADAPTIVE and run.drafter and is_adaptive(run) == ADAPTIVE[kind]:
-            found = positions_of(run)
-            parts.append(f"{run.method} {' '.join(f'{each.accepted:.2f}' for each in found)}")
-        elif kind == "efficiency":
-            parts.append(f"{run.method} {run.block_efficiency:.2f}")
-        elif kind == "cost":
-            parts.append(f"{run.method} {1000 * run.seconds['total'] / run.tokens:.2f} ms")
-    return "Values: " + "; ".join(parts) + "."
 
 
 def environment_rows(results: Results) -> list[tuple[str, str]]:

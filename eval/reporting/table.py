@@ -166,7 +166,7 @@ def write_evidence(results: Results, source: Path, out: Path, methods: Sequence[
         out: folder, created if missing.
         methods: those of the picture.
     """
-    from eval.reporting.plots import plot, write_png  # imports matplotlib
+    from eval.reporting.charts import plot, write_png  # imports matplotlib
 
     values = results.model_dump(mode="json")
     text = json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -19,10 +19,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -33,12 +31,11 @@ from eval.analysis.what_if import (
     Machine,
     Priced,
     WhatIf,
-    memory_bound,
     on_machine,
     what_if,
 )
 from eval.measuring.intervals import Interval
-from eval.measuring.results import Results, read_results
+from eval.measuring.results import read_results
 from eval.reporting.rendering import NOT_MEASURED
 from specdata.errors import ConfigError, ManifestError
 from specdata.terminal import accept_any_text
@@ -67,17 +64,6 @@ WHAT_IF_COLUMNS = (
         "The ratio t_draft/t_target below which the method is faster than the target alone.",
     ),
 )
-TITLE = "Speed-up against the cost of the draft"
-CAPTION = (
-    "Higher is faster; 1 is the target alone. Each line is a method with the lengths that it"
-    " drafted in this run, a forward of its draft costing from 1/200 of the target's to as much;"
-    " marks are what the clock measured here. Bold: the fastest lossless method at that ratio, with"
-    " a stroke where another takes over and a name where there is room; thin dashes: biased."
-)
-MEMORY_BOUND = (
-    "memory-bound target: verifying a draft takes as long as one token, and nothing is beside"
-    " forwards, as the papers assume"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,67 +73,6 @@ class WhatIfRow:
     method: str
     cells: tuple[str, ...]
     is_best: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """A drawing: its title, what is drawn, and whether the clock's speed-ups are marked."""
-
-    title: str
-    shown: WhatIf
-    clocked: bool
-
-
-def panels(results: Results) -> list[Panel]:
-    """All prompts as measured and with a memory-bound target, then each prompt set."""
-    found = what_if(results)
-    if not found:
-        return []
-    whole, *sets = found
-    bound = memory_bound(results)[whole]
-    drawn = [Panel("as measured", found[whole], True), Panel("memory-bound target", bound, False)]
-    return drawn + [Panel(f"{name}, as measured", found[name], True) for name in sets]
-
-
-def what_if_section(results: Results) -> dict[str, Any] | None:
-    """What a page shows; None if the results cannot tell (`eval.analysis.what_if.what_if`)."""
-    from eval.reporting.plots import (  # imports matplotlib
-        legend_marks,
-        plot_what_if_apart,
-        to_svg,
-    )
-    from eval.reporting.what_if_charts import described_what_if
-
-    found = what_if(results)
-    if not found:
-        return None
-    (name, whole), *sets = found.items()
-    drawn = panels(results)
-    figures, legend = plot_what_if_apart(drawn)
-    drawings = [
-        Markup(  # safe: its words are drawn as paths or escaped
-            to_svg(
-                figure,
-                prefix=f"what-if{number}",
-                title=f"{TITLE}, {panel.title}",
-                description=f"{CAPTION} {described_what_if(panel)}",
-            )
-        )
-        for number, (panel, figure) in enumerate(zip(drawn, figures, strict=True))
-    ]
-    return {
-        "name": name,
-        "headline": headline(whole),
-        "agreement": agreement(whole),
-        "columns": WHAT_IF_COLUMNS,
-        "rows": what_if_rows(whole),
-        "footnote": basis(whole),
-        "sets": {each: f"{headline(shown)} {agreement(shown)}" for each, shown in sets},
-        "title": TITLE,
-        "caption": f"{CAPTION} {MEMORY_BOUND[0].upper()}{MEMORY_BOUND[1:]}.",
-        "drawings": drawings,
-        "legend": [(words, Markup(mark)) for words, mark in legend_marks(legend, "what-if")],
-    }
 
 
 def what_if_rows(shown: WhatIf) -> list[WhatIfRow]:
