@@ -156,6 +156,8 @@ def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]
 def _measures(trained: Mapping[str, Any]) -> Mapping[str, float]:
     """Acceptance on held-out rollouts before and after training, for the card."""
     what = "acceptance (an upper bound)" if trained["is_bound"] else "acceptance"
+    if trained["steps"] == 0:
+        return {what: trained["acceptance_after"]}
     return {
         f"{what} before distillation": trained["acceptance_before"],
         f"{what} after distillation": trained["acceptance_after"],

@@ -7,6 +7,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from eval.reporting.plots import QUALITY_PLOTS, kinds, plot, plot_quality, to_svg
+from eval.reporting.quality_charts import MIN_TOKENS
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 from PIL import Image
@@ -18,9 +20,7 @@ from eval.measuring.methods import PLAIN
 from eval.measuring.results import Results, build_results, check_metrics, fastest
 from eval.reporting.charts import LOOKS, PARTS, POINT, data_boxes, extent, family, series
 from eval.reporting.findings import findings
-from eval.reporting.plots import QUALITY_PLOTS, kinds, plot, plot_quality, to_svg
 from eval.reporting.quality import QUALITY_COLUMNS, basis, quality_rows
-from eval.reporting.quality_charts import MIN_TOKENS
 from eval.reporting.report import COLUMNS, Context, render_page, sections_of, terminal, write_report
 from eval.reporting.verdict import HeadVerdict, judge
 from tests.synthetic_quality import CHOICE, synthetic_quality

@@ -8,14 +8,14 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+from eval.reporting.drill_down import MOST_METHODS, MOST_TOKENS, UNSEEN, drill_down
+from eval.reporting.positions import is_adaptive, position_tables, positions_of, shown_runs
 
 from eval.measuring.metrics import speed_ratio_interval
 from eval.measuring.pooled import fastest_pooled, pool
 from eval.measuring.results import Method, Results, Run, build_results, fastest
 from eval.measuring.samples import RoundText, Sample, Samples, SampleText
-from eval.reporting.drill_down import MOST_METHODS, MOST_TOKENS, UNSEEN, drill_down
 from eval.reporting.overall import FEW_PROMPTS, is_wide, overall
-from eval.reporting.positions import is_adaptive, position_tables, positions_of, shown_runs
 from eval.reporting.report import ALL_SETS, Context, pooled_section, render_page, sections_of
 from tests.synthetic_results import ENVIRONMENT, PROMPTS, synthetic_results
 

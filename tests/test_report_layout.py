@@ -8,11 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.colors import same_color, to_hex
-
-from eval.analysis.choice import DevChoice
-from eval.measuring.results import Results
-from eval.reporting.charts import LOOKS, RULES, look_of
 from eval.reporting.commands import commands
 from eval.reporting.plots import (
     QUALITY_PLOTS,
@@ -24,8 +19,13 @@ from eval.reporting.plots import (
     plot_training_apart,
 )
 from eval.reporting.quality_charts import LINES
-from eval.reporting.report import Context, write_report
 from eval.reporting.training import HeadTraining
+from matplotlib.colors import same_color, to_hex
+
+from eval.analysis.choice import DevChoice
+from eval.measuring.results import Results
+from eval.reporting.charts import LOOKS, RULES, look_of
+from eval.reporting.report import Context, write_report
 from eval.reporting.verdict import judge
 from tests.browser import CHROMIUM, Browser
 from tests.synthetic_quality import CHOICE, synthetic_quality
