@@ -24,7 +24,6 @@ from transformers import PreTrainedModel, Trainer
 from distill.config import LoraConfig
 from specdata.adapter_folder import base_of_adapters
 from specdata.errors import ConfigError
-from specdata.gguf_file import is_gguf
 from specdata.hub import hub_source
 from specdata.loading import Loading, check_bits
 from specdata.models import load_model
@@ -149,10 +148,8 @@ def _with_adapters(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> pe
 def _local_folder(name: str) -> str | None:
     """The folder of a model that has been loaded: its own, or its snapshot in the Hub's cache.
 
-    None for a folder of adapters, whose merged model lies nowhere, and for a GGUF file.
+    None for a folder of adapters, whose merged model lies nowhere.
     """
-    if is_gguf(name):
-        return None
     source, revision = hub_source(name)
     if Path(source).is_dir():
         return None if base_of_adapters(source) else source

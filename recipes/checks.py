@@ -30,7 +30,6 @@ from recipes.sizes import (
 )
 from specdata.config import nearest
 from specdata.errors import ConfigError
-from specdata.gguf_file import has_template, is_gguf
 from specdata.loading import Loading, Role, check_bits, check_shardable, check_tp_plan
 from specdata.processes import process_count
 from specdata.prompts.config import PromptSet
@@ -467,8 +466,6 @@ def has_chat_template(config: PipelineConfig) -> bool | None:
     """Whether the target has a chat template; None if its tokenizer is not on this machine."""
     if is_made_here(config, config.models.target):
         return False
-    if is_gguf(config.models.target):
-        return has_template(config.models.target)
     here = on_this_machine(config.models.target)
     if here is None:
         return None

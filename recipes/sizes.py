@@ -12,7 +12,6 @@ from distill.config import ARCHITECTURES, TOY_POSITIONS
 from recipes.config import PipelineConfig
 from recipes.run import absolute, is_within
 from specdata.adapter_folder import base_of_adapters
-from specdata.gguf_file import describe_gguf, is_gguf
 from specdata.hub import hub_source
 from specdata.prompts.reading import source_of
 
@@ -80,8 +79,6 @@ def described(model: str) -> Mapping[str, Any]:
     """
     if base := base_of_adapters(model):
         return described(base)
-    if is_gguf(model):
-        return describe_gguf(model)
     here = on_this_machine(model)
     try:
         known = json.loads((here / "config.json").read_text("utf-8")) if here else {}

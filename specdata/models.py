@@ -28,7 +28,6 @@ from transformers.distributed import DistributedConfig
 from specdata.adapter_folder import base_of_adapters, merge_adapters
 from specdata.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
 from specdata.errors import ConfigError, full_disk
-from specdata.gguf_file import gguf_configs, is_gguf, load_gguf, load_gguf_tokenizer
 from specdata.hub import hub_source
 from specdata.loading import ONE_DEVICE, Loading, check_bits, check_tp_plan
 from specdata.processes import join_processes
@@ -39,15 +38,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def load_model(name: str, *, dtype: str = "float32", load: Loading = ONE_DEVICE) -> Any:
-    """Load a causal LM from a folder, a GGUF file or the Hub, in eval mode.
+    """Load a causal LM from a folder or the Hub, in eval mode.
 
     Code that comes with a model is never run: see `asks_for_remote_code`. A draft with a reduced
     vocabulary (`specdata.draft_vocabulary`) gets logits as wide as its vocabulary all the same.
 
     Args:
         name: a folder, or a Hub id, which may carry a revision: OWNER/NAME@REVISION. Adapters in a
-            folder (PEFT's) are merged into the base that they name; the weights of a GGUF file are
-            dequantised.
+            folder (PEFT's) are merged into the base that they name.
         dtype: precision of the weights, one of `DTYPES`, unless `load` has one.
         load: where they lie, and in how many bits; by default all on `device()`.
 
@@ -66,7 +64,8 @@ def load_model(name: str, *, dtype: str = "float32", load: Loading = ONE_DEVICE)
         alone = Loading(device_map="cpu" if load.device_map else None)
         model = _of_base(name, base, lambda: load_model(base, dtype=dtype, load=alone))
         return _placed(merge_adapters(model, name, base), name, load).eval()
-    model, info = _read(name, DTYPES[dtype], load)
+    source, revision = hub_source(name)
+    model, info = from_hub("model", name, lambda: read_model(source, revision, DTYPES[dtype], load))
     check_complete(name, info)
     return _placed(model, name, load).eval()
 
@@ -83,19 +82,10 @@ def check_complete(name: str, info: Mapping[str, Any]) -> None:
     """
     if missing := sorted(info["missing_keys"]):
         # transformers would fill them with random numbers and only log it.
-        remedy = "convert it again" if is_gguf(name) else "save it again with save_pretrained"
         raise ConfigError(
             f"the weights of {name!r} do not fit its configuration: {len(missing)} are missing "
-            f"(first: {missing[0]}); {remedy}"
+            f"(first: {missing[0]}); save it again with save_pretrained"
         )
-
-
-def _read(name: str, dtype: torch.dtype, load: Loading) -> tuple[Any, dict[str, Any]]:
-    """A model that is no adapters, and what transformers says of its keys."""
-    if is_gguf(name):
-        return load_gguf(name, dtype)
-    source, revision = hub_source(name)
-    return from_hub("model", name, lambda: read_model(source, revision, dtype, load))
 
 
 def read_model(
@@ -238,8 +228,6 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """
     if not (Path(name) / "tokenizer_config.json").is_file() and (base := base_of_adapters(name)):
         return _of_base(name, base, lambda: load_tokenizer(base))
-    if is_gguf(name):
-        return load_gguf_tokenizer(name)
     source, revision = hub_source(name)
     return from_hub(
         "tokenizer",
@@ -296,8 +284,6 @@ def load_configs(name: str) -> tuple[PreTrainedConfig, GenerationConfig]:
     """
     if base := base_of_adapters(name):
         return _of_base(name, base, lambda: load_configs(base))
-    if is_gguf(name):
-        return gguf_configs(name)
     source, revision = hub_source(name)
 
     def load() -> tuple[PreTrainedConfig, GenerationConfig]:
@@ -418,6 +404,12 @@ def from_hub(what: str, name: str, load: Callable[[], T]) -> T:
     except Exception as error:
         if full := full_disk(error):  # the cache of the Hub is on one
             raise full from error
+        if name.lower().endswith(".gguf"):
+            raise ConfigError(
+                f"{name} is a GGUF file: read it once with transformers' from_pretrained(FOLDER, "
+                "gguf_file=...), save model and tokenizer as recipes/smollm2.py does, and give "
+                "that folder"
+            ) from error
         if asks_for_remote_code(error):
             raise remote_code_refused(what, name) from error
         if what == "model" and (damaged := _damaged_weights(name)):

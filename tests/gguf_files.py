@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +75,6 @@ def write_gguf(
     model: LlamaForCausalLM,
     *,
     quantised: str | None = None,
-    texts: Mapping[str, str] | None = None,
-    numbers: Mapping[str, int] | None = None,
-    architecture: str = "llama",
-    left_out: str = "",
-    tensors: Mapping[str, np.ndarray[Any, Any]] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Write a model with `chat_tokenizer`; return the weights that the file holds.
 
@@ -88,14 +82,9 @@ def write_gguf(
         path: the file.
         model: the Llama.
         quantised: how matrices are stored; None is F32.
-        texts: further ones of the metadata.
-        numbers: the same.
-        architecture: what the file says that it is.
-        left_out: llama.cpp's name of a weight that the file lacks.
-        tensors: further ones.
     """
     config = model.config
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -107,10 +96,6 @@ def write_gguf(
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     writer.add_vocab_size(config.vocab_size)
-    for key, text in (texts or {}).items():
-        writer.add_string(key, text)
-    for key, number in (numbers or {}).items():
-        writer.add_uint32(key, number)
     _add_tokenizer(writer)
     held = {}
     for ours, theirs in names(config.num_hidden_layers, tied=config.tie_word_embeddings).items():
@@ -121,12 +106,9 @@ def write_gguf(
         stored = weight if count is None else _interleaved(weight, count)
         kind = QUANTISED[quantised] if quantised and weight.ndim == 2 else Kind.F32
         data = gguf.quants.quantize(stored, kind)
-        if theirs != left_out:
-            writer.add_tensor(theirs, data, raw_dtype=kind)
+        writer.add_tensor(theirs, data, raw_dtype=kind)
         back = gguf.quants.dequantize(data, kind).reshape(weight.shape)
         held[ours] = torch.from_numpy(back if count is None else _in_halves(back, count))
-    for name, tensor in (tensors or {}).items():
-        writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

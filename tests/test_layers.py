@@ -50,9 +50,8 @@ BELOW = {
         "prepack": "",
         "adapter_folder": "errors",
         "draft_vocabulary": "errors",
-        "gguf_file": "errors",
-        "loading": "adapter_folder config errors gguf_file processes",
-        "models": "adapter_folder draft_vocabulary errors gguf_file hub loading processes storage",
+        "loading": "adapter_folder config errors processes",
+        "models": "adapter_folder draft_vocabulary errors hub loading processes storage",
         "sharded": "errors hub loading models",
         "lm_head": "errors models",
         "storage": "config errors interruption processes",
@@ -63,11 +62,11 @@ BELOW = {
         "server": "config errors",
         "rollouts": "config errors lm_head models prepack probability prompts sampling seeds "
         "server storage target_states",
-        "model_folder": "errors gguf_file hub models storage toy",
+        "model_folder": "errors hub models storage toy",
         "labels": "config errors lm_head models prepack probability sampling seeds storage "
         "target_states",
         "logits": "config errors labels lm_head prepack server storage",
-        "inspect": "errors gguf_file hub prompts storage terminal vocabulary",
+        "inspect": "errors hub prompts storage terminal vocabulary",
     },
 }
 FILES = [path for package in ALLOWED for path in sorted((ROOT / package).rglob("*.py"))]

@@ -31,7 +31,6 @@ from specdata.prepack import prepacked
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import load_stored
 from tests.drive_tensor_parallel import IDS, seen
-from tests.gguf_files import small_llama, write_gguf
 from tests.test_sharding import ROOT, pair, with_train_and_dev
 from tests.tiny import tiny_llama
 
@@ -90,20 +89,6 @@ def test_states_and_rows_of_an_output_matrix_on_disk_are_those_of_the_whole_mode
     rest = torch.zeros(len(IDS))
     rows = [teacher.part_logits(states[0][0], rest) for teacher in teachers]
     assert torch.equal(*rows)
-
-
-def test_a_gguf_file_partly_on_disk_gives_the_logits_of_the_weights_it_holds(
-    tmp_path: Path,
-) -> None:
-    model = small_llama()
-    held = write_gguf(tmp_path / "a.gguf", model)
-    model.load_state_dict(held, strict=False)
-    size = sum(weight.nbytes for weight in model.parameters())
-    parted = spread(tmp_path / "a.gguf", tmp_path / "rest", f"{size * 2 // 3 // 1000}KB")
-    ids = torch.tensor([[1, 5, 9, 2]])
-    with torch.inference_mode():
-        expected = model.float()(input_ids=ids).logits
-        torch.testing.assert_close(parted(input_ids=ids).logits, expected)
 
 
 def test_a_model_of_which_nothing_is_in_memory_is_refused(models: Path, tmp_path: Path) -> None:
@@ -279,20 +264,6 @@ def test_what_several_processes_cannot_do_is_refused(
     if "device_map" in load:  # one process on each of two machines
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
         check_rollouts(built(tmp_path, load={"target": load}))
-
-
-def test_packed_and_divided_gguf_files_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_gguf(tmp_path / "a.gguf", small_llama())
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for load, message in (
-        ({"bits": 8}, "models.load.target: bits: 8 needs whole weights .* is a GGUF file"),
-        ({"tp_plan": "auto"}, "models.load.target.tp_plan: .* is a GGUF file"),
-    ):
-        config = built(tmp_path, target=str(tmp_path / "a.gguf"), load={"target": load})
-        with pytest.raises(ConfigError, match=message):
-            check_rollouts(config)
 
 
 @pytest.mark.skipif(is_bitsandbytes_available(), reason="bitsandbytes is installed")

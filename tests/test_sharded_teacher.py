@@ -262,20 +262,18 @@ def test_one_process_keeps_the_target_whole_and_says_so(
 def test_a_target_that_cannot_be_read_in_parts_is_refused(
     pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gguf, adapters = tmp_path / "target.gguf", tmp_path / "adapters"
-    gguf.write_bytes(b"GGUF")
+    adapters = tmp_path / "adapters"
     adapters.mkdir()
     (adapters / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": str(pair / "target"), "peft_type": "LORA"})
     )
-    for name, kind in ((gguf, "a GGUF file"), (adapters, "a folder of adapters")):
-        message = f"draft.shard_teacher: {name} is {kind}"
-        with pytest.raises(ConfigError, match=message):
-            load_sharded(str(name))
-        flags = [f"--output={tmp_path / 'out'}", "--toy=null", "--draft.shard_teacher=true"]
-        flags += [f"--models.target={name}", f"--models.draft={pair / 'draft'}"]
-        assert train_draft.RECIPE.run(flags) == 2
-        assert message in capsys.readouterr().err
+    message = f"draft.shard_teacher: {adapters} is a folder of adapters"
+    with pytest.raises(ConfigError, match=message):
+        load_sharded(str(adapters))
+    flags = [f"--output={tmp_path / 'out'}", "--toy=null", "--draft.shard_teacher=true"]
+    flags += [f"--models.target={adapters}", f"--models.draft={pair / 'draft'}"]
+    assert train_draft.RECIPE.run(flags) == 2
+    assert message in capsys.readouterr().err
 
 
 def without_plan(folder: Path) -> None:

@@ -20,8 +20,8 @@ from recipes.config import parse
 from recipes.pipeline import stages
 from recipes.smollm2 import SMOLLM2, Source, make_target
 from specdata.errors import ConfigError
-from specdata.models import load_model, load_tokenizer
-from tests.gguf_files import chat_tokenizer, small_llama, write_gguf
+from specdata.models import end_ids, load_generation, load_model, load_tokenizer
+from tests.gguf_files import TEXT, chat_tokenizer, small_llama, write_gguf
 from tests.light_imports import ROOT, run_without_heavy_libraries
 
 MEMBER = "tiny_model/tiny.gguf"
@@ -33,10 +33,12 @@ make_target(Source(**json.loads(sys.argv[1])), Path(sys.argv[2]))
 """
 
 
-def registry(folder: Path, monkeypatch: pytest.MonkeyPatch, *, layers: int = 2) -> Source:
+def registry(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, layers: int = 2, quantised: str = "Q8_0"
+) -> Source:
     """Write a wheel with a tiny model, where alone pip looks for packages from now on."""
     folder.mkdir()
-    write_gguf(folder / "tiny.gguf", small_llama(layers=layers), quantised="Q8_0")
+    write_gguf(folder / "tiny.gguf", small_llama(layers=layers), quantised=quantised)
     information = "tiny_model-1.0.dist-info"
     wheel = folder / "tiny_model-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
@@ -59,18 +61,35 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.mark.parametrize("quantised", ["Q8_0", "Q4_1"])
 def test_the_target_is_a_model_folder_with_what_the_file_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantised: str
 ) -> None:
-    source = registry(tmp_path / "index", monkeypatch)
+    source = registry(tmp_path / "index", monkeypatch, quantised=quantised)
+    held = write_gguf(tmp_path / "again.gguf", small_llama(), quantised=quantised)
     out = tmp_path / "run" / "target"
     make_target(source, out)
-    made, held = load_model(str(out)), load_model(str(tmp_path / "index" / "tiny.gguf"))
-    for name, weight in held.state_dict().items():
+    made, tokenizer = load_model(str(out)), load_tokenizer(str(out))
+    for name, weight in held.items():
         assert torch.equal(made.state_dict()[name], weight), name
-    assert load_tokenizer(str(out)).chat_template == chat_tokenizer().chat_template
+    assert made.config.rope_parameters == small_llama().config.rope_parameters
+    assert not hasattr(made.config, "quantization_config")
+    assert end_ids(made) == {0}
+    for text in (TEXT, "  déjà vu\n\n\tx = 12345", "<|end|> inside"):
+        assert tokenizer(text)["input_ids"] == chat_tokenizer()(text)["input_ids"]
+    assert tokenizer.chat_template == chat_tokenizer().chat_template
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # transformers 4 has it, too
     assert not list(out.glob("*.gguf"))
     assert sorted(path.name for path in out.parent.iterdir()) == [".target.lock", "target", "wheel"]
+
+
+def test_a_gguf_file_is_no_model_and_the_message_says_what_makes_one(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, small_llama())
+    for load in (load_model, load_tokenizer, load_generation):
+        with pytest.raises(ConfigError, match=r"tiny\.gguf is a GGUF file: .*gguf_file="):
+            load(str(path))
 
 
 def test_a_finished_target_is_kept_and_a_wheel_is_not_fetched_again(
@@ -125,6 +144,7 @@ def test_a_folder_of_something_else_is_neither_used_nor_replaced(
         make_target(replace(source, version="2.0"), tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_without_the_registry_the_message_says_what_to_do(tmp_path: Path) -> None:
     here = {**os.environ, "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
     here.pop("PIP_FIND_LINKS", None)
@@ -147,6 +167,7 @@ def test_without_the_registry_the_message_says_what_to_do(tmp_path: Path) -> Non
     assert not list((tmp_path / "run").glob("[!.]*"))
 
 
+@pytest.mark.exhaustive
 def test_a_build_that_is_killed_leaves_nothing_half_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,12 +188,13 @@ def test_a_build_that_is_killed_leaves_nothing_half_and_goes_on(
         child.wait()
         assert not out.exists()
     make_target(source, out)
-    held = load_model(str(tmp_path / "index" / "tiny.gguf")).state_dict()
+    held = write_gguf(tmp_path / "again.gguf", small_llama(layers=8), quantised="Q8_0")
     made = load_model(str(out)).state_dict()
     assert all(torch.equal(made[name], weight) for name, weight in held.items())
     assert sorted(path.name for path in out.parent.iterdir()) == [".target.lock", "target", "wheel"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m-t1", "smollm2-135m-hub"])
 def test_the_shipped_configurations_are_planned_offline(name: str) -> None:
     shown = run_without_heavy_libraries(

@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from specdata.errors import ManifestError
-from specdata.gguf_file import is_gguf, load_gguf_tokenizer
 from specdata.hub import hub_source
 from specdata.inspect.summary import ACCEPTANCE, BINS, Spread, Summary, quantiles, summarise
 from specdata.prompts.loading import dropped
@@ -195,12 +194,8 @@ def _tokenizer(settings: Mapping[str, Any]) -> tuple[PreTrainedTokenizerBase | N
     transformers.logging.set_verbosity_error()
     source, revision = hub_source(name)
     try:
-        tokenizer: PreTrainedTokenizerBase = (
-            load_gguf_tokenizer(name)
-            if is_gguf(name)
-            else transformers.AutoTokenizer.from_pretrained(
-                source, revision=revision, local_files_only=True, trust_remote_code=False
-            )
+        tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
+            source, revision=revision, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError):
         return None, f"the tokenizer of {name} is not on this machine"
