@@ -75,7 +75,8 @@ class DistilResult:
 
     `is_bound`: p is known from kept logits in which all other tokens count as one. Then acceptances
     are upper bounds and KL lower ones; expected tokens are exact where the logits of the text's own
-    tokens are kept (stage logits), else so where a token is among the N.
+    tokens are kept (stage logits), else so where a token is among the N. `undecided` positions of
+    training and held-out rollouts are left out, because kept logits do not decide p there.
     """
 
     acceptance_before: float
@@ -88,6 +89,7 @@ class DistilResult:
     cut: int = 0
     left_out: int = 0
     is_bound: bool = False
+    undecided: int = 0
 
 
 def distil(  # noqa: PLR0913 - what is trained, on what, how
@@ -168,9 +170,10 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     check_context(configs, fit.rollouts, dev)
     # Before any training arguments exist, or ZeRO-3 would split the frozen teacher too.
     if kept:
-        teacher, measured = _known(kept, config, sampling, fit.rollouts, dev)
+        teacher, measured, undecided = _known(kept, config, sampling, fit.rollouts, dev)
     else:
         teacher = measured = _load_teacher(str(target), teacher_load, config)
+        undecided = 0
     student = load_student(str(draft), config.lora, seed=seed)
     plain = load_plain(str(draft), config.lora)
     held_out = HeldOut(measured, dev, sampling, watched=config.eval_rollouts)
@@ -191,7 +194,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     if before is not None:
         is_bound = isinstance(measured, TopLogitDistributions) and not measured.is_exact
         history = replace(history, before=before, after=after)
-        _save(history, fit, plain, target, out, settings, is_bound=is_bound)
+        _save(history, fit, plain, target, out, settings, is_bound=is_bound, undecided=undecided)
     state.wait_for_everyone()
     return _stored(out)
 
@@ -212,17 +215,17 @@ def _check_finite(
 
 def _known(
     kept: KeptLogits, config: DistilConfig, sampling: SamplingConfig, *rollouts: Dataset
-) -> tuple[TopLogitDistributions, TopLogitDistributions]:
+) -> tuple[TopLogitDistributions, TopLogitDistributions, int]:
     """What p is made of in the loss, and in measurements, which are always of serving.
 
+    And the number of positions at which kept logits do not decide what is served.
+
     Raises:
-        ConfigError: if kept logits do not decide it, everywhere in the rollouts.
+        ConfigError: if those are too many (`check_decided`).
     """
     compared = sampling if config.warp == "sampler" else SamplingConfig()
     learnt, known = (kept.distributions(each, bound=True) for each in (compared, sampling))
-    for rows in rollouts:
-        check_decided(rows, learnt, known)
-    return learnt, known
+    return learnt, known, sum(check_decided(rows, learnt, known)[1] for rows in rollouts)
 
 
 def _load_teacher(target: str, load: Loading, config: DistilConfig) -> PreTrainedModel:
@@ -293,6 +296,7 @@ def _save(
     settings: Settings,
     *,
     is_bound: bool,
+    undecided: int,
 ) -> None:
     """Make the model folder, with the result and the history beside the weights."""
     before, after = history.before, history.after
@@ -309,6 +313,7 @@ def _save(
         cut=fit.cut,
         left_out=fit.left_out,
         is_bound=is_bound,
+        undecided=undecided,
     )
     with atomic_folder(out) as temporary:
         save_model(plain, temporary)

@@ -19,7 +19,8 @@ class KeptTeacher:
 
     Where the sampler's distributions are exact (`TopLogitDistributions.is_exact`), the loss is the
     one that the target itself would give. Else all tokens that are not kept count as one, in the
-    target's distribution and in the draft's (`distill.losses.bucketed`).
+    target's distribution and in the draft's (`distill.losses.bucketed`). Positions at which the
+    kept logits do not decide p add nothing.
     """
 
     def __init__(self, rollouts: Dataset, known: TopLogitDistributions) -> None:
@@ -58,5 +59,5 @@ class KeptTeacher:
             p_logits = self.known.distribution(kept, q_logits.detach().float()).log()
         else:
             q_logits, p_logits = bucketed(q_logits, kept)
-        ones = torch.ones_like(p_logits[:, 0], dtype=torch.float32)
-        return objective(q_logits, p_logits, ones) * len(ones)
+        decided = self.known.decided(kept).float()
+        return objective(q_logits, p_logits, decided) * decided.sum()

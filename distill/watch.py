@@ -110,7 +110,8 @@ class HeldOut:
 
     With kept logits there is no target. Where they do not decide p (`TopLogitDistributions`), the
     tokens outside count as one: acceptance is an upper bound and KL a lower one. Expected tokens
-    need p of the text's own tokens alone, which is exact where its logits are kept, too.
+    need p of the text's own tokens alone, which is exact where its logits are kept, too. Positions
+    at which they do not decide a truncated p are left out, and rounds that reach one.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class HeldOut:
                 self._target.at(index, batch)
 
     def _values(self, index: int, batch: _Batch, draft: LMHead) -> Tensor:
-        """(N, C) values of COLUMNS at a batch's positions, float64 on the CPU."""
+        """(N, C) values of COLUMNS at a batch's positions, float64 on the CPU; NaN if left out."""
         q_states, here = batch.states(draft), self._target.at(index, batch)
         tokens = batch.tokens.to(q_states.device)
         step = max(1, VALUES_AT_ONCE // self._target.vocabulary)
@@ -218,17 +219,19 @@ class HeldOut:
         q_logits = to_vocabulary(q_logits, self._target.vocabulary)
         q = probabilities(q_logits, self.sampling)
         text = tokens.unsqueeze(-1)
-        p, p_of_text = target(positions, q, text)
+        p, p_of_text, decided = target(positions, q, text)
         ratios = log_ratios(p_of_text, q.gather(-1, text)).squeeze(-1)
         # Of q before truncation, as in the losses: else it would be infinite nearly everywhere.
         log_q = (q_logits.to(p.dtype) / (self.sampling.temperature or 1.0)).log_softmax(dim=-1)
         counted = (p > 0) & (log_q > float("-inf"))
         kl = torch.where(counted, p * (p.log() - log_q), 0.0).sum(dim=-1)
-        return torch.stack([overlap(p, q), kl, ratios], dim=-1)
+        compared = torch.stack([overlap(p, q), kl, ratios], dim=-1)
+        return compared if decided is None else compared.where(decided[:, None], torch.nan)
 
 
-_At = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""C positions of a batch, q there (C, V) and the text's tokens (C, 1) -> p (C, V), p of these."""
+_At = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+"""C positions of a batch, q there (C, V) and the text's tokens (C, 1) -> p (C, V), p of these, and
+where p is decided (C,), if not everywhere."""
 
 
 class _ModelTarget:
@@ -245,9 +248,9 @@ class _ModelTarget:
     def at(self, index: int, batch: _Batch) -> _At:
         states = self._states(index, batch)
 
-        def there(positions: slice, q: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        def there(positions: slice, q: Tensor, text: Tensor) -> tuple[Tensor, Tensor, None]:
             p = probabilities(self._head.logits(states[positions].to(q.device)), self._sampling)
-            return p, p.gather(-1, text)
+            return p, p.gather(-1, text), None
 
         return there
 
@@ -281,12 +284,12 @@ class _KeptTarget:
         ]
         columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-        def there(positions: slice, q: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        def there(positions: slice, q: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             kept = {name: values[positions].to(q.device) for name, values in columns.items()}
-            p = self._known.distribution(kept, q)
+            p, decided = self._known.distribution(kept, q), self._known.decided(kept)
             if self._known.is_exact or "text_logit" not in kept:
-                return p, p.gather(-1, text)
-            return p, (kept["text_logit"] - log_total(kept)).exp()
+                return p, p.gather(-1, text), decided
+            return p, (kept["text_logit"] - log_total(kept)).exp(), decided
 
         return there
 
@@ -327,10 +330,12 @@ def _sets_of_positions(batch: _Batch) -> list[str]:
 
 
 def _figures(values: Tensor) -> Figures:
-    """Means of (N, C) values of COLUMNS."""
-    means = dict(zip(COLUMNS, values.mean(dim=0).tolist(), strict=True))
+    """Means of (N, C) values of COLUMNS, without those that are left out."""
+    left_out = int(values[:, 0].isnan().sum())
+    mean = (values.nanmean(dim=0) if left_out else values.mean(dim=0)).tolist()
+    means = dict(zip(COLUMNS, mean, strict=True))
     acceptance, kl = means.pop("acceptance"), means.pop("kl")
-    return Figures(len(values), acceptance, kl, means)
+    return Figures(len(values) - left_out, acceptance, kl, means)
 
 
 def _of_sets(values: Tensor, sets: Sequence[str]) -> dict[str, Figures]:
@@ -347,6 +352,8 @@ def _of_places(acceptance: Tensor, places: Tensor) -> tuple[PositionFigures, ...
     first, last = 0, FIRST_BIN
     while first <= int(places.max()):
         inside = acceptance[(places >= first) & (places < last)]
-        bins.append(PositionFigures(first + 1, last, len(inside), float(inside.mean())))
+        inside = inside[~inside.isnan()]
+        if len(inside):
+            bins.append(PositionFigures(first + 1, last, len(inside), float(inside.mean())))
         first, last = last, 2 * last
     return tuple(bins)

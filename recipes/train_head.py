@@ -94,6 +94,7 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     from specdata.labels.make import labels_from_cache, load_labels, make_labels, mean_overlap
     from specdata.models import load_model, load_tokenizer
     from specdata.storage.dataset import is_spared, load_stored
+    from specdata.storage.manifest import read_manifest
     from specdata.vocabulary import check_shared_vocabulary, vocabulary_fingerprint
 
     models, draft_name = config.models, draft_in_use(config)
@@ -130,7 +131,12 @@ def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
             report=shown.update,
             part_done=shown.part,
         )
-    return {"rows": rows, "acceptance": mean_overlap(load_labels(stage.folder, config.sampling))}
+    undecided = 0
+    if cache:
+        positions = sum(map(len, rollouts["completion_ids"]))
+        undecided = positions - read_manifest(stage.folder)["counts"]["tokens"]
+    acceptance = mean_overlap(load_labels(stage.folder, config.sampling))
+    return {"rows": rows, "acceptance": acceptance, "undecided": undecided}
 
 
 def _train(config: PipelineConfig, stage: Stage) -> dict[str, Any]:

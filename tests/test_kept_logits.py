@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from distill.batches import content_of, fitted
 from distill.config import DistilConfig
 from distill.distillation import DistilResult, distil
+from distill.kept_teacher import KeptTeacher
 from distill.losses import LOSSES, Loss, bucketed
 from distill.trainer import DistilTrainer, draft_trainer
 from distill.watch import HeldOut
@@ -425,4 +426,75 @@ def test_undecided_positions_are_counted_over_all_rows() -> None:
     known = KeptLogits(2, 40).distributions(SamplingConfig(top_p=0.99))
     with pytest.raises(ConfigError, match="of 12 positions"):
         check_decided(kept, known)
-    check_decided(kept, KeptLogits(2, 40).distributions(SamplingConfig(temperature=0.0)))
+    greedy = KeptLogits(2, 40).distributions(SamplingConfig(temperature=0.0))
+    assert check_decided(kept, greedy) == [0]
+
+
+TIED = SamplingConfig(top_k=8)
+
+
+def with_ties(kept: Dataset, every: int, count: int = 8) -> Dataset:
+    """Rows with an equal logit outside planted at every so many positions."""
+    rows, place = kept.to_list(), 0
+    for row in rows:
+        for index in range(len(row["next_logit"])):
+            place += 1
+            if place % every == 0:
+                row["next_logit"][index] = row["top_logits"][(index + 1) * count - 1]
+    return Dataset.from_list(rows)
+
+
+def positions_of(rows: Dataset) -> int:
+    return sum(map(len, rows["completion_ids"]))
+
+
+def test_undecided_positions_are_left_out_of_a_distillation_and_counted(
+    pair: Path, models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
+) -> None:
+    train, dev = (kept_of(models[0], rollouts(pair, n, seed=n), 8) for n in (16, 8))
+
+    def of(every: int, name: str) -> DistilResult:
+        return distil(
+            target=pair / "target",
+            draft=pair / "draft",
+            train=with_ties(train, every),
+            dev=with_ties(dev, every),
+            out=tmp_path / name,
+            config=QUICK,
+            sampling=TIED,
+            seed=0,
+            kept=KeptLogits(8, ALL),
+        )
+
+    none, some = of(10**9, "none"), of(25, "some")
+    planted = positions_of(train) // 25 + positions_of(dev) // 25
+    # Others were tied before; those of them that the planted ones hit are counted once.
+    assert planted <= some.undecided <= none.undecided + planted
+    assert planted > 10
+    assert some.positions < none.positions <= positions_of(dev)
+    assert some.acceptance_after == pytest.approx(none.acceptance_after, abs=0.05)
+    assert some.after is not None
+    assert 1.0 < some.after.overall.expected_tokens["token_4"] < 5.0
+    with pytest.raises(ConfigError, match=r"equal logit is outside.*more than a share of 0\.05"):
+        of(10, "many")
+    assert not (tmp_path / "many").exists()
+
+
+def test_an_undecided_position_adds_nothing_to_the_loss(pair: Path, tmp_path: Path) -> None:
+    target, student = load_model(str(pair / "target")), load_model(str(pair / "draft"))
+    kept = kept_of(target, rollouts(pair, 4, seed=3), 8)
+    known = KeptLogits(8, ALL).distributions(TIED)
+    tied = with_ties(kept, 7)
+    trainer = trainer_of(known, student, tied, tmp_path, TIED)
+    batch = next(iter(trainer.get_train_dataloader()))
+    columns = trainer.teacher.columns(batch)  # type: ignore[union-attr]
+    decided = known.decided(columns)
+    assert 0 < int((~decided).sum()) < len(decided)
+    q = torch.randn(len(decided), ALL, generator=torch.Generator().manual_seed(0))
+    teacher = cast(KeptTeacher, trainer.teacher)
+    whole = teacher.divergence(LOSSES["forward_kl"], q, columns)
+    part = {name: values[decided] for name, values in columns.items()}
+    only = teacher.divergence(LOSSES["forward_kl"], q[decided], part)
+    torch.testing.assert_close(whole, only)
+    one = {name: values[~decided] for name, values in columns.items()}
+    assert float(teacher.divergence(LOSSES["forward_kl"], q[~decided], one)) == 0.0

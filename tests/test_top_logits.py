@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 
 from specdata.errors import ConfigError
 from specdata.labels.config import LabelsConfig
@@ -153,19 +154,66 @@ def test_what_is_kept_of_the_logits_sums_up_to_all_of_them() -> None:
     assert torch.allclose(total, logits.logsumexp(-1))
 
 
+def test_labels_of_rollouts_with_undecided_positions_are_those_of_the_parts_between(
+    tmp_path: Path,
+) -> None:
+    sampling, width = SamplingConfig(top_k=N), N
+    full(tmp_path, SamplingConfig(), 1, N)
+    source = load_stored(tmp_path / f"full-1-{N}")
+    rows = source.to_list()
+    tied = [(1, 1), (1, 2), (2, len(rows[2]["next_logit"]) - 1)]
+    for row, index in tied:
+        rows[row]["next_logit"][index] = rows[row]["top_logits"][(index + 1) * width - 1]
+    positions = sum(len(row["completion_ids"]) for row in rows)
+    assert len(tied) <= 0.05 * positions
+
+    def again(rows: list[dict[str, object]], name: str) -> list[Label]:
+        labels_from_cache(
+            tmp_path / f"full-1-{N}",
+            tiny_llama(2, vocab=V),
+            tmp_path / name,
+            LabelsConfig(shard_size=5),
+            sampling=sampling,
+            seed=5,
+            settings=Settings({}),
+            report=quiet,
+            rows=Dataset.from_list(rows),
+        )
+        return load_stored(tmp_path / name).to_list()
+
+    whole, parts = again(source.to_list(), "whole"), again(rows, "parts")
+    values = {
+        (*row["prompt_ids"], *row["completion_ids"][:index]): (token, accept)
+        for row in whole
+        for index, (token, accept) in enumerate(
+            zip(row["draft_ids"], row["accept_prob"], strict=True)
+        )
+    }
+    found = {
+        (*row["prompt_ids"], *row["completion_ids"][:index]): (token, accept)
+        for row in parts
+        for index, (token, accept) in enumerate(
+            zip(row["draft_ids"], row["accept_prob"], strict=True)
+        )
+    }
+    assert len(found) == len(values) - len(tied)
+    assert found.items() <= values.items()
+    assert {row["example_id"] for row in parts} == {row["example_id"] for row in whole}
+
+
 @pytest.mark.parametrize(
     ("sampling", "count"),
     [(SamplingConfig(top_k=3), 3), (SamplingConfig(temperature=0.0), 1)],
     ids=["top-k", "greedy"],
 )
-def test_an_equal_logit_outside_is_refused_because_it_would_be_kept_too(
+def test_an_equal_logit_outside_is_not_decided_because_it_would_be_kept_too(
     sampling: SamplingConfig, count: int
 ) -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0, 3.0, 1.0], [5.0, 4.0, 3.0, 2.0, 1.0]])
     logits[0, 1:3] = logits[0, 0] if count == 1 else logits[0, 1:3]
     columns = {name: value.view(2, -1) for name, value in top_logits(logits, count).items()}
-    with pytest.raises(ConfigError, match=r"at 1 of 2 positions.*equal logit"):
-        TopLogitDistributions(count, 5, sampling).distribution(columns, torch.full((2, 5), 0.2))
+    decided = TopLogitDistributions(count, 5, sampling).decided(columns)
+    assert decided.tolist() == [False, True]
 
 
 def test_equal_logits_inside_are_decided_as_the_whole_row_decides_them() -> None:

@@ -40,7 +40,9 @@ VALUES_AT_ONCE = 1 << 20
 POSITIONS = {"cpu": 32, "cuda": 256}
 
 # C positions of a batch and the draft's distributions there, (C, V) -> the target's distributions
-# there, (C, V), and what else is stored of the target.
+# there, (C, V), and what else is stored of the target. With `DECIDED` (C,) among that, positions
+# at which it is False are left out of the labels.
+DECIDED = "decided"
 DistributionsAt = Callable[[slice, Tensor], tuple[Tensor, Mapping[str, Tensor]]]
 
 PartDone = Callable[[float, int], object]
@@ -121,15 +123,14 @@ class Labeller:
 
     @torch.inference_mode()
     def __call__(self, rows: Sequence[Rollout]) -> list[Label]:
-        """Label the rows.
+        """Label the rows; one with undecided positions in parts, without these.
 
         They go through the models longest first, and are returned in the order given.
 
         Raises:
-            ConfigError: if a row is longer than a model's context, or if kept logits do not decide
-                the target's distributions.
+            ConfigError: if a row is longer than a model's context.
         """
-        labels: dict[int, Label] = {}
+        labels: dict[int, list[Label]] = {}
         whole = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
         for indices in by_length(whole, self.tokens_at_once):
             chosen = [rows[index] for index in indices]
@@ -138,14 +139,13 @@ class Labeller:
             starts = accumulate(lengths[:-1], initial=0)
             columns = self._columns(batch)
             for index, begin, length in zip(indices, starts, lengths, strict=True):
-                here = slice(begin, begin + length)
-                mine = {name: values[here].flatten().tolist() for name, values in columns.items()}
+                mine = {name: values[begin : begin + length] for name, values in columns.items()}
                 if self.draws > 1 and rows[index]["split"] != "train":
-                    mine |= {name: [] for name in MORE_DRAWS.names}
-                labels[index] = cast(Label, {**rows[index], **mine})
+                    mine |= {name: torch.empty(length, 0) for name in MORE_DRAWS.names}
+                labels[index] = _decided_parts(rows[index], mine)
             if self.part_done:
                 self.part_done(len(indices), sum(lengths))
-        return [labels[index] for index in range(len(rows))]
+        return [part for index in range(len(rows)) for part in labels[index]]
 
     def _columns(self, batch: Batch) -> dict[str, Tensor]:
         """(N, ...) values of every column at the batch's positions."""
@@ -163,6 +163,28 @@ class Labeller:
                     columns[name] = piece.new_empty(len(states), *piece.shape[1:])
                 columns[name][here] = piece
         return {name: column.cpu() for name, column in columns.items()}
+
+
+def _decided_parts(row: Rollout, columns: dict[str, Tensor]) -> list[Label]:
+    """A row with its (C, ...) columns; where positions are left out, what lies between them.
+
+    The text before a part goes to its prompt, so its labels stand where they stood.
+    """
+    ids, size = row["completion_ids"], len(row["completion_ids"])
+    decided = columns.pop(DECIDED, torch.ones(size, dtype=torch.bool))
+    ends = [*(~decided).nonzero().flatten().tolist(), size]
+    parts = []
+    for begin, end in zip([0, *(end + 1 for end in ends)], ends, strict=False):
+        if begin == end:
+            continue
+        text = {
+            "prompt_ids": row["prompt_ids"] + ids[:begin],
+            "completion_ids": ids[begin:end],
+            "finish": row["finish"] if end == size else "length",
+        }
+        mine = {name: values[begin:end].flatten().tolist() for name, values in columns.items()}
+        parts.append(cast(Label, {**row, **text, **mine}))
+    return parts
 
 
 def _compare(p: Tensor, q: Tensor, uniforms: Tensor) -> dict[str, Tensor]:
@@ -232,9 +254,9 @@ def kept_distributions(distributions: TopLogitDistributions, batch: Batch) -> Di
     }
 
     def there(here: slice, q: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-        return distributions.distribution(
-            {name: column[here] for name, column in columns.items()}, q
-        ), {}
+        kept_here = {name: column[here] for name, column in columns.items()}
+        p = distributions.distribution(kept_here, q)
+        return p, {DECIDED: distributions.decided(kept_here)}
 
     return there
 

@@ -20,7 +20,7 @@ from specdata.labels.labeller import (
     target_distributions,
     tokens_at_once,
 )
-from specdata.labels.top_logits import KeptLogits
+from specdata.labels.top_logits import KeptLogits, check_decided
 from specdata.lm_head import find_lm_head
 from specdata.prepack import prepacked
 from specdata.probability import SamplingConfig
@@ -111,7 +111,8 @@ def labels_from_cache(  # noqa: PLR0913 - as `make_labels`
 ) -> int:
     """Label the rollouts of an earlier dataset, from the target logits that it keeps.
 
-    The target is not run. What is exact, and what is refused: see `TopLogitDistributions`.
+    The target is not run. What is exact, and what is refused: see `TopLogitDistributions`. A
+    rollout with positions that are not decided is stored in parts, without them.
 
     Args:
         source: a logits dataset, or labels made with `top_logits`.
@@ -143,6 +144,7 @@ def labels_from_cache(  # noqa: PLR0913 - as `make_labels`
     settings = settings.extended({"bound": config.bound})
     with prepacked(draft):
         rows = load_stored(source) if rows is None else rows
+        check_decided(rows, distributions)
         return _fill(rows, folder, work, config, settings, report)
 
 

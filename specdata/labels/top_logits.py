@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from datasets import Dataset
@@ -14,10 +14,16 @@ from torch import Tensor
 
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig, nucleus, probabilities
+from specdata.processes import is_main
 from specdata.storage.manifest import read_manifest
 from specdata.storage.schema import TEXT_LOGIT, TOP_LOGITS
 
+logger = logging.getLogger(__name__)
+
 COLUMNS = (*TOP_LOGITS.names, *TEXT_LOGIT.names)
+# Largest share of positions that may be left out because their distributions are not decided. They
+# are no random ones, and leaving out a share of them moves a mean acceptance by up to that share.
+MOST_UNDECIDED = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +128,13 @@ class TopLogitDistributions:
 
     Exact, up to the float32 of what is kept:
     - any sampler if N >= V;
-    - temperature 0, and 0 < top_k <= N at any temperature, with any top_p. Refused where a logit
-      outside equals the smallest that counts, because which of them is kept is arbitrary;
-    - temperature 1 with top_p < 1 and no top_k, where the nucleus lies inside the N; refused with
-      the number of positions where it does not.
+    - temperature 0, and 0 < top_k <= N at any temperature, with any top_p. Not decided where a
+      logit outside equals the smallest that counts, as many do in bfloat16;
+    - temperature 1 with top_p < 1 and no top_k, where the nucleus lies inside the N; not decided
+      where it does not.
+
+    Positions that are not decided are left out of losses, labels and measures; `check_decided`
+    counts them.
 
     A bound, only if asked for: temperature 1 without top_k or top_p. p is exact inside the N; the
     rest of its mass is known and is given to the tokens outside in proportion to q, as if they
@@ -150,7 +159,7 @@ class TopLogitDistributions:
     bound: bool = False
 
     def __post_init__(self) -> None:
-        if self._inside or self._nucleus or (self._plain and self.bound):
+        if self.is_inside or self._nucleus or (self._plain and self.bound):
             return
         ways = "run the target itself, or keep more logits"
         if self._plain:
@@ -168,7 +177,7 @@ class TopLogitDistributions:
         return 0 < self.sampling.top_k < self.vocabulary
 
     @property
-    def _inside(self) -> bool:
+    def is_inside(self) -> bool:
         """Whether every token with a probability is among the N, whatever the logits."""
         limited = self._limited and self.sampling.top_k <= self.count
         return self.count >= self.vocabulary or self.sampling.temperature == 0.0 or limited
@@ -186,19 +195,15 @@ class TopLogitDistributions:
     @property
     def is_exact(self) -> bool:
         """Whether p is exact wherever it is given, rather than in part a bound."""
-        return self._inside or self._nucleus
+        return self.is_inside or self._nucleus
 
     def distribution(self, kept: Mapping[str, Tensor], q: Tensor) -> Tensor:
         """Return p, (C, V), from columns as of `top_logits` (each (C, N) or (C, 1)).
 
-        Raises:
-            ConfigError: if at some position the kept logits do not decide the distribution.
+        Some distribution where the kept logits do not decide it (`decided`).
         """
         ids, logits = kept["top_ids"].long(), kept["top_logits"]
-        decided = self.decided(kept)
-        if undecided := int((~decided).sum()):
-            self.refuse(undecided, decided.numel())
-        if self._inside:
+        if self.is_inside:
             return _spread(probabilities(logits, self.sampling), ids, q)
         total = log_total(kept)
         chances = (logits - total).exp()
@@ -218,7 +223,7 @@ class TopLogitDistributions:
     def decided(self, kept: Mapping[str, Tensor]) -> Tensor:
         """Whether columns as of `distribution` decide it at each position, (C,)."""
         logits, after = kept["top_logits"], kept["next_logit"]
-        if self._inside:
+        if self.is_inside:
             last = logits[:, min(self._last, logits.shape[-1] - 1), None]
             return ((last > after) | after.isneginf()).squeeze(-1)
         if not self._nucleus:
@@ -226,19 +231,17 @@ class TopLogitDistributions:
         chances = (logits - log_total(kept)).exp().masked_fill(logits <= after, 0.0)
         return chances.sum(-1) >= self.sampling.top_p
 
-    def refuse(self, undecided: int, positions: int) -> NoReturn:
-        """Raise ConfigError for so many positions, of those looked at, that are not decided."""
-        why = "an equal logit is outside" if self._inside else "the nucleus reaches outside"
-        raise ConfigError(
-            f"{self.count} kept logits do not decide the target's distribution at {undecided} of "
-            f"{positions} positions looked at ({why}): run the target itself, or keep more logits"
-        )
 
-
-def check_decided(rows: Dataset, *known: TopLogitDistributions) -> None:
-    """Raise ConfigError unless rows decide their target's distributions at every position.
+def check_decided(rows: Dataset, *known: TopLogitDistributions) -> list[int]:
+    """Count the positions of rows at which they do not decide their target's distributions.
 
     Rows with the columns of `COLUMNS` are read once, without the target or a draft.
+
+    Returns:
+        The number for each of the known, which is logged if it is not 0.
+
+    Raises:
+        ConfigError: if it is more than the share `MOST_UNDECIDED` of the positions.
     """
     undecided, positions = [0] * len(known), 0
     for row in _rows_of(logits_of(rows)):
@@ -247,8 +250,19 @@ def check_decided(rows: Dataset, *known: TopLogitDistributions) -> None:
         for place, each in enumerate(known):
             undecided[place] += int((~each.decided(kept)).sum())
     for each, count in zip(known, undecided, strict=True):
-        if count:
-            each.refuse(count, positions)
+        why = "an equal logit is outside" if each.is_inside else "the nucleus reaches outside"
+        said = (
+            f"{each.count} kept logits do not decide the target's distribution at {count} of "
+            f"{positions} positions ({why})"
+        )
+        if count > MOST_UNDECIDED * positions:
+            raise ConfigError(
+                f"{said}, more than a share of {MOST_UNDECIDED:g}: run the target itself, or keep "
+                "more logits"
+            )
+        if count and is_main():
+            logger.warning("%s: they are left out", said)
+    return undecided
 
 
 def log_total(kept: Mapping[str, Tensor]) -> Tensor:
