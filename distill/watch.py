@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import torch
 from datasets import Dataset
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -165,17 +165,16 @@ class HeldOut:
         """
         head = find_lm_head(draft)
         batches = self._batches[: self._watched] if watched_only else self._batches
-        values = torch.cat(
-            [self._values(index, batch, head) for index, batch in enumerate(batches)]
-        )
+        found = [self._values(index, batch, head) for index, batch in enumerate(batches)]
+        values, counted = (torch.cat(each) for each in zip(*found, strict=True))
         places = torch.cat([batch.place for batch in batches])
         sets = [name for batch in batches for name in _sets_of_positions(batch)]
         return Measurement(
             step=step,
             rollouts=sum(len(batch.sets) for batch in batches),
-            overall=_figures(values),
-            sets=_of_sets(values, sets),
-            by_position=_of_places(values[:, 0], places),
+            overall=_figures(values, counted),
+            sets=_of_sets(values, counted, sets),
+            by_position=_of_places(values[counted[:, 0], 0], places[counted[:, 0]]),
         )
 
     @torch.inference_mode()
@@ -190,8 +189,8 @@ class HeldOut:
             for index, batch in enumerate(batches):
                 self._target.at(index, batch)
 
-    def _values(self, index: int, batch: _Batch, draft: LMHead) -> Tensor:
-        """(N, C) values of COLUMNS at a batch's positions, float64 on the CPU; NaN if left out."""
+    def _values(self, index: int, batch: _Batch, draft: LMHead) -> tuple[Tensor, Tensor]:
+        """(N, C) values of COLUMNS at a batch's positions, and which count; float64 on the CPU."""
         q_states, here = batch.states(draft), self._target.at(index, batch)
         tokens = batch.tokens.to(q_states.device)
         step = max(1, VALUES_AT_ONCE // self._target.vocabulary)
@@ -204,18 +203,21 @@ class HeldOut:
             )
             for start in range(0, len(tokens), step)
         ]
-        acceptance, kl, ratios = torch.cat(compared).double().cpu().unbind(dim=-1)
-        texts = torch.split(ratios, batch.lengths.tolist())
-        padded = pad_sequence(list(texts), batch_first=True)
-        rounds = [
-            expected_tokens(padded, batch.lengths, drafted, verification)[batch.row, batch.place]
-            for verification in get_args(Verification)
-            for drafted in DRAFTED
-        ]
-        return torch.stack([acceptance, kl, *rounds], dim=-1)
+        acceptance, kl, ratios, decided = torch.cat(compared).double().cpu().unbind(dim=-1)
+        lengths = batch.lengths.tolist()
+        texts = pad_sequence(torch.split(ratios, lengths), batch_first=True)
+        unknown = pad_sequence(torch.split(1.0 - decided, lengths), batch_first=True)
+        values, counted = [acceptance, kl], [decided.bool()] * 2
+        for verification in get_args(Verification):
+            for drafted in DRAFTED:
+                rounds = expected_tokens(texts, batch.lengths, drafted, verification)
+                reached = nn.functional.pad(unknown, (0, drafted - 1)).unfold(1, drafted, 1)
+                values.append(rounds[batch.row, batch.place])
+                counted.append(~reached.any(dim=-1)[batch.row, batch.place])
+        return torch.stack(values, dim=-1), torch.stack(counted, dim=-1)
 
     def _compare(self, target: _At, positions: slice, q_logits: Tensor, tokens: Tensor) -> Tensor:
-        """(C, 3): sum min(p, q), KL(p || q), log q/p of the text's token, of C positions."""
+        """(C, 4): sum min(p, q), KL(p || q), log q/p of the text's token, and if p is decided."""
         q_logits = to_vocabulary(q_logits, self._target.vocabulary)
         q = probabilities(q_logits, self.sampling)
         text = tokens.unsqueeze(-1)
@@ -225,13 +227,12 @@ class HeldOut:
         log_q = (q_logits.to(p.dtype) / (self.sampling.temperature or 1.0)).log_softmax(dim=-1)
         counted = (p > 0) & (log_q > float("-inf"))
         kl = torch.where(counted, p * (p.log() - log_q), 0.0).sum(dim=-1)
-        compared = torch.stack([overlap(p, q), kl, ratios], dim=-1)
-        return compared if decided is None else compared.where(decided[:, None], torch.nan)
+        return torch.stack([overlap(p, q), kl, ratios, decided.to(kl.dtype)], dim=-1)
 
 
-_At = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+_At = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """C positions of a batch, q there (C, V) and the text's tokens (C, 1) -> p (C, V), p of these, and
-where p is decided (C,), if not everywhere."""
+where p is decided, (C,) bool."""
 
 
 class _ModelTarget:
@@ -248,9 +249,9 @@ class _ModelTarget:
     def at(self, index: int, batch: _Batch) -> _At:
         states = self._states(index, batch)
 
-        def there(positions: slice, q: Tensor, text: Tensor) -> tuple[Tensor, Tensor, None]:
+        def there(positions: slice, q: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             p = probabilities(self._head.logits(states[positions].to(q.device)), self._sampling)
-            return p, p.gather(-1, text), None
+            return p, p.gather(-1, text), torch.ones_like(text[:, 0], dtype=torch.bool)
 
         return there
 
@@ -329,21 +330,20 @@ def _sets_of_positions(batch: _Batch) -> list[str]:
     return [batch.sets[row] for row in batch.row.tolist()]
 
 
-def _figures(values: Tensor) -> Figures:
-    """Means of (N, C) values of COLUMNS, without those that are left out."""
-    left_out = int(values[:, 0].isnan().sum())
-    mean = (values.nanmean(dim=0) if left_out else values.mean(dim=0)).tolist()
-    means = dict(zip(COLUMNS, mean, strict=True))
+def _figures(values: Tensor, counted: Tensor) -> Figures:
+    """Means of (N, C) values of COLUMNS over those that count."""
+    sums = values.where(counted, 0.0).sum(dim=0)
+    means = dict(zip(COLUMNS, (sums / counted.sum(dim=0)).tolist(), strict=True))
     acceptance, kl = means.pop("acceptance"), means.pop("kl")
-    return Figures(len(values) - left_out, acceptance, kl, means)
+    return Figures(int(counted[:, 0].sum()), acceptance, kl, means)
 
 
-def _of_sets(values: Tensor, sets: Sequence[str]) -> dict[str, Figures]:
+def _of_sets(values: Tensor, counted: Tensor, sets: Sequence[str]) -> dict[str, Figures]:
     """Of each prompt set, in order of name; none where rollouts do not name theirs."""
-    return {
-        name: _figures(values[torch.tensor([each == name for each in sets])])
-        for name in sorted(set(sets) - {""})
+    rows = {
+        name: torch.tensor([each == name for each in sets]) for name in sorted(set(sets) - {""})
     }
+    return {name: _figures(values[mine], counted[mine]) for name, mine in rows.items()}
 
 
 def _of_places(acceptance: Tensor, places: Tensor) -> tuple[PositionFigures, ...]:
@@ -352,7 +352,6 @@ def _of_places(acceptance: Tensor, places: Tensor) -> tuple[PositionFigures, ...
     first, last = 0, FIRST_BIN
     while first <= int(places.max()):
         inside = acceptance[(places >= first) & (places < last)]
-        inside = inside[~inside.isnan()]
         if len(inside):
             bins.append(PositionFigures(first + 1, last, len(inside), float(inside.mean())))
         first, last = last, 2 * last

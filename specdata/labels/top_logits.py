@@ -14,7 +14,6 @@ from torch import Tensor
 
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig, nucleus, probabilities
-from specdata.processes import is_main
 from specdata.storage.manifest import read_manifest
 from specdata.storage.schema import TEXT_LOGIT, TOP_LOGITS
 
@@ -260,7 +259,7 @@ def check_decided(rows: Dataset, *known: TopLogitDistributions) -> list[int]:
                 f"{said}, more than a share of {MOST_UNDECIDED:g}: run the target itself, or keep "
                 "more logits"
             )
-        if count and is_main():
+        if count:
             logger.warning("%s: they are left out", said)
     return undecided
 
