@@ -205,8 +205,8 @@ class HeldOut:
         ]
         acceptance, kl, ratios, decided = torch.cat(compared).double().cpu().unbind(dim=-1)
         lengths = batch.lengths.tolist()
-        texts = pad_sequence(torch.split(ratios, lengths), batch_first=True)
-        unknown = pad_sequence(torch.split(1.0 - decided, lengths), batch_first=True)
+        texts = pad_sequence(list(torch.split(ratios, lengths)), batch_first=True)
+        unknown = pad_sequence(list(torch.split(1.0 - decided, lengths)), batch_first=True)
         values, counted = [acceptance, kl], [decided.bool()] * 2
         for verification in get_args(Verification):
             for drafted in DRAFTED:
