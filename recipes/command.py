@@ -58,7 +58,7 @@ def sweep(arguments: Sequence[str]) -> int:
 
 
 def trees(arguments: Sequence[str]) -> int:
-    """Search for the best draft tree, by held-out text of the target and by the clock."""
+    """Search for the best draft tree along held-out text of the target."""
     from eval.analysis.trees import main
 
     return main(arguments, "draftsmith trees")
@@ -69,13 +69,6 @@ def table(arguments: Sequence[str]) -> int:
     from eval.reporting.table import main
 
     return main(arguments, "draftsmith table")
-
-
-def what_if(arguments: Sequence[str]) -> int:
-    """Predict speed-ups at other costs of the draft, or on other machines, from counts."""
-    from eval.reporting.what_if import main
-
-    return main(arguments, "draftsmith what-if")
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -118,7 +111,6 @@ TOOLS: dict[str, Callable[[Sequence[str]], int]] = {
     "sweep": sweep,
     "trees": trees,
     "table": table,
-    "what-if": what_if,
     "launch": launch,
     "profile": profile,
 }

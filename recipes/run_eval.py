@@ -28,7 +28,6 @@ from eval.measuring.results import LostResultsError, write_results
 from eval.measuring.samples import SAMPLES, make_samples, read_samples, write_samples
 from eval.reporting.report import PAGE, Context, terminal, write_report
 from eval.reporting.verdict import judge
-from recipes.best_tree import search
 from recipes.checks import check_evaluation
 from recipes.config import PipelineConfig
 from recipes.head_quality import known_quality, quality_file, quality_of
@@ -287,8 +286,6 @@ def _decode(
                 environment=environment,
                 report=bar.update,
             )
-        if is_main():
-            search(config, models.target, models.draft)
     finally:
         torch.set_num_threads(before)
     devices = measured_on(stage.folder) or [environment.device]

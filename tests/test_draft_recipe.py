@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from transformers.integrations import get_available_reporting_integrations
 
-from eval.analysis import trees
 from recipes import train_draft
 from recipes.config import PipelineConfig, parse
 from recipes.layout import draft_stages, folder, rollouts_stage
@@ -129,12 +128,3 @@ def test_a_card_of_a_draft_that_was_not_distilled_names_no_distillation() -> Non
     measures = _measures({**ACCEPTANCE, "is_bound": False})
     assert measures["acceptance"] == 0.5
     assert not any("distillation" in name for name in measures)
-
-
-def test_a_trace_of_other_draws_or_another_precision_is_another(target: Path) -> None:
-    same = [str(target), "--target", str(target), "--draft", str(target)]
-    changes: list[list[str]] = [[], ["--seed", "1"], ["--dtype", "bfloat16"], ["--rows", "2"]]
-    made = [trees._made_of(trees._parser("").parse_args([*same, *more])) for more in changes]
-    assert all(one != made[0] for one in made[1:])
-    longer = trees._parser("").parse_args([*same, "--max-new-tokens", "8"])
-    assert trees._made_of(longer) == made[0]  # decoding alone depends on it

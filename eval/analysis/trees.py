@@ -1,135 +1,347 @@
-"""Which draft tree suits a pair of models: by held-out text of the target, then by the clock.
+"""The search for a draft tree (MCSD, arXiv:2401.06706, section 4.2), along held-out text.
 
-    python -m eval.analysis.trees ROLLOUTS --target TARGET --draft DRAFT
+    draftsmith trees ROLLOUTS --target TARGET --draft DRAFT [--budget 32] [--ratio 0.1]
 
-Every k-configuration that widens nowhere (MCSD's monotonic rule) with at most 32 paths, and the
-best static tree of each size, are compared with chains by what they should take for a token on
-this machine; the few that promise most are decoded. How rollouts were sampled, and which target
-wrote them, is read from them.
+A k-configuration k_1 x k_2 x ... gives every node at depth d - 1 k_d children. The search compares
+all with k_d in {1, 2, 4, 8, 16, 32} that widen nowhere (the monotonic rule) and whose product, the
+paths of the tree, is within a budget. None of them is decoded: the target's own text decides.
+
+Let x be text that was sampled from p. Under recursive rejection the residual after any number of
+rejections is (p - t q)+, normalised, for some t: 0 at first, and t + m(t)/z after a rejection,
+where m(t) = sum_x (p - t q)+ and z is the mass of q that is still drawn from (1 with replacement,
+`rrs`; without, `rrs_wor`, that of the tokens not yet drawn). What is left of the text's token after
+k rejections is (p(x) - t q(x))+, so one of the first k candidates is accepted and is that token
+with probability A_k = min(1, t q(x)/p(x)) given the text. With replacement that is exact. Without,
+t depends on which tokens were drawn and rejected: they are drawn from norm((q - p)+), once a
+position, by a seeded generator.
+
+A round that starts at some position accepts at least d tokens of the text with probability
+v_d = A_{k_1} A_{k_2} ... A_{k_d}, each at its own position. Every lossless verifier continues as p
+does from where it stands, so the next round starts d + 1 tokens on with probability
+v_d - v_{d+1}, and the expected number of rounds of a text follows from left to right.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from eval.analysis.replay import rows_of_split
-from eval.analysis.tree_results import FOUND, TreeSearch
-from eval.runtime.engines import Engine
+from eval.measuring.intervals import Interval, resamples
 from specdata.errors import ConfigError, ManifestError
 from specdata.sampling import SamplingConfig
-from specdata.storage.files import fingerprint
 from specdata.storage.manifest import read_manifest
 from specdata.terminal import accept_any_text
 
 if TYPE_CHECKING:  # help is shown without torch
     import datasets
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from specdata.storage.schema import Rollout
+
+Reals = NDArray[np.float64]
+Siblings = Literal["iid", "distinct"]
+VERIFIER: Mapping[Siblings, str] = {"iid": "rrs", "distinct": "rrs_wor"}
+WIDTHS = (1, 2, 4, 8, 16, 32)
+DEEPEST = 8
+"""Most levels of a tree."""
+VALUES_AT_ONCE = 1 << 21
+"""Probabilities that are held at once, but of at least `POSITIONS` positions."""
+POSITIONS = 16
+NOTHING = 1e-12
+"""A mass that is only left by rounding."""
 
 
-def main(
-    arguments: Sequence[str] | None = None, program: str = "python -m eval.analysis.trees"
-) -> int:
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """How candidates fare along R rollouts of at most N tokens; 0 in the padding.
+
+    Attributes:
+        prompts: (R,) the prompt of each.
+        lengths: (R,) its tokens.
+        of: k -> (R, N) A_k, the chance that one of k candidates is accepted and is the text's.
+    """
+
+    prompts: Sequence[str]
+    lengths: NDArray[np.int64]
+    of: Mapping[int, Reals]
+
+    def rounds(self, widths: Sequence[int]) -> Reals:
+        """(R,) rounds that each text takes in expectation."""
+        reached = np.ones_like(self.of[1])
+        survived = []  # v_d of a round that starts at each position
+        for depth, width in enumerate(widths):
+            here = np.zeros_like(reached)
+            here[:, : max(0, here.shape[1] - depth)] = self.of[width][:, depth:]
+            reached = reached * here
+            survived.append(reached)
+        return expected_rounds(np.stack(survived), self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A k-configuration and what it is expected to emit.
+
+    Attributes:
+        widths: k_1, k_2, ...
+        tokens: a round, the bonus token included.
+        speedup: over plain decoding, a level taking so much of the target's forward.
+    """
+
+    widths: tuple[int, ...]
+    tokens: Interval
+    speedup: float
+
+    @property
+    def paths(self) -> int:
+        """Leaves."""
+        return int(np.prod(self.widths))
+
+    @property
+    def nodes(self) -> int:
+        """Drafted nodes, N."""
+        return int(np.cumprod(self.widths).sum())
+
+    @property
+    def name(self) -> str:
+        """Its widths, such as 4x2x1x1."""
+        return "x".join(map(str, self.widths))
+
+
+def k_configurations(budget: int, depth: int = DEEPEST) -> Iterator[tuple[int, ...]]:
+    """Every k-configuration of `WIDTHS` that widens nowhere, of at most `budget` paths."""
+
+    def continued(widths: tuple[int, ...], paths: int) -> Iterator[tuple[int, ...]]:
+        if widths:
+            yield widths
+        if len(widths) < depth:
+            for width in WIDTHS:
+                if width <= (widths[-1] if widths else budget) and paths * width <= budget:
+                    yield from continued((*widths, width), paths * width)
+
+    yield from continued((), 1)
+
+
+def expected_rounds(survived: Reals, lengths: NDArray[np.int64]) -> Reals:
+    """(R,) rounds that texts take in expectation.
+
+    Args:
+        survived: (D, R, N) v_d of rounds that start at each position.
+        lengths: (R,) tokens of each text; those that are accepted beyond it end it.
+    """
+    depth, rollouts, width = survived.shape
+    reached = np.concatenate([np.ones((1, rollouts, width)), survived])
+    # Of a round at a position: that it accepts d tokens and no more, d = 0 .. D.
+    ends = reached - np.concatenate([survived, np.zeros((1, rollouts, width))])
+    starts = np.zeros((rollouts, width + depth + 1))  # the chance that a round starts here
+    starts[:, 0] = 1.0
+    for position in range(width):
+        starts[:, position] *= position < lengths
+        here = starts[:, position]
+        starts[:, position + 1 : position + depth + 2] += here[:, None] * ends[:, :, position].T
+    return np.asarray(starts[:, :width].sum(axis=1))
+
+
+def accepted(p: Tensor, q: Tensor, tokens: Tensor, uniforms: Tensor | None, most: int) -> Tensor:
+    """A_k at C positions for k = 1 .. `most`, given the text's token.
+
+    Args:
+        p: (C, V) the target's distributions.
+        q: (C, V) the draft's.
+        tokens: (C,) of the text.
+        uniforms: (C, most - 1) in [0, 1), which draw the candidates that are rejected without
+            replacement; None for candidates drawn with replacement.
+        most: the largest k.
+
+    Returns:
+        (C, most), rising.
+    """
+    import torch
+
+    p, q = (each.double() / each.double().sum(dim=-1, keepdim=True) for each in (p, q))
+    p_x, q_x = (each.gather(-1, tokens.unsqueeze(-1)) for each in (p, q))
+    q_over_p = torch.where(p_x > 0, q_x / p_x, 0.0)  # p is 0 there by rounding only
+    remaining, t = q.clone(), torch.zeros_like(q_x)
+    found = []
+    for k in range(most):
+        residual = (p - t * q).clamp(min=0.0)
+        mass, left = (each.sum(dim=-1, keepdim=True) for each in (residual, remaining))
+        can = (mass > NOTHING) & (left > NOTHING)
+        t = torch.where(can, t + mass / left.clamp(min=NOTHING), t)
+        found.append((t * q_over_p).clamp(max=1.0))
+        if uniforms is not None and k + 1 < most:
+            rejected = (mass * remaining - left * residual).clamp(min=0.0).cumsum(dim=-1)
+            point = uniforms[:, k, None] * rejected[:, -1:]
+            drawn = torch.searchsorted(rejected, point, right=True).clamp(max=q.shape[-1] - 1)
+            remaining.scatter_(-1, drawn, 0.0)
+    return torch.cat(found, dim=-1)
+
+
+def acceptance_along(
+    rows: datasets.Dataset,
+    *,
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    sampling: SamplingConfig,
+    siblings: Siblings,
+    most: int,
+    seed: int,
+) -> Acceptance:
+    """Run both models over rollouts of the target.
+
+    Args:
+        rows: rollouts, at least one.
+        target: the model that wrote them.
+        draft: the model of q.
+        sampling: how they were sampled, and how the draft's candidates are.
+        siblings: how candidates of a position are drawn.
+        most: the largest width.
+        seed: of the rejected candidates; each rollout's own is made of it.
+    """
+    import torch
+
+    from eval.analysis.traces import batches_by_length
+    from specdata.labels.labeller import Batch, tokens_at_once
+    from specdata.lm_head import find_lm_head
+    from specdata.probability import probabilities, to_vocabulary
+    from specdata.seeds import generator_for
+
+    heads = find_lm_head(target), find_lm_head(draft)
+    size = heads[0].vocabulary
+    step = max(POSITIONS, VALUES_AT_ONCE // size)
+    lengths = np.array([len(row) for row in rows["completion_ids"]], dtype=np.int64)
+    made = np.zeros((len(rows), int(lengths.max()), most))
+    for indices, chosen in batches_by_length(rows, tokens_at_once(*heads)):
+        with torch.inference_mode():
+            batch = Batch.of(cast("list[Rollout]", chosen), seed, 0, heads[0].model.device)
+            both = [batch.states(head).to(batch.row.device) for head in heads]
+            tokens = torch.cat([torch.tensor(row["completion_ids"]) for row in chosen])
+            drawn = [
+                torch.rand(
+                    len(row["completion_ids"]),
+                    most - 1,
+                    generator=generator_for(
+                        seed, "trees", row["example_id"], row["sample"], row.get("turn", 0)
+                    ),
+                    dtype=torch.float64,
+                )
+                for row in chosen
+            ]
+            tokens, uniforms = (each.to(both[0].device) for each in (tokens, torch.cat(drawn)))
+            pieces = []
+            for start in range(0, len(tokens), step):
+                here = slice(start, start + step)
+                p, q = (
+                    probabilities(to_vocabulary(head.logits(states[here]), size), sampling)
+                    for head, states in zip(heads, both, strict=True)
+                )
+                own = uniforms[here] if siblings == "distinct" else None
+                pieces.append(accepted(p, q, tokens[here], own, most).cpu())
+        own_lengths = lengths[indices].tolist()
+        for index, values in zip(indices, torch.split(torch.cat(pieces), own_lengths), strict=True):
+            made[index, : len(values)] = values.numpy()
+    of = {k: made[..., k - 1] for k in WIDTHS if k <= most}
+    return Acceptance(list(rows["example_id"]), lengths, of)
+
+
+def search(acceptance: Acceptance, budget: int, ratio: float) -> list[Candidate]:
+    """Every k-configuration of at most `budget` paths, the fastest first.
+
+    Args:
+        acceptance: along held-out text.
+        budget: most paths.
+        ratio: t_draft / t_target; a round is taken to cost one forward of the target and one of
+            the draft for each level.
+    """
+    _, group = np.unique(acceptance.prompts, return_inverse=True)
+    weights = resamples(int(group.max()) + 1)
+    emitted = weights @ np.bincount(group, acceptance.lengths)
+    found = []
+    for widths in k_configurations(budget):
+        tokens = Interval.of(emitted / (weights @ np.bincount(group, acceptance.rounds(widths))))
+        found.append(Candidate(widths, tokens, tokens.value / (1.0 + ratio * len(widths))))
+    return sorted(found, key=lambda each: -each.speedup)
+
+
+def main(arguments: Sequence[str] | None = None, program: str = "draftsmith trees") -> int:
     """Run the command line; returns the exit status."""
     accept_any_text()
     given = _parser(program).parse_args(arguments)
     try:
         found = _run(given)
-    except (ConfigError, ManifestError, ValueError, OSError) as error:
+    except (ConfigError, ManifestError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    # The table is wider than the 80 columns that a file or a pipe is taken to have.
-    console = Console(highlight=False, width=max(100, Console().width))
-    console.print(_table(found))
-    timed = found.clocked()
-    tree = next(each for each in timed if each.family != "chain")
+    best = found[0]
+    # The fastest of each budget, and of chains, which have one path.
+    budgets = [budget for budget in WIDTHS if budget <= given.budget]
+    shown = [next(each for each in found if each.paths <= budget) for budget in budgets]
+    view = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    view.add_column("most paths", justify="right")
+    view.add_column("widths", no_wrap=True)
+    for column in ("nodes", "tokens/round", f"speed-up at {given.ratio:g}"):
+        view.add_column(column, no_wrap=True, justify="right")
+    for budget, each in zip(budgets, shown, strict=True):
+        tokens = f"{each.tokens.value:.2f} [{each.tokens.low:.2f}, {each.tokens.high:.2f}]"
+        view.add_row(str(budget), each.name, str(each.nodes), tokens, f"{each.speedup:.2f}x")
+    console = Console(highlight=False)
+    console.print(view)
     console.print(
-        f"fastest tree by the clock: {tree.name}; to evaluate it: {{name: tree {tree.name}, "
-        f"verifier: {tree.verifier}, drafter: tree, siblings: distinct, widths: {tree.widths}}}",
+        f"best of {len(found)}: {best.name}; to evaluate it: {{name: tree {best.name}, verifier: "
+        f"{VERIFIER[given.siblings]}, drafter: tree, siblings: {given.siblings}, "
+        f"widths: {list(best.widths)}}}",
         soft_wrap=True,
     )
-    console.print(f"everything: {given.out / FOUND}", soft_wrap=True)
     return 0
 
 
-def _run(given: argparse.Namespace) -> TreeSearch:
-    from eval.analysis.tree_search import Pair, search_trees
-    from specdata.models import load_model
+def _run(given: argparse.Namespace) -> list[Candidate]:
+    from specdata.models import load_model, revision_of
     from specdata.storage.dataset import stream_stored
 
-    sampling = _sampling(given.rollouts, given.target)
+    if given.budget < 1 or not given.ratio >= 0.0:
+        raise ConfigError(
+            f"--budget must be at least 1 and --ratio at least 0; got {given.budget} and "
+            f"{given.ratio:g}"
+        )
+    stored = read_manifest(given.rollouts)["settings"]
+    if "sampling" not in stored:
+        raise ConfigError(f"{given.rollouts} does not say how its rollouts were sampled")
+    wrote, revision = stored.get("target"), revision_of(given.target)
+    if isinstance(wrote, dict) and wrote.get("revision", revision) != revision:
+        raise ConfigError(
+            f"--target must be the model that wrote {given.rollouts}, {wrote.get('name')}; the one "
+            f"in {given.target} is another (contents {wrote['revision']} -> {revision})"
+        )
+    sampling = SamplingConfig(**stored["sampling"])
     if sampling.temperature == 0:
         raise ConfigError(
             "these rollouts were sampled at temperature 0, where the draft has one candidate for a "
             "position and every tree is a chain: make rollouts at a temperature above 0"
         )
-    rows: datasets.Dataset = rows_of_split(
-        stream_stored(given.rollouts), given.rollouts, given.split, given.rows
-    )
+    rows = rows_of_split(stream_stored(given.rollouts), given.rollouts, given.split, given.rows)
     target, draft = (load_model(name, dtype=given.dtype) for name in (given.target, given.draft))
-    pair = Pair(target, draft, sampling, given.engine, given.max_new_tokens, given.seed)
-    given.out.mkdir(parents=True, exist_ok=True)
-    found = search_trees(rows, pair, given.out, rollouts=given.rows, made_of=_made_of(given))
-    found.write(given.out / FOUND)
-    return found
-
-
-def _made_of(given: argparse.Namespace) -> dict[str, str | None]:
-    """Contents of what a search is made of, and what else decides the trace that is kept."""
-    return {
-        "target": fingerprint(given.target),
-        "draft": fingerprint(given.draft),
-        "rollouts": fingerprint(str(given.rollouts)),
-        "rows": f"{given.rows} of {given.split}",
-        "draws": f"seed {given.seed}, {given.dtype}",
-    }
-
-
-def _sampling(rollouts: Path, target: str) -> SamplingConfig:
-    """How rollouts were sampled. Raises ConfigError if another target wrote them."""
-    from specdata.models import revision_of
-
-    stored = read_manifest(rollouts)["settings"]
-    if "sampling" not in stored:
-        raise ConfigError(f"{rollouts} does not say how its rollouts were sampled")
-    wrote, revision = stored.get("target"), revision_of(target)
-    if isinstance(wrote, dict) and wrote.get("revision", revision) != revision:
-        raise ConfigError(
-            f"--target must be the model that wrote {rollouts}, {wrote.get('name')}; the one in "
-            f"{target} is another (contents {wrote['revision']} -> {revision})"
-        )
-    return SamplingConfig(**stored["sampling"])
-
-
-def _table(found: TreeSearch) -> Table:
-    view = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for column in ("draft", "verifier"):
-        view.add_column(column, no_wrap=True)
-    for column in ("nodes", "tokens/round", "ms/token", "measured", "speed over the chain"):
-        view.add_column(column, no_wrap=True, justify="right")
-    rest = [each for each in found.candidates if each.clocked is None]
-    for each in [*found.clocked(), *sorted(rest, key=lambda each: each.seconds_per_token)]:
-        measured, speed = "", ""
-        if each.clocked:
-            measured = f"{1000 * each.clocked.seconds_per_token:.2f}"
-            if over := each.clocked.speed:
-                speed = f"{over.value:.2f} [{over.low:.2f}, {over.high:.2f}]"
-        view.add_row(
-            each.name,
-            each.verifier,
-            str(each.nodes),
-            f"{each.tokens.value:.2f}",
-            f"{1000 * each.seconds_per_token:.2f}",
-            measured,
-            speed,
-        )
-    return view
+    acceptance = acceptance_along(
+        rows,
+        target=target,
+        draft=draft,
+        sampling=sampling,
+        siblings=given.siblings,
+        most=max(width for width in WIDTHS if width <= given.budget),
+        seed=given.seed,
+    )
+    return search(acceptance, given.budget, given.ratio)
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -142,13 +354,13 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("rollouts", type=Path, help="folder of a dataset of rollouts (or labels) of the target")
     add("--target", required=True, help="the model that wrote them")
     add("--draft", required=True, help="the draft")
+    add("--budget", type=int, default=32, help="most paths of a tree (default: 32)")
+    add("--ratio", type=float, default=0.1, help="t_draft/t_target (default: 0.1)")
+    add("--siblings", choices=get_args(Siblings), default="distinct", help="how they are drawn")
     add("--split", default="dev", help="rows that are read (default: dev)")
     add("--rows", type=int, default=32, help="most rollouts of a prompt set (default: 32)")
-    add("--engine", choices=get_args(Engine), default="eager", help="how forwards run")
     add("--dtype", default="float32", help="of both models (default: float32)")
-    add("--max-new-tokens", type=int, default=96, help="of a timed prompt (default: 96)")
-    add("--seed", type=int, default=0, help="of every draw (default: 0)")
-    add("--out", type=Path, default=Path("runs/trees"), help="folder for the trace and the JSON")
+    add("--seed", type=int, default=0, help="of the rejected candidates (default: 0)")
     return parser
 
 

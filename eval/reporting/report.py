@@ -24,6 +24,7 @@ from eval.reporting.quality import QUALITY_COLUMNS, basis, quality_rows
 from eval.reporting.rendering import NOT_MEASURED, render
 from eval.reporting.table import chosen
 from eval.reporting.verdict import HeadVerdict
+from eval.reporting.what_if import what_if
 from specdata.storage.files import write_text
 
 PAGE = "report.html"
@@ -369,6 +370,7 @@ def render_page(results: Results, context: Context) -> str:
             "columns": QUALITY_COLUMNS,
             "footnote": basis(quality),
         },
+        what_if=what_if(results),
         texts=_texts(context.samples, results) if context.samples else [],
     )
 
