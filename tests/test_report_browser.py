@@ -1,53 +1,101 @@
-"""The report in a real browser, if this machine has one (Debian: apt-get install chromium)."""
+"""The report as people see it: on a screen, a phone, in the dark and on paper.
+
+In a real browser, if this machine has one (Debian: apt-get install chromium).
+"""
 
 from __future__ import annotations
 
-import re
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from eval.reporting.report import Context, write_report
-from eval.reporting.verdict import judge
-from tests.browser import CHROMIUM, FLAGS
-from tests.synthetic_quality import synthetic_quality
+from tests.browser import CHROMIUM, Browser
 from tests.synthetic_results import synthetic_results
 
-# Asks the page itself, after layout, and leaves the answer where --dump-dom shows it.
-PROBE = """<script>addEventListener("load", () => { document.title = JSON.stringify({
-  width: innerWidth, needed: document.documentElement.scrollWidth,
-  broken: [...document.images].filter(image => !image.naturalWidth).length,
-  small: [...document.querySelectorAll("svg[role=img]")].filter(
-    drawing => drawing.getBoundingClientRect().width < 200).length,
-  head: document.getElementById("verdict").getBoundingClientRect().top < innerHeight ? 1 : 0,
-  tables: document.querySelectorAll("table caption").length }) })</script>"""
+PAPER = 703
+"""CSS pixels between the margins of A4: 186 mm."""
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine"),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-@pytest.mark.parametrize("width", [1280, 500])
-def test_the_page_fits_the_screen_and_every_drawing_is_shown(width: int, tmp_path: Path) -> None:
-    results, quality = synthetic_results(), synthetic_quality()
-    context = Context(verdict=judge(results, quality.choice), quality=quality)
-    page = write_report(results, tmp_path, context)
-    probed = tmp_path / "probed.html"
-    probed.write_text(page.read_text(encoding="utf-8") + PROBE, encoding="utf-8")
-    assert CHROMIUM is not None
-    done = subprocess.run(
-        [CHROMIUM, *FLAGS, "--force-device-scale-factor=1", f"--user-data-dir={tmp_path}/profile",
-         f"--window-size={width},900",
-         "--dump-dom", probed.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )  # fmt: skip
-    (title,) = re.findall(r"<title>(\{.*?\})</title>", done.stdout)
-    measured = {key: int(value) for key, value in re.findall(r'"(\w+)":(\d+)', title)}
-    assert measured["width"] == width
-    assert measured["needed"] <= width, "the page scrolls sideways"
-    assert measured["broken"] == 0
-    assert measured["small"] == 0
-    assert measured["tables"] >= 2
-    assert measured["head"] == 1, "whether the head pays is not seen without scrolling"
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report with names that cannot be broken."""
+    context = Context(
+        title="acme/" + 30 * "target",
+        stages={"draft": 12.5},
+        draft={"acceptance on held-out rollouts": (0.41, 0.62)},
+        command="recipes/pipeline.py --config recipes/configs/" + 40 * "long-" + ".yaml",
+    )
+    return write_report(synthetic_results(), tmp_path_factory.mktemp("layout"), context)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("chromium")) as opened:
+        yield opened
+
+
+# What is wider than the window, or than the box that it can be scrolled in.
+WIDE = """[...document.querySelectorAll("body *")]
+  .filter(e => e.getClientRects().length && (!e.closest("svg") || e.tagName === "svg"))
+  .filter(e => !e.parentElement.closest(BOXES))
+  .filter(e => e.getBoundingClientRect().right > innerWidth + 1)
+  .map(e => e.tagName + " " + e.className + " " + e.textContent.trim().slice(0, 30))"""
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_is_wider_than_the_window_but_inside_its_own_scrolling_box(
+    width: int, browser: Browser, page: Path
+) -> None:
+    browser.open(page, width=width)
+    assert browser.ask("innerWidth") == width
+    assert browser.ask("document.documentElement.scrollWidth") <= width
+    assert browser.ask(WIDE.replace("BOXES", '".scroll"')) == []
+    assert browser.ask('document.querySelectorAll("table").length') >= 5
+    small = '[...document.querySelectorAll("svg[role=img]")].filter(e => e.clientWidth < 250)'
+    assert browser.ask(f"{small}.length") == 0
+
+
+def test_on_paper_no_column_is_cut_and_no_table_needs_scrolling(
+    browser: Browser, page: Path
+) -> None:
+    browser.open(page, width=PAPER, media="print")
+    assert browser.ask(WIDE.replace("BOXES", '".nowhere"')) == []
+    boxes = '[...document.querySelectorAll(".scroll, td, th")]'
+    assert browser.ask(f"{boxes}.filter(e => e.scrollWidth > e.clientWidth + 1).length") == 0
+    assert browser.ask('getComputedStyle(document.querySelector("tr")).breakInside') == "avoid"
+    assert browser.ask('getComputedStyle(document.querySelector("h2")).breakAfter') == "avoid"
+    printed = browser.pdf()
+    assert printed.startswith(b"%PDF")
+    assert printed.count(b"/Type /Page\n") > 5
+
+
+CONTRAST = """(() => {
+  const numbers = c => c.match(/[\\d.]+/g).map(Number);
+  const light = c => numbers(c).slice(0, 3).map(v => v / 255)
+    .map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+  const below = e => { const c = getComputedStyle(e).backgroundColor;
+    return !e.parentElement || (numbers(c)[3] ?? 1) === 1 ? c : below(e.parentElement); };
+  const words = [...document.querySelectorAll("body *")].filter(e => !e.closest("svg")
+    && [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()));
+  return words.map(e => { const [a, b] = [light(getComputedStyle(e).color), light(below(e))];
+    return [(Math.max(a, b) + .05) / (Math.min(a, b) + .05), e.tagName + " " + e.textContent]; })
+})()"""
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_words_stand_out_from_what_is_behind_them(dark: bool, browser: Browser, page: Path) -> None:
+    browser.open(page, width=1280, dark=dark)
+    paper = browser.ask("getComputedStyle(document.body).backgroundColor")
+    assert paper == ("rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)")
+    found = browser.ask(CONTRAST)
+    assert len(found) > 300
+    assert [words[:40] for contrast, words in found if contrast < 4.5] == []
+    inks = 'new Set([...document.querySelectorAll("svg")].map(e => getComputedStyle(e).color))'
+    assert browser.ask(f"[...{inks}]") == [browser.ask("getComputedStyle(document.body).color")]

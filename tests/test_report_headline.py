@@ -1,25 +1,19 @@
-"""What a report says first; the pooled row, intervals, warnings, positions, texts by token."""
+"""What a report says first; the pooled row, intervals, warnings."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
-from eval.reporting.drill_down import MOST_METHODS, MOST_TOKENS, UNSEEN, drill_down
-from eval.reporting.positions import is_adaptive, position_tables, positions_of, shown_runs
 
 from eval.measuring.metrics import speed_ratio_interval
 from eval.measuring.pooled import fastest_pooled, pool
 from eval.measuring.results import Method, Results, Run, build_results, fastest
-from eval.measuring.samples import RoundText, Sample, Samples, SampleText
 from eval.reporting.overall import FEW_PROMPTS, is_wide, overall
 from eval.reporting.report import ALL_SETS, Context, pooled_section, render_page, sections_of
 from tests.synthetic_results import ENVIRONMENT, PROMPTS, synthetic_results
-
-HOSTILE = "<script>alert('x')</script>&amp; {{ 7 * 7 }}"
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +30,6 @@ def few(results: Results) -> Results:
 @pytest.fixture(scope="module")
 def page(few: Results) -> str:
     return render_page(few, Context())
-
-
-@pytest.fixture(scope="module")
-def hostile_page(few: Results) -> str:
-    return shown(few, ROUNDS)
 
 
 def rebuilt(results: Results, change: Callable[[Run], Run | None]) -> Results:
@@ -265,164 +254,3 @@ def test_every_figure_of_every_table_has_its_interval(
     for name, decimals in (("acceptance_rate", 3), ("discard_rate", 3), ("block_efficiency", 2)):
         low, high = run.intervals[name]
         assert f"[{low:.{decimals}f}, {high:.{decimals}f}]" in page
-
-
-# --- acceptance by position ---
-
-
-def test_fixed_and_adaptive_lengths_are_never_in_one_drawing(results: Results) -> None:
-    fixed = shown_runs(results, "alpaca", adaptive=False)
-    adaptive = shown_runs(results, "alpaca", adaptive=True)
-    assert {run.stop for run in fixed} == {"fixed"}
-    assert all(run.stop != "fixed" for run in adaptive)
-    assert {run.method for run in fixed} & {run.method for run in adaptive} == set()
-    assert {"head-0.9", "transformers"} <= {run.method for run in adaptive}
-    assert not any(is_adaptive(run) for run in results.runs if run.drafter is None)
-
-
-def test_the_figures_of_a_position_are_those_of_the_generations(results: Results) -> None:
-    for run in results.of("alpaca")[1:]:
-        for place, found in enumerate(positions_of(run)):
-            drafted = sum(
-                g.drafted_by_position[place]
-                for g in run.generations
-                if place < len(g.drafted_by_position)
-            )
-            assert found.drafted == drafted
-            assert found.accepted == pytest.approx(run.acceptance_by_position[place])
-            assert found.low <= found.accepted <= found.high
-            assert found.share == pytest.approx(drafted / run.rounds)
-
-
-def test_the_table_of_an_adaptive_rule_says_how_many_tokens_reached_each_position(
-    results: Results, page: str
-) -> None:
-    (run,) = [run for run in results.of("alpaca") if run.method == "head-0.9"]
-    table = position_tables(results, adaptive=True)[0]
-    cells = table.rows["head-0.9"]
-    assert [cell[1].split(" of ")[1].replace(",", "") for cell in cells] == [
-        str(each.drafted) for each in positions_of(run)
-    ]
-    counts = [each.drafted for each in positions_of(run)]
-    assert counts == sorted(counts, reverse=True)
-    assert counts[-1] < counts[0]
-    assert "Not to be compared with fixed lengths" in page
-    assert all(cell[1] in page for cell in cells)
-
-
-# --- prompts token by token ---
-
-
-def sample(dataset: str, method: str, rounds: list[RoundText], prompt: str = HOSTILE) -> Sample:
-    return Sample(
-        dataset=dataset,
-        prompt_id="p",
-        prompt=prompt,
-        methods={method: SampleText(rounds=rounds, is_whole=True)},
-    )
-
-
-ROUNDS = [
-    RoundText(accepted=["a ", "<b>"], added=" </u>", discarded=["\n", "", HOSTILE], is_bonus=False),
-    RoundText(accepted=["", "é\n\n", "  x"], added="&lt;", discarded=[], is_bonus=True),
-    RoundText(accepted=[], added=HOSTILE, discarded=["no"], is_bonus=False),
-    RoundText(accepted=["end"], added=None, discarded=[], is_bonus=True),
-]
-TEXT = f"a <b> </u>é\n\n  x&lt;{HOSTILE}end"
-
-
-class Tokens(HTMLParser):
-    """Text of the token views: what is kept, and the tokens by their tag."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.kept = ""
-        self.tokens: list[tuple[str, str]] = []
-        self.tags: set[str] = set()
-        self._open: list[str] = []
-        self._inside = False
-        self.feed(html)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        if ("class", "tokens") in attrs:
-            self._inside = True
-        elif self._inside:
-            self._open.append(tag)
-            if tag != "span":
-                self.tokens.append((tag, ""))
-
-    def handle_endtag(self, tag: str) -> None:
-        if self._inside and not self._open:
-            self._inside = False
-        elif self._inside:
-            assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self._inside:
-            assert self._open[-1] in {"u", "b", "del"}, f"text outside a token: {data!r}"
-            tag, before = self.tokens[-1]
-            self.tokens[-1] = (tag, before + data)
-            self.kept += data if tag != "del" else ""
-
-
-def shown(results: Results, rounds: list[RoundText], prompt: str = HOSTILE) -> str:
-    best = fastest(results.of("alpaca"))
-    assert best is not None
-    samples = Samples(schema_version=1, samples=[sample("alpaca", best[0].method, rounds, prompt)])
-    return render_page(results, Context(samples=samples))
-
-
-def test_what_is_not_struck_through_is_the_decoded_text_and_nothing_of_it_is_markup(
-    hostile_page: str,
-) -> None:
-    found = Tokens(hostile_page)
-    assert found.kept == TEXT == SampleText(rounds=ROUNDS, is_whole=True).text
-    assert "script" not in found.tags
-    assert "49" not in found.kept
-    assert "<script" not in hostile_page
-
-
-def test_accepted_discarded_and_added_tokens_differ_without_colour(hostile_page: str) -> None:
-    found = Tokens(hostile_page)
-    tags: dict[str, list[str]] = {"u": [], "del": [], "b": []}
-    for tag, text in found.tokens:
-        tags[tag].append(text)
-    assert tags["u"] == ["a ", "<b>", "", "é\n\n", "  x", "end"]
-    assert tags["del"] == ["⏎", UNSEEN, HOSTILE, "no"]
-    assert tags["b"] == [" </u>", "&lt;", HOSTILE]
-    page = hostile_page
-    assert 'title="Round 1: 5 drafted, 2 accepted, one corrected by the target"' in page
-    assert 'title="Round 2: 3 drafted, 3 accepted, and one more token"' in page
-    assert 'title="Round 4: 1 drafted, 1 accepted"' in page
-
-
-def test_prompts_are_folded_and_bounded_and_hostile_ones_are_text(few: Results, page: str) -> None:
-    without = page
-    page = shown(few, ROUNDS * 400, prompt=HOSTILE * 400)
-    assert page.count("<script") == 0
-    assert "characters …]" in page
-    assert "; its begin" in page
-    assert len(Tokens(page).tokens) <= MOST_TOKENS + 6
-    assert '<details class="sample">' in page
-    assert "open>" not in page
-    assert len(page) - len(without) < 40_000
-
-
-def test_few_methods_are_shown_the_best_first_and_sets_without_samples_left_out(
-    results: Results, page: str
-) -> None:
-    runs = [run for run in results.of("alpaca") if run.drafter is not None]
-    text = SampleText(rounds=ROUNDS, is_whole=True)
-    every = sample("alpaca", "", []).model_copy(update={"methods": {r.method: text for r in runs}})
-    (dataset,) = view = drill_down(Samples(schema_version=1, samples=[every]), results)
-    assert dataset == "alpaca"
-    methods = [each.method for each in view["alpaca"][0].texts]
-    best = fastest(results.of("alpaca"))
-    assert best is not None
-    assert methods[0] == best[0].method
-    assert len(methods) <= MOST_METHODS
-    assert any(method.startswith("head") for method in methods)
-    assert any(method.startswith("fixed") for method in methods)
-    assert "Prompt by prompt" not in page
