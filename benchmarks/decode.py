@@ -37,8 +37,7 @@ from shaped_pair import AGREEMENT, SHAPES, limits, prompts_of, shaped_pair
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from eval.assembly import make_drafters
-from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
+from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder, make_drafters
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.environment import describe_environment
 from eval.measuring.intervals import bootstrap_weights, interval
@@ -334,9 +333,7 @@ def _limit(pair: Pair, options: argparse.Namespace) -> dict[str, Any]:
     """The time of a round's forwards without what lies between them."""
     context = len(pair.prompts[0][1]) + options.max_new_tokens // 2
     return {
-        "of": "CUDA graphs repeated one after the other"
-        if pair.target.device.type == "cuda" and options.engine == "captured"
-        else "forwards one after the other, with the Python between their kernels",
+        "of": "forwards one after the other, with the Python between their kernels",
         "context": context,
         "lengths": {
             f"K={length}": row

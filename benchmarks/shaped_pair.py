@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from eval.runtime.layout import lay_out
 from eval.runtime.model import CachedModel
 from specdata.models import device
 from specdata.probability import SamplingConfig, overlap, probabilities
@@ -117,10 +116,7 @@ def _set_noise(
 
 @torch.inference_mode()
 def forward_seconds(model: CachedModel, context: int, count: int) -> float:
-    """Seconds of one forward of `count` tokens behind a context, one right after the other.
-
-    Where forwards are CUDA graphs: of the graph alone, without what Python does between two.
-    """
+    """Seconds of one forward of `count` tokens behind a context, one right after the other."""
     prompt = [3 + place % 400 for place in range(context)]
     sequence = model.sequence(0, SamplingConfig())
     model.run(sequence.append(prompt, 1))
@@ -132,9 +128,6 @@ def forward_seconds(model: CachedModel, context: int, count: int) -> float:
         return logits
 
     forward()  # makes the graph
-    static = model._static
-    if static is not None:
-        forward = static.loaded(tokens, lay_out(context, sequence.ancestors, count, []))
     seconds = _seconds(forward, model.device)
     model.reset()
     return seconds

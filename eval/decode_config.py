@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from eval.drafting.stopping import STOPPING_RULES, StoppingRule, read_rule
+from eval.drafting.stopping import StoppingRule, read_rule
 from eval.drafting.stopping.fixed import Fixed
 from eval.verifiers import VERIFIERS
 from specdata.config import Config, mistakes, nearest
@@ -130,9 +130,6 @@ class DecodeConfig(DraftingConfig):
     `DecodeConfig(verifier="block", stop=Confidence(threshold=0.2))`.
 
     Args:
-        budget: "own": each sequence drafts until its stopping rule ends the draft. "shared": the
-            drafts of a batch are weighed against each other by the rule's estimates, at costs that
-            are measured once or given; the rule's threshold is not read.
         path_drafts: for paths, the index of the draft model that drafts each of them.
         temperature: see `SamplingConfig`.
         top_k: see `SamplingConfig`.
@@ -152,7 +149,6 @@ class DecodeConfig(DraftingConfig):
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
-    budget: Literal["own", "shared"] = "own"
 
     def __init__(self, verifier: str = "token", **settings: Any) -> None:
         try:
@@ -224,12 +220,6 @@ class DecodeConfig(DraftingConfig):
                 f"verifier {self.verifier!r} carries a residual for the planned length of its "
                 "draft, so the length must not depend on drafted tokens: "
                 f"stop={self.stop.name!r} is biased"
-            )
-        if self.budget == "shared" and not self.stop.estimates:
-            estimate = [name for name, rule in STOPPING_RULES.items() if rule.estimates]
-            raise ConfigError(
-                "a shared budget ranks drafts by the probability that they survive, which "
-                f"stop={self.stop.name!r} does not estimate: choose from {', '.join(estimate)}"
             )
 
     @property

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import NemotronConfig, NemotronForCausalLM
 
-from eval.assembly import make_drafters
-from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
+from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder, make_drafters
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import Forward
 from specdata.probability import SamplingConfig

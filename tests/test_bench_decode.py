@@ -11,11 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.shaped_pair import PROMPT, TEXT, forward_seconds, shaped_pair
-from eval.runtime import cuda_graphs
-from eval.runtime.model import CachedModel
+from benchmarks.shaped_pair import PROMPT, TEXT, shaped_pair
 from specdata.probability import SamplingConfig, overlap, probabilities
-from tests.graph_recorder import OperationRecorder
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,18 +28,6 @@ def test_the_pair_agrees_as_often_as_asked(acceptance: float) -> None:
             for model in (target, draft)
         )
     assert abs(float(overlap(p, q).mean()) - acceptance) < 0.05
-
-
-def test_a_forward_is_timed_by_its_graph_where_there_is_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    recorder = OperationRecorder()
-    monkeypatch.setattr(cuda_graphs, "recorder_for", lambda device: recorder)
-    target, _ = shaped_pair("tiny", 0.8, seed=0)
-    model = CachedModel(target, 512, engine="captured")
-    assert forward_seconds(model, 20, 5) > 0
-    assert recorder.recorded == 1
-    assert recorder.replayed > 50
 
 
 def test_a_tiny_pair_is_measured_against_transformers_and_the_limit(tmp_path: Path) -> None:

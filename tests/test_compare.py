@@ -22,8 +22,7 @@ from eval.analysis.ties import (
     find_difference,
     greedy_reference,
 )
-from eval.assembly import make_drafters
-from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.decoder import DecodeConfig, SpeculativeDecoder, make_drafters
 from eval.runtime.model import CachedModel
 from specdata.errors import ConfigError
 from specdata.toy.corpus import corpus

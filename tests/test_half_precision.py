@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval.assembly import make_drafters
-from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.decoder import DecodeConfig, SpeculativeDecoder, make_drafters
 from eval.drafts import DraftTree
 from eval.runtime.model import CachedModel
 from eval.verifiers import Verifier

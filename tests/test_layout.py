@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from eval.runtime.layout import Layout, lay_out, lay_out_batch
+from eval.runtime.layout import Layout, lay_out
 from eval.runtime.model import CachedModel
 from specdata.probability import SamplingConfig
 from tests.tiny import tiny_llama
@@ -38,19 +38,6 @@ def test_further_nodes_find_their_ancestors_in_the_cache() -> None:
     assert second.visible is not None
     assert torch.equal(second.visible, boolean("110110", "110111"))
     assert torch.equal(first.ancestors, boolean("10", "01")), "the first layout has changed"
-
-
-def test_a_batch_pads_at_the_left_and_hides_what_padding_writes() -> None:
-    tree = lay_out(1, NO_NODES, 2, (0, 0))
-    single = lay_out(3, NO_NODES, 1, ())
-    batch = lay_out_batch({0: ([7, 8], tree), 2: ([9], single)}, [1, 2, 3])
-    assert batch.tokens.tolist() == [[7, 8], [0, 0], [0, 9]]
-    assert batch.positions.tolist() == [[1, 1], [0, 0], [0, 3]]
-    # The padding of slot 2 is written behind its token; slot 1 has no forward at all.
-    assert batch.cache_positions.tolist() == [[1, 2], [2, 3], [4, 3]]
-    assert batch.start == 3
-    assert torch.equal(batch.visible[0], boolean("11000", "10100"))
-    assert torch.equal(batch.visible[2, 1], boolean("11110")[0])
 
 
 def state(sequence: object) -> tuple[object, ...]:

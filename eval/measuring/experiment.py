@@ -26,6 +26,7 @@ from eval.measuring.results import Method, Results, build_results
 from eval.measuring.samples import round_tokens, shown_prompts
 from eval.measuring.sharing import SharedPrompts
 from eval.rounds import Generation
+from eval.runtime.engines import engine_on
 from eval.verifiers import VERIFIERS
 from heads import BaseHead
 from specdata.interruption import stop_if_asked
@@ -157,7 +158,10 @@ def _results(
         for name, record in store.get(prompt).items():
             measured.setdefault((prompt.dataset, name), []).append(record)
     rows = [
-        (_describe(method, dataset, names, config, sampling, seed), measured[dataset, method.name])
+        (
+            _describe(method, dataset, names, config, sampling, seed, environment.device),
+            measured[dataset, method.name],
+        )
         for dataset in dict.fromkeys(prompt.dataset for prompt in prompts)
         for method in config.methods
     ]
@@ -175,7 +179,7 @@ def _store(
     values = {
         "methods": {method.name: method.model_dump(mode="json") for method in config.methods},
         "max_new_tokens": config.max_new_tokens,
-        "engine": config.engine,
+        "engine": engine_on(config.engine, environment.device),
         "batch": config.batch,
         "sampling": asdict(sampling),
         "seed": seed,
@@ -358,11 +362,13 @@ def _describe(
     config: EvalConfig,
     sampling: SamplingConfig,
     seed: int,
+    device: str,
 ) -> Method:
     """What results record of a method on a dataset."""
     drafts = method.decoder != "plain"
-    known = config.engine == "eager" or method.decoder == "assisted"
-    engine = {} if known else {"engine": config.engine}
+    used = engine_on(config.engine, device)
+    known = used == "eager" or method.decoder == "assisted"
+    engine = {} if known else {"engine": used}
     drafter = {"plain": None, "speculative": method.drafter, "assisted": "transformers"}
     return Method(
         method=method.name,

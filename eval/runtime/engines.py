@@ -7,3 +7,8 @@ from typing import Literal, get_args
 Engine = Literal["eager", "captured", "compiled"]
 """How short forwards run: the model's own code, a traced graph, or that graph through Inductor."""
 ENGINES: tuple[str, ...] = get_args(Engine)
+
+
+def engine_on(engine: Engine, device: str) -> Engine:
+    """The engine that is used on a kind of device: "captured" graphs gain nothing but on a CPU."""
+    return "eager" if engine == "captured" and not device.startswith("cpu") else engine

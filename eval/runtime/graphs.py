@@ -5,9 +5,8 @@ the matrix library is slow for the handful of rows that a verification has. `Cac
 runs forwards by one of three engines, with the same results but for rounding:
 
 * "eager": the model's own forward;
-* "captured": on a CPU the forward is traced once with symbolic lengths (`make_fx`) and run as a
-  graph, its large matrices kept a second time in oneDNN's blocked layout; on a GPU its kernels are
-  recorded as CUDA graphs (`eval.runtime.cuda_graphs`);
+* "captured": the forward is traced once with symbolic lengths (`make_fx`) and run as a graph, its
+  large matrices kept a second time in oneDNN's blocked layout. For CPUs: elsewhere it is "eager";
 * "compiled": the captured graph through `torch.compile` (Inductor), which fuses what lies between
   the matrices. It needs a C++ compiler and takes seconds to a minute a model.
 

@@ -7,7 +7,6 @@ behind is masked until it is written over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -71,38 +70,6 @@ class KVCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             layer.slots, layer.start, layer.end = slots, start, end
             layer.cache_positions, layer.slot_of = cache_positions, slot_of
-
-    @property
-    def slots(self) -> int:
-        """Slots that there are buffers for."""
-        keys = self.layers[0].keys
-        return 0 if keys is None else len(keys)
-
-    def use(self, buffers: Sequence[tuple[Tensor, Tensor]], length: int) -> None:
-        """Keep one sequence in given buffers from now on.
-
-        Args:
-            buffers: keys and values of each layer, (1, heads, capacity, size).
-            length: cache positions of slot 0 to copy there, at most as many as there are.
-        """
-        for layer, (keys, values) in zip(self.layers, buffers, strict=True):
-            if length:
-                keys[:, :, :length] = layer.keys[:1, :, :length]
-                values[:, :, :length] = layer.values[:1, :, :length]
-            layer.keys, layer.values = keys, values
-            layer.template = keys[:0, :, :0], values[:0, :, :0]
-
-    def holds(self, buffers: Sequence[tuple[Tensor, Tensor]]) -> bool:
-        """Whether it keeps everything in these buffers."""
-        return all(
-            layer.keys is keys and layer.values is values
-            for layer, (keys, values) in zip(self.layers, buffers, strict=True)
-        )
-
-    def templates(self) -> list[tuple[Tensor, Tensor]] | None:
-        """Empty keys and values of each layer; None before the first forward, which shows them."""
-        pairs = [layer.template for layer in self.layers]
-        return None if pairs[0] is None else pairs
 
     def views(self, slot: int, end: int) -> list[Tensor] | None:
         """Keys and values of every layer, as views (1, heads, end, size) of one slot.

@@ -7,7 +7,7 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,60 +72,3 @@ def _with_nodes(ancestors: Tensor, parents: Sequence[int]) -> Tensor:
         if parent:
             extended[row] |= extended[parent - 1]
     return extended
-
-
-@dataclass(frozen=True, slots=True)
-class BatchLayout:
-    """One forward over the slots 0 to B - 1 of a KV cache, n tokens in each.
-
-    Args:
-        tokens: (B, n); a slot with fewer tokens has them at the right.
-        positions: (B, n), in the sequences.
-        cache_positions: (B, n), where keys and values are written.
-        visible: (B, n, end) boolean, the cache positions that each token attends to.
-        start: cache positions in use before, in the fullest slot; end = start + n.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    cache_positions: Tensor
-    visible: Tensor
-    start: int
-
-
-def lay_out_batch(
-    forwards: Mapping[int, tuple[Sequence[int], Layout]], in_use: Sequence[int]
-) -> BatchLayout:
-    """Join forwards of several sequences.
-
-    Slots without a forward, and the padding at the left of short ones, write to cache positions
-    behind those in use, which are masked until they are written over.
-
-    Args:
-        forwards: tokens and their layout, by slot.
-        in_use: cache positions in use in each of B slots.
-    """
-    count = max(len(tokens) for tokens, _ in forwards.values())
-    start = max(in_use)
-    shape = len(in_use), count
-    batch = BatchLayout(
-        tokens=torch.zeros(shape, dtype=torch.long),
-        positions=torch.zeros(shape, dtype=torch.long),
-        cache_positions=torch.tensor(in_use).unsqueeze(1) + torch.arange(count),
-        visible=torch.zeros(*shape, start + count, dtype=torch.bool),
-        start=start,
-    )
-    for slot, (tokens, layout) in forwards.items():
-        pad = count - len(tokens)
-        first_free = layout.start + len(tokens)
-        batch.tokens[slot, pad:] = torch.tensor(tokens)
-        batch.positions[slot, pad:] = torch.tensor(layout.positions)
-        batch.cache_positions[slot, pad:] = layout.start + torch.arange(len(tokens))
-        batch.cache_positions[slot, :pad] = first_free + torch.arange(pad)
-    batch.visible[:] = torch.arange(start + count) <= batch.cache_positions.unsqueeze(-1)
-    for slot, (tokens, layout) in forwards.items():
-        if layout.visible is not None:
-            pad = count - len(tokens)
-            batch.visible[slot, pad:] = False
-            batch.visible[slot, pad:, : layout.visible.shape[1]] = layout.visible
-    return batch

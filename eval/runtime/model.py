@@ -10,18 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from eval.runtime import cuda_graphs
-from eval.runtime.cuda_graphs import (
-    MOST_TOKENS,
-    ForwardSizes,
-    GraphPool,
-    StaticGraphs,
-    room_for,
-)
-from eval.runtime.engines import Engine
+from eval.runtime.engines import Engine, engine_on
 from eval.runtime.graphs import ForwardGraphs, shared_graphs
 from eval.runtime.kv_cache import KVCache
-from eval.runtime.layout import Layout, lay_out_batch
+from eval.runtime.layout import Layout
 from eval.runtime.model_checks import check_cache, check_forward, takes_masks
 from eval.runtime.packing import attending_packed, can_pack, pack
 from eval.runtime.sequence import CachedSequence, Forward
@@ -67,19 +59,15 @@ class CachedModel:
         kept = kept_tokens(model)
         self._kept = None if kept is None else kept[kept < vocabulary]
         self._embeddings = model.get_input_embeddings()
-        self._engine = engine
         # A model looks through its parameters for these each time it is asked.
         self.device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
+        self._engine = engine_on(engine, self.device.type)
         self._graphs: ForwardGraphs | None = None
-        # On a GPU, captured forwards run over a cache that is lent until the sequences are reset.
-        self._recorder = cuda_graphs.recorder_for(self.device) if engine == "captured" else None
-        self._pool: GraphPool | None = None
-        self._static: StaticGraphs | None = None
         self.refresh_graphs()
         # Flash attention takes no mask; its causal attention is aligned as ours is.
         self._takes_masks = takes_masks(model)
-        self.packs = can_pack(model)
+        self._packs = can_pack(model)
         # Only SDPA needs no mask for a single token. Of a mask that the model makes for itself, a
         # graph would keep the length.
         self._sdpa = model.config._attn_implementation == "sdpa"
@@ -94,19 +82,12 @@ class CachedModel:
     def reset(self) -> None:
         """Forget every sequence and free the cache."""
         self.kv_cache.free()
-        if self._static is not None and self._pool is not None:
-            self._pool.give_back(self._static)
-        self._static = None
         for sequence in self._sequences.values():
             sequence.reset()
 
     def refresh_graphs(self) -> None:
         """Use graphs of the weights as they are now; they may have changed."""
-        if self._recorder is not None:
-            pool = cuda_graphs.shared_pool(self.model, self._recorder)
-            if pool is not self._pool:
-                self._pool, self._static = pool, None
-        elif self._engine != "eager":
+        if self._engine != "eager":
             self._graphs = shared_graphs(self.model, self._engine)
 
     def warm_up(self, appends: Sequence[tuple[int, int]], nodes: Sequence[int] = ()) -> None:
@@ -126,23 +107,6 @@ class CachedModel:
         for count in nodes if self._takes_masks else ():
             self.run(sequence.append_tree(self._different(count), [0] * count))
             sequence.accept([])
-        self.reset()
-
-    def prepare(self, sizes: ForwardSizes, length: int) -> None:
-        """As `warm_up`, for CUDA graphs, which have one size each; else nothing.
-
-        Args:
-            sizes: of the forwards that will follow a prompt.
-            length: tokens of the longest sequence.
-        """
-        if self._pool is None:
-            return
-        self._prompted(1)  # shows the sizes of the cache
-        room = length + max(sizes.trees, default=0) + MOST_TOKENS
-        static = self._static_graphs(0, 0, room)
-        assert static is None, "a prompt runs eagerly"
-        if self._static is not None:
-            self._static.prepare(sizes, length, self._different(MOST_TOKENS))
         self.reset()
 
     def _prompted(self, logits_to_keep: int) -> CachedSequence:
@@ -179,7 +143,7 @@ class CachedModel:
         joined = [
             index
             for index, forward in enumerate(forwards)
-            if forward.sequence.in_use and not forward.unrolled
+            if self._packs and forward.sequence.in_use and not forward.unrolled
         ]
         if len(joined) < 2:
             return [self.run(forward) for forward in forwards]
@@ -188,7 +152,7 @@ class CachedModel:
             for index, forward in enumerate(forwards)
             if index not in joined
         }
-        batch = self._run_batch([forwards[index] for index in joined])
+        batch = self._run_packed([forwards[index] for index in joined])
         logits |= dict(zip(joined, batch, strict=True))
         return [logits[index] for index in range(len(forwards))]
 
@@ -230,13 +194,6 @@ class CachedModel:
     def _run_single(self, forward: Forward, layout: Layout) -> tuple[Tensor, Tensor | None]:
         """Run a forward in one row: logits (logits_to_keep or more, V') and hidden states."""
         count = len(forward.tokens)
-        static = self._static_graphs(forward.sequence.slot, layout.start, count)
-        if static is not None:
-            ids = self._known(torch.tensor(forward.tokens)) if self._has_fewer_ids else None
-            known = forward.tokens if ids is None else ids.tolist()
-            states: Tensor | None
-            logits, states = static.run(known, layout)
-            return logits, states if self._capture_hidden else None
         mask: Tensor | None = None
         if layout.visible is not None:
             mask = self._additive(layout.visible)[None, None]
@@ -251,28 +208,6 @@ class CachedModel:
             forward.logits_to_keep,
         )
         return logits[0], None if hidden is None else hidden[0]
-
-    def _static_graphs(self, slot: int, start: int, count: int) -> StaticGraphs | None:
-        """The graphs to run `count` tokens by, once the cache is theirs; None: run eagerly.
-
-        Only a sequence that is alone is in such a cache. When a batch, or a prompt that is too
-        long, outgrows it, the eager forward moves everything to buffers of its own.
-        """
-        pool, cache = self._pool, self.kv_cache
-        if pool is None or slot or cache.slots > 1:
-            return None
-        end = room_for(start, count)
-        static = self._static
-        if static is None or static.capacity < end or not cache.holds(static.buffers):
-            # One that is too small is dropped with its graphs.
-            if static is None or static.capacity < end:
-                static = pool.lend(end, cache.templates())
-                if static is None:
-                    return None
-            cache.use(static.buffers, start)
-            self._static = static
-        # A prompt is read once: its kernels take longer than asking for them.
-        return static if start and count <= MOST_TOKENS else None
 
     def _run_slot(
         self,
@@ -378,41 +313,6 @@ class CachedModel:
                 None if hidden is None else hidden[0, : packing.ends[forward.sequence.slot]],
             )
             for forward, layout in zip(forwards, layouts, strict=True)
-        ]
-
-    def _run_batch(self, forwards: Sequence[Forward]) -> list[Tensor]:
-        """Run forwards of several sequences as one, over all slots up to the last of theirs."""
-        if self.packs:
-            return self._run_packed(forwards)
-        layouts = [forward.layout() for forward in forwards]
-        slots = [forward.sequence.slot for forward in forwards]
-        in_use = [
-            self._sequences[slot].in_use if slot in self._sequences else 0
-            for slot in range(max(slots) + 1)
-        ]
-        batch = lay_out_batch(
-            {
-                slot: (forward.tokens, layout)
-                for slot, forward, layout in zip(slots, forwards, layouts, strict=True)
-            },
-            in_use,
-        )
-        self.kv_cache.place(
-            slice(0, len(in_use)),
-            batch.start,
-            batch.visible.shape[-1],
-            cache_positions=batch.cache_positions.to(self.device),
-        )
-        logits, hidden = self._run_eager(
-            self.kv_cache,
-            batch.tokens.to(self.device),
-            batch.positions.to(self.device),
-            self._additive(batch.visible).unsqueeze(1),
-            max(forward.logits_to_keep for forward in forwards),
-        )
-        return [
-            self._commit(forward, layout, logits[slot], None if hidden is None else hidden[slot])
-            for slot, forward, layout in zip(slots, forwards, layouts, strict=True)
         ]
 
     def _run_unrolled(self, forward: Forward, layout: Layout) -> tuple[Tensor, Tensor | None]:

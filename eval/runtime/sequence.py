@@ -7,14 +7,14 @@ sequences together. So decoding is written once, for one sequence and for batche
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from eval.runtime.budget import Bid
 from eval.runtime.kv_cache import KVCache
 from eval.runtime.layout import Layout, lay_out
 from specdata.probability import SamplingConfig
@@ -71,22 +71,70 @@ class Forward:
         return lay_out(sequence.length, sequence.ancestors, len(self.tokens), self.parents)
 
 
-ForwardCoroutine = Generator[Forward | Bid, Any, T]
+ForwardCoroutine = Generator[Forward, Tensor, T]
 """A generator that yields the forwards it needs, is sent the logits (logits_to_keep, V) of each,
-and returns a T. Whoever drives it decides which forwards run together. Where a verification budget
-is shared, it also yields bids, and is sent whether each is admitted."""
+and returns a T. Whoever drives it decides which forwards run together."""
 
 
 def drive(coroutine: ForwardCoroutine[T]) -> T:
-    """Run a coroutine that makes no bids to its end, each of its forwards by itself."""
+    """Run a coroutine to its end, each of its forwards by itself."""
     try:
         forward = next(coroutine)
         while True:
-            assert isinstance(forward, Forward), "bids need a scheduler: see run_together"
             forward = coroutine.send(forward.model.run(forward))
     except StopIteration as stopped:
         result: T = stopped.value
         return result
+
+
+def run_together(
+    jobs: Sequence[Callable[[int], ForwardCoroutine[T]]],
+    size: int,
+    *,
+    last: ForwardRunner,
+    report: Callable[[int], object] = lambda done: None,
+) -> list[T]:
+    """Run coroutines side by side; forwards that wait for the same model run as one.
+
+    Args:
+        jobs: one for each sequence; called with a slot, it returns the coroutine to run.
+        size: jobs that run at a time, in the slots from 0; the next one takes the slot of one that
+            ends.
+        last: the model whose forwards run only when no other model has any to run. With the target
+            here, sequences whose drafts differ in length are still verified together.
+        report: called with 1 when a job ends.
+
+    Returns:
+        What each coroutine returned, in the order of the jobs.
+    """
+    queue = deque(enumerate(jobs))
+    # What can go on: job, slot, coroutine, and the logits that it is sent (none to begin with).
+    ready: deque[tuple[int, int, ForwardCoroutine[T], Tensor | None]] = deque()
+    for slot in range(min(size, len(jobs))):
+        number, job = queue.popleft()
+        ready.append((number, slot, job(slot), None))
+    waiting: dict[int, tuple[int, ForwardCoroutine[T], Forward]] = {}
+    results: dict[int, T] = {}
+    while ready:
+        while ready:
+            number, slot, coroutine, logits = ready.popleft()
+            try:
+                forward = next(coroutine) if logits is None else coroutine.send(logits)
+                waiting[number] = slot, coroutine, forward
+            except StopIteration as stopped:
+                results[number] = stopped.value
+                report(1)
+                if queue:
+                    number, job = queue.popleft()
+                    ready.appendleft((number, slot, job(slot), None))
+        models = [forward.model for _, _, forward in waiting.values()]
+        model = next((model for model in models if model is not last), last)
+        served = {n: entry for n, entry in waiting.items() if entry[2].model is model}
+        answers = model.run_all([forward for _, _, forward in served.values()]) if served else []
+        for (number, (slot, coroutine, _)), logits in zip(served.items(), answers, strict=True):
+            del waiting[number]
+            ready.append((number, slot, coroutine, logits))
+    return [results[number] for number in range(len(jobs))]
 
 
 class CachedSequence:

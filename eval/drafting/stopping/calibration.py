@@ -18,9 +18,7 @@ from eval.drafting.stopping.online import Pair, sigmoid
 from eval.drafting.stopping.rule import AdaptiveRule
 
 if TYPE_CHECKING:
-    from eval.drafting.stopping.estimates import Estimates
     from eval.drafting.stopping.recorded import Reals, RecordedTokens
-    from heads import BaseHead
 
 EDGE = 1e-6
 """max q is kept this far from 0 and 1: a one-hot distribution (greedy, top-k 1) has no logit."""
@@ -54,7 +52,6 @@ class CalibratedRule(AdaptiveRule):
     """A stopping rule that reads the logistic model."""
 
     fitted: ClassVar[tuple[str, ...]] = ("calibration",)
-    estimates: ClassVar[bool] = True
 
     calibration: tuple[float, float] | None = Field(
         default=None,
@@ -73,12 +70,6 @@ class CalibratedRule(AdaptiveRule):
         inside = tokens.inside
         model = fit_calibration(accept[inside], tokens.q_max[inside])
         return {"calibration": [model.intercept, model.slope]}
-
-    def shared_estimates(self, head: BaseHead | None) -> Estimates:
-        """By the logistic model."""
-        from eval.drafting.stopping.estimates import Estimates
-
-        return Estimates((self.model.intercept, self.model.slope))
 
     def reported(self) -> dict[str, Any]:
         """The parameters, with the coefficients in use."""

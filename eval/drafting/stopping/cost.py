@@ -27,7 +27,6 @@ from eval.drafting.stopping.rule import (
 from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
-    from eval.drafting.stopping.estimates import Estimates
     from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
     from eval.drafting.stopping.survival import Survival
     from eval.rounds import Round
@@ -154,13 +153,6 @@ class Cost(CalibratedRule):
         return until_head_survival_below(
             tokens, least, limit=self.limit, calibrated=True, newest=newest
         )
-
-    def shared_estimates(self, head: BaseHead | None) -> Estimates:
-        """By the head, if it is asked, and the logistic model."""
-        from eval.drafting.stopping.estimates import Estimates
-
-        first = (self.model.intercept, self.model.slope)
-        return Estimates(first, head if self.head else None)
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Begin with the given costs and first guesses."""

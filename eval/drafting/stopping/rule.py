@@ -23,7 +23,6 @@ from specdata.config import Config
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from eval.drafting.stopping.estimates import Estimates
     from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
     from eval.rounds import Round
     from heads import BaseHead
@@ -160,8 +159,6 @@ class StoppingRule(Config):
         needs_head: whether it cannot work without an acceptance head.
         fitted: parameters that an evaluation fits on labels where they are None, by `fit`. Two
             rules may name the same one if they fit it alike.
-        estimates: whether it estimates how likely a draft survives (`shared_estimates`), as a
-            verification budget that sequences share needs.
         family: which methods plots draw alike: "fixed" lengths, training-free "rule"s, rules that
             threshold a "head", or "cost" rules without a threshold.
     """
@@ -170,7 +167,6 @@ class StoppingRule(Config):
     adaptive: ClassVar[bool] = True
     needs_head: ClassVar[bool] = False
     fitted: ClassVar[tuple[str, ...]] = ()
-    estimates: ClassVar[bool] = False
     family: ClassVar[Family] = "rule"
 
     @property
@@ -229,14 +225,6 @@ class StoppingRule(Config):
             tokens: the recorded tokens.
         """
         return None
-
-    def shared_estimates(self, head: BaseHead | None) -> Estimates:
-        """How likely it takes drafts to survive, for all slots; only if it `estimates`.
-
-        Args:
-            head: as in `start`.
-        """
-        raise NotImplementedError(f"stop={self.name!r} makes no estimates")
 
     @abstractmethod
     def start(self, head: BaseHead | None) -> ActiveRule:
