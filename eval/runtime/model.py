@@ -67,7 +67,7 @@ class CachedModel:
         self.refresh_graphs()
         # Flash attention takes no mask; its causal attention is aligned as ours is.
         self._takes_masks = takes_masks(model)
-        self._packs = can_pack(model)
+        self.packs = can_pack(model)
         # Only SDPA needs no mask for a single token. Of a mask that the model makes for itself, a
         # graph would keep the length.
         self._sdpa = model.config._attn_implementation == "sdpa"
@@ -143,7 +143,7 @@ class CachedModel:
         joined = [
             index
             for index, forward in enumerate(forwards)
-            if self._packs and forward.sequence.in_use and not forward.unrolled
+            if self.packs and forward.sequence.in_use and not forward.unrolled
         ]
         if len(joined) < 2:
             return [self.run(forward) for forward in forwards]
