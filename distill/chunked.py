@@ -28,8 +28,7 @@ ChunkLoss = Callable[[Tensor, slice], Tensor]
 
 MEMORY_BUDGET = 2 << 30
 """Bytes that the loss may take at V = 152k and 8 x 512 positions, beside the models, their
-gradients and what the draft's body keeps for its backward pass; `benchmarks/distill_memory.py`
-measures it."""
+gradients and what the draft's body keeps for its backward pass."""
 CHUNK_BYTES = 1 << 30
 ENTRY_BYTES = 52  # for a logit of each model, their distributions, a loss and its gradient
 

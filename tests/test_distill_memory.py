@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,7 +27,6 @@ from specdata.sampling import SamplingConfig
 from tests.random_pair import random_pair, texts_of
 from tests.tiny import tiny_llama
 
-BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "distill_memory.py"
 QUICK = DistilConfig(epochs=2, learning_rate=1e-3, report_to=[], eval_rollouts=2)
 
 
@@ -328,17 +324,3 @@ def test_bfloat16_gradients_are_those_of_float32_up_to_its_rounding(
     for name, gradient in wide.items():
         error = (narrow[name] - gradient).norm() / gradient.norm()
         assert 0 < error < 0.05, (name, float(error))  # bfloat16 rounds by up to 0.4%
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_positions_times_vocabulary() -> None:
-    """All logits at once, and what autograd makes of them, would take 3.3 GiB."""
-    case = {"rows": 2, "completion": 512, "vocabulary": 65536}
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARK), "--case", json.dumps(case)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert json.loads(done.stdout)["peak_mib"] < 1536
