@@ -10,10 +10,8 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
@@ -53,7 +51,7 @@ from specdata.processes import join_processes, process_count
 from specdata.sampling import SamplingConfig
 from specdata.sharded import load_sharded
 from specdata.storage.files import atomic_folder, fingerprint, write_json
-from specdata.storage.resume import Settings, defaults_of
+from specdata.storage.resume import Settings
 from specdata.vocabulary import check_shared_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -151,11 +149,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
             "teacher_dtype": teacher_load.dtype or "float32",
             "teacher_bits": teacher_load.bits,
         },
-        defaults_of(DistilConfig, "config")
-        | defaults_of(SamplingConfig, "sampling")
-        | {"teacher_bits": None},
         remedy=f"choose another output folder, or remove {out} and {_work(out)}",
-        rewrite=_by_content,
     )
     if out.exists():
         shutil.rmtree(_work(out), ignore_errors=True)  # of a run killed right before its end
@@ -327,12 +321,6 @@ def _save(
 def _stored(out: Path) -> DistilResult:
     stored = json.loads((out / RESULT_FILE).read_text("utf-8"))
     return TypeAdapter(DistilResult).validate_python(stored)
-
-
-def _by_content(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with models by what they hold; they were stored by name once."""
-    models = {role: fingerprint(settings[role]) for role in ("target", "draft") if role in settings}
-    return {**settings, **models}
 
 
 def _work(out: Path) -> Path:

@@ -45,7 +45,7 @@ from specdata.models import load_generation, load_tokenizer, positions
 from specdata.processes import join_processes
 from specdata.prompts.conversations import conversation_inputs
 from specdata.storage.files import atomic_folder, fingerprint, write_json
-from specdata.storage.resume import Settings, defaults_of
+from specdata.storage.resume import Settings
 from specdata.vocabulary import check_shared_vocabulary
 
 SETTINGS_FILE = "training.json"
@@ -100,7 +100,6 @@ def finetune(
             "lora": None if lora is None else lora.model_dump(mode="json"),
             "seed": seed,
         },
-        defaults_of(FinetuneConfig, "config"),
         remedy=f"choose another output folder, or remove {out}, {_work(out)} and {_rows(out)}",
     )
     if out.exists():

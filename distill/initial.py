@@ -45,7 +45,7 @@ from specdata.probability import overlap, probabilities
 from specdata.processes import join_processes
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import atomic_folder, fingerprint, write_json
-from specdata.storage.resume import Settings, defaults_of
+from specdata.storage.resume import Settings
 from specdata.target_states import stored_states
 from specdata.terminal import progress
 from specdata.vocabulary import check_shared_vocabulary
@@ -120,7 +120,6 @@ def make_initial(
             "seed": seed,
             "rollouts": content_of(rollouts),
         },
-        defaults_of(InitConfig, "config") | defaults_of(SamplingConfig, "sampling"),
         remedy=f"choose another output folder, or remove {out}",
     )
     state = join_processes()

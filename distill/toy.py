@@ -27,7 +27,7 @@ from distill.config import TOY_POSITIONS, ToyPairConfig
 from distill.training import Schedule, save_model, train_resumably, training_arguments
 from specdata.model_folder import copy_tokenizer
 from specdata.storage.files import atomic_folder
-from specdata.storage.resume import Settings, defaults_of
+from specdata.storage.resume import Settings
 from specdata.toy.corpus import corpus
 from specdata.toy.tokenizer import save_tokenizer, train_tokenizer
 
@@ -51,7 +51,6 @@ def train_toy_pair(folder: Path, config: ToyPairConfig, *, seed: int) -> None:
         own = {key: v for key, v in config.model_dump().items() if not key.startswith(other)}
         settings = Settings(
             {**own, "seed": seed},
-            defaults_of(ToyPairConfig),
             remedy=f"choose another output folder, or remove {folder}",
         )
         if (folder / name).exists():

@@ -64,15 +64,13 @@ UNREAD: dict[Kind, tuple[str, ...]] = {
 # immediate head learns few rows by heart: after 107 passes over 162 rows it was worse than a coin.
 STEPS: dict[Kind, int] = {"specdec++": 400, "immediate": 1500}
 PASSES: dict[Kind, tuple[int, float]] = {"specdec++": (3, math.inf), "immediate": (12, 24)}
-# Before there were kinds, all heads were specdec++ and these were the defaults.
-DEFAULTS_BEFORE_KINDS = {"epochs": 3, "learning_rate": 5e-5, "max_length": 512}
 
 
 class HeadConfig(Config):
     """Settings of the head and of its training.
 
-    The defaults are those of SpecDec++ (2405.19715), so that files written before there were kinds
-    mean what they meant; `kind: immediate` has its own where the descriptions say so.
+    The defaults are those of SpecDec++ (2405.19715); `kind: immediate` has its own where the
+    descriptions say so.
     """
 
     kind: Kind = Field(
@@ -237,21 +235,3 @@ class HeadConfig(Config):
 def _default(kind: Kind, name: str) -> Any:
     default = HeadConfig.model_fields[name].get_default()
     return IMMEDIATE.get(name, default) if kind == "immediate" else default
-
-
-def as_stored_today(stored: Mapping[str, Any], asked: HeadConfig) -> dict[str, Any]:
-    """Settings that a run stored of its head, as it would store them today.
-
-    Args:
-        stored: JSON values, of `decisive` or of an earlier version.
-        asked: what they are compared with. Where it leaves to us what had another default before
-            there were kinds, the earlier default is as good.
-    """
-    if "kind" in stored:
-        return dict(stored)
-    left = {name for name in DEFAULTS_BEFORE_KINDS if getattr(asked, name) is None}
-    earlier = {
-        name: None if name in left and value == DEFAULTS_BEFORE_KINDS[name] else value
-        for name, value in stored.items()
-    }
-    return {"kind": "specdec++", **earlier}

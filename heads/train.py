@@ -26,7 +26,7 @@ from heads.base import BaseHead
 from heads.batches import LabelRows, micro_batch_count
 from heads.cache import FeatureCache
 from heads.checkpoint import Checkpoint, latest_checkpoint
-from heads.config import HeadConfig, as_stored_today
+from heads.config import HeadConfig
 from heads.contexts import Context, MixedContext, TargetContext, number_scales
 from heads.engine import (
     deprecations_of_deepspeed_hidden,
@@ -47,7 +47,7 @@ from specdata.models import positions
 from specdata.processes import is_main
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import write_json
-from specdata.storage.resume import Settings, defaults_of, read_record
+from specdata.storage.resume import Settings, read_record
 from specdata.storage.schema import MORE_DRAWS
 
 if TYPE_CHECKING:
@@ -267,9 +267,7 @@ def _start(
 ) -> tuple[Training, Checkpoint | None, Scales | None]:
     """Join the other processes and wrap the head, with the last checkpoint's weights if any."""
     accelerator = start_accelerator(config.report_to, out / LOGS_NAME)
-    # What an unfinished run left to the defaults of its version is not what this one would do.
-    strict = replace(settings, rewrite=dict)
-    checkpoint = latest_checkpoint(out / CHECKPOINTS_NAME, strict)
+    checkpoint = latest_checkpoint(out / CHECKPOINTS_NAME, settings)
     accelerator.wait_for_everyone()  # no process writes before all have looked
     if draft.device != accelerator.device:  # which packed weights refuse even where they are there
         draft.to(accelerator.device)
@@ -420,10 +418,6 @@ def head_settings(
     out: Path,
 ) -> Settings:
     """All that decides the result: a folder belongs to one such value."""
-
-    def as_today(values: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**values, "config": as_stored_today(values.get("config", {}), config)}
-
     decisive = config.decisive()
     return Settings(
         {
@@ -434,9 +428,7 @@ def head_settings(
             "train": data[0].fingerprint,
             "dev": data[1].fingerprint,
         },
-        defaults_of(HeadConfig, "config"),
         f"delete {out} or choose another output folder",
-        as_today,
     )
 
 
@@ -462,6 +454,6 @@ def finished_head(out: Path, settings: Settings) -> HeadResult | None:
     settings.check(stored.pop("settings"), out)
     stored["before"], stored["after"] = (HeadMetrics(**stored[k]) for k in ("before", "after"))
     stored["losses"] = tuple(stored["losses"])
-    by_moment = stored.get("by_moment", {}).items()  # earlier versions stored none
+    by_moment = stored["by_moment"].items()
     stored["by_moment"] = {name: HeadMetrics(**metrics) for name, metrics in by_moment}
     return HeadResult(**stored)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.config import PipelineConfig
-from recipes.layout import folder, without_names
+from recipes.layout import folder
 from specdata.errors import ConfigError
 from specdata.storage.files import fingerprint
 from specdata.storage.resume import differences
@@ -57,11 +57,12 @@ def cached_rows(
     from specdata.storage.dataset import load_stored
     from specdata.storage.manifest import read_manifest
 
-    stored = without_names(read_manifest(Path(cache))["settings"])
+    stored = dict(read_manifest(Path(cache))["settings"])
     stored |= stored.get("load", {}).get("target", {})
     load = config.models.loading("target")
-    source = without_names({**source, "dtype": load.dtype, "bits": load.bits})
-    if changed := differences({name: stored.get(name) for name in source}, source):
+    source = {**source, "dtype": load.dtype, "bits": load.bits}
+    made = {name: stored.get(name) for name in source}
+    if changed := differences(made, source, ("target.name",)):
         raise ConfigError(
             f"{key} {cache} was made of other rollouts or by another target: leave it out, or name "
             "one of the same. Stored -> this run's:\n  " + "\n  ".join(changed)

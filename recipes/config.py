@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from pydantic.fields import FieldInfo
 
 from distill.config import DistilConfig, ToyPairConfig
 from eval.drafting.stopping import STOPPING_RULES
-from eval.measuring.methods import PLAIN, EvalConfig, MethodConfig, renamed
+from eval.measuring.methods import PLAIN, EvalConfig, MethodConfig
 from eval.verifiers import VERIFIERS
 from heads.config import HeadConfig
 from specdata.config import Config, fields_of, mistakes, nearest, read_config, section_type
@@ -31,7 +30,6 @@ from specdata.errors import ConfigError
 from specdata.labels.config import LabelsConfig
 from specdata.loading import Dtype, Loading, PairLoading, Role
 from specdata.logits.config import LogitsConfig
-from specdata.processes import is_main
 from specdata.rollouts.config import RolloutConfig
 from specdata.sampling import SamplingConfig
 
@@ -191,7 +189,6 @@ def parse(
         )
     if known.method:
         _choose_methods(tree, known.method)
-    _note_renamed(tree)
     return Command(build(tree), tree, known.plan)
 
 
@@ -369,16 +366,6 @@ def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
             tree[name] = {}
         tree = tree[name]
     tree[path[-1]] = value
-
-
-def _note_renamed(tree: Mapping[str, Any]) -> None:
-    """Say on stderr how keys of methods that were renamed are written now."""
-    section = tree.get("eval")
-    methods = section.get("methods") if isinstance(section, Mapping) else None
-    if is_main() and isinstance(methods, list):
-        given = [method for method in methods if isinstance(method, Mapping)]
-        for note in dict.fromkeys(note for method in given for note in renamed(method)[1]):
-            print(f"note: {note}", file=sys.stderr)
 
 
 def _check_method(text: str, method: Mapping[str, Any]) -> None:

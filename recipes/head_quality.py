@@ -7,8 +7,7 @@ from pathlib import Path
 from eval.analysis.quality import QUALITY, Quality, head_quality
 from eval.measuring.results import Results
 from recipes.config import PipelineConfig
-from recipes.layout import draft_in_use, eval_folder, folder, head_in_use
-from recipes.measured import RESULTS
+from recipes.layout import RESULTS, draft_in_use, eval_folder, folder, head_in_use
 from recipes.run import finished
 from specdata.storage.files import fingerprint
 

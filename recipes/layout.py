@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eval.measuring.methods import method_defaults, needs_fit, path_drafts, rewritten
-from heads.config import as_stored_today
+from eval.measuring.methods import needs_fit, path_drafts
 from recipes.config import PipelineConfig
 from recipes.run import Stage, absolute
 from recipes.sizes import (
@@ -28,7 +27,7 @@ from specdata.errors import ConfigError
 from specdata.loading import Role
 from specdata.prompts.conversations import conversation_inputs
 from specdata.prompts.reading import prompt_inputs
-from specdata.storage.resume import Settings, defaults_of
+from specdata.storage.resume import Settings
 
 # Folders of a run's output; what a stage makes is read by later ones only.
 ORDER = (
@@ -43,9 +42,9 @@ ORDER = (
     "eval",
     "release",
 )
-# Version of what release folders hold: raise it when cards or files change, so that finished runs
-# make theirs again. Runs that stored none are older than it.
-RELEASE_FORMAT = 4
+
+
+RESULTS = "results.json"
 
 
 def folder(config: PipelineConfig, stage: str) -> Path:
@@ -211,12 +210,7 @@ def head_stage(config: PipelineConfig) -> Stage:
     values = {"head": head.decisive(), "seed": config.seed, "dtype": config.models.dtype}
     values |= _spared(config) | _loaded(config, "draft")
     inputs = {"draft": draft_in_use(config), "labels": str(folder(config, "labels"))}
-    stage = _stage(config, "head", values, inputs, head_size(config))
-
-    def as_today(values: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**values, "head": as_stored_today(values.get("head", {}), head)}
-
-    return replace(stage, settings=replace(stage.settings, rewrite=as_today))
+    return _stage(config, "head", values, inputs, head_size(config))
 
 
 def eval_stage(config: PipelineConfig) -> Stage:
@@ -240,10 +234,8 @@ def eval_stage(config: PipelineConfig) -> Stage:
         here,
         Settings(
             values,
-            defaults_of(PipelineConfig) | method_defaults("eval.methods"),
             "choose another folder for another list of methods with --eval.folder NAME, or remove "
             f"{here} to measure again",
-            rewritten,
         ),
         inputs,
         eval_size(config),
@@ -263,7 +255,7 @@ def release_stage(config: PipelineConfig) -> Stage:
         inputs["head"] = head
         parts.append(f"a copy of {head_size(config)}")
     size = "; ".join([*parts, "with model cards"]) if parts else "nothing: nothing is trained"
-    values = {"publish": config.publish.model_dump(mode="json"), "format": RELEASE_FORMAT}
+    values = {"publish": config.publish.model_dump(mode="json")}
     return _stage(config, "release", values, inputs, size, "the copies are made again")
 
 
@@ -279,17 +271,7 @@ def all_stages(config: PipelineConfig) -> list[Stage]:
 
 def by_content(settings: Settings) -> Settings:
     """The settings of a dataset, compared by what its models hold and not by where they are."""
-    return replace(settings, rewrite=without_names)
-
-
-def without_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a dataset with the contents of its models, but not their folders' names."""
-    models = {
-        role: {key: value for key, value in values[role].items() if key != "name"}
-        for role in ("target", "draft")
-        if isinstance(values.get(role), Mapping) and "revision" in values[role]
-    }
-    return {**values, **models}
+    return replace(settings, free=("target.name", "draft.name"))
 
 
 def _stage(
@@ -303,7 +285,7 @@ def _stage(
     """A stage in its own folder of the run's output."""
     here = folder(config, name)
     remedy = remedy or _remedy(config, name)
-    return Stage(name, here, Settings(values, defaults_of(PipelineConfig), remedy), inputs, size)
+    return Stage(name, here, Settings(values, remedy), inputs, size)
 
 
 def _remedy(config: PipelineConfig, name: str) -> str:

@@ -7,6 +7,7 @@ python recipes/publish.py --config recipes/configs/toy.yaml
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,23 +15,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill.config import DistilConfig
-from eval.measuring.results import Results, check_metrics
+from eval.measuring.results import Results, check_metrics, read_results
 from recipes.config import PipelineConfig
 from recipes.head_quality import quality_of
 from recipes.layout import (
+    RESULTS,
     draft_in_use,
     eval_folder,
     folder,
     head_in_use,
     release_stage,
 )
-from recipes.measured import RESULTS, measured_results
 from recipes.next_steps import after_release
 from recipes.recipe import Recipe
 from recipes.run import (
     Stage,
     made_otherwise,
-    make_again,
     need,
     remove_caches,
     run_stage,
@@ -89,26 +89,16 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         return {}
     (stage,) = stages(config)
     need(eval_folder(config), "run_eval.py")
-    measured_results(config)  # refuses what was changed by hand
     check(config)
-    made = _assembled(config, stage)
+    if made_otherwise(stage, config):  # a copy, of other models, results or names: made again
+        shutil.rmtree(stage.folder)
+    made = run_stage(stage, config, lambda: _release(config, stage, stage.folder))
     remove_caches(config)  # nothing is left to be made of the datasets
     # Of the folders as they are called now: the run may have been moved since it was made.
     places = {name: getattr(config.publish, f"{name}_id") or stage.folder / name for name in made}
     for name, place in places.items():
         say(f"  {name}: {place}")
     return places
-
-
-def _assembled(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
-    """Run the stage; what was assembled of other models, results or ids is a copy, made again."""
-    if not made_otherwise(stage, config) or stage_record(stage.folder)["stage"] != stage.name:
-        return run_stage(stage, config, lambda: _release(config, stage, stage.folder))
-    stored = stage_record(stage.folder)["settings"]
-    is_older = stored.get("format") != stage.settings.values["format"]
-    why = "by another version of this program" if is_older else "of other models, results or names"
-    say(f"{stage.name}: {stage.folder} was made {why}; making it again", style="bold")
-    return make_again(stage, config, lambda folder: _release(config, stage, folder))
 
 
 def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]:
@@ -139,7 +129,7 @@ def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]
         about = replace(shared, base_model=base, datasets=sets, measures=measures)
         out = here / "head"
         if not out.exists():
-            quality = quality_of(config, measured_results(config))
+            quality = quality_of(config, read_results(eval_folder(config) / RESULTS))
             release_head(
                 Path(head),
                 out,
@@ -171,7 +161,7 @@ def _results(config: PipelineConfig) -> Results:
         ManifestError: if other models were measured.
     """
     here = eval_folder(config)
-    results = measured_results(config)
+    results = read_results(here / RESULTS)
     check_metrics(results, here / RESULTS)
     measured = stage_record(here)["inputs"]
     names = {"target": config.models.target, "draft": draft_in_use(config)}

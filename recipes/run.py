@@ -27,7 +27,6 @@ from specdata.errors import (
 )
 from specdata.processes import is_main, local_rank, process_count, rank
 from specdata.storage.files import (
-    atomic_folder,
     fingerprint,
     is_locked,
     try_locked,
@@ -214,40 +213,6 @@ def finished(folder: Path) -> bool:
     return (folder / RUN).is_file() and bool(stage_record(folder)["finished"])
 
 
-def reopen(stage: Stage) -> None:
-    """Count a finished stage as interrupted, so that `run_stage` makes what it lost."""
-    record = read_record(stage.folder / RUN, KEYS, stage.settings.remedy)
-    write_json(stage.folder / RUN, {**record, "finished": False})
-
-
-def make_again(
-    stage: Stage, config: PipelineConfig, work: Callable[[Path], dict[str, Any]]
-) -> dict[str, Any]:
-    """Make a stage beside its folder, which stays as it is until all of the new one is made.
-
-    Args:
-        stage: what is made, by one process.
-        config: the whole configuration, stored for the record.
-        work: makes it in the folder that it is given, and returns its results as JSON values.
-
-    Returns:
-        The results of `work`.
-
-    Raises:
-        ConfigError: if another process works in the stage's folder, or an input is missing.
-    """
-    decisive = _decisive(stage, config)
-    prepare_libraries()
-    begun = time.perf_counter()
-    with _locked(stage.folder), atomic_folder(stage.folder, replace=True) as folder:
-        record = _new_record(decisive, config) | {"results": work(folder)}
-        record |= {"wall_seconds": time.perf_counter() - begun, "finished": True}
-        (folder / LOCK).touch()
-        write_json(folder / RUN, record)
-    say(f"{stage.name}: done in {record['wall_seconds']:.0f} s", style="green")
-    return dict(record["results"])
-
-
 def stage_record(folder: Path) -> dict[str, Any]:
     """The run.json of a stage's folder, paths in the run's output as `portable` gives them.
 
@@ -365,9 +330,7 @@ def _decisive(stage: Stage, config: PipelineConfig) -> Settings:
             "settings": portable(stage.settings.values, config.output),
             "inputs": portable(inputs, config.output),
         },
-        {f"settings.{key}": value for key, value in stage.settings.defaults.items()},
         stage.settings.remedy,
-        lambda values: {**values, "settings": stage.settings.rewrite(values["settings"])},
     )
 
 

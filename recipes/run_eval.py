@@ -13,7 +13,7 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,15 +24,22 @@ from eval.measuring.methods import (
     path_drafts,
     with_fit,
 )
-from eval.measuring.results import LostResultsError, write_results
+from eval.measuring.results import read_results, write_results
 from eval.measuring.samples import SAMPLES, make_samples, read_samples, write_samples
-from eval.reporting.report import PAGE, Context, terminal, write_report
+from eval.reporting.report import Context, terminal, write_report
 from eval.reporting.verdict import judge
 from recipes.checks import check_evaluation
 from recipes.config import PipelineConfig
 from recipes.head_quality import known_quality, quality_file, quality_of
-from recipes.layout import draft_in_use, eval_folder, eval_stage, folder, head_in_use, is_cut
-from recipes.measured import RESULTS, measured_results, names_then
+from recipes.layout import (
+    RESULTS,
+    draft_in_use,
+    eval_folder,
+    eval_stage,
+    folder,
+    head_in_use,
+    is_cut,
+)
 from recipes.next_steps import after_eval
 from recipes.recipe import Recipe
 from recipes.run import (
@@ -42,7 +49,6 @@ from recipes.run import (
     finished,
     made_as_asked,
     need,
-    reopen,
     run_stage,
     say,
     stage_record,
@@ -51,7 +57,6 @@ from specdata.errors import ConfigError, without_passwords
 from specdata.processes import is_main, local_process_count, local_rank, process_count, rank
 from specdata.storage.files import locked, write_json
 from specdata.storage.manifest import PROGRESS
-from specdata.storage.resume import read_record
 from specdata.terminal import progress
 
 if TYPE_CHECKING:
@@ -73,19 +78,16 @@ def stages(config: PipelineConfig) -> list[Stage]:
 def main(config: PipelineConfig) -> dict[str, Any]:
     """Measure with every process that can, and report in the main one."""
     (stage,) = stages(config)
-    is_made = made_as_asked(stage)
-    if not is_made:
+    if not made_as_asked(stage):
         check_evaluation(config)
     if config.draft:
         need(folder(config, "draft"), "train_draft.py")
     if config.head:
         need(folder(config, "head"), "train_head.py")
-    if is_made and is_main():
-        _restore(config, stage)
     result = run_stage(stage, config, lambda: _measure(config, stage))
     if not is_main():
         return result
-    results = measured_results(config)
+    results = read_results(stage.folder / RESULTS)
     console.print(terminal(results, _context(config, results, known_quality(config))))
     return result
 
@@ -98,59 +100,6 @@ def _report(config: PipelineConfig, stage: Stage, results: Results) -> None:
     write_report(results, stage.folder, _context(config, results, quality))
 
 
-def _restore(config: PipelineConfig, stage: Stage) -> None:
-    """Make results and report of a finished evaluation again if they were lost or damaged.
-
-    A report is made of the results, and results of the records of the prompts. If some of those are
-    lost as well, the stage counts as unfinished, so that they are measured again.
-
-    Raises:
-        ManifestError: if a prompt's record is damaged.
-    """
-    try:
-        results = measured_results(config)
-    except LostResultsError:
-        is_there = (stage.folder / RESULTS).exists()
-        lost = f"{stage.folder / RESULTS} is {'damaged' if is_there else 'missing'}"
-    else:
-        if not (stage.folder / PAGE).is_file():
-            say(f"{stage.name}: {stage.folder / PAGE} is missing; it is made again of the results")
-            if not (stage.folder / SAMPLES).is_file():
-                _keep_samples(stage.folder, _prompts(config).prompts, config.models.target)
-            _report(config, stage, results)
-        return
-    from eval.measuring.experiment import stored_results
-
-    record = stage_record(stage.folder)
-    evaluation = config.eval
-    if needs_fit(evaluation):
-        evaluation = with_fit(evaluation, _as_today(record["results"]["calibration"]))
-    # As they were called when they were measured: the same file again, wherever the run is now.
-    models = names_then(stage.folder) or {
-        "target": config.models.target,
-        "draft": draft_in_use(config),
-        "head": head_in_use(config),
-    }
-    prompts = _prompts(config).prompts
-    made = stored_results(
-        models,
-        prompts,
-        stage.folder,
-        evaluation,
-        sampling=config.sampling,
-        seed=config.seed,
-        environment=_environment_of(stage.folder, record),
-    )
-    if made is None:
-        say(f"{stage.name}: {lost}, and so are records of prompts, which are measured again")
-        reopen(stage)
-        return
-    say(f"{stage.name}: {lost}; it is made again from the records of the prompts")
-    write_results(stage.folder / RESULTS, made)
-    _keep_samples(stage.folder, prompts, config.models.target)
-    _report(config, stage, made)
-
-
 def _keep_samples(folder: Path, prompts: Sequence[Prompt], target: str) -> None:
     """Write the texts of a few prompts beside the results."""
     from specdata.models import load_tokenizer
@@ -161,24 +110,6 @@ def _keep_samples(folder: Path, prompts: Sequence[Prompt], target: str) -> None:
         return str(tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
     write_samples(folder / SAMPLES, make_samples(prompts, folder, decode))
-
-
-def _environment_of(folder: Path, record: Mapping[str, Any]) -> Environment:
-    """Where a finished evaluation was measured, from its run.json.
-
-    Evaluations that were made before run.json held it have most of it in what every stage records,
-    and the machine in the records of their prompts.
-    """
-    from eval.measuring.environment import Environment
-
-    known = record["results"].get("environment")
-    if known is None:
-        known = dict(record["environment"])
-        for path in sorted((folder / "prompts").glob("*.json"))[:1]:
-            stored = read_record(path, ("settings",), "remove it, and run again")["settings"]
-            known |= {name: stored[name] for name in ("hardware", "device", "dtype")}
-            known["batch_size"] = stored.get("batch", 1)
-    return Environment.model_validate(known)
 
 
 def _prompts(config: PipelineConfig) -> LoadedPrompts:
@@ -316,7 +247,7 @@ def _fitted(config: PipelineConfig, draft: PreTrainedModel, path: Path) -> dict[
     Besides their values it holds the number of labelled `rows` that they were fitted on.
     """
     if path.is_file():
-        return _as_today(json.loads(path.read_text(encoding="utf-8")))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     from eval.analysis.traces import acceptance_traces
     from specdata.labels.make import load_labels
     from specdata.storage.dataset import of_split
@@ -334,13 +265,6 @@ def _fitted(config: PipelineConfig, draft: PreTrainedModel, path: Path) -> dict[
     fitted = {**values, "rows": rows}
     write_json(path, fitted)
     return fitted
-
-
-def _as_today(stored: dict[str, Any]) -> dict[str, Any]:
-    """Fitted parameters by name; earlier versions fitted the logistic model alone."""
-    if "intercept" not in stored:
-        return stored
-    return {"calibration": [stored["intercept"], stored["slope"]], "rows": stored["rows"]}
 
 
 def _load_head(name: str) -> BaseHead:
@@ -376,9 +300,8 @@ def _context(config: PipelineConfig, results: Results, quality: Quality | None) 
         title=f"{config.models.target} with {draft_in_use(config)}",
         stages={name: record["wall_seconds"] for name, record in records.items()},
         draft={
-            # Earlier versions, whose figures are exact, did not store which they are.
             "acceptance on held-out rollouts"
-            + (" (upper bounds)" if draft["results"].get("is_bound") else ""): (
+            + (" (upper bounds)" if draft["results"]["is_bound"] else ""): (
                 draft["results"]["acceptance_before"],
                 draft["results"]["acceptance_after"],
             )

@@ -50,9 +50,9 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         say(f"  acceptance on held-out rollouts: {after:.3f}; not distilled (draft.epochs 0)")
         return result
     say(f"  acceptance on held-out rollouts: {before:.3f} before, {after:.3f} after distillation")
-    if result.get("is_bound"):  # which earlier versions did not store
+    if result["is_bound"]:
         say("  (upper bounds: all tokens whose logits draft.cache does not keep count as one)")
-    if result.get("kept_step") is not None:
+    if result["kept_step"] is not None:
         say(f"  kept: the weights after step {result['kept_step']} of {result['steps']}")
     return result
 

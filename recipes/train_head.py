@@ -64,7 +64,7 @@ def main(config: PipelineConfig) -> dict[str, Any]:
         if after[name] is not None  # AUROC needs accepted and rejected tokens
     )
     say(f"  on {after['tokens']} held-out labels: {shown}")
-    by_moment = result.get("by_moment", {})  # which earlier versions did not store
+    by_moment = result["by_moment"]
     if len(by_moment) > 1:
         areas = ", ".join(
             f"{name} {metrics['auroc']:.3f}"
@@ -79,7 +79,7 @@ def main(config: PipelineConfig) -> dict[str, Any]:
 
 def _precision(after: Mapping[str, Any]) -> str | None:
     """What to say of too few held-out labels; None if there are enough to tell heads apart."""
-    width = after.get("auroc_width")  # which earlier versions did not store
+    width = after["auroc_width"]
     if width is None or width <= WIDEST:
         return None
     enough = after["tokens"] * (width / WIDEST) ** 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,15 +10,11 @@ from pathlib import Path
 import pytest
 
 from eval.drafting.stopping import STOPPING_RULES
-from eval.measuring.results import write_results
 from recipes import make_rollouts, pipeline, publish, run_eval
 from recipes.checks import check_hub
 from recipes.config import parse
-from recipes.layout import eval_stage
 from recipes.recipe import Recipe
 from specdata.storage.files import write_json
-from specdata.storage.resume import differences
-from tests.synthetic_results import synthetic_results
 
 ROOT = Path(__file__).parent.parent
 RECIPES = {
@@ -199,22 +194,6 @@ def test_a_plan_does_not_ask_the_hub_and_a_pipeline_asks_it_first(
     assert not out.exists()
 
 
-def test_changed_results_are_not_published(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    here = tmp_path / "eval"
-    done = {"stage": "eval", "settings": {}, "inputs": {}, "finished": True}
-    write_json(here / "run.json", {**done, "wall_seconds": 1.0, "results": {}})
-    results = synthetic_results()
-    first = next(run for run in results.runs if run.verifier is not None)
-    changed = first.model_copy(update={"lossless": not first.lossless})
-    runs = [changed if run is first else run for run in results.runs]
-    write_results(here / "results.json", results.model_copy(update={"runs": runs}))
-    assert publish.RECIPE.run(toy(tmp_path)) == 2
-    assert f"remove {here / 'results.json'} and run the eval" in capsys.readouterr().err
-    assert not (tmp_path / "release").exists()
-
-
 def test_a_mistaken_method_is_refused_without_torch(tmp_path: Path) -> None:
     methods = ["{name: a, verifier: blok}", "{name: a, stop: confidnce}", "{name: a, depth: 3}"]
     code = (
@@ -231,19 +210,3 @@ def test_a_mistaken_method_is_refused_without_torch(tmp_path: Path) -> None:
         check=True,
     )
     assert done.stdout == "[]\n", done.stderr
-
-
-def test_a_refused_list_of_methods_shows_no_default(tmp_path: Path) -> None:
-    def settings(method: str) -> dict[str, object]:
-        stage = eval_stage(parse([*toy(tmp_path), "--method", method]).config)
-        return json.loads(json.dumps(stage.settings.values))
-
-    stage = eval_stage(parse(toy(tmp_path)).config)
-    asked = settings("{name: mine, stop: confidence, threshold: 0.2}")
-    (added,) = differences(settings("plain"), asked, stage.settings.defaults)
-    assert added.startswith("eval.methods.mine: absent -> {")
-    assert "'threshold': 0.2" in added
-    assert "limit" not in added
-    other = settings("{name: mine, stop: confidence, threshold: 0.2, limit: 9}")
-    (changed,) = differences(asked, other, stage.settings.defaults)
-    assert changed == "eval.methods.mine.limit: 20 -> 9"

@@ -17,7 +17,7 @@ from recipes.run_eval import _context
 from tests.synthetic_results import synthetic_results
 from tests.test_initial import stored
 
-ACCEPTANCE = {"acceptance_before": 0.5, "acceptance_after": 0.5, "steps": 0}
+ACCEPTANCE = {"acceptance_before": 0.5, "acceptance_after": 0.5, "steps": 0, "is_bound": False}
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +20,7 @@ from recipes import run_eval
 from recipes.config import parse
 from recipes.layout import eval_stage
 from specdata.config import read_config
-from specdata.errors import ConfigError, ManifestError
+from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import Prompt
@@ -97,33 +96,6 @@ def test_a_batched_evaluation_counts_what_decoding_one_by_one_counts(
     for batched, alone in zip(results.runs, timed.runs, strict=True):
         assert counts(batched) == counts(alone), batched.method
         assert batched.block_efficiency == alone.block_efficiency
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("lossless", False, "lossless is False, and for its verifier it is True"),
-        ("method", "mine", "the methods of maths are not those in the records.* 'mine'"),
-        ("method", "plain", "the methods of maths are not those in the records"),
-        ("verifier", "kseq", "verifier is 'kseq', measured was"),
-        ("stop", "head", "stop is 'head', measured was"),
-        ("length", 99, "length is 99, measured was"),
-        ("threshold", 0.123, "threshold is 0.123, measured was"),
-        ("sampling", {"temperature": 0.5}, "sampling is {'temperature': 0.5}, measured was"),
-    ],
-)
-def test_a_row_changed_after_it_was_measured_is_refused_with_what_to_do(
-    untimed: Path, tmp_path: Path, name: str, value: object, message: str
-) -> None:
-    shutil.copytree(untimed, tmp_path / "eval")
-    path = tmp_path / "eval" / "results.json"
-    stored = json.loads(path.read_text())
-    row = next(run for run in stored["runs"] if run["method"] != "plain")
-    assert row[name] != value
-    row[name] = value
-    path.write_text(json.dumps(stored))
-    with pytest.raises(ManifestError, match=f"(?s){message}.*remove .* run the evaluation again"):
-        read_results(path)
 
 
 def test_a_batched_evaluation_states_no_speed(timed: Results, untimed: Path) -> None:

@@ -21,7 +21,6 @@ from distill.kept_teacher import KeptTeacher
 from distill.losses import LOSSES, Loss, bucketed
 from distill.trainer import DistilTrainer, draft_trainer
 from distill.watch import HeldOut
-from recipes.publish import _measures
 from specdata.config import read_config
 from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
@@ -366,13 +365,6 @@ def test_a_draft_with_a_reduced_vocabulary_learns_from_kept_logits(
     found = value_and_gradients(trainer_of(known, student, kept, tmp_path, PLAIN), student)
     assert all(bool(each.isfinite().all()) for each in found)
     assert float(found[1].abs().sum()) > 0
-
-
-def test_a_card_says_which_figures_are_bounds() -> None:
-    trained = {"acceptance_before": 0.5, "acceptance_after": 0.6}
-    assert list(_measures(trained, None))[1] == "acceptance after distillation"
-    marked = _measures({**trained, "is_bound": True}, None)
-    assert marked["acceptance (an upper bound) after distillation"] == 0.6
 
 
 # --- refusals

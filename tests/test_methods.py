@@ -14,7 +14,6 @@ from eval.measuring.methods import (
     check_methods,
     needs_fit,
     path_drafts,
-    rewritten,
     with_fit,
 )
 from recipes import run_eval
@@ -288,80 +287,6 @@ def test_labels_are_an_input_of_an_evaluation_that_fits_on_them() -> None:
     assert "labels" in eval_stage(fitted).inputs
     assert "labels" not in eval_stage(plain).inputs
     assert "labels" not in eval_stage(given).inputs
-
-
-def test_the_old_key_of_the_loop_still_works_and_its_new_spelling_is_said_once(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    old = "[{name: plain, engine: plain}, {name: a, engine: draft}, {name: b, engine: draft},"
-    old += " {name: c, engine: transformers, length: 3}]"
-    methods = parse(["--eval.methods", old], "").config.eval.methods
-    assert [method.decoder for method in methods] == [
-        "plain",
-        "speculative",
-        "speculative",
-        "assisted",
-    ]
-    said = capsys.readouterr().err.splitlines()
-    assert said == [
-        "note: `engine: plain` of a method is now `decoder: plain`",
-        "note: `engine: draft` of a method is now `decoder: speculative`",
-        "note: `engine: transformers` of a method is now `decoder: assisted`",
-    ]
-    parse([], "")
-    assert capsys.readouterr().err == ""
-
-
-# A method as it was stored before parameters belonged to their rules, all of them with each method.
-BEFORE = {
-    "name": "old",
-    "engine": "draft",
-    "verifier": "token",
-    "verifier_args": {},
-    "drafter": "chain",
-    "length": 4,
-    "paths": 1,
-    "widths": [],
-    "siblings": "auto",
-    "path_temperatures": [],
-    "path_drafts": [],
-    "tree_attention": True,
-    "stop": "fixed",
-    "threshold": 0.7,
-    "limit": 20,
-    "calibration": None,
-    "draft_seconds": 0.0,
-    "token_seconds": 0.0,
-    "mean_acceptance": 0.8,
-    "head": True,
-}
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"length": 6},
-        {"stop": "confidence", "threshold": 0.1},
-        {"stop": "logit", "calibration": [1.5, 0.5], "limit": 8},
-        {"stop": "cost", "head": False, "draft_seconds": 0.1},
-        {"verifier": "rrs", "drafter": "tree", "widths": [2, 2]},
-    ],
-)
-def test_measurements_of_the_same_method_stored_before_are_recognised(
-    given: dict[str, object],
-) -> None:
-    today = read_config(MethodConfig, {"name": "old", **given}).model_dump(mode="json")
-    stored = {"eval": {"methods": {"old": BEFORE | given}, "batch": 1}, "seed": 0}
-    assert rewritten(stored) == {"eval": {"methods": {"old": today}, "batch": 1}, "seed": 0}
-    assert rewritten(stored["eval"])["methods"] == {"old": today}  # type: ignore[arg-type]
-    other = {**BEFORE, **given, "limit": 3, "length": 3}
-    assert rewritten({"methods": {"old": other}})["methods"]["old"] != today
-
-
-def test_stored_methods_that_cannot_be_read_are_compared_as_they_are() -> None:
-    odd = {"methods": {"old": BEFORE | {"stop": "gone"}}}
-    assert rewritten(odd) == odd
-    assert rewritten({"methods": None}) == {"methods": None}
 
 
 def test_a_method_is_written_flat_and_read_back() -> None:

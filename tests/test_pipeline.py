@@ -19,7 +19,6 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from huggingface_hub import constants
 from safetensors.torch import load_file
 
 from eval.measuring.results import check_metrics, read_results
@@ -28,8 +27,6 @@ from recipes.config import parse
 from recipes.layout import draft_stage, eval_stage, head_stage, pair_stage, rollouts_stage
 from recipes.pipeline import RECIPE
 from specdata.storage.dataset import load_stored
-from specdata.storage.files import try_locked
-from tests.hub import Server
 from tests.light_imports import run_without_heavy_libraries
 from tests.test_datasets import small_disk
 
@@ -301,80 +298,6 @@ def test_a_run_that_was_moved_is_still_the_same_run(
         assert (ours / weights).read_bytes() == (theirs / weights).read_bytes()
 
 
-def test_lost_and_damaged_results_are_made_again_as_every_message_says(
-    finished: Path, tmp_path: Path, call: Called
-) -> None:
-    shutil.copytree(finished / "out", tmp_path / "out")
-    results = tmp_path / "out" / "eval" / "results.json"
-    measured = results.read_bytes()
-    results.unlink()
-    page = results.with_name("report.html")
-    page.unlink()
-    status, shown, error = call("run-eval")
-    assert status == 0, error
-    assert "results.json is missing; it is made again from the records" in shown
-    assert results.read_bytes() == measured
-    assert page.is_file()
-
-    page.unlink()
-    records = shutil.move(results.with_name("prompts"), tmp_path / "records")
-    status, shown, error = call("run-eval")
-    assert status == 0, error
-    assert "report.html is missing; it is made again of the results" in shown
-    assert page.is_file()
-    assert results.read_bytes() == measured, "whose prompts' records are not needed for it"
-    assert not results.with_name("prompts").exists(), "nothing was measured again"
-    shutil.move(records, results.with_name("prompts"))
-
-    results.write_bytes(measured[: len(measured) // 2])
-    status, _, error = call("publish", "--publish.license", "mit")
-    assert status == 2
-    assert "run the evaluation again" in error
-    assert (tmp_path / "out" / "release" / "head" / "README.md").is_file(), "nothing is lost"
-    assert call("run-eval")[0] == 0
-    assert results.read_bytes() == measured
-    assert call("publish", "--publish.license", "mit")[0] == 0
-
-    edited = json.loads(measured)
-    edited["runs"][1]["lossless"] = False
-    results.write_text(json.dumps(edited))
-    status, _, error = call("run-eval")
-    assert status == 2, "what was changed by hand is not replaced"
-    assert f"remove {results.relative_to(tmp_path)} and run the evaluation" in error
-    results.unlink()
-    assert call("run-eval")[0] == 0
-    assert results.read_bytes() == measured
-
-    results.unlink()
-    record = sorted(results.with_name("prompts").glob("*.json"))[0]
-    record.write_bytes(record.read_bytes()[:100])
-    status, _, error = call("run-eval")
-    assert status == 2
-    assert f"{record.relative_to(tmp_path)} is damaged" in error
-    assert "remove it, and run again" in error
-    record.unlink()
-    status, _, error = call("run-eval")
-    assert status == 0, error
-    counts = [(run.method, run.tokens, run.n_target) for run in read_results(results).runs]
-    results.write_bytes(measured)
-    assert counts == [(run.method, run.tokens, run.n_target) for run in read_results(results).runs]
-
-
-def test_a_release_that_another_process_works_on_is_not_removed(
-    finished: Path, tmp_path: Path, call: Called
-) -> None:
-    shutil.copytree(finished / "out", tmp_path / "out")
-    release = tmp_path / "out" / "release"
-    with try_locked(release / ".lock") as mine:
-        assert mine
-        status, _, error = call("publish", "--publish.license", "mit")
-    assert status == 2
-    assert "another process is working in out/release" in error
-    assert (release / "head" / "README.md").is_file()
-    assert call("publish", "--publish.license", "mit")[0] == 0
-    assert "license: mit" in (release / "head" / "README.md").read_text()
-
-
 def files(folder: Path) -> dict[Path, bytes]:
     """Every file below a folder, by its path there; locks are left out."""
     return {
@@ -382,70 +305,6 @@ def files(folder: Path) -> dict[Path, bytes]:
         for path in folder.rglob("*")
         if path.is_file() and path.name != ".lock"
     }
-
-
-def test_a_failing_upload_and_refused_results_leave_the_release_as_it_is(
-    finished: Path, tmp_path: Path, call: Called, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(finished / "out", tmp_path / "out")
-    release, results = tmp_path / "out" / "release", tmp_path / "out" / "eval" / "results.json"
-    before, measured = files(release), results.read_bytes()
-
-    def is_kept() -> bool:
-        others = [path.name for path in (tmp_path / "out").iterdir() if "release" in path.name]
-        return files(release) == before and others == ["release"]
-
-    ids = ["--publish.draft_id", "acme/draft", "--publish.head_id", "acme/head"]
-    for offline, said in ((True, "offline mode"), (False, "cannot upload to acme/draft")):
-        with monkeypatch.context() as patch:
-            patch.setattr(constants, "HF_HUB_OFFLINE", offline)
-            patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
-            status, _, error = call("publish", *ids)
-        assert status == 1
-        assert said in error
-        assert is_kept()
-        assert "already done" in call("publish")[1]
-
-    edited = json.loads(measured)
-    edited["runs"][1]["tokens"] += 1
-    results.write_text(json.dumps(edited))
-    assert call("publish")[0] == 2
-    assert is_kept()
-    results.write_bytes(measured)
-
-    with Server(tmp_path / "hub") as server, monkeypatch.context() as patch:
-        patch.setattr(constants, "ENDPOINT", server.url)
-        patch.setattr(constants, "HF_HUB_OFFLINE", False)
-        status, shown, error = call("publish", *ids)
-    assert status == 0, error
-    assert "was made of other models, results or names" in shown
-    for name in ("draft", "head"):
-        card = (release / name / "README.md").read_bytes()
-        assert b"acme/draft" in card
-        assert (tmp_path / "hub" / "acme" / name / "README.md").read_bytes() == card
-    assert "already done" in call("publish", *ids)[1]
-
-
-def test_release_folders_of_an_older_version_are_made_again_and_nothing_else(
-    finished: Path, tmp_path: Path, call: Called
-) -> None:
-    shutil.copytree(finished / "out", tmp_path / "out")
-    release = tmp_path / "out" / "release"
-    card, record = release / "head" / "README.md", release / "run.json"
-    today = card.read_bytes()
-    card.write_text("a card of that version")
-    shutil.rmtree(release / "draft" / "custom_generate")
-    stored = json.loads(record.read_text())
-    del stored["settings"]["format"]
-    record.write_text(json.dumps(stored))
-    status, shown, error = call("pipeline")
-    assert status == 0, error
-    assert shown.count("already done") == 6
-    assert "out/release was made by another version of this program; making it again" in shown
-    assert card.read_bytes() == today
-    assert (release / "draft" / "custom_generate").is_dir()
-    assert not list((tmp_path / "out").rglob(".cache"))
-    assert call("pipeline")[1].count("already done") == 7
 
 
 # Of a row of results.json, with what the refusal says of it.
@@ -460,30 +319,6 @@ EDITS = {
     "draft": "draft is 'acme/other', measured was 'out/draft/model'",
     "head": "head is 'acme/other', measured was 'out/head/model'",
 }
-
-
-def test_edited_results_are_refused_and_the_remedy_brings_them_back(
-    finished: Path, tmp_path: Path, call: Called
-) -> None:
-    shutil.copytree(finished / "out", tmp_path / "out")
-    results = tmp_path / "out" / "eval" / "results.json"
-    measured = results.read_bytes()
-    for where, said in EDITS.items():
-        edited = json.loads(measured)
-        for row in (run for run in edited["runs"] if run["method"] == "head"):
-            *keys, last = [int(key) if key.isdigit() else key for key in where.split(".")]
-            for key in keys:
-                row = row[key]
-            row[last] = row[last] + 1 if isinstance(row[last], float | int) else "acme/other"
-        results.write_text(json.dumps(edited))
-        status, _, error = call("publish")
-        assert status == 2, where
-        assert re.search(f"results.json was changed: instruct, head: .*{said}", error)
-        assert "remove out/eval/results.json and run the evaluation again" in error
-    results.unlink()
-    assert call("run-eval")[0] == 0
-    assert results.read_bytes() == measured
-    assert "release: already done" in call("publish")[1]
 
 
 def test_a_truncated_head_is_refused_and_the_message_mends_it(

@@ -20,7 +20,7 @@ from eval.decoder import SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.bias import measure_bias
 from eval.measuring.environment import Environment
-from eval.measuring.methods import EvalConfig, MethodConfig, method_defaults, rewritten
+from eval.measuring.methods import EvalConfig, MethodConfig
 from eval.measuring.records import PromptRecord, RecordStore, RoundTokens, record_prompt
 from eval.measuring.results import Method, Results, build_results
 from eval.measuring.samples import round_tokens, shown_prompts
@@ -35,7 +35,7 @@ from specdata.prompts.loading import Prompt
 from specdata.sampling import SamplingConfig
 from specdata.seeds import generator_for, seed_for
 from specdata.storage.files import fingerprint
-from specdata.storage.resume import Settings, defaults_of
+from specdata.storage.resume import Settings
 
 Progress = Callable[[int], object]
 """Called with the number of generations that are done since the last call."""
@@ -176,57 +176,28 @@ def _store(
     environment: Environment,
 ) -> RecordStore:
     """The stored prompts of an experiment, with what decides their records."""
+    methods: dict[str, Any] = {}
+    for method in config.methods:
+        # Drafts of paths by what they hold: their folders may move, their files not change.
+        drafts = [draft and fingerprint(draft) for draft in method.path_drafts]
+        methods[method.name] = method.model_dump(mode="json") | {"path_drafts": drafts}
     values = {
-        "methods": {method.name: method.model_dump(mode="json") for method in config.methods},
+        "methods": methods,
         "max_new_tokens": config.max_new_tokens,
         "engine": engine_on(config.engine, environment.device),
         "batch": config.batch,
         "sampling": asdict(sampling),
         "seed": seed,
-        "hardware": environment.hardware,
-        "device": environment.device,
+        "device": environment.device.partition(":")[0],  # each process has a GPU of its own
         "dtype": environment.dtype,
     }
-    settings = Settings(
-        _compared(values),
-        defaults_of(EvalConfig)
-        | defaults_of(SamplingConfig, "sampling")
-        | method_defaults("methods"),
-        f"choose another folder with --eval.folder NAME, or remove {folder}",
-        lambda stored: _compared(rewritten(stored)),
-    )
+    # Times of two machines must not end up in one table. Counts have none, so they go on in another
+    # number of processes, which gives each other threads.
+    if config.batch == 1:
+        values["hardware"] = environment.hardware
+    remedy = f"choose another folder with --eval.folder NAME, or remove {folder}"
+    settings = Settings(values, remedy)
     return RecordStore(folder / "prompts", [method.name for method in config.methods], settings)
-
-
-def _compared(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as they are stored with a prompt, whichever process of a launch decoded it.
-
-    Times of two machines must not end up in one table. Counts have none, so they go on in another
-    number of processes, which gives each other threads.
-    """
-    kept = _by_content(settings)
-    if isinstance(kept.get("device"), str):
-        kept["device"] = kept["device"].partition(":")[0]  # each process has a GPU of its own
-    if kept.get("batch", 1) != 1:
-        kept.pop("hardware", None)
-    return kept
-
-
-def _by_content(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with path drafts by what they hold: their folders may move, their files not change.
-
-    What is named by its content already stays as it is.
-    """
-    methods = settings.get("methods")
-    if not isinstance(methods, Mapping):  # of something else; the comparison says so
-        return dict(settings)
-    named = {
-        name: {**each, "path_drafts": [draft and fingerprint(draft) for draft in drafts]}
-        if isinstance(each, Mapping) and (drafts := each.get("path_drafts"))
-        else each
-        for name, each in methods.items()
-    }
-    return {**settings, "methods": named}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from eval.decode_config import DecodeConfig, DraftingConfig
-from eval.drafting.stopping import STOPPING_RULES
 from eval.drafting.stopping.confidence import Confidence
 from eval.drafting.stopping.fixed import Fixed
 from eval.runtime.engines import Engine
@@ -19,7 +18,6 @@ from specdata.config import MOST_TOKENS, Config, mistakes
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig
-from specdata.storage.resume import ANY
 
 if TYPE_CHECKING:
     from eval.drafting.stopping.recorded import Reals, RecordedTokens
@@ -27,14 +25,6 @@ if TYPE_CHECKING:
 PLAIN = "plain"
 """Name of the method that all others are compared with: the target alone."""
 DecoderName = Literal["plain", "speculative", "assisted"]
-
-RENAMED: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "engine": (
-        "decoder",
-        {"plain": "plain", "draft": "speculative", "transformers": "assisted"},
-    ),
-}
-"""Keys of a method that have another name now, with the new names of their values."""
 
 ONLY_READ_BY = {
     "widths": ("tree",),
@@ -62,14 +52,11 @@ class MethodConfig(DraftingConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _rename(cls, given: Any) -> Any:
-        """Read keys that were renamed, and the rule of transformers' own loop by its threshold."""
-        if not isinstance(given, Mapping):
-            return given
-        method = renamed(given)[0]
-        if method.get("decoder") == "assisted" and "threshold" in method:
-            return {"stop": Confidence.name, **method}
-        return method
+    def _rule_by_threshold(cls, given: Any) -> Any:
+        """Read the rule of transformers' own loop by its threshold."""
+        if isinstance(given, Mapping) and given.get("decoder") == "assisted":
+            return {"stop": Confidence.name, **given} if "threshold" in given else given
+        return given
 
     @model_validator(mode="wrap")
     @classmethod
@@ -222,38 +209,6 @@ def _check_names(methods: Sequence[MethodConfig]) -> None:
         )
 
 
-def renamed(method: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A method as it is written today, and a note for each key or value that was renamed."""
-    written, notes = dict(method), []
-    for old, (new, values) in RENAMED.items():
-        if old in written and new not in written:
-            value = written.pop(old)
-            written[new] = values.get(value, value) if isinstance(value, str) else value
-            notes.append(f"`{old}: {value}` of a method is now `{new}: {written[new]}`")
-    return written, notes
-
-
-def rewritten(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Stored settings of an evaluation as they would be stored today.
-
-    Renamed keys get their new names, and each method only holds the parameters of its own stopping
-    rule. So what was measured before an option was renamed or moved is still recognised.
-    """
-    section = stored.get("eval", stored)
-    methods = section.get("methods") if isinstance(section, Mapping) else None
-    if not isinstance(methods, Mapping):
-        return dict(stored)
-    section = {**section, "methods": {name: _today(each) for name, each in methods.items()}}
-    return {**stored, "eval": section} if "eval" in stored else section
-
-
-def _today(method: Any) -> Any:
-    try:
-        return MethodConfig.model_validate(method).model_dump(mode="json")
-    except ValidationError:
-        return method
-
-
 def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -> None:
     """Find impossible methods before any model is loaded.
 
@@ -291,26 +246,6 @@ def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -
                 f"{where}: stop {stop.name} measures times, and nothing is timed with eval.batch "
                 f"above 1: give {' and '.join(stop.measured)}, or set eval.batch to 1"
             )
-
-
-def method_defaults(prefix: str) -> dict[str, Any]:
-    """Defaults of parameters that every stopping rule which has them gives the same.
-
-    They complete `specdata.storage.resume.defaults_of`, which knows those of the default rule only,
-    so that a refusal shows no parameter of a method that has its default.
-
-    Args:
-        prefix: dotted key of the methods in the settings.
-    """
-    values: dict[str, list[Any]] = {}
-    for rule in STOPPING_RULES.values():
-        for name, value in rule().model_dump(mode="json").items():
-            values.setdefault(name, []).append(value)
-    return {
-        f"{prefix}.{ANY}.{name}": given[0]
-        for name, given in values.items()
-        if all(value == given[0] for value in given)
-    }
 
 
 def _instead(method: MethodConfig, unread: Sequence[str]) -> str:

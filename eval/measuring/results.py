@@ -26,13 +26,15 @@ from eval.measuring.metrics import (
     speed_ratio_interval,
 )
 from eval.measuring.records import PromptRecord, Strict
-from eval.measuring.row_checks import check_rows, remedy
 from specdata.errors import ManifestError
 from specdata.storage.files import write_json
 
 SCHEMA_VERSION: Literal[1] = 1
 REMOVED = ("position_intervals",)
 """Fields of a run that were never read; files that hold them can still be read."""
+
+
+REMEDY = "restore it, or remove its folder and measure again"
 
 
 class LostResultsError(ManifestError):
@@ -233,13 +235,13 @@ def check_metrics(results: Results, path: Path = Path("results.json")) -> None:
             expected = recompute(run, results.plain(run.dataset)).model_dump()
         except ValueError as error:
             raise ManifestError(
-                f"{path} was changed: {where}: unusable generations: {error}; {remedy(path)}"
+                f"{path} was changed: {where}: unusable generations: {error}; {REMEDY}"
             ) from error
         for name, value in run.model_dump(include=set(expected)).items():
             if not _same(value, expected[name]):
                 raise ManifestError(
                     f"{path} was changed: {where}: {name} is {value} in the file but its "
-                    f"generations give {expected[name]}; {remedy(path)}"
+                    f"generations give {expected[name]}; {REMEDY}"
                 )
 
 
@@ -266,7 +268,6 @@ def read_results(path: Path) -> Results:
             f"{path} must be a results.json of schema version {SCHEMA_VERSION}: {where}:"
             f" {first['msg']} ({error.error_count()} problems in all); run the evaluation again"
         ) from error
-    check_rows(results, path)
     return results
 
 

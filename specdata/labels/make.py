@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from specdata.prepack import prepacked
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset, load_stored
 from specdata.storage.manifest import read_manifest
-from specdata.storage.resume import Settings, defaults_of, differences
+from specdata.storage.resume import Settings, differences
 from specdata.storage.schema import LABELS, MORE_DRAWS, TOP_LOGITS, Label
 
 
@@ -164,9 +164,7 @@ def load_labels(folder: Path, sampling: SamplingConfig) -> datasets.Dataset:
             would learn the acceptance of distributions that are never served.
     """
     stored = read_manifest(folder)["settings"].get("sampling")
-    # Without a sampler they are no labels, rather than labels of the default one.
-    defaults = {} if stored is None else defaults_of(SamplingConfig)
-    if changed := differences(stored or {}, asdict(sampling), defaults):
+    if changed := differences(stored or {}, asdict(sampling)):
         raise ManifestError(
             f"the labels in {folder} were made under another sampler than the one asked for: label "
             "the rollouts again, or ask for theirs. Stored -> asked:\n  " + "\n  ".join(changed)
@@ -199,8 +197,6 @@ def _fill(
 
     own = {"sampling": asdict(work.sampling), "seed": work.seed, "vocabulary": work.vocabulary}
     own["draws"] = work.draws
-    # Labels of earlier versions have one draw, and their settings do not say so.
-    settings = replace(settings, defaults={**settings.defaults, "draws": 1})
     shards = [partial(shard, start) for start in range(0, len(rollouts), config.shard_size)]
     return fill_dataset(folder, schema, settings.extended(own), shards, report, together=together)
 

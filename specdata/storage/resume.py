@@ -3,30 +3,22 @@
 Every stage that can be interrupted uses this protocol. It describes what decides its result as
 `Settings`, stores `Settings.values` with what it makes, and calls `Settings.check` before it
 continues or reuses anything. A refusal shows only what differs and what to do about it.
-
-Settings are compared *modulo defaults*: a key that one side lacks counts as its default. An option
-that is added later, with its default, leaves what was made before it usable.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel
-from pydantic_core import PydanticUndefined, to_jsonable_python
-
-from specdata.config import fields_of
 from specdata.errors import ManifestError, OtherSettingsError
 from specdata.storage.files import write_json
 
-# In the keys of defaults: every item of a list, or every value of a mapping with free keys.
-ANY = "*"
 _ABSENT = object()
+LONGEST = 80  # characters of a value that a refusal shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +28,6 @@ class Settings:
     Example:
         settings = Settings(
             {"head": config.head.model_dump(mode="json"), "seed": config.seed},
-            defaults_of(HeadConfig, "head") | {"seed": 0},
             remedy=f"choose another --output, or remove {folder}",
         )
         if not settings.check_file(folder / "settings.json"):
@@ -44,18 +35,14 @@ class Settings:
 
     Args:
         values: JSON values by name, nested as deep as wanted; tuples become lists.
-        defaults: what an absent key counts as, by dotted key; see `defaults_of`.
         remedy: what a user can do if an artefact was made with other settings: an imperative
             without a full stop.
-        rewrite: turns values, stored ones and those asked for, into what is compared of them: keys
-            that were renamed or moved as they would be stored today, which defaults alone cannot
-            tell, and nothing that may differ, such as where a model is.
+        free: dotted keys that are stored and may differ, such as where a model is.
     """
 
     values: Mapping[str, Any]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
     remedy: str = "choose another output folder, or remove it"
-    rewrite: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    free: Collection[str] = ()
 
     def __post_init__(self) -> None:
         # What was stored comes back as JSON, so tuples must already be lists here.
@@ -81,7 +68,7 @@ class Settings:
                 f"{artefact} was not written by this program (its settings are no mapping): "
                 f"{self.remedy}"
             )
-        if changed := differences(self.rewrite(stored), self.rewrite(self.values), self.defaults):
+        if changed := differences(stored, self.values, self.free):
             raise OtherSettingsError(
                 f"{artefact} was made with other settings: {self.remedy}. Stored -> asked:\n  "
                 + "\n  ".join(changed)
@@ -138,57 +125,32 @@ def read_record(path: Path, keys: Sequence[str], remedy: str) -> dict[str, Any]:
 
 
 def differences(
-    stored: Mapping[str, Any], asked: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+    stored: Mapping[str, Any], asked: Mapping[str, Any], free: Collection[str] = ()
 ) -> list[str]:
-    """Compare two settings modulo defaults.
-
-    A key that one side lacks counts as its default; one without a default differs. Mappings, and
-    lists of mappings, are compared item by item.
+    """Compare two settings; mappings, and lists of mappings, item by item.
 
     Args:
         stored: JSON values.
         asked: JSON values.
-        defaults: by dotted key, `*` standing for any item: {"head.depth": 3, "methods.*.name": ""}.
-            An option that was removed differs where it is stored, unless its last default is given
-            here and is what was stored.
+        free: dotted keys that may differ.
 
     Returns:
         A line "dotted.key: stored -> asked" for each difference, ordered by key.
     """
-    return list(_compare(stored, asked, defaults or {}, ""))
+    return list(_compare(stored, asked, free, ""))
 
 
 def _compare(
-    stored: Mapping[str, Any], asked: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str
+    stored: Mapping[str, Any], asked: Mapping[str, Any], free: Collection[str], prefix: str
 ) -> Iterator[str]:
     for key in sorted({*stored, *asked}):
-        default, below = defaults.get(key, _ABSENT), _below(defaults, key)
-        before, after = stored.get(key, default), asked.get(key, default)
-        if before is _ABSENT or after is _ABSENT:
-            # A section that one side lacks counts as its keys' defaults; an item does not.
-            is_section = below and not _has_items(defaults)
-            before, after = (
-                {} if is_section and value is _ABSENT else value for value in (before, after)
-            )
+        name = f"{prefix}{key}"
+        before, after = stored.get(key, _ABSENT), asked.get(key, _ABSENT)
         old, new = _mapping(before), _mapping(after)
         if old is not None and new is not None:
-            yield from _compare(old, new, below, f"{prefix}{key}.")
-        elif before is _ABSENT or after is _ABSENT or before != after:
-            yield f"{prefix}{key}: {_shown(before, below)} -> {_shown(after, below)}"
-
-
-def _below(defaults: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The defaults of what is below a key, relative to it; the key's own before those of any."""
-    return {
-        pattern.removeprefix(start): value
-        for start in (f"{ANY}.", f"{key}.")
-        for pattern, value in defaults.items()
-        if pattern.startswith(start)
-    }
-
-
-def _has_items(defaults: Mapping[str, Any]) -> bool:
-    return any(pattern.startswith(f"{ANY}.") for pattern in defaults)
+            yield from _compare(old, new, free, f"{name}.")
+        elif name not in free and (before is _ABSENT or after is _ABSENT or before != after):
+            yield f"{name}: {_shown(before)} -> {_shown(after)}"
 
 
 def _mapping(value: Any) -> Mapping[str, Any] | None:
@@ -200,60 +162,6 @@ def _mapping(value: Any) -> Mapping[str, Any] | None:
     return None
 
 
-def _shown(value: Any, defaults: Mapping[str, Any]) -> str:
-    """A value as it is printed: of a mapping, only what is not at its default."""
-    if value is _ABSENT:
-        return "absent"
-    if isinstance(value, Mapping):
-        return repr({k: v for k, v in value.items() if differences({}, {k: v}, defaults)})
-    return repr(value)
-
-
-def defaults_of(kind: type, prefix: str = "") -> dict[str, Any]:
-    """The defaults of a configuration class, by dotted key.
-
-    Args:
-        kind: a dataclass or a pydantic model, whose fields may be other such classes, optional
-            ones, and lists or mappings of them.
-        prefix: the dotted key that the configuration has in the settings, if it is not their top.
-
-    Returns:
-        JSON values: {"eval.batch": 1, "eval.methods.*.length": 4, ...}. A field without a default
-        is left out.
-    """
-    start, written = f"{prefix}." if prefix else "", _written_defaults(kind)
-    defaults = {f"{start}{name}": value for name, value in written.items()}
-    for name, info in fields_of(kind).items():
-        if not isinstance(written.get(name, {}), Mapping | list | None):
-            continue  # a section that its class stores as a single value
-        for section, is_item in _sections(info.annotation):
-            defaults |= defaults_of(section, f"{start}{name}{f'.{ANY}' if is_item else ''}")
-    return defaults
-
-
-def _written_defaults(kind: type) -> dict[str, Any]:
-    """What a configuration that sets nothing is stored as, without the fields it would have to."""
-    if issubclass(kind, BaseModel):
-        # Written by the class itself, which may store other keys than it has fields.
-        written: dict[str, Any] = kind.model_construct().model_dump(mode="json")
-        return written
-    values = {
-        name: info.get_default(call_default_factory=True, validated_data={})
-        for name, info in fields_of(kind).items()
-    }
-    return {
-        name: to_jsonable_python(value)
-        for name, value in values.items()
-        if value is not PydanticUndefined
-    }
-
-
-def _sections(hint: Any) -> Iterator[tuple[type, bool]]:
-    """The configuration classes in a type hint, and whether each is that of an item."""
-    if isinstance(hint, type) and (issubclass(hint, BaseModel) or dataclasses.is_dataclass(hint)):
-        yield hint, False
-    origin = get_origin(hint)
-    holds_items = isinstance(origin, type) and issubclass(origin, Collection)
-    for argument in get_args(hint)[:1] if origin is Annotated else get_args(hint):
-        for section, is_item in _sections(argument):
-            yield section, is_item or holds_items
+def _shown(value: Any) -> str:
+    text = "absent" if value is _ABSENT else repr(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

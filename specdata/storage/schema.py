@@ -46,7 +46,6 @@ class Label(Rollout):
 
     SpecDec++ (Huang et al., arXiv:2405.19715), section 4.1. Every list has one value a completion
     token; probabilities are those of the sampler that tokens are served with, logarithms natural.
-    Datasets of earlier versions lack `log_q_second`, `entropy` and `log_mass_above`.
 
     Attributes:
         draft_ids: Y_i, drawn from q(. | prompt, X_<i).
