@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import signal
-from resource import RLIMIT_AS, getrlimit
 
 import pytest
 
 from specdata.errors import ConfigError
-from specdata.prompts.bounds import check_operators
 from specdata.prompts.chat_templates import (
     TemplateRefusedError,
     assistant_mask,
@@ -124,60 +122,18 @@ def test_a_template_that_fails_is_refused_with_its_error() -> None:
         tokenizer.chat_template = FAMILIES["chatml"]
 
 
-LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
-
-
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        (LOOP, "more than 0.2 s of processor time"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself without end"),
-        ("{{ 'a' * 100000000000 }}", "more than 1024 MiB"),
-        ("{{ ('a' * 1000) | center(100000000000) }}", "more than 1024 MiB"),
-        ("{{ '%099999999999d' % 1 }}", "more than 1024 MiB"),
-        (
-            "{% set n = namespace(t='a') %}{% for i in range(37) %}{% set n.t = n.t + n.t %}"
-            "{% endfor %}{{ n.t }}",
-            "more than 1024 MiB",
-        ),
-        ("{{ 'a' * 20000000 }}", "makes 20000000 characters of a conversation of 21"),
-        ("{{ 10 ** 10 ** 10 }}", r"computes powers \(\*\*\)"),
-        ("{{ messages | join }}{{ bos_token.removeprefix(3) }}", "refuses a conversation"),
-        ("{% for a in b %}" * 40 + "{% endfor %}" * 40, "refuses a conversation"),
-    ],
-    ids=[
-        "loop",
-        "recursion",
-        "times",
-        "center",
-        "format",
-        "double",
-        "long",
-        "power",
-        "type",
-        "deep",
-    ],
-)
-def test_a_template_without_end_is_refused_with_what_is_too_much(
-    monkeypatch: pytest.MonkeyPatch, template: str, reason: str
-) -> None:
-    if template == LOOP:  # the others must meet their own bound first, on a slow machine, too
-        monkeypatch.setattr("specdata.prompts.bounds.SECONDS", 0.2)
-    tokenizer = chat_tokenizer("chatml")
-    limits, handler = getrlimit(RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+def test_a_template_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdata.prompts.chat_templates.SECONDS", 0.2)
+    tokenizer, handler = chat_tokenizer("chatml"), signal.getsignal(signal.SIGVTALRM)
     try:
-        tokenizer.chat_template = template
-        with pytest.raises(ConfigError, match=reason):
+        tokenizer.chat_template = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+        with pytest.raises(ConfigError, match=r"more than 0\.2 s of processor time"):
             chat_ids(tokenizer, TALK[:1])
     finally:
         tokenizer.chat_template = FAMILIES["chatml"]
-    assert (getrlimit(RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)) == (limits, handler)
+    assert signal.getsignal(signal.SIGVTALRM) == handler
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
     assert chat_ids(tokenizer, TALK[:1])
-
-
-def test_a_template_may_unpack_arguments_and_end_loops() -> None:
-    check_operators("{{ f(**a) }}{{ f(b, **a) }}{% for a in b %}{% break %}{% endfor %}")
 
 
 def test_a_tokenizer_without_a_chat_template_says_what_to_do() -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from specdata.errors import ConfigError
-from specdata.prompts.bounds import CHARACTERS, bounded_rendering, check_operators
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
+# Of processor time. A rendering takes milliseconds; a template is a program that may never end.
+SECONDS = 10.0
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -40,32 +44,52 @@ def chat_ids(
         reply: end with what opens the assistant's answer (the generation prompt).
 
     Raises:
-        ConfigError: if the tokenizer has no chat template, or rendering it takes too much time,
-            memory or text (see `bounded_rendering`).
+        ConfigError: if the tokenizer has no chat template, or rendering it takes too long,
+            which is measured in the main thread alone.
         TemplateRefusedError: if the template does not take these messages.
     """
     require_template(tokenizer)
     try:
-        with bounded_rendering():
-            for template in _texts(tokenizer.chat_template):
-                check_operators(template)
+        with _bounded_time():
             text = tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=reply
             )
-    except ConfigError:
-        raise
+    except _OutOfTime:
+        raise ConfigError(
+            f"the chat template takes more than {SECONDS:g} s of processor time: mend it "
+            "(chat_template.jinja or chat_template in tokenizer_config.json, beside the "
+            "tokenizer), take another target, or use prompts that are plain text"
+        ) from None
     except Exception as error:  # whatever a program of somebody else's may raise
         raise TemplateRefusedError(
             f"the chat template refuses a conversation of roles "
             f"{', '.join(message['role'] for message in messages)}: {error}"
         ) from error
-    if len(text) > CHARACTERS:
-        raise ConfigError(
-            f"the chat template makes {len(text)} characters of a conversation of "
-            f"{sum(len(message['content']) for message in messages)}, more than {CHARACTERS}: mend "
-            "it, or take another target"
-        )
-    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+class _OutOfTime(BaseException):
+    """Not an Exception, which one of Jinja's filters might catch."""
+
+
+@contextmanager
+def _bounded_time() -> Iterator[None]:
+    """Raise _OutOfTime if the block takes longer; only the main thread gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(_signal: int, _frame: object) -> None:
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -76,11 +100,6 @@ def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
             "which conversations need: save one with it (chat_template.jinja in its folder), take "
             "a target that was tuned to chat, or use prompts that are plain text"
         )
-
-
-def _texts(templates: str | Mapping[str, str]) -> list[str]:
-    """The templates of a tokenizer, which has one or several by name."""
-    return [templates] if isinstance(templates, str) else list(templates.values())
 
 
 def user_turns(messages: Sequence[Message], which: str) -> list[tuple[Message, ...]]:
@@ -182,7 +201,7 @@ def _by_markers(
     out = tokenizer.apply_chat_template(
         list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    return [int(token) for token in out["input_ids"]], [int(bit) for bit in out["assistant_masks"]]
+    return out["input_ids"], out["assistant_masks"]
 
 
 def _by_prefixes(

@@ -194,7 +194,7 @@ def _keep(
         ids = (
             chat_ids(tokenizer, prompt.messages)
             if prompt.messages
-            else [int(token) for token in tokenizer(prompt.text)["input_ids"]]
+            else tokenizer(prompt.text)["input_ids"]
         )
     except TemplateRefusedError as error:
         account.setdefault("refused_because", str(error))
