@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
 from string import Formatter
@@ -34,9 +34,6 @@ from specdata.toy.corpus import prompts as embedded_prompts
 
 T = TypeVar("T")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
-
-# File systems take 255 bytes; records of an evaluation add an id, an end and a temporary name's.
-_LONGEST_NAME = 200
 
 PromptRow = Mapping[str, Any] | None  # None: a row whose text cannot be decoded
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -84,14 +81,8 @@ def check_names(sets: Sequence[PromptSet]) -> None:
             f"prompt sets must have different names, which the report shows; got {sorted(names)}"
         )
     for wanted in sets:
-        if not wanted.name or "\0" in wanted.name:
-            raise ConfigError(f"a prompt set must have a name, got {wanted.name!r}")
-        if len(short_name(wanted.name).encode()) > _LONGEST_NAME:
-            raise ConfigError(
-                f"a prompt set's name, which is part of the names of files, must have at most "
-                f"{_LONGEST_NAME} bytes, got {len(short_name(wanted.name).encode())} "
-                f"({short_name(wanted.name)[:40]!r}...): rename the file"
-            )
+        if not wanted.name:
+            raise ConfigError("a prompt set must have a name, and one is empty")
         if wanted.source and wanted.name not in CATALOGUE:
             raise ConfigError(
                 f"prompt set {wanted.name!r}: `source` is where a catalogued set is read from "
@@ -107,21 +98,23 @@ def check_split(wanted: PromptSet) -> None:
             f"prompt set {wanted.name!r} has no split {wanted.split!r}; choose from "
             f"{', '.join(catalogued.splits)}"
         )
-    if not (catalogued or wanted.name in EMBEDDED or _has_source(wanted.name)):
-        raise ConfigError(_unknown(wanted.name))
+    path = Path(wanted.name)
+    on_hub = _HUB_ID.fullmatch(wanted.name) and not path.exists()
+    is_source = is_file(wanted.name) or path.is_dir() or on_hub
+    if not (catalogued or wanted.name in EMBEDDED or is_source):
+        known = [*EMBEDDED, *CATALOGUE]
+        near = difflib.get_close_matches(wanted.name, known, n=1, cutoff=0.5)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ConfigError(
+            f"unknown prompt set {wanted.name!r}{hint}: give one of {', '.join(known)}, a file "
+            f"that ends in {', '.join(FORMATS)}, a folder, or a Hub id OWNER/NAME"
+        )
 
 
 def is_remote(wanted: PromptSet) -> bool:
     """Whether a set is read from the Hub."""
     source = source_of(wanted)
     return source is not None and not (is_file(source) or Path(source).is_dir())
-
-
-def _has_source(name: str) -> bool:
-    """Whether a name that is not in the catalogue can be a file, a folder or a Hub id."""
-    path = Path(name)
-    on_hub = _HUB_ID.fullmatch(name) and not path.exists()
-    return bool(is_file(name) or path.is_dir() or on_hub)
 
 
 def is_file(name: str) -> bool:
@@ -134,7 +127,7 @@ def raw_prompts(wanted: PromptSet, seed: int, has_template: bool) -> Iterator[Ra
 
     def every() -> Iterator[RawPrompt | str]:
         form = None
-        for number, row in enumerate(_rows_of(wanted, seed), start=1):
+        for number, row in enumerate(_first_rows(wanted, seed, _state(wanted)), start=1):
             if row is None:
                 yield "undecodable"
                 continue
@@ -147,7 +140,19 @@ def raw_prompts(wanted: PromptSet, seed: int, has_template: bool) -> Iterator[Ra
     return islice(every(), wanted.count or None)
 
 
-def _rows_of(wanted: PromptSet, seed: int) -> Iterator[PromptRow]:
+def _state(wanted: PromptSet) -> tuple[tuple[float, int], ...]:
+    """What changes when the files of a set do."""
+    files = [Path(name) for name in prompt_inputs([wanted]).values()]
+    stats = [file.stat() for file in files if file.exists()]
+    return tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)
+
+
+@lru_cache(maxsize=64)
+def _first_rows(wanted: PromptSet, seed: int, _state: object) -> tuple[PromptRow, ...]:
+    """The rows that `count` prompts are made of, at most: each row makes at least one.
+
+    Kept, because checks and several stages of a run read the same sets.
+    """
     try:
         if wanted.name == LIBRARY:
             texts = library_prompts(wanted.split, wanted.count, seed=seed)
@@ -158,12 +163,12 @@ def _rows_of(wanted: PromptSet, seed: int) -> Iterator[PromptRow]:
         elif wanted.name in EMBEDDED:
             texts = embedded_prompts(wanted.name, wanted.split, wanted.count, seed=seed)
         else:
-            return read_rows(wanted, seed)
+            return tuple(islice(read_rows(wanted, seed), wanted.count or None))
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return iter({"prompt": text} for text in texts)
+    return tuple({"prompt": text} for text in texts)
 
 
 def read_rows(wanted: PromptSet, seed: int) -> Iterator[PromptRow]:
@@ -175,13 +180,12 @@ def read_rows(wanted: PromptSet, seed: int) -> Iterator[PromptRow]:
     Raises:
         ConfigError: if it cannot be had or read, or has no such split.
     """
+    check_split(wanted)
     if catalogued := CATALOGUE.get(wanted.name):
         return _catalogued(wanted, catalogued, seed)
     path = Path(wanted.name)
     if path.suffix == ".jsonl":
         return json_lines(path)
-    if not _has_source(wanted.name):
-        raise ConfigError(_unknown(wanted.name))
     split = wanted.source_split or wanted.split
     data = load_rows(wanted.name, wanted.name, split, subset=wanted.subset)
     return _at(data, range(len(data)))
@@ -193,8 +197,6 @@ def json_lines(path: Path) -> Iterator[PromptRow]:
     Raises:
         ConfigError: if the file cannot be read or a line is no JSON object.
     """
-    if path.exists() and not path.is_file():  # a pipe would be waited for without end
-        raise ConfigError(f"prompt file {path} must be a file, no folder, pipe or device")
     try:
         with path.open("rb") as lines:  # split at \n alone, which JSON never holds inside a string
             for number, line in enumerate(lines, start=1):
@@ -203,23 +205,22 @@ def json_lines(path: Path) -> Iterator[PromptRow]:
                 except UnicodeDecodeError:
                     yield None
                     continue
-                if text:
-                    yield _object(text, path, number)
+                if not text:
+                    continue
+                try:
+                    row = json.loads(text)
+                except (ValueError, RecursionError) as error:
+                    raise ConfigError(
+                        f"{path}, line {number}: must be a JSON object ({error})"
+                    ) from error
+                if not isinstance(row, dict):
+                    raise ConfigError(
+                        f"{path}, line {number}: must be a JSON object with a `prompt` or "
+                        f"`messages`, got {type(row).__name__}"
+                    )
+                yield row
     except OSError as error:
         raise ConfigError(f"prompt file {path} cannot be read: {error.strerror}") from error
-
-
-def _object(text: str, path: Path, number: int) -> PromptRow:
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}, line {number}: must be a JSON object ({error})") from error
-    if not isinstance(row, dict):
-        raise ConfigError(
-            f"{path}, line {number}: must be a JSON object with a `prompt` or `messages`, got "
-            f"{type(row).__name__}"
-        )
-    return row
 
 
 def load_rows(
@@ -338,7 +339,6 @@ def parse_template(template: str) -> tuple[tuple[str, str | None], ...]:
 
 
 def _catalogued(wanted: PromptSet, catalogued: CataloguedSet, seed: int) -> Iterator[PromptRow]:
-    check_split(wanted)
     part, source = catalogued.splits[wanted.split], wanted.source or catalogued.hub
     files = None if wanted.source or wanted.subset else catalogued.files
     subset = wanted.subset or (None if files else catalogued.subset)
@@ -403,16 +403,6 @@ def _or_refuse(name: str, source: str, load: Callable[[], T]) -> T:
         if full := full_disk(error):
             raise full from error
         raise ConfigError(_cannot_load(name, source, error)) from error
-
-
-def _unknown(name: str) -> str:
-    known = [*EMBEDDED, *CATALOGUE]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return (
-        f"unknown prompt set {name!r}{hint}: give one of {', '.join(known)}, a file that ends in "
-        f"{', '.join(FORMATS)}, a folder, or a Hub id OWNER/NAME"
-    )
 
 
 def _cannot_load(name: str, source: str, error: Exception) -> str:
