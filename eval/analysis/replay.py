@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -39,6 +40,7 @@ from eval.drafting.stopping.recorded import (
     until_product_below,
 )
 from eval.measuring.intervals import Interval
+from eval.measuring.pooled import ALL_SETS
 from specdata.errors import ConfigError, ManifestError
 from specdata.storage.files import atomic_write, write_json
 from specdata.storage.manifest import read_manifest
@@ -62,7 +64,6 @@ GRIDS: dict[type[StoppingRule], tuple[str, tuple[float, ...]]] = {
 COST_RULE = "cost rule"
 LENGTHS = range(1, 21)
 PERFECT_LATE, PERFECT_NOW, PERFECT_BEFORE = "perfect head", "perfect, no lag", "perfect, ex ante"
-ALL_SETS = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class RuleResult:
     counts: Counts
 
 
-def fit_rules(traces: Traces) -> dict[str, Any]:
+def fit_all_rules(traces: Traces) -> dict[str, Any]:
     """The parameters that rules fit on labels, by name, of every rule.
 
     A rule that reads what was not recorded is left as it is without labels.
@@ -96,6 +97,12 @@ def fit_rules(traces: Traces) -> dict[str, Any]:
             except ValueError:  # what it reads was not recorded
                 continue
     return values
+
+
+def prompt_sets(names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
+    """Prompt set -> (R,) which rollouts are of it; `ALL_SETS` first, if there are several."""
+    sets = {name: np.asarray(names) == name for name in dict.fromkeys(names)}
+    return {ALL_SETS: np.ones(len(names), dtype=bool), **sets} if len(sets) > 1 else sets
 
 
 def replay_rules(
@@ -114,7 +121,7 @@ def replay_rules(
 
     Args:
         traces: of at least one rollout.
-        fitted: values of what rules fit on labels; see `fit_rules`.
+        fitted: values of what rules fit on labels; see `fit_all_rules`.
         draft_seconds: t_d.
         target_seconds: t_t.
         limit: most tokens of a draft whose length a rule decides; the oracle has no limit.
@@ -353,7 +360,7 @@ def _run(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     known = {"draft": draft, "sampling": sampling_of(given.labels)}
     traces = acceptance_traces(replayed, head=head, **known)
     dev = acceptance_traces(held_out, head=head if given.choose_on_dev else None, **known)
-    fitted = fit_rules(dev)
+    fitted = fit_all_rules(dev)
     costs = {"draft_seconds": given.draft_seconds, "target_seconds": given.target_seconds}
 
     def rows_of(traces: Traces, rows: datasets.Dataset, name: str) -> list[dict[str, Any]]:

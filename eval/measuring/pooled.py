@@ -15,11 +15,12 @@ from itertools import chain
 
 import numpy as np
 
-from eval.measuring.intervals import Array, bootstrap_weights, interval
+from eval.measuring.intervals import Array, Interval, interval, resamples
 from eval.measuring.methods import PLAIN
-from eval.measuring.metrics import RATES, Interval
+from eval.measuring.metrics import RATES
 from eval.measuring.results import Results, Run
 
+ALL_SETS = "all prompt sets"
 COLUMNS = sorted(set(chain.from_iterable(RATES.values())))
 
 
@@ -55,19 +56,18 @@ class PooledRow:
         """One rate; None if it does not exist."""
         return float(self.rates[name][0]) if name in self.rates else None
 
-    def rate(self, name: str) -> tuple[float | None, Interval | None]:
+    def rate(self, name: str) -> tuple[float | None, tuple[float, float] | None]:
         """A rate and its interval; None for those that do not exist."""
         value = self.value(name)
         return value, None if value is None else self.interval(name)
 
-    def interval(self, name: str) -> Interval:
+    def interval(self, name: str) -> tuple[float, float]:
         """The 95 % interval of a rate that exists."""
         return interval(self.rates[name][1:])
 
-    def over(self, other: PooledRow, name: str) -> tuple[float, Interval]:
-        """A rate over that of another method, with its paired interval."""
-        ratio = self.rates[name] / other.rates[name]
-        return float(ratio[0]), interval(ratio[1:])
+    def over(self, other: PooledRow, name: str) -> Interval:
+        """A rate over that of another method, paired by prompt."""
+        return Interval.of(self.rates[name] / other.rates[name])
 
 
 def pool(results: Results) -> list[PooledRow]:
@@ -94,8 +94,8 @@ def fastest_pooled(rows: Sequence[PooledRow]) -> tuple[PooledRow, list[PooledRow
     best = max(timed, key=lambda row: row.value("tokens_per_second") or 0.0)
     ties = []
     for row in timed:
-        low, high = row.over(best, "tokens_per_second")[1]
-        if row is not best and low <= 1 <= high:
+        ratio = row.over(best, "tokens_per_second")
+        if row is not best and ratio.low <= 1 <= ratio.high:
             ties.append(row)
     return best, ties
 
@@ -127,6 +127,5 @@ def _a_token(run: Run, seed: int) -> dict[str, Array]:
     columns = np.zeros((len(COLUMNS), len(names)))
     for each in run.generations:
         columns[:, row[each.prompt_id]] += [getattr(each, name) for name in COLUMNS]
-    weights = np.vstack([np.ones(len(names)), bootstrap_weights(len(names), seed)])
-    sums = dict(zip(COLUMNS, columns @ weights.T, strict=True))
+    sums = dict(zip(COLUMNS, columns @ resamples(len(names), seed).T, strict=True))
     return {name: column / sums["tokens"] for name, column in sums.items()}

@@ -77,7 +77,8 @@ def _finding(best: PooledRow, plain: PooledRow | None, ties: Sequence[PooledRow]
             f"{who} is fastest, {_speed(best):.1f} tokens/s; the target alone was not measured, so"
             " there is no speed-up."
         )
-    value, within = best.over(plain, "tokens_per_second")
+    ratio = best.over(plain, "tokens_per_second")
+    value, within = ratio.value, (ratio.low, ratio.high)
     if within[1] < 1:
         return (
             f"Nothing is faster than the target alone: the best method, {who}, is slower, at"
@@ -107,15 +108,15 @@ def _against_transformers(best: PooledRow, rows: Sequence[PooledRow]) -> str:
         if not ours:
             return ""
         best = max(ours, key=_speed)
-        value, within = best.over(theirs, "tokens_per_second")
-        return f" The best of ours, {best.method}, runs at {value:.2f} times its speed" + (
-            f" {_interval(within)}."
+        ratio = best.over(theirs, "tokens_per_second")
+        return f" The best of ours, {best.method}, runs at {ratio.value:.2f} times its speed" + (
+            f" {_interval((ratio.low, ratio.high))}."
         )
-    value, within = best.over(theirs, "tokens_per_second")
-    told = "" if within[0] > 1 else "; the two are not told apart"
+    ratio = best.over(theirs, "tokens_per_second")
+    told = "" if ratio.low > 1 else "; the two are not told apart"
     return (
         f" Against transformers' own assisted generation at its best ({theirs.method}) it is"
-        f" {value:.2f} times as fast {_interval(within)}{told}."
+        f" {ratio.value:.2f} times as fast {_interval((ratio.low, ratio.high))}{told}."
     )
 
 

@@ -1,0 +1,595 @@
+"""Verdict on an acceptance head: how well it predicts, and whether stopping by it pays.
+
+Rivals, the rules that need no head, are fitted on dev rollouts, and every rule's setting is chosen
+there by the expected time of a token. Then the head is judged twice: on test rollouts, by exact
+expectation over all outcomes of acceptance with every setting of a grid, and by the clock, on the
+evaluation's prompts with the settings that were measured. Savings are shares of a rival's time;
+positive means that the head takes less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from pydantic import ValidationError
+
+from eval.analysis.expectation import Counts, Traces, expected_counts
+from eval.analysis.prediction import Reals, Scores, scores
+from eval.analysis.replay import (
+    COST_RULE,
+    RuleResult,
+    cost_rule_counts,
+    fit_all_rules,
+    prompt_sets,
+    replay_rules,
+)
+from eval.analysis.savings import saving
+from eval.drafting.stopping import STOPPING_RULES, StoppingRule
+from eval.drafting.stopping.calibration import Calibration, fit_logistic
+from eval.drafting.stopping.cost import Cost
+from eval.drafting.stopping.margin import UNFITTED
+from eval.drafting.stopping.numbers import Network, recorded_numbers
+from eval.measuring.intervals import Interval
+from eval.measuring.metrics import LatencyFit, fit_latency
+from eval.measuring.pooled import ALL_SETS, PooledRow, pool
+from eval.measuring.records import Strict
+from eval.measuring.results import Results, Run
+from specdata.storage.files import write_json
+
+if TYPE_CHECKING:  # a stored verdict is read without torch
+    import datasets
+    from transformers import PreTrainedModel
+
+    from heads import BaseHead
+    from specdata.sampling import SamplingConfig
+
+VERDICT = "verdict.json"
+HEAD = "head"
+ASSISTED = "assisted"
+"""The rule of transformers' own loop among the rivals, whatever it stops by."""
+RIVALS = tuple(name for name, rule in STOPPING_RULES.items() if not rule.needs_head)
+"""Rules that need no head; what is replayed beside them is nobody's choice."""
+ROLLOUTS = 512
+"""Most rollouts of a prompt set and split that are read."""
+MOMENTS = {
+    "drawn": "as soon as the token is drawn",
+    "consumed": "one drafted token later",
+    "before": "before the token is drawn",
+}
+PREDICTORS = {
+    "constant": "the mean label",
+    "logit": "logistic of logit max q",
+    "margin": "logistic of the top-2 margin",
+    "cumulative": "q of the token itself",
+    "numbers": "small network on the draft's numbers",
+}
+QUALITY_COLUMNS = (
+    (
+        "AUROC",
+        "Chance that an accepted token was given a higher probability than a rejected one; 0.5 is"
+        " chance, brackets hold the 95 % bootstrap interval over prompts.",
+    ),
+    ("KL", "Mean binary KL of label and prediction in nats; lower is better, 0 is perfect."),
+    (
+        "ECE",
+        "Expected calibration error: how far predictions are from the labels of the tokens that"
+        " were given them, in 15 bins; lower is better.",
+    ),
+    ("predicted / accepted", "Mean prediction and mean label."),
+)
+"""Heading of a column of the table of predictors, and how to read it."""
+Moment = Literal["before", "drawn", "consumed"]
+Status = Literal["pays", "does not pay", "cannot tell", "not measured"]
+
+
+class Prediction(Strict):
+    """A predictor of acceptance on one prompt set.
+
+    Attributes:
+        dataset: the prompt set; `ALL_SETS` for all together.
+        predictor: "head" or one of `PREDICTORS`, each fitted on dev.
+        moment: what is known of the token: "before" it is drawn, when the label is the ex-ante
+            sum of min(p, q); "drawn"; or "consumed" by the draft, one drafted token later. Then the
+            label is min(1, p/q).
+        scores: of its calibrated probabilities.
+    """
+
+    dataset: str
+    predictor: str
+    moment: Moment
+    scores: Scores
+
+
+class Rival(Strict):
+    """A rule that needs no head, at its best setting.
+
+    Attributes:
+        rule: its name.
+        setting: the one that took the least time on dev rollouts, named with its rule; by the clock
+            a measured method.
+        candidates: how many it was chosen from.
+        saved: prompt set -> the share of this rule's time that stopping by the head saves; all
+            sets together first. Negative where the head takes longer.
+    """
+
+    rule: str
+    setting: str
+    candidates: int
+    saved: dict[str, Interval]
+
+    @property
+    def overall(self) -> Interval:
+        """Over all prompt sets together."""
+        return next(iter(self.saved.values()))
+
+
+class VerdictRow(Strict):
+    """A rule without a head, and what the head saves over it; cells in the order of the columns."""
+
+    rule: str
+    cells: tuple[str, ...]
+
+
+class HeadVerdict(Strict):
+    """Everything that is known of how good a head is.
+
+    Attributes:
+        status: it pays if it surely saves time over every rival on test rollouts and the clock does
+            not gainsay it, does not if it surely loses to one; "surely" is a 95 % interval.
+        sentence: the same in words, with the numbers that decide.
+        judged_on: the split that figures are of: test, or dev where labels have no test rollouts,
+            so that rivals and settings look better than they are.
+        rollouts: split -> how many were read.
+        predictions: one for each prompt set, predictor and moment.
+        draft_seconds: t_d, seconds of a drafted token, as the evaluation measured it.
+        target_seconds: t_t, seconds of a round.
+        replay_setting: the head's threshold that is best on dev of a grid.
+        replay: rivals by exact expectation; the fixed length first, then from the hardest to beat.
+        method: the head's method that is best on dev, of those that were measured.
+        threshold: of that method.
+        candidates: how many thresholds it was chosen from.
+        verifier: acceptance rule of that method and of every rival by the clock.
+        clock: rivals by wall time, in the same order.
+        left_out: measured rules whose setting could not be chosen on dev.
+    """
+
+    status: Status
+    sentence: str
+    judged_on: Literal["test", "dev"] | None = None
+    rollouts: dict[str, int] = {}
+    predictions: list[Prediction] = []
+    draft_seconds: float | None = None
+    target_seconds: float | None = None
+    replay_setting: str | None = None
+    replay: list[Rival] = []
+    method: str | None = None
+    threshold: float | None = None
+    candidates: int = 0
+    verifier: str | None = None
+    clock: list[Rival] = []
+    left_out: list[str] = []
+
+    def columns(self) -> list[str]:
+        """Headings of the table of rivals."""
+        exact = ["saved on held-out rollouts"] if self.replay else []
+        return exact + (["saved by the clock"] if self.clock else [])
+
+    def rows(self) -> list[VerdictRow]:
+        """The table of rivals; settings may differ between the two judgements."""
+        judged = [
+            {rival.rule: rival for rival in each} for each in (self.replay, self.clock) if each
+        ]
+        return [
+            VerdictRow(
+                rule="fixed length" if rule == "fixed" else rule,
+                cells=tuple(
+                    f"{each[rule].overall} ({each[rule].setting})" if rule in each else "-"
+                    for each in judged
+                ),
+            )
+            for rule in dict.fromkeys(rule for each in judged for rule in each)
+        ]
+
+    def basis(self) -> str:
+        """Conditions of the table, in words."""
+        text = ""
+        if self.replay and self.draft_seconds and self.target_seconds and self.judged_on:
+            text = (
+                "On held-out rollouts: expected time over every outcome of acceptance on"
+                f" {self.rollouts[self.judged_on]} {self.judged_on} rollouts, which neither draft"
+                f" nor head was trained on, with {1000 * self.draft_seconds:.2f} ms a drafted token"
+                f" and {1000 * self.target_seconds:.2f} ms a target forward as measured here; the"
+                f" head stops at {self.replay_setting}, and its answers take no time. "
+            )
+        if self.clock:
+            text += (
+                f"By the clock: wall time on the evaluation's prompts of {self.method}, of"
+                f" {self.candidates} thresholds that were measured. "
+            )
+        if not text:
+            return ""
+        if self.judged_on == "dev":
+            text += "Settings were chosen on the same rollouts, as labels hold no test rollouts:"
+            text += " all figures look better than they are."
+        else:
+            text += f"All settings were chosen on {self.rollouts['dev']} dev rollouts."
+        if self.left_out:
+            text += f" Left out, as labels do not record what they read: {_list(self.left_out)}."
+        return text + " Brackets hold 95 % intervals; negative means that the head takes longer."
+
+    def quality_rows(self) -> list[tuple[str, tuple[str, ...]]]:
+        """The table of predictors over all prompt sets: name, and cells of `QUALITY_COLUMNS`."""
+        found = []
+        first = self.predictions[0].dataset if self.predictions else None
+        for each in self.predictions:
+            if each.dataset == first:
+                judged = each.scores
+                cells = tuple(
+                    "-" if x is None else f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}]"
+                    for x in (judged.auroc, judged.kl, judged.ece)
+                )
+                means = f"{judged.mean_predicted:.3f} / {judged.mean_accept:.3f}"
+                name = f"{each.predictor} ({PREDICTORS.get(each.predictor, MOMENTS[each.moment])})"
+                found.append((name, (*cells, means)))
+        return found
+
+    def write(self, path: Path) -> None:
+        """Write it, whole or not at all."""
+        write_json(path, self.model_dump(mode="json"))
+
+    @classmethod
+    def read(cls, path: Path) -> HeadVerdict | None:
+        """A stored value; None if there is none, or it is damaged."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return None
+
+
+def not_measured(reason: str) -> HeadVerdict:
+    """A verdict that says why there is none."""
+    return HeadVerdict(
+        status="not measured", sentence=f"Whether the head pays was not measured: {reason}."
+    )
+
+
+def head_verdict(
+    results: Results,
+    labels: datasets.Dataset,
+    draft: PreTrainedModel,
+    head: BaseHead,
+    *,
+    sampling: SamplingConfig,
+) -> HeadVerdict:
+    """Judge a head by labelled rollouts and by an evaluation.
+
+    Args:
+        results: an evaluation of this head.
+        labels: of all splits; the first `ROLLOUTS` of each prompt set in dev and test are read.
+        draft: the draft that made them.
+        head: a head of this draft.
+        sampling: how the draft's tokens were drawn.
+    """
+    from eval.analysis.traces import acceptance_traces
+
+    taken: dict[tuple[str, str], list[int]] = {}
+    for index, key in enumerate(zip(labels["split"], labels["dataset"], strict=True)):
+        taken.setdefault(key, []).append(index)
+    rows, traces = {}, {}
+    for split in ("dev", "test"):
+        chosen = [i for key, own in taken.items() if key[0] == split for i in own[:ROLLOUTS]]
+        if chosen:
+            rows[split] = labels.select(sorted(chosen))
+            traces[split] = acceptance_traces(
+                rows[split], draft=draft, sampling=sampling, head=head
+            )
+    if "dev" not in traces:
+        return not_measured("no held-out labels to choose the threshold on")
+    judged = rows.get("test", rows["dev"])
+    return judge_head(
+        results,
+        traces["dev"],
+        traces.get("test"),
+        prompts=judged["example_id"][:],
+        names=judged["dataset"][:],
+    )
+
+
+def judge_head(
+    results: Results,
+    dev: Traces,
+    test: Traces | None,
+    *,
+    prompts: Sequence[str],
+    names: Sequence[str],
+) -> HeadVerdict:
+    """Judge a head by traces that it was recorded in, and by an evaluation.
+
+    Args:
+        results: the evaluation.
+        dev: what rivals are fitted and settings chosen on.
+        test: what is judged on; None judges on dev.
+        prompts: which prompt each rollout is of that is judged on.
+        names: its prompt set.
+    """
+    judged = dev if test is None else test
+    fitted = fit_all_rules(dev)
+    known: dict[str, Any] = {
+        "judged_on": "dev" if test is None else "test",
+        "rollouts": {"dev": len(dev.accept)} | ({"test": len(test.accept)} if test else {}),
+        "predictions": list(_predictions(dev, judged, fitted, prompts, names)),
+    }
+    fit = measured_times(results)
+    if fit is None:
+        reason = "speeds were not measured"
+    else:
+        times = {"draft_seconds": fit.t_draft, "target_seconds": fit.t_target}
+        replayed = compare(
+            *(replay_rules(traces, fitted, **times) for traces in (dev, judged)),
+            prompts,
+            names,
+            **times,
+        )
+        known |= times | replayed
+        by_clock, reason = _by_clock(results, expected_seconds(results, dev, fit))
+        known |= by_clock
+    replay, clock = known.get("replay", []), known.get("clock", [])
+    status, sentence = _decide(replay, clock, reason)
+    return HeadVerdict(status=status, sentence=sentence, **known)
+
+
+def measured_times(results: Results) -> LatencyFit | None:
+    """t_d and t_t of all chains of an evaluation; None if they cannot be told apart."""
+    chains = [run for run in results.runs if run.drafter in (None, "chain")]
+    fit = fit_latency([record for run in chains for record in run.generations])
+    return None if fit is None or not fit.t_target > 0.0 else fit
+
+
+def expected_seconds(results: Results, traces: Traces, fit: LatencyFit) -> dict[str, float]:
+    """Method -> expected seconds a token on rollouts, of every chain that labels can replay.
+
+    Methods of transformers' own loop count as the rule that they follow, with our times. A cost
+    rule that measured its costs while it decoded is replayed with these.
+    """
+    times = {"draft_seconds": fit.t_draft, "target_seconds": fit.t_target}
+    expected = {}
+    for run in results.runs:
+        if run.method in expected or run.drafter not in ("chain", "transformers"):
+            continue
+        rule = rule_of(run) if run.lossless else None
+        if rule is None:
+            continue
+        counts: Counts | None = None
+        if isinstance(rule, Cost) and not (rule.draft_seconds and rule.token_seconds):
+            counts = cost_rule_counts(rule, traces, **times)
+        elif (lengths := rule.recorded_lengths(traces.tokens)) is not None:
+            counts = expected_counts(traces, lengths)
+        if counts is not None:
+            expected[run.method] = counts.seconds_per_token(**times)
+    return expected
+
+
+def rule_of(run: Run) -> StoppingRule | None:
+    """The stopping rule that a measured method decoded with; None for rules unknown here."""
+    if run.rule is None:
+        return None
+    stored = {"threshold": run.threshold, "length": run.length, "limit": run.length}
+    stored |= {**run.parameters, "head": run.head is not None}
+    known = {name: value for name, value in stored.items() if name in run.rule.model_fields}
+    return run.rule.model_validate({n: value for n, value in known.items() if value is not None})
+
+
+def compare(
+    dev: Sequence[RuleResult],
+    judged: Sequence[RuleResult],
+    prompts: Sequence[str],
+    names: Sequence[str],
+    *,
+    draft_seconds: float,
+    target_seconds: float,
+) -> dict[str, Any]:
+    """Choose each rule's setting on dev and compare the head with every other on other rollouts.
+
+    Args:
+        dev: rules at all their settings, replayed on dev rollouts.
+        judged: the same on the R rollouts that are judged on.
+        prompts: (R,) equal for rollouts of one prompt, which are resampled together.
+        names: (R,) prompt sets.
+        draft_seconds: t_d.
+        target_seconds: t_t.
+
+    Returns:
+        `replay_setting` and `replay` of a verdict; nothing if no threshold of a head, or no fixed
+        length, was replayed.
+    """
+    times = {"draft_seconds": draft_seconds, "target_seconds": target_seconds}
+    known = {(result.family, result.setting): result.counts for result in judged}
+    settings: dict[str, list[RuleResult]] = {}
+    for result in dev:
+        key = result.family, result.setting
+        if key in known and key != (HEAD, COST_RULE):
+            settings.setdefault(result.family, []).append(result)
+    best = {
+        family: min(each, key=lambda result: result.counts.seconds_per_token(**times))
+        for family, each in settings.items()
+    }
+    if HEAD not in best or "fixed" not in best:
+        return {}
+    sets = prompt_sets(names)
+
+    def saved(family: str, rows: Any) -> Interval:
+        ours, theirs = (known[best[name].family, best[name].setting] for name in (HEAD, family))
+        some = [Counts(**{k: v[rows] for k, v in asdict(each).items()}) for each in (ours, theirs)]
+        return saving(*some, **times, prompts=np.asarray(prompts)[rows].tolist())
+
+    rivals = [
+        Rival(
+            rule=family,
+            setting=(f"{family} " if family != "fixed" else "") + best[family].setting,
+            candidates=len(each),
+            saved={name: saved(family, rows) for name, rows in sets.items()},
+        )
+        for family, each in settings.items()
+        if family in RIVALS
+    ]
+    return {"replay_setting": best[HEAD].setting, "replay": _hardest_first(rivals)}
+
+
+def _hardest_first(rivals: Sequence[Rival]) -> list[Rival]:
+    """The fixed length, then the others from the hardest to beat."""
+    return sorted(rivals, key=lambda rival: (rival.rule != "fixed", rival.overall.value))
+
+
+def _by_clock(results: Results, expected: Mapping[str, float]) -> tuple[dict[str, Any], str]:
+    """The head's part of a verdict by wall time, and why there is none.
+
+    Compared are lossless chains that were measured on every prompt set: the head's own rule, rules
+    that read no head, and transformers' own loop.
+    """
+    sets = {
+        name: pool(results.model_copy(update={"runs": results.of(name)}))
+        for name in results.datasets()
+    }
+    sets = {ALL_SETS: pool(results), **sets} if len(sets) > 1 else sets
+    families: dict[str, dict[str, PooledRow]] = {}
+    for row in next(iter(sets.values())):
+        run = row.runs[0]
+        if not run.lossless or run.rule is None or run.drafter not in ("chain", "transformers"):
+            continue
+        if run.rule.needs_head or run.head is None:
+            own = HEAD if run.rule.needs_head else run.rule.name
+            family = ASSISTED if run.drafter == "transformers" else own
+            families.setdefault(family, {})[row.method] = row
+
+    def chosen(settings: Mapping[str, PooledRow]) -> str | None:
+        if len(settings) == 1:
+            return next(iter(settings))
+        ranked = bool(settings) and all(name in expected for name in settings)
+        return min(settings, key=lambda name: expected[name]) if ranked else None
+
+    heads = families.pop(HEAD, {})
+    method = chosen(heads)
+    if method is None:
+        return {}, "no threshold was measured that held-out labels can rank"
+    mine = heads[method].runs[0]
+
+    def saved(rows: Sequence[PooledRow], rival: str) -> Interval:
+        """Shares of time from the ratio of speeds."""
+        by_name = {row.method: row for row in rows}
+        ratio = by_name[method].over(by_name[rival], "tokens_per_second")
+        return Interval(*(1.0 - 1.0 / x for x in (ratio.value, ratio.low, ratio.high)))
+
+    rivals, left_out = [], []
+    for rule, settings in families.items():
+        # Transformers' own loop has no other verifier than its own.
+        same = {
+            name: row
+            for name, row in settings.items()
+            if rule == ASSISTED or row.runs[0].verifier == mine.verifier
+        }
+        rival = chosen(same)
+        if rival is not None:
+            share = {name: saved(rows, rival) for name, rows in sets.items()}
+            rivals.append(Rival(rule=rule, setting=rival, candidates=len(same), saved=share))
+        elif same:
+            left_out.append(rule)
+    if not any(rival.rule == "fixed" for rival in rivals):
+        return {}, f"no fixed length was measured with {mine.verifier} verification"
+    found = {
+        "method": method,
+        "threshold": mine.threshold,
+        "candidates": len(heads),
+        "verifier": mine.verifier,
+        "clock": _hardest_first(rivals),
+        "left_out": left_out,
+    }
+    return found, ""
+
+
+def _decide(replay: Sequence[Rival], clock: Sequence[Rival], reason: str) -> tuple[Status, str]:
+    """Status and sentence; `reason` says why there is no judgement by the clock."""
+    if not (replay or clock):
+        verdict = not_measured(reason)
+        return verdict.status, verdict.sentence
+    judged = ((replay, "on held-out rollouts"), (clock, "by the clock"))
+    numbers = "; ".join(f"{where} it {_saves(each[:2])}" for each, where in judged if each)
+    if not clock:
+        numbers += f" (by the clock: not measured, {reason})"
+    for each, where in judged:
+        if lost := [rival.setting for rival in each if rival.overall.high < 0.0]:
+            takes = "takes" if len(lost) == 1 else "take"
+            why = f"{_list(lost)} {takes} less time without it {where}"
+            return "does not pay", f"The head does not pay, because {why}: {numbers}."
+    # An exact expectation counts no time for the head itself: the clock has to confirm its sign
+    # over the best fixed length and the hardest other rule. Without one, the clock decides alone.
+    tied = [rival for rival in replay or clock if rival.overall.low <= 0.0]
+    slower = [rival for rival in clock[:2] if rival.overall.value < 0.0]
+    if tied or slower:
+        where = "on held-out rollouts" if tied and replay else "by the clock"
+        told = f"it is not told apart from {_list([each.setting for each in tied or slower])} {where}"
+        why = f"So few prompts cannot tell whether the head pays: {told}"
+        return "cannot tell", f"{why}; {numbers}."
+    return "pays", f"The head pays: {numbers}."
+
+
+def _saves(rivals: Sequence[Rival]) -> str:
+    """Such as: saves 6.1 % [4.9, 7.2] over K=6 and -2.0 % [-2.9, -1.1] over margin h=0.7."""
+    return "saves " + _list([f"{rival.overall} over {rival.setting}" for rival in rivals])
+
+
+def _list(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _predictions(
+    dev: Traces,
+    judged: Traces,
+    fitted: Mapping[str, Any],
+    prompts: Sequence[str],
+    names: Sequence[str],
+) -> Iterator[Prediction]:
+    """Every predictor on every prompt set."""
+    inside, predictors = judged.inside, _predictors(dev, judged, fitted)
+    # Rollouts of one prompt are resampled together.
+    number = np.unique(prompts, return_inverse=True)[1].astype(np.int64)
+    prompt = np.broadcast_to(number[:, None], inside.shape)
+    for dataset, rows in prompt_sets(names).items():
+        chosen = inside & rows[:, None]
+        for predictor, moment, predicted in predictors:
+            label = judged.overlap if moment == "before" else judged.accept
+            assert label is not None
+            found = scores(label[chosen], predicted[chosen], prompt[chosen])
+            yield Prediction(dataset=dataset, predictor=predictor, moment=moment, scores=found)
+
+
+def _predictors(
+    dev: Traces, judged: Traces, fitted: Mapping[str, Any]
+) -> list[tuple[str, Moment, Reals]]:
+    """Name, moment and (R, N) probabilities of the head at its moments, and of its rivals."""
+    from scipy.special import expit
+
+    tokens, inside, head = judged.tokens, dev.inside, judged.tokens.head
+    assert head is not None
+    recorded: tuple[tuple[Moment, Reals | None], ...]
+    recorded = ("drawn", head.drawn), ("consumed", head.consumed), ("before", head.before)
+    made = [
+        (HEAD, moment, head.probabilities(logits, calibrated=True))
+        for moment, logits in recorded
+        if logits is not None and (moment != "before" or judged.overlap is not None)
+    ]
+    if dev.tokens.margin is not None and tokens.margin is not None:
+        # Along a rollout there is no position in a draft, so the margin has one model for all.
+        margins = dev.tokens.margin[inside]
+        intercept, slope = fit_logistic(dev.accept[inside], margins, prior=UNFITTED)
+        made.append(("margin", "drawn", np.asarray(expit(intercept + slope * tokens.margin))))
+    logit = Calibration(*fitted["calibration"]).accept_all(tokens.q_max)
+    made += [("logit", "drawn", logit), ("cumulative", "drawn", tokens.q)]
+    numbers = recorded_numbers(tokens)
+    if numbers is not None and "network" in fitted:
+        made.append(("numbers", "drawn", Network.read(fitted["network"]).accept(numbers)))
+    made.append(("constant", "drawn", np.full_like(judged.accept, dev.mean_accept())))
+    return made
