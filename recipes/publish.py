@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill.config import DistilConfig
+from eval.analysis.head_verdict import VERDICT, HeadVerdict
 from eval.measuring.results import Results, check_metrics, read_results
 from recipes.config import PipelineConfig
-from recipes.head_quality import quality_of
 from recipes.layout import (
     RESULTS,
     draft_in_use,
@@ -129,14 +129,13 @@ def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]
         about = replace(shared, base_model=base, datasets=sets, measures=measures)
         out = here / "head"
         if not out.exists():
-            quality = quality_of(config, read_results(eval_folder(config) / RESULTS))
             release_head(
                 Path(head),
                 out,
                 results,
                 about,
                 trained=_trained_on(config),
-                quality=quality,
+                verdict=HeadVerdict.read(eval_folder(config) / VERDICT),
                 push_to=publish.head_id,
             )
         made["head"] = publish.head_id or str(stage.folder / "head")

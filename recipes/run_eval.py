@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eval.analysis.head_verdict import VERDICT, HeadVerdict, head_verdict, not_measured
 from eval.measuring.methods import (
     EvalConfig,
     fit_rules,
@@ -27,10 +28,8 @@ from eval.measuring.methods import (
 from eval.measuring.results import read_results, write_results
 from eval.measuring.samples import SAMPLES, make_samples, read_samples, write_samples
 from eval.reporting.report import Context, terminal, write_report
-from eval.reporting.verdict import judge
 from recipes.checks import check_evaluation
 from recipes.config import PipelineConfig
-from recipes.head_quality import known_quality, quality_file, quality_of
 from recipes.layout import (
     RESULTS,
     draft_in_use,
@@ -62,7 +61,6 @@ from specdata.terminal import progress
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from eval.analysis.quality import Quality
     from eval.measuring.environment import Environment
     from eval.measuring.experiment import Artefacts
     from eval.measuring.results import Results
@@ -88,16 +86,38 @@ def main(config: PipelineConfig) -> dict[str, Any]:
     if not is_main():
         return result
     results = read_results(stage.folder / RESULTS)
-    console.print(terminal(results, _context(config, results, known_quality(config))))
+    verdict = HeadVerdict.read(stage.folder / VERDICT)
+    console.print(terminal(results, _context(config, results, verdict)))
     return result
 
 
 def _report(config: PipelineConfig, stage: Stage, results: Results) -> None:
-    """Write the report, and before it what is known of the run's head."""
-    quality = quality_of(config, results)
-    if quality is not None:
-        quality.write(quality_file(config))
-    write_report(results, stage.folder, _context(config, results, quality))
+    """Write the report, and before it the verdict on the run's head."""
+    verdict = _verdict(config, results)
+    if verdict is not None:
+        verdict.write(stage.folder / VERDICT)
+    write_report(results, stage.folder, _context(config, results, verdict))
+
+
+def _verdict(config: PipelineConfig, results: Results) -> HeadVerdict | None:
+    """The run's head judged by its labels and its evaluation; None if it trains no head."""
+    head = head_in_use(config)
+    if config.head is None or head is None:
+        return None
+    from specdata.labels.make import load_labels, sampling_of
+    from specdata.models import load_model
+
+    where = folder(config, "labels")
+    if sampling_of(where) != config.sampling:
+        return not_measured("the labels were made under another sampler than the evaluation's")
+    draft = load_model(draft_in_use(config), load=config.models.loading("draft"))
+    return head_verdict(
+        results,
+        load_labels(where, config.sampling),
+        draft,
+        _load_head(head).to(draft.device),
+        sampling=config.sampling,
+    )
 
 
 def _keep_samples(folder: Path, prompts: Sequence[Prompt], target: str) -> None:
@@ -278,7 +298,9 @@ def _load_head(name: str) -> BaseHead:
         ) from error
 
 
-def _context(config: PipelineConfig, results: Results, quality: Quality | None) -> Context:
+def _context(
+    config: PipelineConfig, results: Results, verdict: HeadVerdict | None
+) -> Context:
     """The results of earlier stages, as far as they were run here, and how good the head is."""
     made = {
         "pair": config.toy,
@@ -308,10 +330,7 @@ def _context(config: PipelineConfig, results: Results, quality: Quality | None) 
         }
         if draft
         else {},
-        verdict=judge(results, None if quality is None else quality.choice)
-        if config.head
-        else None,
-        quality=quality,
+        verdict=verdict,
         command=_command(eval_folder(config)),
         samples=read_samples(eval_folder(config) / SAMPLES),
     )

@@ -145,14 +145,10 @@ def test_every_stage_leaves_what_the_next_one_needs(finished: Path) -> None:
     verdict = json.loads((out / "release" / "head" / "verdict.json").read_text())
     assert verdict["status"] != "not measured"
     assert verdict["method"] == "head"
-    assert verdict["choice"]["rollouts"] == labels["split"][:].count("dev")
-    quality = json.loads((out / "eval" / "quality.json").read_text())
-    assert quality["rollouts"]["dev"] == labels["split"][:].count("dev")
-    assert verdict["replay"]["rivals"] == quality["replay"]["rivals"]
-    assert json.loads((out / "release" / "head" / "quality.json").read_text()) == quality
+    assert verdict["rollouts"]["dev"] == labels["split"][:].count("dev")
+    assert json.loads((out / "eval" / "verdict.json").read_text()) == verdict
     page = (out / "eval" / "report.html").read_text()
-    for finding in verdict["findings"]:
-        assert html.escape(finding["headline"], quote=False) in page
+    assert html.escape(verdict["sentence"], quote=False) in page
     for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
         assert json.loads((out / stage / "run.json").read_text())["finished"]
 
@@ -221,7 +217,8 @@ def test_a_head_is_evaluated_under_another_sampler_than_its_labels(
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "eval-cooler" / "report.html").is_file()
     # Labels under another sampler say nothing of this one.
-    assert not (tmp_path / "out" / "eval-cooler" / "quality.json").exists()
+    verdict = json.loads((tmp_path / "out" / "eval-cooler" / "verdict.json").read_text())
+    assert "under another sampler" in verdict["sentence"]
 
 
 def test_a_warm_run_does_nothing_again(finished: Path) -> None:

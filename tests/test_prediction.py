@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from scipy.special import logit
 
-from eval.analysis.prediction import BINS, GROUPS, Ids, Reals, Tokens, reliability, scores
+from eval.analysis.prediction import BINS, GROUPS, Ids, Reals, scores
 from eval.measuring.intervals import bootstrap_weights, interval
-from heads.loss import CALIBRATION_BINS, head_metrics, soft_auroc
+from heads.loss import CALIBRATION_BINS, binary_kl, head_metrics, soft_auroc
 
 PROMPTS, EACH = 40, 25
 
@@ -27,7 +28,7 @@ def drawn(seed: int, step: float = 0.0) -> tuple[Reals, Ids, Reals]:
 
 def test_figures_are_those_of_head_training() -> None:
     accept, prompt, predicted = drawn(0)
-    found = scores(Tokens.of(accept, prompt), predicted)
+    found = scores(accept, predicted, prompt)
     odds = torch.logit(torch.from_numpy(predicted))
     known = head_metrics(odds, torch.from_numpy(accept), rejection_weight=1.0)
     assert BINS == CALIBRATION_BINS
@@ -35,7 +36,6 @@ def test_figures_are_those_of_head_training() -> None:
     assert found.kl.value == pytest.approx(known.kl)
     assert found.auroc is not None
     assert found.auroc.value == pytest.approx(known.auroc)
-    assert found.brier.value == pytest.approx(known.brier)
     assert found.ece.value == pytest.approx(known.ece)
     assert found.mean_accept == pytest.approx(known.mean_accept)
     assert found.mean_predicted == pytest.approx(known.mean_predicted)
@@ -45,7 +45,7 @@ def test_figures_are_those_of_head_training() -> None:
 def test_intervals_are_those_of_resampled_prompts_judged_one_by_one(step: float) -> None:
     accept, prompt, predicted = drawn(1, step)
     assert (len(np.unique(predicted)) <= GROUPS) == bool(step)
-    found = scores(Tokens.of(accept, prompt), predicted)
+    found = scores(accept, predicted, prompt)
     values = []
     for counts in bootstrap_weights(PROMPTS)[:, prompt].astype(int):
         a, p = (torch.from_numpy(np.repeat(x, counts)) for x in (accept, predicted))
@@ -56,19 +56,22 @@ def test_intervals_are_those_of_resampled_prompts_judged_one_by_one(step: float)
     assert (found.auroc.low, found.auroc.high) == pytest.approx(by_hand, abs=0.02 * width)
     if step:  # nothing is grouped
         assert (found.auroc.low, found.auroc.high) == pytest.approx(by_hand, abs=1e-12)
-    squares = np.square(accept - predicted)
-    means = [
-        np.average(squares, weights=counts) for counts in bootstrap_weights(PROMPTS)[:, prompt]
-    ]
-    assert (found.brier.low, found.brier.high) == pytest.approx(interval(np.array(means)))
+    values = []
+    for counts in bootstrap_weights(PROMPTS)[:, prompt].astype(int):
+        odds, a = (
+            torch.from_numpy(np.repeat(x, counts))
+            for x in (logit(predicted.clip(1e-6, 1 - 1e-6)), accept)
+        )
+        values.append(float(binary_kl(odds, a).mean()))
+    assert (found.kl.low, found.kl.high) == pytest.approx(interval(np.array(values)))
 
 
 def test_more_tokens_of_the_same_prompts_do_not_narrow_an_interval() -> None:
     accept, prompt, predicted = drawn(2)
-    once = scores(Tokens.of(accept, prompt), predicted)
+    once = scores(accept, predicted, prompt)
     again, twice = (np.tile(values, 2) for values in (accept, predicted))
-    same = scores(Tokens.of(again, np.tile(prompt, 2)), twice)
-    others = scores(Tokens.of(again, np.concatenate([prompt, prompt + PROMPTS])), twice)
+    same = scores(again, twice, np.tile(prompt, 2))
+    others = scores(again, twice, np.concatenate([prompt, prompt + PROMPTS]))
     assert once.auroc is not None
     assert same.auroc is not None
     assert others.auroc is not None
@@ -77,44 +80,13 @@ def test_more_tokens_of_the_same_prompts_do_not_narrow_an_interval() -> None:
     assert (same.kl.low, same.kl.high) == pytest.approx((once.kl.low, once.kl.high))
 
 
-def test_a_token_that_counts_twice_is_as_two_tokens() -> None:
-    accept, prompt, predicted = drawn(4)
-    counts = np.random.default_rng(0).integers(0, 3, len(accept))
-    weighted = scores(Tokens.of(accept, prompt, counts.astype(np.float64)), predicted)
-    repeated = [np.repeat(values, counts) for values in (accept, prompt, predicted)]
-    as_two = scores(Tokens.of(repeated[0], repeated[1]), repeated[2])
-    assert weighted.tokens == as_two.tokens
-    for name in ("kl", "auroc", "brier", "ece"):
-        ours, theirs = (getattr(each, name) for each in (weighted, as_two))
-        assert ours.value == pytest.approx(theirs.value)
-        assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), rel=1e-3)
-    assert weighted.mean_predicted == pytest.approx(as_two.mean_predicted)
-
-
-def test_a_reliability_diagram_holds_every_token_once_and_says_what_is_calibrated() -> None:
-    generator = np.random.default_rng(3)
-    predicted = generator.random(20_000)
-    prompt = generator.integers(0, 200, len(predicted))
-    accept = (generator.random(len(predicted)) < predicted).astype(np.float64)
-    bins = reliability(Tokens.of(accept, prompt), predicted)
-    assert len(bins) == BINS
-    assert sum(each.tokens for each in bins) == len(predicted)
-    assert [each.predicted for each in bins] == sorted(each.predicted for each in bins)
-    right = sum(each.accepted.low <= each.predicted <= each.accepted.high for each in bins)
-    assert right >= 12
-    too_sure = reliability(Tokens.of(accept, prompt), np.sqrt(predicted))
-    assert all(each.accepted.high < each.predicted for each in too_sure[5:-1])
-    (one,) = reliability(Tokens.of(accept, prompt), np.full(len(predicted), 0.5))
-    assert (one.tokens, one.accepted.value) == (len(predicted), pytest.approx(accept.mean()))
-
-
 def test_what_cannot_be_judged_is_undefined_or_refused() -> None:
-    all_accepted = scores(Tokens.of(np.ones(4), np.arange(4)), np.full(4, 0.9))
+    all_accepted = scores(np.ones(4), np.full(4, 0.9), np.arange(4))
     assert all_accepted.auroc is None
     assert np.isfinite([all_accepted.kl.value, all_accepted.kl.high]).all()
-    sure_and_wrong = scores(Tokens.of(np.zeros(4), np.arange(4)), np.ones(4))
+    sure_and_wrong = scores(np.zeros(4), np.ones(4), np.arange(4))
     assert np.isfinite(sure_and_wrong.kl.value)
     with pytest.raises(ValueError, match="n >= 1"):
-        Tokens.of(np.zeros(0), np.zeros(0, dtype=np.int64))
-    with pytest.raises(ValueError, match="must both be"):
-        Tokens.of(np.zeros(3), np.zeros(2, dtype=np.int64))
+        scores(np.zeros(0), np.zeros(0), np.zeros(0, dtype=np.int64))
+    with pytest.raises(ValueError, match="must all be"):
+        scores(np.zeros(3), np.zeros(3), np.zeros(2, dtype=np.int64))

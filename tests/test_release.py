@@ -3,7 +3,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +21,23 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from eval.analysis.choice import DevChoice
-from eval.analysis.quality import Quality
-from eval.analysis.rivals import ALL
+from eval.analysis.head_verdict import HeadVerdict
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.results import Results, check_metrics, read_results
 from eval.reporting.card import TrainedOn, best_head_run, public_name
-from eval.reporting.findings import findings
 from eval.reporting.lengths import measured_lengths
 from eval.reporting.metadata import About, hub_id, metadata
 from eval.reporting.overall import WIDE
-from eval.reporting.quality import quality_rows
 from eval.reporting.release import release_draft, release_head
 from eval.reporting.rendering import escape_markdown
 from eval.reporting.serving import acceptance_positions
-from eval.reporting.verdict import judge
 from heads import AcceptanceHead, BaseHead, ImmediateHead
 from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError
 from specdata.toy.tokenizer import train_tokenizer
 from tests.drive_published_code import drive
 from tests.hub import Server
-from tests.synthetic_quality import MADE_OF, synthetic_quality
 from tests.synthetic_results import synthetic_results
+from tests.synthetic_verdict import synthetic_verdict
 
 HIDDEN = 16
 
@@ -388,39 +382,23 @@ def test_the_head_card_loads_and_decodes(pair: Pair, head: Path) -> None:
 def test_the_head_card_and_its_json_give_the_verdict(
     pair: Pair, head: Path, tmp_path: Path
 ) -> None:
-    assert "**Not measured**: no held-out labels" in (head / "README.md").read_text()
+    assert (
+        "**Whether the head pays was not measured: there are no held"
+        in (head / "README.md").read_text()
+    )
     assert json.loads((head / "verdict.json").read_text())["status"] == "not measured"
-    names = {run.method for run in pair.results.runs if run.drafter == "chain"}
-    choice = DevChoice(48, ("alpaca",), 0.002, 0.011, dict.fromkeys(sorted(names), 1.0))
-    quality = synthetic_quality().model_copy(update={"choice": choice})
+    verdict = synthetic_verdict()
     trained = TrainedOn(("instruct", "code"), 512, 6)
-    out = release_head(pair.head, tmp_path / "out", pair.results, trained=trained, quality=quality)
-    verdict = judge(pair.results, choice)
+    out = release_head(pair.head, tmp_path / "out", pair.results, trained=trained, verdict=verdict)
     card = ModelCard.load(out / "README.md").text
-    stored = json.loads((out / "verdict.json").read_text())
-    assert f"**The head {verdict.status.replace('not shown', 'is not shown')}.**" in card
+    assert HeadVerdict.read(out / "verdict.json") == verdict
+    assert f"**{escape_markdown(verdict.sentence)}**" in card
     assert f"threshold={verdict.threshold},  # chosen on held-out rollouts" in card
-    assert "48 held-out rollouts of alpaca" in card
-    for rival, plain in zip(verdict.rivals, stored["rivals"], strict=True):
-        ratio = rival.ratios[ALL]
-        assert f"{ratio} than" in card
-        assert plain["ratios"][ALL] == asdict(ratio)
-        assert plain["method"] == rival.method
-        assert escape_markdown(rival.method) in card
-    # What was found in replay, in figures and in words.
-    assert quality.replay is not None
-    assert stored["replay"]["status"] == quality.replay.status
-    share = asdict(quality.replay.rivals[0].overall)
-    assert stored["replay"]["rivals"][0]["saved"][ALL] == share
-    in_replay, by_clock = findings(verdict, quality)
-    assert stored["findings"] == [asdict(in_replay), asdict(by_clock)]
-    assert f"**{escape_markdown(in_replay.headline)}**" in card
-    for name, sentence in in_replay.sets.items():
-        assert f"- **{name}**: {escape_markdown(sentence)}" in card
-    # How well it predicts: a row for each predictor, and the whole beside the card.
-    for row in quality_rows(quality, "gsm8k"):
-        assert " | ".join(row.cells) in card
-    assert Quality.read(out / "quality.json", MADE_OF) == quality
+    assert escape_markdown(verdict.basis()) in card
+    for row in verdict.rows():
+        assert f"| {row.rule} | " + " | ".join(map(escape_markdown, row.cells)) in card
+    for _, cells in verdict.quality_rows():
+        assert " | ".join(cells) in card
     assert "on 512 rollouts of instruct, code with 6 drafted tokens a position" in card
     assert "so the newest token is sent unjudged" in card
     is_rectangular(card)
@@ -440,7 +418,7 @@ def test_the_card_of_a_head_without_lag_says_what_it_reads_and_when(
             ]
         }
     )
-    out = release_head(tmp_path / "head", tmp_path / "out", results, quality=synthetic_quality())
+    out = release_head(tmp_path / "head", tmp_path / "out", results, verdict=synthetic_verdict())
     card = (out / "README.md").read_text()
     assert "kind `immediate`" in card
     assert "unjudged" not in card

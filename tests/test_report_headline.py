@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from eval.measuring.intervals import Interval
 from eval.measuring.metrics import speed_ratio_interval
 from eval.measuring.pooled import fastest_pooled, pool
 from eval.measuring.results import Method, Results, Run, build_results, fastest
@@ -96,11 +97,12 @@ def test_every_set_counts_alike_however_many_prompts_it_has(results: Results) ->
 def test_ratios_of_pooled_methods_are_paired_by_prompt(results: Results) -> None:
     alone = rebuilt(results, lambda run: run if run.dataset == "alpaca" else None)
     first, second = pool(alone)[2:4]
-    value, within = first.over(second, "tokens_per_second")
+    ratio = first.over(second, "tokens_per_second")
     a, b = alone.runs[2], alone.runs[3]
-    assert within == pytest.approx(speed_ratio_interval(a.generations, b.generations))
-    assert value == pytest.approx(a.tokens_per_second / b.tokens_per_second)  # type: ignore[operator]
-    assert first.over(first, "tokens_per_second") == (1.0, (1.0, 1.0))
+    within = speed_ratio_interval(a.generations, b.generations)
+    assert (ratio.low, ratio.high) == pytest.approx(within)
+    assert ratio.value == pytest.approx(a.tokens_per_second / b.tokens_per_second)  # type: ignore[operator]
+    assert first.over(first, "tokens_per_second") == Interval(1.0, 1.0, 1.0)
 
 
 def test_the_fastest_of_one_set_is_the_fastest_pooled(results: Results) -> None:
@@ -133,12 +135,14 @@ def test_the_first_sentence_names_the_fastest_lossless_method_and_its_paired_int
     rows = {row.method: row for row in pool(results)}
     lossless = [r for r in rows.values() if r.lossless]
     best = max(lossless, key=lambda row: row.value("tokens_per_second") or 0.0)
-    value, (low, high) = best.over(rows["plain"], "tokens_per_second")
+    ratio = best.over(rows["plain"], "tokens_per_second")
+    value, low, high = ratio.value, ratio.low, ratio.high
     assert said.finding.startswith(
         f"{best.method} is fastest: {value:.2f} times the speed of the target alone"
         f" (95 % interval {low:.2f} to {high:.2f})."
     )
-    value, (low, high) = best.over(rows["transformers"], "tokens_per_second")
+    ratio = best.over(rows["transformers"], "tokens_per_second")
+    value, low, high = ratio.value, ratio.low, ratio.high
     assert f"(transformers) it is {value:.2f} times as fast" in said.finding
     assert f"(95 % interval {low:.2f} to {high:.2f})" in said.finding
     assert "It is exact: the verifier" in said.exactness

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eval.analysis.expectation import Counts, Traces, expected_counts
-from eval.analysis.replay import COST_RULE, LENGTHS, THRESHOLDS, fit_rules, replay_rules
+from eval.analysis.replay import COST_RULE, LENGTHS, THRESHOLDS, fit_all_rules, replay_rules
 from eval.analysis.savings import saving
 from eval.analysis.traces import acceptance_traces
 from eval.drafting.stopping import StoppingRule
@@ -199,7 +199,7 @@ def every_rule(dev: Traces, test: Traces, times: Times) -> dict[str, Replayed]:
     Rules are fitted, and their settings chosen, on the domain's dev rows; cost rules have no
     setting. The fixed length is the best on the test rows themselves.
     """
-    fitted = fit_rules(dev)
+    fitted = fit_all_rules(dev)
     on_dev, on_test = (
         replay_rules(traces, fitted, limit=LIMIT, **asdict(times)) for traces in (dev, test)
     )

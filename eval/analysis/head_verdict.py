@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from eval.analysis.expectation import Counts, Traces, expected_counts
 from eval.analysis.prediction import Reals, Scores, scores
@@ -38,6 +38,7 @@ from eval.measuring.metrics import LatencyFit, fit_latency
 from eval.measuring.pooled import ALL_SETS, PooledRow, pool
 from eval.measuring.records import Strict
 from eval.measuring.results import Results, Run
+from specdata.errors import ManifestError
 from specdata.storage.files import write_json
 
 if TYPE_CHECKING:  # a stored verdict is read without torch
@@ -160,18 +161,18 @@ class HeadVerdict(Strict):
     status: Status
     sentence: str
     judged_on: Literal["test", "dev"] | None = None
-    rollouts: dict[str, int] = {}
-    predictions: list[Prediction] = []
+    rollouts: dict[str, int] = Field(default_factory=dict)
+    predictions: list[Prediction] = Field(default_factory=list)
     draft_seconds: float | None = None
     target_seconds: float | None = None
     replay_setting: str | None = None
-    replay: list[Rival] = []
+    replay: list[Rival] = Field(default_factory=list)
     method: str | None = None
     threshold: float | None = None
     candidates: int = 0
     verifier: str | None = None
-    clock: list[Rival] = []
-    left_out: list[str] = []
+    clock: list[Rival] = Field(default_factory=list)
+    left_out: list[str] = Field(default_factory=list)
 
     def columns(self) -> list[str]:
         """Headings of the table of rivals."""
@@ -243,11 +244,20 @@ class HeadVerdict(Strict):
 
     @classmethod
     def read(cls, path: Path) -> HeadVerdict | None:
-        """A stored value; None if there is none, or it is damaged."""
+        """A stored value; None if there is none.
+
+        Raises:
+            ManifestError: if the file is damaged.
+        """
+        if not path.is_file():
+            return None
         try:
             return cls.model_validate_json(path.read_bytes())
-        except (FileNotFoundError, ValidationError):
-            return None
+        except ValidationError as error:
+            raise ManifestError(
+                f"{path} must be the verdict that an evaluation wrote, but it is damaged: remove"
+                " the folder and evaluate again"
+            ) from error
 
 
 def not_measured(reason: str) -> HeadVerdict:
@@ -328,13 +338,11 @@ def judge_head(
         reason = "speeds were not measured"
     else:
         times = {"draft_seconds": fit.t_draft, "target_seconds": fit.t_target}
-        replayed = compare(
-            *(replay_rules(traces, fitted, **times) for traces in (dev, judged)),
-            prompts,
-            names,
-            **times,
+        on_dev, on_judged = (
+            replay_rules(traces, fitted, draft_seconds=fit.t_draft, target_seconds=fit.t_target)
+            for traces in (dev, judged)
         )
-        known |= times | replayed
+        known |= times | compare(on_dev, on_judged, prompts, names, **times)
         by_clock, reason = _by_clock(results, expected_seconds(results, dev, fit))
         known |= by_clock
     replay, clock = known.get("replay", []), known.get("clock", [])
@@ -423,8 +431,17 @@ def compare(
 
     def saved(family: str, rows: Any) -> Interval:
         ours, theirs = (known[best[name].family, best[name].setting] for name in (HEAD, family))
-        some = [Counts(**{k: v[rows] for k, v in asdict(each).items()}) for each in (ours, theirs)]
-        return saving(*some, **times, prompts=np.asarray(prompts)[rows].tolist())
+        mine, its = (
+            Counts(**{name: values[rows] for name, values in asdict(each).items()})
+            for each in (ours, theirs)
+        )
+        return saving(
+            mine,
+            its,
+            draft_seconds=draft_seconds,
+            target_seconds=target_seconds,
+            prompts=np.asarray(prompts)[rows].tolist(),
+        )
 
     rivals = [
         Rival(
@@ -530,9 +547,9 @@ def _decide(replay: Sequence[Rival], clock: Sequence[Rival], reason: str) -> tup
     slower = [rival for rival in clock[:2] if rival.overall.value < 0.0]
     if tied or slower:
         where = "on held-out rollouts" if tied and replay else "by the clock"
-        told = f"it is not told apart from {_list([each.setting for each in tied or slower])} {where}"
-        why = f"So few prompts cannot tell whether the head pays: {told}"
-        return "cannot tell", f"{why}; {numbers}."
+        names = _list([rival.setting for rival in tied or slower])
+        why = f"it is not told apart from {names} {where}"
+        return "cannot tell", f"So few prompts cannot tell whether the head pays, {why}: {numbers}."
     return "pays", f"The head pays: {numbers}."
 
 

@@ -80,7 +80,7 @@ def scores(accept: Reals, predicted: Reals, prompt: Ids) -> Scores:
     gaps = np.abs(sums(predicted - accept, bins, BINS)).sum(axis=1)
     labels = accept, 1.0 - accept
     _, rank = np.unique(predicted, return_inverse=True)
-    exact = _auroc(*(np.bincount(rank, label) for label in labels))
+    exact = _auroc(*(np.bincount(rank, label).astype(np.float64) for label in labels))
     group = _grouped(predicted)
     grouped = _auroc(*(sums(label, group, int(group.max()) + 1) for label in labels))
     return Scores(

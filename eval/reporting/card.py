@@ -7,17 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.analysis.quality import Quality
-from eval.analysis.rivals import ALL
+from eval.analysis.head_verdict import QUALITY_COLUMNS, HeadVerdict
 from eval.measuring.results import Results, Run, fastest
-from eval.reporting.findings import findings
 from eval.reporting.lengths import MeasuredLength
 from eval.reporting.metadata import hub_id
-from eval.reporting.quality import QUALITY_COLUMNS, basis, quality_rows
 from eval.reporting.rendering import render
 from eval.reporting.report import COLUMNS, environment_rows, sections_of
 from eval.reporting.serving import acceptance_positions, serving_lines
-from eval.reporting.verdict import HeadVerdict
 from specdata.errors import ManifestError
 
 
@@ -161,11 +157,9 @@ def head_text(
     results: Results,
     measures: Mapping[str, float | None],
     verdict: HeadVerdict,
-    quality: Quality | None,
     unnamed: Sequence[str] = (),
 ) -> str:
     """The card of a head below its metadata; the arguments are like those of `draft_text`."""
-    tables = {} if quality is None else {d: quality_rows(quality, d) for d in quality.domains()}
     return _card(
         "head_card.md.jinja",
         results,
@@ -173,11 +167,7 @@ def head_text(
         measures=measures,
         unnamed=unnamed,
         verdict=verdict,
-        everywhere=ALL,
-        found=findings(verdict, quality),
-        tables=tables,
         quality_columns=QUALITY_COLUMNS,
-        quality_basis=None if quality is None else basis(quality),
         best=head_run(results, verdict),
         sampling=results.runs[0].sampling,
     )

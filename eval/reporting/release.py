@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from huggingface_hub import HfApi, ModelCardData, errors
 from huggingface_hub.constants import CONFIG_NAME
 from torch import Tensor
 
-from eval.analysis.quality import QUALITY, Quality
+from eval.analysis.head_verdict import MOMENTS, VERDICT, HeadVerdict, not_measured
 from eval.measuring.results import Results, Run, check_metrics, write_results
 from eval.reporting.card import (
     DraftFacts,
@@ -28,12 +27,9 @@ from eval.reporting.card import (
     head_text,
     public_name,
 )
-from eval.reporting.findings import findings
 from eval.reporting.lengths import MeasuredLength, longest_measured, measured_lengths
 from eval.reporting.metadata import About, check_repository, left_out, metadata
-from eval.reporting.quality import MOMENTS
 from eval.reporting.serving import acceptance_positions, synthetic_acceptance
-from eval.reporting.verdict import HeadVerdict, judge
 from heads import BaseHead, ImmediateHead
 from heads.inputs import Moment
 from heads.remote import write_custom_generate
@@ -54,7 +50,6 @@ from specdata.vocabulary import check_shared_vocabulary
 
 CARD = "README.md"
 SYNTHETIC = "vllm_synthetic.json"
-VERDICT = "verdict.json"
 REDUCED = "reduced"
 """The folder, in that of a draft with a reduced vocabulary, that holds what was measured."""
 # Texts of so many tokens that a reduced draft writes itself, to find what stands for the tokens
@@ -142,7 +137,7 @@ def release_head(
     about: About | None = None,
     *,
     trained: TrainedOn | None = None,
-    quality: Quality | None = None,
+    verdict: HeadVerdict | None = None,
     push_to: str | None = None,
     private: bool = True,
 ) -> Path:
@@ -154,8 +149,8 @@ def release_head(
         results: measurements with this head.
         about: the draft's Hub id as base model, license, measures of calibration.
         trained: what it was trained on, if that is known.
-        quality: how it does on held-out labels; without it the card says that whether the head
-            pays was not measured.
+        verdict: how well it predicts and whether it pays; without one the card says that this was
+            not measured.
         push_to: Hub id to upload to; None uploads nothing.
         private: whether a repository made by the upload is private.
 
@@ -174,7 +169,7 @@ def release_head(
     measured = _measured(results, source, "head")
     head = BaseHead.from_pretrained(source)
     facts = _head_facts(head, push_to or out.name, measured, about.base_model, trained)
-    verdict = judge(measured, None if quality is None else quality.choice)
+    verdict = verdict or not_measured("there are no held-out labels")
     target = measured.runs[0].target
     used = head_run(measured, verdict).method
     data = metadata(
@@ -187,13 +182,11 @@ def release_head(
         measured=[run for run in measured.runs if run.method == used],
     )
     unnamed = [public_name(name) for name in left_out(about, target)]
-    text = head_text(facts, _shortened(measured), about.measures, verdict, quality, unnamed)
+    text = head_text(facts, _shortened(measured), about.measures, verdict, unnamed)
 
     def fill(folder: Path) -> None:
         head.save_pretrained(folder)
-        write_json(folder / VERDICT, _stored_verdict(verdict, quality))
-        if quality is not None:
-            quality.write(folder / QUALITY)
+        verdict.write(folder / VERDICT)
         # The folder that the draft had here means nothing elsewhere.
         config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
         write_json(folder / CONFIG_NAME, {**config, "draft": facts.draft})
@@ -297,14 +290,6 @@ def _head_facts(
         trained=trained,
         lag=head.moments[0] is Moment.CONSUMED,
     )
-
-
-def _stored_verdict(verdict: HeadVerdict, quality: Quality | None) -> dict[str, Any]:
-    """The verdict by the clock, and what was found in replay in figures and in words."""
-    replay = None if quality is None else quality.replay
-    words = [asdict(finding) for finding in findings(verdict, quality)]
-    judged = None if replay is None else {"status": replay.status, **replay.model_dump(mode="json")}
-    return {**asdict(verdict), "replay": judged, "findings": words}
 
 
 def _rated(results: Results, best: MeasuredLength | None, longest: int) -> list[Run]:

@@ -12,23 +12,19 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from eval.analysis.quality import Quality
+from eval.analysis.head_verdict import QUALITY_COLUMNS, HeadVerdict
 from eval.measuring.metrics import latency_intervals
-from eval.measuring.pooled import PooledRow, fastest_pooled, pool
+from eval.measuring.pooled import ALL_SETS, PooledRow, fastest_pooled, pool
 from eval.measuring.results import Results, Run, fastest, fitted
 from eval.measuring.samples import Samples
-from eval.reporting.findings import Decision, Finding, decide, findings
 from eval.reporting.lengths import measured_lengths
 from eval.reporting.overall import FEW_PROMPTS, WIDE, is_wide, overall
-from eval.reporting.quality import QUALITY_COLUMNS, basis, quality_rows
 from eval.reporting.rendering import NOT_MEASURED, render
 from eval.reporting.table import chosen
-from eval.reporting.verdict import HeadVerdict
 from eval.reporting.what_if import what_if
 from specdata.storage.files import write_text
 
 PAGE = "report.html"
-ALL_SETS = "all prompt sets"
 POOLING = (
     "Every set counts alike: these are the rates of a text with equally many tokens of each, so no"
     " set counts more for having more prompts or longer answers."
@@ -81,8 +77,7 @@ class Context:
         title: heading of the page.
         stages: wall seconds of each stage of the pipeline.
         draft: measure of the draft -> its value before and after training.
-        verdict: whether the head pays by the clock.
-        quality: how good its probabilities are, and what it saves in replay.
+        verdict: how well the head predicts, and whether it pays.
         command: the command line that measured this.
         samples: the texts of a few prompts.
     """
@@ -91,19 +86,8 @@ class Context:
     stages: Mapping[str, float] = field(default_factory=dict)
     draft: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     verdict: HeadVerdict | None = None
-    quality: Quality | None = None
     command: str = ""
     samples: Samples | None = None
-
-    @property
-    def findings(self) -> list[Finding]:
-        """Whether the head pays, in words; none without a head."""
-        return [] if self.verdict is None else findings(self.verdict, self.quality)
-
-    @property
-    def decision(self) -> Decision | None:
-        """The same in one sentence, with the numbers that decide; None without a head."""
-        return None if self.verdict is None else decide(self.verdict, self.quality)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,8 +310,8 @@ def terminal(results: Results, context: Context | None = None) -> Group:
         method = Text(" ".join(filter(None, (row.method, row.mark, row.note))), style=style)
         table.add_row(method, *(Text(cell, style=style) for cell in row.cells[:SHORT]))
     said = [overall(results).finding]
-    if context and context.decision:
-        said.append(context.decision.sentence)
+    if context and context.verdict:
+        said.append(context.verdict.sentence)
     return Group(*(Text(words, style="bold") for words in said), table)
 
 
@@ -352,7 +336,7 @@ def render_page(results: Results, context: Context) -> str:
     """One self-contained HTML page: no script, no font, no image outside it."""
     from eval.reporting.charts import PLOTS, drawings, kinds  # imports matplotlib
 
-    pooled, quality = pooled_section(results), context.quality
+    pooled = pooled_section(results)
     return render(
         "report.html.jinja",
         context=context,
@@ -364,12 +348,7 @@ def render_page(results: Results, context: Context) -> str:
         lengths=[best for best in measured_lengths(results).values() if best],
         environment=environment_rows(results),
         models=_models(results),
-        quality=quality
-        and {
-            "tables": {domain: quality_rows(quality, domain) for domain in quality.domains()},
-            "columns": QUALITY_COLUMNS,
-            "footnote": basis(quality),
-        },
+        quality_columns=QUALITY_COLUMNS,
         what_if=what_if(results),
         texts=_texts(context.samples, results) if context.samples else [],
     )

@@ -1,4 +1,4 @@
-"""The quality of a simulated head, for the tests of reports and cards."""
+"""Verdict on a simulated head, for the tests of reports and cards."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ from functools import cache
 import numpy as np
 from scipy.special import expit, logit
 
-from eval.analysis.choice import DevChoice
 from eval.analysis.expectation import Traces
-from eval.analysis.quality import Quality, judged_quality
+from eval.analysis.head_verdict import HeadVerdict, judge_head
 from eval.drafting.stopping.recorded import RecordedHead, RecordedTokens
-
-MADE_OF = {"results": "0" * 16, "labels": "1" * 16}
-CHOICE = (24, ("alpaca", "gsm8k"), 0.002, 0.011)
-"""A `DevChoice` but for what methods cost: rollouts, prompt sets, t_d and t_t."""
+from tests.synthetic_results import synthetic_results
 
 
 def traces(seed: int, rollouts: int = 24, width: int = 24, *, skill: float = 2.0) -> Traces:
@@ -42,19 +38,15 @@ def traces(seed: int, rollouts: int = 24, width: int = 24, *, skill: float = 2.0
 
 
 @cache
-def synthetic_quality(
-    names: tuple[str, ...] = ("alpaca", "gsm8k"),
-    *,
-    timed: bool = True,
-    skill: float = 2.0,
-) -> Quality:
+def synthetic_verdict(
+    names: tuple[str, ...] = ("alpaca", "gsm8k"), *, timed: bool = True, skill: float = 2.0
+) -> HeadVerdict:
     """Judged on 24 rollouts of these prompt sets, each of a prompt of its own."""
     test = traces(1, skill=skill)
-    return judged_quality(
+    return judge_head(
+        synthetic_results(datasets=names, timed=timed),
         traces(0, skill=skill),
         test,
         prompts=[f"prompt {i}" for i in range(len(test.accept))],
         names=[names[i % len(names)] for i in range(len(test.accept))],
-        choice=DevChoice(*CHOICE, {}) if timed else None,
-        made_of=MADE_OF,
     )

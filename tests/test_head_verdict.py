@@ -1,0 +1,490 @@
+"""Verdict on a head: settings chosen on dev, judged on test rollouts and by the clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+import eval.analysis.head_verdict as module
+from eval.analysis.expectation import Counts, Traces, expected_counts
+from eval.analysis.head_verdict import (
+    HeadVerdict,
+    Prediction,
+    Rival,
+    _by_clock,
+    _decide,
+    compare,
+    expected_seconds,
+    head_verdict,
+    judge_head,
+    measured_times,
+    rule_of,
+)
+from eval.analysis.replay import COST_RULE, RuleResult, cost_rule_counts
+from eval.analysis.savings import saving
+from eval.analysis.traces import acceptance_traces
+from eval.drafting.stopping import STOPPING_RULES
+from eval.drafting.stopping.calibration import fit_calibration
+from eval.drafting.stopping.cost import Cost
+from eval.drafting.stopping.recorded import constant_length
+from eval.measuring.intervals import Interval
+from eval.measuring.pooled import ALL_SETS
+from eval.measuring.results import Results, Run
+from heads import AcceptanceHead, ImmediateHead
+from heads.loss import head_metrics
+from specdata.probability import SamplingConfig
+from tests.synthetic_results import synthetic_results
+from tests.synthetic_verdict import synthetic_verdict, traces
+from tests.test_acceptance import labeller
+from tests.tiny import tiny_llama
+
+VOCABULARY = 12
+SAMPLING = SamplingConfig()
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return synthetic_results(datasets=("alpaca", "gsm8k"))
+
+
+@pytest.fixture(scope="module")
+def labels() -> Dataset:
+    """Of a tiny pair: 6 dev rollouts of one prompt set, 8 test rollouts of two."""
+    target, draft = (tiny_llama(seed, vocab=VOCABULARY).float() for seed in (0, 1))
+    generator = torch.Generator().manual_seed(0)
+
+    def row(number: int) -> object:
+        ids = torch.randint(2, VOCABULARY, (14,), generator=generator).tolist()
+        made = {"example_id": f"e{number}", "sample": 0, "finish": "length", "turn": 0}
+        made |= {"dataset": "maths" if number % 2 and number > 5 else "code"}
+        made |= {"split": "test" if number > 5 else "dev"}
+        return made | {"prompt_ids": ids[:3], "completion_ids": ids[3:]}
+
+    rows = labeller(target, draft, SAMPLING)([row(number) for number in range(14)])  # type: ignore[misc]
+    return Dataset.from_list([dict(each) for each in rows])
+
+
+def judged(labels: Dataset, head: AcceptanceHead | ImmediateHead) -> HeadVerdict:
+    draft = tiny_llama(1, vocab=VOCABULARY).float()
+    return head_verdict(synthetic_results(datasets=("d",)), labels, draft, head, sampling=SAMPLING)
+
+
+def one(made: HeadVerdict, dataset: str, predictor: str, moment: str = "drawn") -> Prediction:
+    key = dataset, predictor, moment
+    (found,) = [p for p in made.predictions if (p.dataset, p.predictor, p.moment) == key]
+    return found
+
+
+def moments(made: HeadVerdict, dataset: str) -> list[str]:
+    of_head = [p for p in made.predictions if (p.dataset, p.predictor) == (dataset, "head")]
+    return [p.moment for p in of_head]
+
+
+def test_a_published_head_is_judged_after_the_token_and_against_rivals_fitted_on_dev(
+    labels: Dataset,
+) -> None:
+    torch.manual_seed(0)
+    head = AcceptanceHead(hidden_size=16, depth=1, rejection_weight=6.0).eval()
+    made = judged(labels, head)
+    assert list(dict.fromkeys(p.dataset for p in made.predictions)) == [ALL_SETS, "code", "maths"]
+    assert (made.judged_on, made.rollouts) == ("test", {"dev": 6, "test": 8})
+    assert moments(made, "maths") == ["consumed"]
+    draft = tiny_llama(1, vocab=VOCABULARY).float()
+    rows = {s: labels.filter(lambda row, s=s: row["split"] == s) for s in ("dev", "test")}
+    test = acceptance_traces(rows["test"], draft=draft, sampling=SAMPLING, head=head)
+    assert test.tokens.head is not None
+    raw = test.tokens.head.consumed
+    assert raw is not None
+    known = head_metrics(
+        torch.from_numpy(raw[test.inside]), torch.from_numpy(test.accept[test.inside]), 6.0
+    )
+    found = one(made, ALL_SETS, "head", "consumed").scores
+    assert found.tokens == known.tokens == 8 * 11
+    assert found.kl.value == pytest.approx(known.kl), "of the calibrated probability"
+    assert found.auroc is not None
+    assert found.auroc.value == pytest.approx(known.auroc)
+    # Rivals know dev alone.
+    dev = acceptance_traces(rows["dev"])
+    constant = one(made, "maths", "constant").scores
+    assert constant.mean_predicted == pytest.approx(dev.mean_accept())
+    assert constant.mean_accept != pytest.approx(dev.mean_accept())
+    fitted = fit_calibration(dev.accept[dev.inside], dev.tokens.q_max[dev.inside])
+    logit = fitted.accept_all(test.tokens.q_max[test.inside])
+    assert one(made, ALL_SETS, "logit").scores.mean_predicted == pytest.approx(logit.mean())
+    assert one(made, ALL_SETS, "numbers").scores.tokens == 88
+    cumulative = one(made, ALL_SETS, "cumulative").scores
+    assert cumulative.mean_predicted == pytest.approx(test.tokens.q[test.inside].mean())
+    for predictor in ("constant", "logit", "margin", "numbers"):
+        whole, *sets = (one(made, name, predictor).scores for name in (ALL_SETS, "code", "maths"))
+        assert whole.tokens == sum(each.tokens for each in sets)
+
+
+def test_a_head_without_lag_is_judged_at_each_of_its_moments(labels: Dataset) -> None:
+    torch.manual_seed(0)
+    made = judged(labels, ImmediateHead(hidden_size=16, width=8, depth=1).eval())
+    assert moments(made, ALL_SETS) == ["drawn", "consumed", "before"]
+
+
+def test_before_a_token_is_drawn_its_mean_acceptance_is_predicted(results: Results) -> None:
+    test = traces(1)
+    made = judge_head(
+        synthetic_results(datasets=("d",), timed=False),
+        traces(0),
+        Traces(test.tokens, test.accept, np.full_like(test.accept, 0.25)),
+        prompts=[str(i) for i in range(len(test.accept))],
+        names=["d"] * len(test.accept),
+    )
+    assert one(made, "d", "head", "before").scores.mean_accept == pytest.approx(0.25)
+    assert one(made, "d", "head").scores.mean_accept > 0.5
+    # Without times nothing is replayed, and why is said.
+    assert (made.status, made.replay, made.clock) == ("not measured", [], [])
+    assert made.sentence.endswith("was not measured: speeds were not measured.")
+
+
+def test_a_head_that_knows_more_is_found_better_and_saves_more() -> None:
+    good, poor = synthetic_verdict(), synthetic_verdict(skill=0.3)
+    ours, theirs = (one(made, ALL_SETS, "head").scores.auroc for made in (good, poor))
+    assert ours is not None
+    assert theirs is not None
+    assert ours.low > theirs.high
+    assert good.replay[0].overall.value > poor.replay[0].overall.value
+    assert good.replay[0].rule == "fixed"
+
+
+def test_without_dev_nothing_is_judged_and_without_test_it_is_said(labels: Dataset) -> None:
+    head = AcceptanceHead(hidden_size=16, depth=0).eval()
+    made = judged(labels.filter(lambda row: row["split"] == "test"), head)
+    assert made.status == "not measured"
+    assert "no held-out labels to choose the threshold on" in made.sentence
+    made = judged(labels.filter(lambda row: row["split"] == "dev"), head)
+    assert (made.judged_on, made.rollouts) == ("dev", {"dev": 6})
+    assert "look better than they are" in made.basis()
+
+
+def test_no_prompt_set_crowds_out_another(labels: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ROLLOUTS", 3)
+    made = judged(labels, AcceptanceHead(hidden_size=16, depth=0).eval())
+    assert made.rollouts == {"dev": 3, "test": 6}
+    assert one(made, "code", "logit").scores.tokens == one(made, "maths", "logit").scores.tokens
+
+
+def test_what_is_kept_is_read_again_unless_it_is_damaged(tmp_path: Path) -> None:
+    made, path = synthetic_verdict(), tmp_path / "verdict.json"
+    assert HeadVerdict.read(path) is None
+    made.write(path)
+    assert HeadVerdict.read(path) == made
+    path.write_bytes(path.read_bytes()[:-20])
+    assert HeadVerdict.read(path) is None
+
+
+def measured(stop: str, **changes: object) -> Run:
+    """What results hold of a chain with this rule."""
+    base = next(run for run in synthetic_results(datasets=("d",)).runs if run.method == "fixed-4")
+    return base.model_copy(update={"stop": stop, "length": 20, **changes})
+
+
+def test_the_rule_of_a_measured_method_is_the_one_that_it_decoded_with() -> None:
+    cost = {"limit": 9, "draft_seconds": 0.1, "token_seconds": 1.0, "head": False}
+    for stop, parameters in (
+        ("confidence", {"threshold": 0.5, "limit": 5}),
+        ("logit", {"threshold": 0.4, "limit": 7, "calibration": (0.3, 1.2)}),
+        ("head", {"threshold": 0.3, "limit": 20}),
+        ("cost", {**cost, "calibration": (0.3, 1.2)}),
+        ("fixed", {"length": 4}),
+    ):
+        rule = STOPPING_RULES[stop].model_validate(parameters)
+        named = ("threshold", "limit", "length")
+        reported = {name: v for name, v in rule.reported().items() if name not in named}
+        length = parameters.get("limit", parameters.get("length"))
+        threshold = parameters.get("threshold")
+        run = measured(stop, length=length, threshold=threshold, parameters=reported)
+        assert rule_of(run) == rule
+    assert rule_of(measured("patience")) is None
+
+
+def test_measured_settings_are_ranked_by_their_expected_time(results: Results) -> None:
+    fit, dev = measured_times(results), traces(0)
+    assert fit is not None
+    assert fit.t_draft == pytest.approx(0.002, rel=0.2)
+    assert fit.t_target == pytest.approx(0.0114, rel=0.2)
+    expected = expected_seconds(results, dev, fit)
+    known = {"fixed-4", "head-0.5", "confidence-0.4", "logit-0.7", "entropy-1.5", "transformers"}
+    assert known <= set(expected)
+    assert {"tree-4x2x1", "plain", "biased-0.05"}.isdisjoint(expected)
+    counts = expected_counts(dev, constant_length(dev.tokens, 4))
+    assert expected["fixed-4"] == counts.seconds_per_token(fit.t_draft, fit.t_target)
+    assert measured_times(synthetic_results(datasets=("alpaca",), timed=False)) is None
+
+
+def test_a_cost_rule_that_measured_its_costs_is_replayed_with_those_of_the_evaluation(
+    results: Results,
+) -> None:
+    rule = STOPPING_RULES["cost"].model_validate({"calibration": (4.0, 1.2)})
+    assert isinstance(rule, Cost)
+    assert rule.measured
+    parameters = {k: v for k, v in rule.reported().items() if k not in ("limit", "threshold")}
+    runs = [
+        measured("cost", method=method, head=asked, parameters=parameters)
+        for method, asked in (("with the head", "head"), ("without", None))
+    ]
+    both = results.model_copy(update={"runs": [*results.runs, *runs]})
+    fit, dev = measured_times(both), traces(0)
+    assert fit is not None
+    expected = expected_seconds(both, dev, fit)
+    for method, asked in (("with the head", True), ("without", False)):
+        known = rule.model_copy(update={"head": asked})
+        times = {"draft_seconds": fit.t_draft, "target_seconds": fit.t_target}
+        counts = cost_rule_counts(known, dev, **times)
+        assert counts is not None
+        assert expected[method] == pytest.approx(counts.seconds_per_token(**times))
+    assert expected["with the head"] != expected["without"]
+
+
+PROMPTS = ["a", "a", "b", "c", "d", "e"]
+NAMES = ["maths", "maths", "maths", "code", "code", "code"]
+TIMES = {"draft_seconds": 0.1, "target_seconds": 1.0}
+
+
+def result(family: str, setting: str, seconds: float, seed: int = 0) -> RuleResult:
+    """A rule whose rollouts take about `seconds` each."""
+    noise = np.random.default_rng(seed).uniform(-0.05, 0.05, len(PROMPTS))
+    tokens, nothing = np.full(len(PROMPTS), 40.0), np.zeros(len(PROMPTS))
+    return RuleResult(family, setting, Counts(tokens, seconds * (1.0 + noise), nothing, nothing))
+
+
+# On test another threshold of the head, and another length, would have been best.
+DEV = [
+    result("oracle", "", 5.0),
+    result("fixed", "K=4", 10.0),
+    result("fixed", "K=6", 9.0),
+    result("head", "h=0.5", 8.0),
+    result("head", "h=0.7", 7.0),
+    result("logit", "h=0.7", 9.0),
+    result("perfect head", "h=0.5", 6.0),
+    result("head", COST_RULE, 6.0),
+    result("entropy", "1", 11.0),
+]
+TEST = [
+    result("oracle", "", 5.0),
+    result("fixed", "K=4", 9.0, seed=1),
+    result("fixed", "K=6", 10.0, seed=2),
+    result("head", "h=0.5", 7.0, seed=3),
+    result("head", "h=0.7", 8.0, seed=4),
+    result("logit", "h=0.7", 8.5, seed=5),
+    result("perfect head", "h=0.5", 6.0, seed=6),
+    result("head", COST_RULE, 8.2, seed=7),
+]
+
+
+def test_settings_are_chosen_on_dev_and_judged_on_test() -> None:
+    found = compare(DEV, TEST, PROMPTS, NAMES, **TIMES)
+    assert found["replay_setting"] == "h=0.7"
+    # Entropy was not replayed on test; the oracle and a perfect head are no rivals.
+    rivals = found["replay"]
+    assert [(r.rule, r.setting, r.candidates) for r in rivals] == [
+        ("fixed", "K=6", 2),
+        ("logit", "logit h=0.7", 1),
+    ]
+    head, fixed = TEST[4].counts, TEST[2].counts
+    assert rivals[0].overall == saving(head, fixed, **TIMES, prompts=PROMPTS)
+    assert list(rivals[0].saved) == [ALL_SETS, "maths", "code"]
+    code = slice(3, 6)
+    by_hand = 1 - head.n_target[code].sum() / fixed.n_target[code].sum()
+    assert rivals[0].saved["code"].value == pytest.approx(by_hand)
+    # Two rollouts of one prompt: only two prompts to resample, not three.
+    pair = [Counts(*(x[:3] for x in (c.tokens, c.n_target, c.n_draft, c.n_discarded)))
+            for c in (head, fixed)]  # fmt: skip
+    assert rivals[0].saved["maths"] == saving(*pair, **TIMES, prompts=["a", "a", "b"])
+    for left_out in ("head", "fixed"):
+        dev = [r for r in DEV if r.family != left_out]
+        assert compare(dev, TEST, PROMPTS, NAMES, **TIMES) == {}
+
+
+def test_the_fixed_length_comes_first_and_then_the_hardest_to_beat() -> None:
+    more = [("confidence", 9.5), ("cumulative", 8.0), ("margin", 8.2)]
+    rivals = [result(name, "1", seconds) for name, seconds in more]
+    found = compare([*DEV, *rivals], [*TEST, *rivals], PROMPTS, ["maths"] * 6, **TIMES)
+    rules = [r.rule for r in found["replay"]]
+    assert rules == ["fixed", "cumulative", "margin", "logit", "confidence"]
+    assert list(found["replay"][0].saved) == ["maths"]
+
+
+def runs_of(results: Results, name: str) -> list[Run]:
+    return [run for run in results.runs if run.method == name]
+
+
+EXPECTED = {
+    **{f"fixed-{k}": float(s) for k, s in ((2, 5), (4, 3), (6, 4), (8, 6), (12, 9))},
+    **{f"head-{h}": s for h, s in ((0.3, 4.0), (0.5, 2.5), (0.7, 3.0), (0.9, 5.0))},
+    "block-6": 1.0,
+    "confidence-0.4": 3.5,
+    "logit-0.7": 3.6,
+}
+
+
+def by_clock(results: Results, expected: dict[str, float]) -> dict[str, Any]:
+    found, reason = _by_clock(results, expected)
+    assert bool(found) != bool(reason)
+    return found or {"reason": reason}
+
+
+def test_the_clock_judges_on_the_prompts_what_was_chosen_on_dev(results: Results) -> None:
+    found = by_clock(results, EXPECTED)
+    # Not the fastest on the prompts: the one that is expected to cost least.
+    chosen = [found[name] for name in ("method", "threshold", "candidates")]
+    assert chosen == ["head-0.5", 0.5, 4]
+    settings = {rival.rule: rival.setting for rival in found["clock"]}
+    assert sorted(settings) == ["assisted", "confidence", "entropy", "fixed", "logit"]
+    assert settings["fixed"] == "fixed-4"  # block-6 verifies otherwise
+    saved = found["clock"][0].saved
+    assert set(saved) == {ALL_SETS, "alpaca", "gsm8k"}
+    seconds = [
+        sum(r.seconds["total"] for r in (run,)) / run.tokens
+        for name in ("head-0.5", "fixed-4")
+        for run in runs_of(results, name)
+        if run.dataset == "gsm8k"
+    ]
+    assert saved["gsm8k"].value == pytest.approx(1 - seconds[0] / seconds[1])
+    assert saved["gsm8k"].low < saved["gsm8k"].value < saved["gsm8k"].high
+
+
+@pytest.mark.parametrize(
+    ("factors", "status"),
+    [
+        ((0.5, 0.5), "pays"),
+        ((1.0, 1.0), "cannot tell"),
+        ((0.6, 1.6), "cannot tell"),  # slower by 9 %, but on every other prompt only
+        ((2.0, 2.0), "does not pay"),
+    ],
+)
+def test_by_the_clock_a_head_pays_only_if_its_interval_says_so_against_every_rival(
+    results: Results, factors: tuple[float, float], status: str
+) -> None:
+    def timed_as(run: Run) -> Run:
+        """A head's run as the fixed length's, at another speed: equal means not told apart."""
+        if not run.method.startswith("head-"):
+            return run
+        (fixed,) = [r for r in results.of(run.dataset) if r.method == "fixed-4"]
+        records = [
+            replace(g, seconds=g.seconds * factors[number % 2])
+            for number, g in enumerate(fixed.generations)
+        ]
+        return run.model_copy(update={"generations": records})
+
+    kept = [r for r in results.runs if r.stop in (None, "fixed", "head")]
+    changed = results.model_copy(update={"runs": [timed_as(run) for run in kept]})
+    clock = by_clock(changed, EXPECTED)["clock"]
+    assert _decide([], clock, "")[0] == status
+    assert clock[0].overall.value == pytest.approx(1 - sum(factors) / 2, abs=0.05)
+
+
+def test_what_is_missing_is_said_and_never_guessed(results: Results) -> None:
+    no_fixed = [run for run in results.runs if run.stop != "fixed" or run.verifier == "block"]
+    without = results.model_copy(update={"runs": no_fixed})
+    assert "no fixed length" in by_clock(without, EXPECTED)["reason"]
+    assert "no threshold was measured" in by_clock(results, {"fixed-4": 1.0})["reason"]
+    # Two settings and no way to choose between them: left out, not picked by the test set.
+    second = [
+        run.model_copy(update={"method": "entropy-2", "threshold": 2.0})
+        for run in runs_of(results, "entropy-1.5")
+    ]
+    own = [
+        run.model_copy(update={"method": "transformers K=9", "length": 9, "stop": "fixed"})
+        for run in runs_of(results, "transformers")
+    ]
+    more = results.model_copy(update={"runs": [*results.runs, *second, *own]})
+    found = by_clock(more, EXPECTED)
+    assert sorted(found["left_out"]) == ["assisted", "entropy"]
+    assert {"entropy", "assisted"}.isdisjoint(rival.rule for rival in found["clock"])
+    # Transformers' loop has no verifier's name, and is a rival whatever verifies the head.
+    ranked = by_clock(more, {**EXPECTED, "transformers": 2.0, "transformers K=9": 1.0})
+    (assisted,) = [rival for rival in ranked["clock"] if rival.rule == "assisted"]
+    assert (assisted.setting, assisted.candidates) == ("transformers K=9", 2)
+
+
+SAVES, LOSES = Interval(0.06, 0.05, 0.07), Interval(-0.03, -0.04, -0.02)
+MAYBE_SAVES, MAYBE_LOSES = Interval(0.01, -0.01, 0.02), Interval(-0.01, -0.02, 0.01)
+
+
+def rivals(fixed: Interval, margin: Interval, *names: str) -> list[Rival]:
+    return [
+        Rival(rule=rule, setting=setting, candidates=3, saved={ALL_SETS: saved})
+        for rule, setting, saved in zip(("fixed", "margin"), names, (fixed, margin), strict=True)
+    ]
+
+
+def replayed(fixed: Interval, margin: Interval) -> list[Rival]:
+    return rivals(fixed, margin, "K=6", "margin h=.7")
+
+
+def clocked(fixed: Interval, margin: Interval) -> list[Rival]:
+    return rivals(fixed, margin, "K=4", "margin .5")
+
+
+FEW = "So few prompts cannot tell whether the head pays, it is not told apart from "
+
+
+@pytest.mark.parametrize(
+    ("replay", "clock", "begins"),
+    [
+        (
+            replayed(SAVES, SAVES),
+            clocked(MAYBE_SAVES, SAVES),
+            "The head pays: on held-out rollouts it saves 6.0 % [5.0, 7.0] over K=6 and 6.0 % [",
+        ),
+        ([], clocked(SAVES, SAVES), "The head pays: by the clock it saves 6.0 % [5.0, 7.0] over K"),
+        (replayed(SAVES, SAVES), [], "The head pays: on held-out rollouts it saves"),
+        (
+            replayed(SAVES, SAVES),
+            clocked(SAVES, LOSES),
+            "The head does not pay, because margin .5 takes less time without it by the clock: on",
+        ),
+        (
+            replayed(LOSES, LOSES),
+            clocked(SAVES, SAVES),
+            "The head does not pay, because K=6 and margin h=.7 take less time without it on held",
+        ),
+        (replayed(SAVES, SAVES), clocked(MAYBE_LOSES, SAVES), f"{FEW}K=4 by the clock: on held"),
+        (
+            replayed(SAVES, MAYBE_SAVES),
+            clocked(SAVES, SAVES),
+            f"{FEW}margin h=.7 on held-out rollouts: on held",
+        ),
+        ([], clocked(SAVES, MAYBE_SAVES), f"{FEW}margin .5 by the clock: by the clock it saves"),
+        ([], [], "Whether the head pays was not measured: no labels."),
+    ],
+)
+def test_one_sentence_says_whether_the_head_pays_or_why_not(
+    replay: list[Rival], clock: list[Rival], begins: str
+) -> None:
+    status, sentence = _decide(replay, clock, "" if clock else "no labels")
+    assert sentence.startswith(begins)
+    assert (status == "pays") == sentence.startswith("The head pays")
+    assert bool(replay and not clock) == sentence.endswith(
+        "(by the clock: not measured, no labels)."
+    )
+
+
+def test_one_table_has_both_judgements_of_every_rule_positive_where_the_head_is_faster() -> None:
+    made = synthetic_verdict().model_copy(
+        update={"replay": replayed(SAVES, SAVES), "clock": clocked(SAVES, LOSES)[:1]}
+    )
+    assert made.columns() == ["saved on held-out rollouts", "saved by the clock"]
+    assert [(row.rule, row.cells) for row in made.rows()] == [
+        ("fixed length", ("6.0 % [5.0, 7.0] (K=6)", "6.0 % [5.0, 7.0] (K=4)")),
+        ("margin", ("6.0 % [5.0, 7.0] (margin h=.7)", "-")),
+    ]
+    basis = made.basis()
+    assert "24 test rollouts, which neither draft nor head was trained on" in basis
+    assert "All settings were chosen on 24 dev rollouts." in basis
+    rows = dict(made.quality_rows())
+    assert rows["head (as soon as the token is drawn)"][0].startswith(
+        f"{one(made, ALL_SETS, 'head').scores.auroc.value:.3f} ["  # type: ignore[union-attr]
+    )
+    assert len(rows) == 7
