@@ -57,12 +57,10 @@ def test_intervals_are_those_of_resampled_prompts_judged_one_by_one(step: float)
     if step:  # nothing is grouped
         assert (found.auroc.low, found.auroc.high) == pytest.approx(by_hand, abs=1e-12)
     values = []
+    odds = logit(predicted.clip(1e-6, 1 - 1e-6))
     for counts in bootstrap_weights(PROMPTS)[:, prompt].astype(int):
-        odds, a = (
-            torch.from_numpy(np.repeat(x, counts))
-            for x in (logit(predicted.clip(1e-6, 1 - 1e-6)), accept)
-        )
-        values.append(float(binary_kl(odds, a).mean()))
+        x, a = (torch.from_numpy(np.repeat(each, counts)) for each in (odds, accept))
+        values.append(float(binary_kl(x, a).mean()))
     assert (found.kl.low, found.kl.high) == pytest.approx(interval(np.array(values)))
 
 
