@@ -298,9 +298,7 @@ def _load_head(name: str) -> BaseHead:
         ) from error
 
 
-def _context(
-    config: PipelineConfig, results: Results, verdict: HeadVerdict | None
-) -> Context:
+def _context(config: PipelineConfig, results: Results, verdict: HeadVerdict | None) -> Context:
     """The results of earlier stages, as far as they were run here, and how good the head is."""
     made = {
         "pair": config.toy,

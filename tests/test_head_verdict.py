@@ -38,6 +38,7 @@ from eval.measuring.pooled import ALL_SETS
 from eval.measuring.results import Results, Run
 from heads import AcceptanceHead, ImmediateHead
 from heads.loss import head_metrics
+from specdata.errors import ManifestError
 from specdata.probability import SamplingConfig
 from tests.synthetic_results import synthetic_results
 from tests.synthetic_verdict import synthetic_verdict, traces
@@ -174,13 +175,14 @@ def test_no_prompt_set_crowds_out_another(labels: Dataset, monkeypatch: pytest.M
     assert one(made, "code", "logit").scores.tokens == one(made, "maths", "logit").scores.tokens
 
 
-def test_what_is_kept_is_read_again_unless_it_is_damaged(tmp_path: Path) -> None:
+def test_a_stored_verdict_is_read_again_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
     made, path = synthetic_verdict(), tmp_path / "verdict.json"
     assert HeadVerdict.read(path) is None
     made.write(path)
     assert HeadVerdict.read(path) == made
     path.write_bytes(path.read_bytes()[:-20])
-    assert HeadVerdict.read(path) is None
+    with pytest.raises(ManifestError, match="damaged: remove"):
+        HeadVerdict.read(path)
 
 
 def measured(stop: str, **changes: object) -> Run:
