@@ -47,7 +47,7 @@ from specdata.models import load_model, load_tokenizer
 from specdata.probability import SamplingConfig
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import load_prompts
-from specdata.seeds import generator_for, seed_for
+from specdata.sampling import generator_for, seed_for
 from specdata.storage.files import write_json
 
 SCHEMA_VERSION = 1

@@ -35,8 +35,8 @@ import transformers
 from embedded import BATCH, NEW_TOKENS, PLAIN, VOCABULARY, pair, requests, rolled_out, row
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from distill.history import read_history
 from eval.measuring.environment import describe_environment
-from specdata.history import read_history
 from specdata.labels.config import LabelsConfig
 from specdata.labels.labeller import (
     Labeller,

@@ -22,13 +22,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
 from distill.config import LoraConfig
-from specdata.adapter_folder import base_of_adapters
 from specdata.errors import ConfigError
-from specdata.hub import hub_source
 from specdata.loading import Loading, check_bits
 from specdata.models import load_model
 from specdata.processes import is_fsdp
-from specdata.seeds import seed_for
+from specdata.sampling import seed_for
+from specdata.sources import base_of_adapters, hub_source
 
 ADAPTER = ".lora_"
 """In the names of an adapter's weights, and of no others."""

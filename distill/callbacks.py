@@ -19,9 +19,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from distill.adapters import trained_weights
 from distill.checkpoint import complete_steps, newest_complete
+from distill.history import History, LoggedStep, Measurement
 from distill.watch import SCORE, score
 from specdata.errors import ManifestError, TrainingDivergedError
-from specdata.history import History, LoggedStep, Measurement
 from specdata.storage.files import atomic_folder
 
 MEASURED = "measured"

@@ -37,22 +37,26 @@ from distill.callbacks import (
 )
 from distill.checkpoint import newest_complete
 from distill.config import DistilConfig
+from distill.history import History, Measurement
 from distill.reporting import reporters
 from distill.trainer import draft_trainer
 from distill.training import save_model, train_resumably
 from distill.watch import SCORE_IN_WORDS, HeldOut
 from specdata.errors import TrainingDivergedError
-from specdata.history import History, Measurement
 from specdata.labels.top_logits import KeptLogits, TopLogitDistributions, check_decided
 from specdata.loading import ONE_DEVICE, Loading, check_shardable
-from specdata.model_folder import copy_tokenizer
-from specdata.models import load_generation, load_model, load_tokenizer
+from specdata.models import (
+    check_shared_vocabulary,
+    copy_tokenizer,
+    load_generation,
+    load_model,
+    load_tokenizer,
+)
 from specdata.processes import join_processes, process_count
 from specdata.sampling import SamplingConfig
 from specdata.sharded import load_sharded
 from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings
-from specdata.vocabulary import check_shared_vocabulary
 
 logger = logging.getLogger(__name__)
 

@@ -40,13 +40,17 @@ from distill.training import (
 )
 from specdata.draft_vocabulary import kept_tokens
 from specdata.errors import ConfigError, TrainingDivergedError
-from specdata.model_folder import copy_tokenizer
-from specdata.models import load_generation, load_tokenizer, positions
+from specdata.models import (
+    check_shared_vocabulary,
+    copy_tokenizer,
+    load_generation,
+    load_tokenizer,
+    positions,
+)
 from specdata.processes import join_processes
 from specdata.prompts.conversations import conversation_inputs
 from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings
-from specdata.vocabulary import check_shared_vocabulary
 
 SETTINGS_FILE = "training.json"
 RESULT_FILE = "finetuning.json"

@@ -32,8 +32,9 @@ from specdata.draft_vocabulary import reduce_vocabulary, replace_output
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
 from specdata.loading import ONE_DEVICE, Loading
-from specdata.model_folder import copy_tokenizer
 from specdata.models import (
+    check_shared_vocabulary,
+    copy_tokenizer,
     known_ids,
     load_configs,
     load_generation,
@@ -48,7 +49,6 @@ from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings
 from specdata.target_states import stored_states
 from specdata.terminal import progress
-from specdata.vocabulary import check_shared_vocabulary
 
 SETTINGS_FILE = "initial_settings.json"
 RESULT_FILE = "initial.json"

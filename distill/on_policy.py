@@ -29,8 +29,7 @@ from distill.batches import IGNORED, Row, collate
 from distill.config import OnPolicyConfig
 from specdata.processes import is_fsdp
 from specdata.rollouts.backend import sample_batch
-from specdata.sampling import SamplingConfig
-from specdata.seeds import generator_for
+from specdata.sampling import SamplingConfig, generator_for
 
 ROWS_AT_ONCE = 64
 """Rows that the draft writes together: their cache is what generation needs memory for."""

@@ -41,7 +41,7 @@ from distill.checkpoint import (
 )
 from specdata.errors import ManifestError, TrainingDivergedError
 from specdata.interruption import Interrupted, asked_of_any, until_checkpoint
-from specdata.model_folder import add_former_names
+from specdata.models import add_former_names
 from specdata.processes import is_fsdp, join_processes
 from specdata.storage.resume import Settings
 from specdata.terminal import progress

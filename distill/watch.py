@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from distill.batches import tokens_of
+from distill.history import Figures, Measurement, PositionFigures
 from specdata.expected_tokens import Verification, expected_tokens, log_ratios
-from specdata.history import Figures, Measurement, PositionFigures
 from specdata.labels.labeller import TOKENS_AT_ONCE, by_length, tokens_at_once
 from specdata.labels.top_logits import (
     TopLogitDistributions,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from heads.mixing import COLUMNS, LabelRow
 from specdata.errors import ConfigError
-from specdata.seeds import numpy_generator_for
+from specdata.sampling import numpy_generator_for
 
 
 class Row(Protocol):

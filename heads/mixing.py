@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdata.seeds import numpy_generator_for
+from specdata.sampling import numpy_generator_for
 
 
 class LabelRow(TypedDict):

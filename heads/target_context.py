@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from heads.mixing import LabelRow, check_labels
-from specdata.seeds import numpy_generator_for
+from specdata.sampling import numpy_generator_for
 
 # Drafts in the simulated rounds have 1 to so many tokens, as the stopping rules' limit allows.
 LONGEST_DRAFT = 20

@@ -52,10 +52,9 @@ def main(config: PipelineConfig) -> dict[str, Any]:
 
 
 def _keep(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
-    from specdata.models import load_tokenizer
+    from specdata.models import load_tokenizer, vocabulary_fingerprint
     from specdata.storage.dataset import load_stored
     from specdata.storage.manifest import read_manifest
-    from specdata.vocabulary import vocabulary_fingerprint
 
     tokenizer = load_tokenizer(config.models.target)
     rollouts = load_stored(folder(config, "rollouts"))

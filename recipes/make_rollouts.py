@@ -66,8 +66,7 @@ def main(config: PipelineConfig) -> dict[str, Any]:
 
 
 def _rollouts(config: PipelineConfig) -> dict[str, Any]:
-    from specdata.models import load_tokenizer
-    from specdata.vocabulary import check_shared_vocabulary
+    from specdata.models import check_shared_vocabulary, load_tokenizer
 
     tokenizer = load_tokenizer(config.models.target)
     # Found out now rather than after hours of sampling.
@@ -84,10 +83,10 @@ def _complete(
     identity: dict[str, Any],
     limit: int,
 ) -> dict[str, Any]:
+    from specdata.models import vocabulary_fingerprint
     from specdata.prompts.loading import dropped, load_prompts
     from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
     from specdata.storage.manifest import read_manifest
-    from specdata.vocabulary import vocabulary_fingerprint
 
     stage, wanted = rollouts_stage(config), config.rollouts
     longest = limit - wanted.max_new_tokens

@@ -146,9 +146,8 @@ def _prompts(config: PipelineConfig) -> LoadedPrompts:
 def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     """Measure what this process can of the prompts; results come from the main one alone."""
     from eval.measuring.experiment import Artefacts, stored_results
-    from specdata.models import load_model, load_tokenizer
+    from specdata.models import check_shared_vocabulary, load_model, load_tokenizer
     from specdata.prompts.loading import dropped
-    from specdata.vocabulary import check_shared_vocabulary
 
     if not _is_measuring(config):
         return {}

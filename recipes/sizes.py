@@ -11,9 +11,8 @@ from typing import Any
 from distill.config import ARCHITECTURES, TOY_POSITIONS
 from recipes.config import PipelineConfig
 from recipes.run import absolute, is_within
-from specdata.adapter_folder import base_of_adapters
-from specdata.hub import hub_source
 from specdata.prompts.reading import source_of
+from specdata.sources import base_of_adapters, hub_source
 
 # A model's weights, or adapters', as transformers and PEFT save them.
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")

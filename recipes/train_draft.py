@@ -119,8 +119,7 @@ def _say_finetuned(result: Mapping[str, Any]) -> None:
 def _distil(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     from distill.distillation import distil
     from specdata.labels.top_logits import KeptLogits
-    from specdata.models import load_tokenizer
-    from specdata.vocabulary import vocabulary_fingerprint
+    from specdata.models import load_tokenizer, vocabulary_fingerprint
 
     assert config.draft is not None
     train, dev = (_rollouts(config, split) for split in ("train", "dev"))

@@ -92,10 +92,14 @@ def _precision(after: Mapping[str, Any]) -> str | None:
 
 def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
     from specdata.labels.make import labels_from_cache, load_labels, make_labels, mean_overlap
-    from specdata.models import load_model, load_tokenizer
+    from specdata.models import (
+        check_shared_vocabulary,
+        load_model,
+        load_tokenizer,
+        vocabulary_fingerprint,
+    )
     from specdata.storage.dataset import is_spared, load_stored
     from specdata.storage.manifest import read_manifest
-    from specdata.vocabulary import check_shared_vocabulary, vocabulary_fingerprint
 
     models, draft_name = config.models, draft_in_use(config)
     tokenizer = load_tokenizer(models.target)

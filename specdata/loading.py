@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from specdata.adapter_folder import base_of_adapters
 from specdata.config import Config
 from specdata.errors import ConfigError
 from specdata.processes import process_count
+from specdata.sources import base_of_adapters
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Role = Literal["target", "draft"]

@@ -1,7 +1,10 @@
-"""Load causal language models and tokenizers, with errors that say what to do."""
+"""Causal language models and tokenizers: loaded, compared, and saved for other engines to read."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +13,9 @@ from typing import Any, TypeVar
 import torch
 from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.utils import get_balanced_memory, get_max_memory
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub.constants import CONFIG_NAME
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
@@ -25,15 +30,31 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
-from specdata.adapter_folder import base_of_adapters, merge_adapters
 from specdata.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
-from specdata.errors import ConfigError, full_disk
-from specdata.hub import hub_source
+from specdata.errors import ConfigError, VocabularyMismatchError, full_disk
 from specdata.loading import ONE_DEVICE, Loading, check_bits, check_tp_plan
 from specdata.processes import join_processes
-from specdata.storage.files import fingerprint
+from specdata.sources import base_of_adapters, hub_source, merge_adapters
+from specdata.storage.files import fingerprint, write_json
 
 T = TypeVar("T")
+# Files that transformers and the engines read tokenizers of: their settings, chat templates, and
+# vocabularies in the formats of tokenizers, sentencepiece, tiktoken, Mistral and byte-pair merges.
+# Never code: a tokenizer that needs its own cannot be loaded here either.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -421,3 +442,109 @@ def from_hub(what: str, name: str, load: Callable[[], T]) -> T:
             f"cannot load the {what} {name!r}: give a folder with a saved {what} or a Hub id that "
             f"can be reached (gated ones need `hf auth login`). {reason}"
         ) from error
+
+
+def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A short hash of a tokenizer's vocabulary, stored with everything made with it."""
+    pairs = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(pairs, ensure_ascii=False).encode()).hexdigest()[:16]
+
+
+def check_shared_vocabulary(
+    target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase
+) -> None:
+    """Compare two tokenizers id by id. Sizes of embedding matrices may differ by padding.
+
+    Raises:
+        VocabularyMismatchError: naming the first ids that differ.
+    """
+    ours = {index: token for token, index in target.get_vocab().items()}
+    theirs = {index: token for token, index in draft.get_vocab().items()}
+    wrong = [index for index in sorted({*ours, *theirs}) if ours.get(index) != theirs.get(index)]
+    if wrong:
+        first = ", ".join(
+            f"{index} is {ours.get(index)!r} in the target and {theirs.get(index)!r} in the draft"
+            for index in wrong[:3]
+        )
+        raise VocabularyMismatchError(
+            f"target and draft must share a vocabulary; {len(wrong)} ids differ (first: {first}). "
+            "Use a draft of the target's own family, or train one on the target's tokenizer"
+        )
+
+
+def copy_tokenizer(name: str, folder: Path) -> None:
+    """Copy the tokenizer of a model into a folder, each file byte for byte.
+
+    Saving a loaded tokenizer writes the names and settings of the installed transformers, which
+    older ones and other engines refuse. Only if the files make another tokenizer here (without a
+    `tokenizer_class` its kind follows from the model that it lies beside) is it saved that way.
+
+    Args:
+        name: folder or Hub id of the model whose tokenizer it is.
+        folder: another model, saved there before; files of the same names are replaced.
+
+    Raises:
+        ConfigError: if the tokenizer cannot be had.
+    """
+    tokenizer = load_tokenizer(name)
+    source = _tokenizer_folder(name)
+    for file in sorted(path for pattern in TOKENIZER_FILES for path in source.glob(pattern)):
+        copied = folder / file.relative_to(source)
+        copied.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copied)
+    try:
+        is_same = _same(tokenizer, load_tokenizer(str(folder)))
+    except ConfigError:  # its files alone make none beside this model
+        is_same = False
+    if not is_same:
+        tokenizer.save_pretrained(folder)
+
+
+def add_former_names(folder: Path) -> None:
+    """Write the settings of a saved model's config.json under their former names, too.
+
+    transformers 5 calls `rope_parameters` and `dtype` what earlier ones and engines look for as
+    `rope_theta`, `rope_scaling` and `torch_dtype`. Without them those take defaults and say
+    nothing: the model answers, with other rotations. transformers 5 reads both.
+
+    Args:
+        folder: a folder written by `save_pretrained`.
+    """
+    path = folder / CONFIG_NAME
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    write_json(path, dict(sorted({**_former_names(config), **config}.items())))
+
+
+def _former_names(config: dict[str, Any]) -> dict[str, Any]:
+    former = {"torch_dtype": config["dtype"]} if config.get("dtype") else {}
+    rope = dict(config.get("rope_parameters") or {})
+    if "rope_theta" not in rope:  # no ropes, or several, which have no former name
+        return former
+    neox = config["model_type"] == "gpt_neox"
+    former["rotary_emb_base" if neox else "rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        share = rope.pop("partial_rotary_factor")
+        former["rotary_pct" if neox else "partial_rotary_factor"] = share
+    return (
+        former if rope.get("rope_type", "default") == "default" else former | {"rope_scaling": rope}
+    )
+
+
+def _tokenizer_folder(name: str) -> Path:
+    """The folder with a model's tokenizer files: itself, or its snapshot in the Hub's cache."""
+    source, revision = hub_source(name)
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        return Path(snapshot_download(source, revision=revision, allow_patterns=[*TOKENIZER_FILES]))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise ConfigError(f"cannot load the tokenizer files of {name!r}: {error}") from error
+
+
+def _same(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    if type(one) is not type(other) or one.get_vocab() != other.get_vocab():
+        return False
+    if not one.is_fast:
+        return True
+    steps, others = one.backend_tokenizer.to_str(), other.backend_tokenizer.to_str()
+    return bool(steps == others)

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from specdata.errors import ConfigError
-from specdata.hub import hub_source
 from specdata.loading import ONE_DEVICE, Loading, check_shardable
 from specdata.models import DTYPES, check_complete, check_dtype, from_hub
+from specdata.sources import hub_source
 
 
 def load_sharded(name: str, load: Loading = ONE_DEVICE) -> Any:

@@ -31,8 +31,7 @@ from recipes.config import PipelineConfig, parse
 from specdata.draft_vocabulary import kept_tokens, reduce_vocabulary
 from specdata.errors import ConfigError, ManifestError
 from specdata.lm_head import find_lm_head
-from specdata.model_folder import copy_tokenizer
-from specdata.models import load_generation, load_model, load_tokenizer
+from specdata.models import copy_tokenizer, load_generation, load_model, load_tokenizer
 from specdata.sampling import SamplingConfig
 from specdata.storage.resume import Settings
 from tests.random_pair import random_pair, texts_of

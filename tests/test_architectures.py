@@ -14,9 +14,9 @@ from torch import Tensor
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.runtime.model import CachedModel
 from specdata.errors import CacheNotRewindableError, ConfigError, VocabularyMismatchError
+from specdata.models import check_shared_vocabulary
 from specdata.probability import SamplingConfig
 from specdata.toy.tokenizer import train_tokenizer
-from specdata.vocabulary import check_shared_vocabulary
 from tests.chi_square import p_value
 from tests.families import FAMILIES, SPECIAL, tiny
 from tests.tiny import joint_distribution, tiny_llama

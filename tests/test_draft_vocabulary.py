@@ -30,8 +30,7 @@ from specdata.draft_vocabulary import (
 )
 from specdata.errors import ConfigError
 from specdata.lm_head import find_lm_head, hidden_states
-from specdata.model_folder import add_former_names
-from specdata.models import load_model
+from specdata.models import add_former_names, load_model
 from specdata.probability import SamplingConfig, probabilities, to_vocabulary
 from tests.chi_square import LEVEL, p_value
 from tests.families import FAMILIES, tiny

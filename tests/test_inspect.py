@@ -23,12 +23,12 @@ from specdata.inspect.__main__ import main
 from specdata.inspect.summary import quantiles, summarise
 from specdata.labels.config import LabelsConfig
 from specdata.labels.make import make_labels
+from specdata.models import vocabulary_fingerprint
 from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset, load_stored
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS, Rollout
-from specdata.vocabulary import vocabulary_fingerprint
 from tests.test_acceptance import rollouts
 from tests.tiny import tiny_llama
 

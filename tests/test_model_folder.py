@@ -18,8 +18,7 @@ from transformers import (
 )
 
 from specdata.errors import ConfigError
-from specdata.model_folder import add_former_names, copy_tokenizer
-from specdata.models import load_tokenizer
+from specdata.models import add_former_names, copy_tokenizer, load_tokenizer
 from specdata.toy.tokenizer import END_TOKEN, save_tokenizer, train_tokenizer
 
 COMMIT = "c" * 40

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from specdata.errors import ConfigError
-from specdata.hub import hub_source
 from specdata.models import (
     check_length,
     end_ids,
@@ -20,6 +19,7 @@ from specdata.models import (
     load_tokenizer,
     positions,
 )
+from specdata.sources import hub_source
 from tests.tiny import tiny_llama
 
 

@@ -33,7 +33,7 @@ from specdata.config import read_config
 from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.probability import SamplingConfig, inverse_cdf, probabilities
 from specdata.rollouts.backend import sample_batch
-from specdata.seeds import generator_for
+from specdata.sampling import generator_for
 from specdata.storage.resume import Settings
 from tests.chi_square import p_value
 from tests.test_distill import TWO_PROCESSES, GradientRecorder, launched

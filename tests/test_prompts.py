@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerFast
 
 from specdata.config import read_config
 from specdata.errors import ConfigError, VocabularyMismatchError
+from specdata.models import check_shared_vocabulary, vocabulary_fingerprint
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import load_prompts
 from specdata.toy.corpus import FAMILIES, corpus
 from specdata.toy.tokenizer import train_tokenizer
-from specdata.vocabulary import check_shared_vocabulary, vocabulary_fingerprint
 
 
 @pytest.fixture(scope="module")

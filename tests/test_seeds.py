@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specdata.seeds import generator_for, numpy_generator_for, seed_for
+from specdata.sampling import generator_for, numpy_generator_for, seed_for
 
 
 def test_the_streams_of_a_key_never_change() -> None:

@@ -26,7 +26,7 @@ from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
 from eval.verifiers import VERIFIERS
 from specdata.probability import SamplingConfig
-from specdata.seeds import generator_for
+from specdata.sampling import generator_for
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.resume import Settings
 from specdata.storage.schema import ROLLOUTS

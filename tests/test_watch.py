@@ -22,11 +22,11 @@ from distill.checkpoint import complete
 from distill.config import DistilConfig
 from distill.config import Reporter as Reporting
 from distill.distillation import DistilResult, distil
+from distill.history import Figures, History, LoggedStep, Measurement, read_history
 from distill.watch import HeldOut
 from specdata.config import read_config
 from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
 from specdata.expected_tokens import expected_tokens, log_ratios
-from specdata.history import Figures, History, LoggedStep, Measurement, read_history
 from specdata.models import load_model
 from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.sampling import SamplingConfig

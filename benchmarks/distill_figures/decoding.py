@@ -16,7 +16,7 @@ from eval.decoder import SpeculativeDecoder
 from eval.measuring.intervals import resamples
 from eval.runtime.engines import Engine
 from specdata.models import load_model
-from specdata.seeds import generator_for
+from specdata.sampling import generator_for
 
 if TYPE_CHECKING:
     import datasets

@@ -17,7 +17,7 @@ from eval.decoder import SpeculativeDecoder
 from eval.drafting.stopping import StoppingRule
 from eval.measuring.intervals import Interval, resamples
 from specdata.models import load_model
-from specdata.seeds import generator_for
+from specdata.sampling import generator_for
 
 if TYPE_CHECKING:
     from benchmarks.head_figures.data import Data

@@ -14,7 +14,7 @@ from heads import BaseHead
 from heads.config import HeadConfig
 from heads.inputs import NUMBERS
 from heads.train import train_head
-from specdata.seeds import numpy_generator_for
+from specdata.sampling import numpy_generator_for
 
 if TYPE_CHECKING:
     import datasets

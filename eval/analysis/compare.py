@@ -97,9 +97,14 @@ def _run(
 
     from eval.analysis.ties import compare_sequences
     from heads import BaseHead
-    from specdata.models import check_dtype, check_length, load_model, load_tokenizer
+    from specdata.models import (
+        check_dtype,
+        check_length,
+        check_shared_vocabulary,
+        load_model,
+        load_tokenizer,
+    )
     from specdata.prompts.loading import dropped, load_prompts
-    from specdata.vocabulary import check_shared_vocabulary
 
     check_dtype(given.dtype)
     tokenizer = load_tokenizer(given.target)

@@ -25,7 +25,7 @@ from specdata.labels.labeller import tokens_at_once
 from specdata.lm_head import LMHead, find_lm_head, hidden_states
 from specdata.models import known_ids
 from specdata.probability import SamplingConfig, entropy, probabilities
-from specdata.seeds import numpy_generator_for
+from specdata.sampling import numpy_generator_for
 from specdata.terminal import progress
 
 NUMBERS = ("log_q_second", "entropy", "log_mass_above")

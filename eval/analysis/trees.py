@@ -215,7 +215,7 @@ def acceptance_along(
     from specdata.labels.labeller import Batch, tokens_at_once
     from specdata.lm_head import find_lm_head
     from specdata.probability import probabilities, to_vocabulary
-    from specdata.seeds import generator_for
+    from specdata.sampling import generator_for
 
     heads = find_lm_head(target), find_lm_head(draft)
     size = heads[0].vocabulary

@@ -32,8 +32,7 @@ from heads import BaseHead
 from specdata.interruption import stop_if_asked
 from specdata.processes import rank
 from specdata.prompts.loading import Prompt
-from specdata.sampling import SamplingConfig
-from specdata.seeds import generator_for, seed_for
+from specdata.sampling import SamplingConfig, generator_for, seed_for
 from specdata.storage.files import fingerprint
 from specdata.storage.resume import Settings
 

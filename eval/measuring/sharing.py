@@ -13,10 +13,9 @@ from pathlib import Path
 
 from eval.measuring.records import RecordStore
 from specdata.prompts.loading import Prompt
-from specdata.storage.files import try_locked, write_json
+from specdata.storage.files import share_out, try_locked, write_json
 from specdata.storage.manifest import PROGRESS
 from specdata.storage.resume import read_record
-from specdata.storage.sharing import share_out
 
 
 def is_measuring(*, timed: bool, rank: int, local_rank: int, devices: int) -> bool:

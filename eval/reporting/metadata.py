@@ -12,8 +12,8 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from eval.measuring.results import Run
 from specdata.errors import ConfigError
-from specdata.hub import hub_source
 from specdata.prompts.reading import is_file
+from specdata.sources import hub_source
 
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*")
 # ISO 639 codes, and the Hub's own two words.

@@ -36,9 +36,11 @@ from heads.remote import write_custom_generate
 from specdata.draft_vocabulary import kept_tokens, restore_vocabulary, substitute_row
 from specdata.errors import ManifestError
 from specdata.lm_head import capturing_hidden
-from specdata.model_folder import add_former_names, copy_tokenizer
 from specdata.models import (
+    add_former_names,
     asks_for_remote_code,
+    check_shared_vocabulary,
+    copy_tokenizer,
     load_configs,
     load_tokenizer,
     read_model,
@@ -46,7 +48,6 @@ from specdata.models import (
 )
 from specdata.probability import SamplingConfig, draw, probabilities
 from specdata.storage.files import atomic_folder, write_json, write_text
-from specdata.vocabulary import check_shared_vocabulary
 
 CARD = "README.md"
 SYNTHETIC = "vllm_synthetic.json"

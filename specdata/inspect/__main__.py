@@ -17,12 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from specdata.errors import ManifestError
-from specdata.hub import hub_source
 from specdata.inspect.summary import ACCEPTANCE, BINS, Spread, Summary, quantiles, summarise
 from specdata.prompts.loading import dropped
+from specdata.sources import hub_source
 from specdata.storage.manifest import MANIFEST
 from specdata.terminal import accept_any_text
-from specdata.vocabulary import vocabulary_fingerprint
 
 if TYPE_CHECKING:  # help is shown without transformers
     from transformers import PreTrainedTokenizerBase
@@ -190,6 +189,8 @@ def _tokenizer(settings: Mapping[str, Any]) -> tuple[PreTrainedTokenizerBase | N
     if not isinstance(name, str):
         return None, "the manifest names no target"
     import transformers
+
+    from specdata.models import vocabulary_fingerprint
 
     transformers.logging.set_verbosity_error()
     source, revision = hub_source(name)

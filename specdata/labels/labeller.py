@@ -27,7 +27,7 @@ from specdata.probability import (
     probabilities,
     to_vocabulary,
 )
-from specdata.seeds import generator_for
+from specdata.sampling import generator_for
 from specdata.storage.schema import MORE_DRAWS, TOP_LOGITS, Label, Rollout
 from specdata.target_states import stored_states
 

@@ -22,12 +22,12 @@ from string import Formatter
 from typing import Any, TypeVar
 
 from specdata.errors import ConfigError, full_disk
-from specdata.hub import hub_source
 from specdata.prompts.catalogue import CATALOGUE, EMBEDDED, CataloguedSet, Form, Part
 from specdata.prompts.chat_templates import Message, user_turns
 from specdata.prompts.config import PromptSet
 from specdata.prompts.natural import NATURAL, natural_prompts
-from specdata.seeds import generator_for
+from specdata.sampling import generator_for
+from specdata.sources import hub_source
 from specdata.storage.files import as_pattern
 from specdata.toy.corpus import LIBRARY, library_prompts
 from specdata.toy.corpus import prompts as embedded_prompts

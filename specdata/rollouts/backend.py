@@ -21,7 +21,7 @@ from specdata.lm_head import capturing_hidden
 from specdata.models import end_ids, known_ids
 from specdata.prepack import prepacked
 from specdata.probability import SamplingConfig, drawn_tokens, to_vocabulary
-from specdata.seeds import generator_for
+from specdata.sampling import generator_for
 from specdata.target_states import check_keepable
 
 # The cache is copied when it is full, and when this share of a batch's rows has ended.

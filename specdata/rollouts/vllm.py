@@ -19,8 +19,7 @@ from typing import Any
 
 from specdata.errors import ConfigError
 from specdata.rollouts.backend import Completion, PartDone, Request, untold
-from specdata.sampling import SamplingConfig
-from specdata.seeds import seed_for
+from specdata.sampling import SamplingConfig, seed_for
 from specdata.server.client import ServerClient
 from specdata.server.config import ServerConfig
 

@@ -26,7 +26,14 @@ import pyarrow.parquet as pq
 
 from specdata.errors import ConfigError, ManifestError
 from specdata.processes import is_main, told_by_main
-from specdata.storage.files import as_pattern, atomic_write, locked, try_locked, write_json
+from specdata.storage.files import (
+    as_pattern,
+    atomic_write,
+    locked,
+    share_out,
+    try_locked,
+    write_json,
+)
 from specdata.storage.manifest import (
     CACHE,
     MANIFEST,
@@ -38,7 +45,6 @@ from specdata.storage.manifest import (
     verify,
 )
 from specdata.storage.resume import Settings, read_record
-from specdata.storage.sharing import share_out
 
 # What a dataset's folder may hold beside its shards; hidden files are never looked at.
 BESIDE = (MANIFEST, "run.json")

@@ -9,13 +9,16 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from filelock import Timeout, UnixFileLock
+
+from specdata.interruption import stop_if_asked
 
 # Larger files are recognised by their size, their first megabyte and their last.
 WHOLE_FILE = 64 << 20
@@ -24,6 +27,8 @@ END = 1 << 20
 TIMED = ("run.json", "history.json")
 # Times that the folder of a lock is made again if it has just been removed.
 LOCK_TRIES = 10
+# Seconds between two looks at what other processes are doing.
+PAUSE = 0.2
 
 
 @contextmanager
@@ -176,6 +181,30 @@ def _acquire_in_its_folder(lock: UnixFileLock, wait: bool) -> None:
                 raise
         else:
             return
+
+
+def share_out(parts: Iterable[int], attempt: Callable[[int], bool]) -> None:
+    """Attempt parts of a work until all are done, by this process or another.
+
+    Every process that works on it calls this, and returns when all parts are done. A process takes
+    a part by locking a file, which the system releases however the process ends: what a dead one
+    had begun is done by another, or by the next run.
+
+    Args:
+        parts: numbers of the parts, in the order in which they are attempted.
+        attempt: does a part, under its lock (`try_locked`), unless it is done. Whether it is
+            done now; False if another process is at it.
+    """
+    waiting = list(parts)
+    while waiting:
+        left = []
+        for part in waiting:
+            stop_if_asked()
+            if not attempt(part):
+                left.append(part)
+        if len(left) == len(waiting):
+            time.sleep(PAUSE)
+        waiting = left
 
 
 def write_text(path: Path, text: str) -> None:

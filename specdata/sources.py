@@ -1,4 +1,4 @@
-"""Folders of PEFT adapters: which model they belong to, and that model with them merged."""
+"""Names of models: Hub ids, folders, and folders of PEFT adapters with the base they belong to."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER_CONFIG = "adapter_config.json"
+
+
+def hub_source(name: str) -> tuple[str, str | None]:
+    """Split OWNER/NAME@REVISION; anything that exists here is a folder, whatever its name."""
+    source, at, revision = name.partition("@")
+    return (source, revision) if at and not Path(name).exists() else (name, None)
 
 
 def base_of_adapters(folder: str) -> str | None:
