@@ -375,31 +375,6 @@ def test_environment_names_hardware_versions_and_commit() -> None:
     assert environment.git_commit is None or len(environment.git_commit) == 40
 
 
-def test_a_file_with_fields_that_runs_had_once_is_still_read(
-    results: Results, tmp_path: Path
-) -> None:
-    path = tmp_path / "results.json"
-    write_results(path, results)
-    stored = json.loads(path.read_text())
-    for run in stored["runs"]:
-        run["position_intervals"] = [[0.1, 0.2]]
-        run["total_variation"] = None
-        run["intervals"].pop("total_variation", None)
-        for generation in run["generations"]:
-            del generation["variation"], generation["variation_tokens"]
-    path.write_text(json.dumps(stored))
-    again = read_results(path)
-    check_metrics(again)
-    assert again.of("alpaca")[1] == results.of("alpaca")[1]
-    stored["runs"][0]["position_width"] = 1
-    path.write_text(json.dumps(stored))
-    with pytest.raises(ManifestError, match=r"runs\.0\.position_width"):
-        read_results(path)
-    path.write_text('{"position_intervals": 3}')
-    with pytest.raises(ManifestError, match="schema version"):
-        read_results(path)
-
-
 def test_the_total_variation_is_a_ratio_of_sums_with_an_interval() -> None:
     records = [
         dataclasses.replace(record, variation=total, variation_tokens=count)

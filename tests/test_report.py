@@ -16,7 +16,7 @@ from rich.console import Console
 
 from eval.measuring.methods import PLAIN
 from eval.measuring.results import Results, build_results, check_metrics, fastest
-from eval.measuring.samples import RoundText, Sample, Samples, SampleText
+from eval.measuring.samples import Sample, Samples
 from eval.reporting.charts import (
     LOOKS,
     PLOTS,
@@ -70,9 +70,7 @@ def renamed(results: Results, name: str) -> Results:
 
 
 def sample(dataset: str, method: str, text: str) -> Sample:
-    rounds = [RoundText(accepted=[text], added=None, discarded=["no"], is_bonus=True)]
-    made = {method: SampleText(rounds=rounds, is_whole=True)}
-    return Sample(dataset=dataset, prompt_id="p", prompt=f"Prompt {text}", methods=made)
+    return Sample(dataset=dataset, prompt_id="p", prompt=f"Prompt {text}", methods={method: text})
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,7 @@ class Environment(Strict):
         device: of the models, such as "cpu" or "cuda:0".
         dtype: of the models.
         batch_size: prompts decoded together.
-        devices: of each process that measured; empty in files of earlier versions, whose one
-            process measured on `device`.
+        devices: of each process that measured, once that is known.
     """
 
     hardware: dict[str, str | int | float | None]

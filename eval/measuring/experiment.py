@@ -21,9 +21,9 @@ from eval.measuring.assisted import assisted_generate
 from eval.measuring.bias import measure_bias
 from eval.measuring.environment import Environment
 from eval.measuring.methods import EvalConfig, MethodConfig
-from eval.measuring.records import PromptRecord, RecordStore, RoundTokens, record_prompt
+from eval.measuring.records import PromptRecord, RecordStore, record_prompt
 from eval.measuring.results import Method, Results, build_results
-from eval.measuring.samples import round_tokens, shown_prompts
+from eval.measuring.samples import shown_prompts
 from eval.measuring.sharing import SharedPrompts
 from eval.rounds import Generation
 from eval.runtime.engines import engine_on
@@ -231,7 +231,7 @@ class _Experiment:
                 for method in self.config.methods
             }
             kept = {
-                method.name: round_tokens(outs[method.name])
+                method.name: outs[method.name].tokens.tolist()
                 for method in self.config.methods
                 if prompt in shown and method.decoder != "plain"
             }
@@ -249,7 +249,7 @@ class _Experiment:
 
         def decode(_turn: int, group: Sequence[Prompt], store: RecordStore) -> None:
             records: list[dict[str, PromptRecord]] = [{} for _ in group]
-            tokens: list[dict[str, list[RoundTokens]]] = [{} for _ in group]
+            tokens: list[dict[str, list[int]]] = [{} for _ in group]
             for method in self.config.methods:
                 stop_if_asked()
                 outs = self._decoder(method).generate_batch(
@@ -264,7 +264,7 @@ class _Experiment:
                 for prompt, out, record, kept in zip(group, outs, records, tokens, strict=True):
                     record[method.name] = self._record(method, prompt, out, timed=False)
                     if prompt in shown and method.decoder != "plain":
-                        kept[method.name] = round_tokens(out)
+                        kept[method.name] = out.tokens.tolist()
             for prompt, record, kept in zip(group, records, tokens, strict=True):
                 store.put(prompt, record, kept)
 
@@ -279,7 +279,6 @@ class _Experiment:
             out.rounds,
             seconds=out.seconds if timed else None,
             finish=out.finish,
-            prompt_tokens=len(prompt.ids),
         )
         if _lossless(method) or method.drafter != "chain":
             return record

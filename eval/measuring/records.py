@@ -7,7 +7,7 @@ next. `eval.measuring.metrics` turns the records into the published metrics.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,24 +26,6 @@ class Strict(BaseModel):
     """Base of what is stored: no unknown field, no silent conversion, no NaN."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-@dataclass(frozen=True, slots=True)
-class RoundTokens:
-    """The tokens of one round, kept of a few prompts so that a report can show their text.
-
-    Args:
-        drafted: token ids of the drafted nodes, in draft order.
-        emitted: token ids that the round added to the text: those accepted, and one more unless an
-            accepted one ended it.
-        accepted: how many of the emitted tokens were drafted.
-        depth: tokens on the longest drafted path.
-    """
-
-    drafted: list[int]
-    emitted: list[int]
-    accepted: int
-    depth: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +52,6 @@ class PromptRecord:
         variation: for a biased verifier, the summed total variation between the distributions of
             emitted tokens and the target's (`eval.measuring.bias`).
         variation_tokens: how many emitted tokens that sum is over; 0 if it was not measured.
-        prompt_tokens: tokens of the prompt; 0 in records of earlier versions, which also lack the
-            fields below.
-        first_draft_forwards: forwards of the draft in the first round.
-        first_draft_seconds: the draft's share of the first round, which reads the prompt.
-        first_target_seconds: the target's share of the first round, which reads the prompt.
-        later_rounds: rounds after the first that drafted i nodes, for i = 0, 1, ...; the target
-            scored i + 1 tokens in each.
-        later_target_seconds: the target's share of those rounds.
     """
 
     prompt_id: str
@@ -98,12 +72,6 @@ class PromptRecord:
     overhead_seconds: float
     variation: float = 0.0
     variation_tokens: int = 0
-    prompt_tokens: int = 0
-    first_draft_forwards: int = 0
-    first_draft_seconds: float = 0.0
-    first_target_seconds: float = 0.0
-    later_rounds: list[int] = field(default_factory=list)
-    later_target_seconds: list[float] = field(default_factory=list)
 
 
 def record_prompt(
@@ -112,7 +80,6 @@ def record_prompt(
     *,
     seconds: float | None,
     finish: str,
-    prompt_tokens: int = 0,
 ) -> PromptRecord:
     """Sum the rounds of one generation.
 
@@ -122,7 +89,6 @@ def record_prompt(
         seconds: wall time of the whole call; the caller has synchronised the device. None if it
             was not measured, as of prompts that are decoded together.
         finish: "eos" or "length".
-        prompt_tokens: tokens of the prompt; 0 if that is not known.
 
     Raises:
         ValueError: if there are no rounds, a round's counts contradict each other, or `seconds` is
@@ -137,8 +103,6 @@ def record_prompt(
         _check_round(record, f"prompt {prompt_id!r}, round {index}", last=index == len(rounds) - 1)
     deepest = range(max(r.depth for r in rounds))
     drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
-    first, later = rounds[0], rounds[1:]
-    sizes = range(max((r.drafted + 1 for r in later), default=0))
     return PromptRecord(
         prompt_id=prompt_id,
         tokens=sum(r.emitted for r in rounds),
@@ -156,14 +120,6 @@ def record_prompt(
         draft_seconds=sum(r.draft_seconds for r in rounds),
         target_seconds=sum(r.target_seconds for r in rounds),
         overhead_seconds=sum(r.overhead_seconds for r in rounds),
-        prompt_tokens=prompt_tokens,
-        first_draft_forwards=first.draft_forwards,
-        first_draft_seconds=first.draft_seconds,
-        first_target_seconds=first.target_seconds,
-        later_rounds=[sum(r.drafted == nodes for r in later) for nodes in sizes],
-        later_target_seconds=[
-            sum(r.target_seconds for r in later if r.drafted == nodes) for nodes in sizes
-        ],
     )
 
 
@@ -228,19 +184,18 @@ class RecordStore:
         self,
         prompt: Prompt,
         records: Mapping[str, PromptRecord],
-        tokens: Mapping[str, Sequence[RoundTokens]] | None = None,
+        tokens: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Keep the records of a prompt, one a method: all of them or none.
 
         Args:
             prompt: which is done.
             records: method -> record.
-            tokens: method -> the tokens of its rounds, for a prompt whose text is to be shown.
+            tokens: method -> what it emitted, for a prompt whose text is to be shown.
         """
         rows = {name: asdict(record) for name, record in records.items()}
-        kept = {name: [asdict(each) for each in rounds] for name, rounds in (tokens or {}).items()}
         stored = {"settings": self._settings.values, "records": rows}
-        write_json(self._path(prompt), stored | ({"tokens": kept} if kept else {}))
+        write_json(self._path(prompt), stored | ({"tokens": dict(tokens)} if tokens else {}))
 
     def get(self, prompt: Prompt) -> dict[str, PromptRecord]:
         """Method -> record of a prompt that is done.

@@ -6,7 +6,6 @@ A metric in the file is never trusted alone: `recompute` derives it again from t
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,8 +29,6 @@ from specdata.errors import ManifestError
 from specdata.storage.files import write_json
 
 SCHEMA_VERSION: Literal[1] = 1
-REMOVED = ("position_intervals",)
-"""Fields of a run that were never read; files that hold them can still be read."""
 
 
 REMEDY = "restore it, or remove its folder and measure again"
@@ -255,10 +252,9 @@ def read_results(path: Path) -> Results:
 
     Raises:
         LostResultsError: if the file is missing, damaged, or of another schema version.
-        ManifestError: if names or settings in it are not those that were measured.
     """
     try:
-        results = Results.model_validate_json(_without_removed(path.read_bytes()))
+        return Results.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
         raise LostResultsError(f"no results at {path}; run the evaluation first") from error
     except ValidationError as error:
@@ -268,19 +264,6 @@ def read_results(path: Path) -> Results:
             f"{path} must be a results.json of schema version {SCHEMA_VERSION}: {where}:"
             f" {first['msg']} ({error.error_count()} problems in all); run the evaluation again"
         ) from error
-    return results
-
-
-def _without_removed(text: bytes) -> bytes | str:
-    """The file's JSON without fields that runs had once; other text as it is."""
-    if not any(f'"{name}"'.encode() in text for name in REMOVED):
-        return text
-    try:
-        stored = json.loads(text)
-        runs = [{n: v for n, v in run.items() if n not in REMOVED} for run in stored["runs"]]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return text  # whatever it is, validation refuses it with the place
-    return json.dumps({**stored, "runs": runs})
 
 
 def _same(left: Any, right: Any) -> bool:

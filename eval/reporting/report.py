@@ -363,7 +363,7 @@ def _texts(samples: Samples, results: Results) -> list[tuple[str, str, str, str]
         for sample in samples.of(dataset):
             made = [run.method for run in drafting if run.method in sample.methods]
             if made:
-                text = sample.methods[made[0]].text
+                text = sample.methods[made[0]]
                 texts.append((dataset, sample.prompt, made[0], text))
     return texts
 
