@@ -14,6 +14,7 @@ from accelerate.utils import broadcast_object_list
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from specdata.history import History, LoggedStep, Measurement
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -22,6 +23,7 @@ from distill.checkpoint import complete_steps, newest_complete
 from distill.history import History, LoggedStep, Measurement
 from distill.watch import SCORE, score
 from specdata.errors import ManifestError, TrainingDivergedError
+from specdata.storage.checkpoints import complete_steps, newest_complete
 from specdata.storage.files import atomic_folder
 
 MEASURED = "measured"
@@ -120,7 +122,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Measure what training starts from, or find the best weights so far."""
-        # A checkpoint of a version that measured nothing while training is where this one starts.
         if not measurements(state):
             self._measure(args, state)
         elif self.keep == "best":

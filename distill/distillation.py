@@ -35,7 +35,6 @@ from distill.callbacks import (
     history_of,
     load_best,
 )
-from distill.checkpoint import newest_complete
 from distill.config import DistilConfig
 from distill.history import History, Measurement
 from distill.reporting import reporters
@@ -55,6 +54,7 @@ from specdata.models import (
 from specdata.processes import join_processes, process_count
 from specdata.sampling import SamplingConfig
 from specdata.sharded import load_sharded
+from specdata.storage.checkpoints import newest_complete
 from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings
 
@@ -72,8 +72,7 @@ class DistilResult:
     completion positions: the probability that a drafted token is accepted there. `before` and
     `after` have more, for each prompt set, too. The draft's weights are those after `kept_step` of
     `steps` optimizer steps; 0 are those it started from. Of the training rollouts, `cut` were
-    longer than `max_length`, and `left_out` had no completion, or none that was not cut. Earlier
-    versions stored the first four.
+    longer than `max_length`, and `left_out` had no completion, or none that was not cut.
 
     `is_bound`: p is known from kept logits in which all other tokens count as one. Then acceptances
     are upper bounds and KL lower ones; expected tokens are exact where the logits of the text's own
@@ -85,13 +84,13 @@ class DistilResult:
     acceptance_after: float
     positions: int
     steps: int
-    kept_step: int | None = None
-    before: Measurement | None = None
-    after: Measurement | None = None
-    cut: int = 0
-    left_out: int = 0
-    is_bound: bool = False
-    undecided: int = 0
+    kept_step: int | None
+    before: Measurement
+    after: Measurement
+    cut: int
+    left_out: int
+    is_bound: bool
+    undecided: int
 
 
 def distil(  # noqa: PLR0913 - what is trained, on what, how

@@ -28,7 +28,6 @@ from distill.adapters import (
 )
 from distill.batches import content_of
 from distill.callbacks import Pace, history_of
-from distill.checkpoint import newest_complete
 from distill.config import FinetuneConfig, LoraConfig
 from distill.texts import Rows, collate, stored_rows
 from distill.training import (
@@ -49,6 +48,7 @@ from specdata.models import (
 )
 from specdata.processes import join_processes
 from specdata.prompts.conversations import conversation_inputs
+from specdata.storage.checkpoints import newest_complete
 from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings
 

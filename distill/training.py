@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DistributedType, broadcast_object_list
+from safetensors import safe_open
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from tqdm import tqdm
@@ -32,21 +33,19 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from distill.checkpoint import (
-    checkpoint_folder,
-    complete,
-    is_finite,
-    newest_checkpoint,
-    newest_complete,
-)
-from specdata.errors import ManifestError, TrainingDivergedError
+from specdata.errors import TrainingDivergedError
 from specdata.interruption import Interrupted, asked_of_any, until_checkpoint
 from specdata.models import add_former_names
 from specdata.processes import is_fsdp, join_processes
+from specdata.storage.checkpoints import (
+    checkpoint_folder,
+    checkpoint_to_resume,
+    complete,
+    newest_complete,
+)
 from specdata.storage.resume import Settings
 from specdata.terminal import progress
 
-SETTINGS = "settings.json"
 UNLOGGED = "unlogged"
 """Key, in the Trainer's `log_history`, of losses that were not logged yet at a checkpoint."""
 # transformers warns of the older name as soon as it knows the newer one.
@@ -172,22 +171,13 @@ def train_resumably(trainer: Trainer, work: Path, settings: Settings, *, label: 
         TrainingDivergedError: on every process, before anything that is not finite is stored.
         Interrupted: on every process, if one was asked to stop, after a checkpoint.
     """
-    with join_processes().main_process_first():
-        if not settings.check_file(work / SETTINGS) and newest_complete(work):
-            raise ManifestError(
-                f"{work / SETTINGS} is missing, so its checkpoints may belong to another run: "
-                f"remove {work} to train from the start"
-            )
-        if trainer.is_world_process_zero():
-            settings.write(work / SETTINGS)
-            newest_checkpoint(work, engine=_engine())  # removes those that cannot be used
+    newest = checkpoint_to_resume(work, settings, engine=_engine())
     trainer.remove_callback(PrinterCallback)
     progress = _Progress(label)
     trainer.add_callback(progress)
     trainer.add_callback(_StopDiverged(label, settings.remedy))
     stop = _StopWhenAsked(trainer)
     trainer.add_callback(stop)
-    newest = newest_complete(work)
     try:
         with _no_shard_bars(), until_checkpoint():
             trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
@@ -224,6 +214,16 @@ def _engine() -> str:
     if state.distributed_type == DistributedType.DEEPSPEED:
         return f"DeepSpeed in {state.num_processes} processes"
     return "PyTorch"
+
+
+def _is_finite(checkpoint: Path) -> bool:
+    """Whether all weights in a checkpoint are finite."""
+    for path in checkpoint.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118, not a dict
+                if not torch.isfinite(file.get_tensor(name)).all():
+                    return False
+    return True
 
 
 class _StopDiverged(TrainerCallback):  # type: ignore[misc]
@@ -272,7 +272,7 @@ class _StopDiverged(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         join_processes().wait_for_everyone()
         folder = checkpoint_folder(Path(args.output_dir), state.global_step)
-        (finite,) = broadcast_object_list([state.is_world_process_zero and is_finite(folder)])
+        (finite,) = broadcast_object_list([state.is_world_process_zero and _is_finite(folder)])
         if not finite:
             if state.is_world_process_zero:
                 shutil.rmtree(folder)

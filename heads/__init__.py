@@ -7,25 +7,16 @@ from typing import TYPE_CHECKING, Any
 from specdata import __version__
 
 if TYPE_CHECKING:
-    from heads.base import BaseHead
     from heads.immediate import ImmediateHead
-    from heads.model import AcceptanceHead
+    from heads.model import AcceptanceHead, BaseHead
 
 __all__ = ["AcceptanceHead", "BaseHead", "ImmediateHead", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     """Import a head when it is first asked for: `heads.config` must not import torch."""
-    if name == "AcceptanceHead":
-        from heads.model import AcceptanceHead
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from heads import immediate, model
 
-        return AcceptanceHead
-    if name == "BaseHead":
-        from heads.base import BaseHead
-
-        return BaseHead
-    if name == "ImmediateHead":
-        from heads.immediate import ImmediateHead
-
-        return ImmediateHead
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return immediate.ImmediateHead if name == "ImmediateHead" else getattr(model, name)

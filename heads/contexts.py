@@ -7,30 +7,35 @@ target's; in the target's own (`heads.target_context`) only what would have been
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
+from accelerate import Accelerator
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from heads.immediate import ImmediateHead
-from heads.inputs import NUMBERS, DraftedTokens, HeadInputs, Moment, token_embeddings
+from heads.inputs import FEATURES, NUMBERS, DraftedTokens, HeadInputs, Moment, token_embeddings
 from heads.loss import loss_mass
-from heads.mixing import LabelRow, MixedRow, mix
-from heads.mixing import collate as collate_mixed
-from heads.target_context import TargetBatch, TargetRow, collate, draws_of, target_row
+from heads.mixing import LabelRow, MixedBatch, MixedRow, mix
+from heads.target_context import TargetBatch, TargetRow, draws_of, target_row
 from heads.tree import tree_states
 from specdata.lm_head import hidden_states
 from specdata.models import known_ids
 from specdata.probability import probabilities
+from specdata.storage.files import atomic_write
+from specdata.terminal import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from heads.base import BaseHead
-    from heads.cache import FeatureCache
+    from heads.model import BaseHead
 
-# Features that take a forward of the draft, which can be kept (`heads.cache`).
+# Features that take a forward of the draft, which can be kept (`FeatureCache`).
 OF_DRAFT = (
     "hidden_before",
     "hidden",
@@ -42,6 +47,7 @@ OF_DRAFT = (
 )
 # Probabilities that are held at once, so that long rows over a large vocabulary fit.
 VALUES_AT_ONCE = 1 << 24
+ROWS_IN_SHARD = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,88 @@ class Context(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class FeatureCache:
+    """What the draft says along the training rows, on the disk: a pass then runs no forward of it.
+
+    A folder of shards with the features of `ROWS_IN_SHARD` rows each, made by `fill`. States are
+    bfloat16: 2 bytes times the hidden size for each position, and as much again for each of its
+    drafted tokens if the head reads the states after them. Numbers are float32.
+
+    Attributes:
+        folder: where they are.
+        starts: of each row, its first position among those of its shard.
+        sizes: positions of each row.
+    """
+
+    folder: Path
+    starts: list[int]
+    sizes: list[int]
+    _open: dict[int, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: Path, sizes: list[int]) -> FeatureCache:
+        """The cache in a folder, of rows with so many positions."""
+        shards = [
+            sizes[start : start + ROWS_IN_SHARD] for start in range(0, len(sizes), ROWS_IN_SHARD)
+        ]
+        starts = [start for shard in shards for start in accumulate(shard[:-1], initial=0)]
+        return cls(folder, starts, sizes)
+
+    def fill(
+        self, accelerator: Accelerator, features: Callable[[range], dict[str, Tensor]]
+    ) -> None:
+        """Make the shards that are not there; each process makes its share, and waits for all.
+
+        Args:
+            accelerator: the group of processes.
+            features: gives those of a range of rows for all their draws, (N, S) and (N, S or 1, H).
+        """
+        count = len(self.sizes)
+        shards = range(0, count, ROWS_IN_SHARD)
+        mine = list(shards)[accelerator.process_index :: accelerator.num_processes]
+        missing = [start for start in mine if not self._path(start // ROWS_IN_SHARD).is_file()]
+        shown = accelerator.is_main_process
+        with progress(len(missing), "draft's states", "shard", is_shown=shown) as bar:
+            for start in missing:
+                computed = features(range(start, min(start + ROWS_IN_SHARD, count)))
+                number = [name for name in computed if FEATURES[name].shape == "number"]
+                kept = {
+                    name: values.to(
+                        "cpu", torch.float32 if name in number else torch.bfloat16
+                    ).contiguous()
+                    for name, values in computed.items()
+                }
+                with atomic_write(self._path(start // ROWS_IN_SHARD)) as temporary:
+                    save_file(kept, temporary)
+                bar.update()
+        accelerator.wait_for_everyone()
+
+    def features(self, batch: TargetBatch) -> dict[str, Tensor]:
+        """What `fill` was given of the tokens of a batch, float32."""
+        rows = [self._of(row) for row in batch.rows]
+        device = batch.input_ids.device
+        return {
+            name: torch.cat([row[name] for row in rows]).to(device, torch.float32)
+            for name in rows[0]
+        }
+
+    def _of(self, row: TargetRow) -> dict[str, Tensor]:
+        shard = row.index // ROWS_IN_SHARD
+        if shard not in self._open:
+            self._open[shard] = safe_open(self._path(shard), framework="pt")
+        file, begin = self._open[shard], self.starts[row.index]
+        here = slice(begin, begin + self.sizes[row.index])
+        found = {name: file.get_slice(name)[here] for name in file.keys()}  # noqa: SIM118, no dict
+        return {
+            name: values if values.shape[1] == 1 else values[:, list(row.draws)]
+            for name, values in found.items()
+        }
+
+    def _path(self, shard: int) -> Path:
+        return self.folder / f"states-{shard:05d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
 class MixedContext:
     """Token mixing: the draft has read its own tokens at most positions, and judges them there.
 
@@ -107,7 +195,7 @@ class MixedContext:
 
     def questions(self, rows: Sequence[MixedRow]) -> Questions:
         """Ask about every token as one drafted after those before it."""
-        head, batch = self.head, collate_mixed(rows).to(self.draft.device)
+        head, batch = self.head, MixedBatch.of(rows).to(self.draft.device)
         inputs = HeadInputs.from_batch(
             head.reads,
             # The draft's distributions end where its vocabulary does; drafted tokens are in it.
@@ -166,7 +254,7 @@ class TargetContext:
     @torch.no_grad()
     def questions(self, rows: Sequence[TargetRow]) -> Questions:
         """Ask about each token at each of the head's moments."""
-        head, batch = self.head, collate(rows).to(self.draft.device)
+        head, batch = self.head, TargetBatch.of(rows).to(self.draft.device)
         inputs = self.inputs(batch)
         ex_ante = batch.overlap[:, None].expand_as(batch.accept)
         accept = [ex_ante if m is Moment.BEFORE else batch.accept for m in head.moments]
@@ -196,63 +284,35 @@ class TargetContext:
     def of_draft(self, batch: TargetBatch) -> dict[str, Tensor]:
         """The features that take a forward of the draft: numbers (N, S), vectors (N, S or 1, H)."""
         reads = [name for name in self.head.reads if name in OF_DRAFT]
-        before, after = draft_states(self.draft, batch, "hidden" in reads)
+        after = None
+        if "hidden" in reads:
+            ids, positions, place = batch.padded()
+            states, drafted = tree_states(self.draft, batch.input_ids, ids, positions)
+            after = drafted[batch.row[:, None], place]
+        else:
+            states = hidden_states(self.draft, batch.input_ids)
+        before = states[batch.row, batch.column - 1]
         values = self.draft.config.get_text_config().vocab_size
         step = max(1, VALUES_AT_ONCE // (values * batch.tokens.shape[1]))
-        pieces = []
-        for start in range(0, len(before), step):
-            here = slice(start, start + step)
-            pieces.append(self._of_draft(reads, batch.tokens[here], before[here], after, here))
-        return {name: torch.cat([piece[name] for piece in pieces]) for name in reads}
 
-    def _of_draft(
-        self,
-        reads: Sequence[str],
-        tokens: Tensor,
-        before: Tensor,
-        after: Tensor | None,
-        here: slice,
-    ) -> HeadInputs:
-        def distributions() -> Tensor:
-            """(n, S, V), the same for all draws."""
-            logits = self.draft_logits(before)
-            q = probabilities(logits, self.head.sampling_config)
-            return q[:, None].expand(*tokens.shape, -1)
+        def piece(here: slice) -> HeadInputs:
+            tokens, mine = batch.tokens[here], before[here]
 
-        def consumed() -> Tensor:
-            assert after is not None
-            return after[here]
+            def distributions() -> Tensor:
+                """(n, S, V), the same for all draws."""
+                q = probabilities(self.draft_logits(mine), self.head.sampling_config)
+                return q[:, None].expand(*tokens.shape, -1)
 
-        drafted = DraftedTokens(
-            tokens=tokens,
-            before=lambda: before[:, None],
-            after=consumed,
-            distributions=distributions,
-        )
-        return HeadInputs.of(reads, drafted, self.head.moments[-1])
+            drafted = DraftedTokens(
+                tokens=tokens,
+                before=lambda: mine[:, None],
+                after=lambda: cast(Tensor, after)[here],
+                distributions=distributions,
+            )
+            return HeadInputs.of(reads, drafted, self.head.moments[-1])
 
-
-def draft_states(
-    draft: PreTrainedModel, batch: TargetBatch, consumed: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The draft's states at the positions of a batch.
-
-    Args:
-        draft: the draft, on the batch's device.
-        batch: the texts and the tokens drafted along them.
-        consumed: whether those after the drafted tokens are wanted.
-
-    Returns:
-        (N, H) before the tokens were drawn, and (N, S, H) after each; None if not wanted.
-    """
-    after = None
-    if consumed:
-        ids, positions, place = batch.padded()
-        states, drafted = tree_states(draft, batch.input_ids, ids, positions)
-        after = drafted[batch.row[:, None], place]
-    else:
-        states = hidden_states(draft, batch.input_ids)
-    return states[batch.row, batch.column - 1], after
+        pieces = [piece(slice(start, start + step)) for start in range(0, len(before), step)]
+        return {name: torch.cat([each[name] for each in pieces]) for name in reads}
 
 
 def number_scales(inputs: Sequence[HeadInputs]) -> dict[str, tuple[float, float]]:

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from heads.base import BaseHead
 from heads.config import DEFAULT_FEATURES
 from heads.inputs import FEATURES, HeadInputs, Moment
+from heads.model import BaseHead
 
 EXPANSION = 2
 

@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from heads.base import BaseHead
 from heads.immediate import FeedForwardBlock, ImmediateHead
 from heads.inputs import (
     FEATURES,
@@ -30,6 +29,7 @@ from heads.inputs import (
     Moment,
     NextToken,
 )
+from heads.model import BaseHead
 
 Reals = NDArray[np.float32]
 

@@ -74,6 +74,18 @@ class MixedBatch:
     accept: Tensor
     mask: Tensor
 
+    @classmethod
+    def of(cls, rows: Sequence[MixedRow]) -> MixedBatch:
+        """Pad rows on the right. Padding is token 0, unattended and outside the mask."""
+        pad = torch.nn.utils.rnn.pad_sequence
+        attended = [torch.ones_like(row.input_ids) for row in rows]
+        return cls(
+            input_ids=pad([row.input_ids for row in rows], batch_first=True),
+            attention_mask=pad(attended, batch_first=True),
+            accept=pad([row.accept for row in rows], batch_first=True),
+            mask=pad([row.mask for row in rows], batch_first=True),
+        )
+
     def to(self, device: torch.device) -> MixedBatch:
         """Return the batch on another device."""
         return MixedBatch(
@@ -127,16 +139,4 @@ def mix(row: LabelRow, *, rate: float, max_length: int, key: tuple[str | int, ..
             :max_length
         ],
         mask=torch.from_numpy(np.concatenate([np.zeros(prompt.size, bool), drafted]))[:max_length],
-    )
-
-
-def collate(rows: Sequence[MixedRow]) -> MixedBatch:
-    """Pad rows on the right. Padding is token 0, unattended and outside the mask."""
-    pad = torch.nn.utils.rnn.pad_sequence
-    attended = [torch.ones_like(row.input_ids) for row in rows]
-    return MixedBatch(
-        input_ids=pad([row.input_ids for row in rows], batch_first=True),
-        attention_mask=pad(attended, batch_first=True),
-        accept=pad([row.accept for row in rows], batch_first=True),
-        mask=pad([row.mask for row in rows], batch_first=True),
     )

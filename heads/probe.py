@@ -19,7 +19,7 @@ from specdata.sampling import SamplingConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from heads.base import BaseHead
+    from heads.model import BaseHead
 
 TOKENS = 8
 # A vocabulary that was padded to a multiple, which is no other draft, has the same ids.

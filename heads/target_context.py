@@ -82,6 +82,24 @@ class TargetBatch:
     since_rejection: Tensor
     mask: Tensor
 
+    @classmethod
+    def of(cls, rows: Sequence[TargetRow]) -> TargetBatch:
+        """Pad the texts on the right and line up their positions."""
+        sizes = torch.tensor([len(row.tokens) for row in rows])
+        row = torch.arange(len(rows)).repeat_interleave(sizes)
+        return cls(
+            rows=rows,
+            input_ids=pad_sequence([each.input_ids for each in rows], batch_first=True),
+            row=row,
+            column=torch.cat([torch.arange(len(each.tokens)) + each.first for each in rows]),
+            tokens=torch.cat([each.tokens for each in rows]),
+            accept=torch.cat([each.accept for each in rows]),
+            overlap=torch.cat([each.overlap for each in rows]),
+            position=torch.cat([each.position for each in rows]),
+            since_rejection=torch.cat([each.since_rejection for each in rows]),
+            mask=torch.tensor([each.counts for each in rows])[row],
+        )
+
     def to(self, device: torch.device) -> TargetBatch:
         """Return the batch on another device."""
         names = [name for name in self.__slots__ if name != "rows"]
@@ -213,21 +231,3 @@ def simulated_rounds(
         else:
             position, since = 0 if is_added else position + 1, since + 1
     return positions, sinces
-
-
-def collate(rows: Sequence[TargetRow]) -> TargetBatch:
-    """Pad the texts on the right and line up their positions."""
-    sizes = torch.tensor([len(row.tokens) for row in rows])
-    row = torch.arange(len(rows)).repeat_interleave(sizes)
-    return TargetBatch(
-        rows=rows,
-        input_ids=pad_sequence([each.input_ids for each in rows], batch_first=True),
-        row=row,
-        column=torch.cat([torch.arange(len(each.tokens)) + each.first for each in rows]),
-        tokens=torch.cat([each.tokens for each in rows]),
-        accept=torch.cat([each.accept for each in rows]),
-        overlap=torch.cat([each.overlap for each in rows]),
-        position=torch.cat([each.position for each in rows]),
-        since_rejection=torch.cat([each.since_rejection for each in rows]),
-        mask=torch.tensor([each.counts for each in rows])[row],
-    )

@@ -1,7 +1,7 @@
 """Train an acceptance head on a frozen draft: as a script, under accelerate or under DeepSpeed.
 
-The draft runs at every step, or once if what it says is kept (`heads.cache`), outside DDP and
-DeepSpeed, and gets no gradient.
+The draft runs at every step, or once if what it says is stored (`heads.contexts.FeatureCache`),
+outside DDP and DeepSpeed, and gets no gradient.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -22,30 +22,30 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from heads.base import BaseHead
 from heads.batches import LabelRows, micro_batch_count
-from heads.cache import FeatureCache
-from heads.checkpoint import Checkpoint, latest_checkpoint
 from heads.config import HeadConfig
-from heads.contexts import Context, MixedContext, TargetContext, number_scales
-from heads.engine import (
+from heads.contexts import Context, FeatureCache, MixedContext, TargetContext, number_scales
+from heads.immediate import ImmediateHead
+from heads.inputs import FEATURES, Moment, logits_of_states
+from heads.loop import (
+    Checkpoint,
+    Training,
     deprecations_of_deepspeed_hidden,
+    main_moment,
     prepare,
     start_accelerator,
 )
-from heads.immediate import ImmediateHead
-from heads.inputs import FEATURES, Moment, logits_of_states
-from heads.loop import Training, main_moment
 from heads.loss import HeadMetrics
-from heads.mixing import COLUMNS, LabelRow
-from heads.model import AcceptanceHead
+from heads.mixing import COLUMNS
+from heads.model import AcceptanceHead, BaseHead
 from heads.probe import probe_of
-from heads.target_context import TargetRow, collate, draws_of, target_row
+from heads.target_context import TargetBatch, draws_of, target_row
 from heads.tree import check_tree_states
 from specdata.lm_head import check_hidden_states
 from specdata.models import positions
 from specdata.processes import is_main
 from specdata.sampling import SamplingConfig
+from specdata.storage.checkpoints import checkpoint_to_resume
 from specdata.storage.files import write_json
 from specdata.storage.resume import Settings, read_record
 from specdata.storage.schema import MORE_DRAWS
@@ -94,11 +94,11 @@ class HeadResult:
     skipped_rows: int
     processes: int
     engine: str
-    by_moment: Mapping[str, HeadMetrics] = field(default_factory=dict)
-    labels: int = 0
-    cut_labels: int = 0
-    epochs: int = 0
-    learning_rate: float = 0.0
+    by_moment: Mapping[str, HeadMetrics]
+    labels: int
+    cut_labels: int
+    epochs: int
+    learning_rate: float
 
 
 def train_head(
@@ -140,7 +140,14 @@ def train_head(
             trained head predicts worse than the untrained one and than a coin.
         RuntimeError: if the launcher's DeepSpeed or processes were silently lost.
     """
-    data = read_rows(draft, train, dev, config)
+    required, optional = COLUMNS, ()
+    if config.kind == "immediate":
+        required, optional = (*COLUMNS, "overlap"), MORE_DRAWS.names
+    longest = longest_text(draft, config)
+    data = (
+        LabelRows.read("train", train, longest, required=required, optional=optional),
+        LabelRows.read("dev", dev, longest, required=required, optional=optional),
+    )
     settings = head_settings(config, seed, draft, data, out)
     finished = finished_head(out, settings)
     if finished is not None:
@@ -148,33 +155,13 @@ def train_head(
             _remove_leftovers(out)  # of a run killed right before its end
         return finished
     if is_main():
-        _tell_of_cut(data, longest_text(draft, config), config)
+        _tell_of_cut(data, longest, config)
     was_training = draft.training
     try:
         with deprecations_of_deepspeed_hidden():
             return _train(draft.eval(), data, out, config, seed, sampling, settings)
     finally:
         draft.train(was_training)
-
-
-def read_rows(
-    draft: PreTrainedModel, train: datasets.Dataset, dev: datasets.Dataset, config: HeadConfig
-) -> tuple[LabelRows, LabelRows]:
-    """The usable training and dev rows, with the columns that this kind of head learns from.
-
-    Raises:
-        ConfigError: if a column is missing or no row can be used.
-    """
-    longest = longest_text(draft, config)
-    required: tuple[str, ...] = COLUMNS
-    optional: tuple[str, ...] = ()
-    if config.kind == "immediate":
-        required, optional = (*COLUMNS, "overlap"), MORE_DRAWS.names
-
-    def read(name: str, rows: datasets.Dataset) -> LabelRows:
-        return LabelRows.read(name, rows, longest, required=required, optional=optional)
-
-    return read("train", train), read("dev", dev)
 
 
 def _train(
@@ -267,7 +254,9 @@ def _start(
 ) -> tuple[Training, Checkpoint | None, Scales | None]:
     """Join the other processes and wrap the head, with the last checkpoint's weights if any."""
     accelerator = start_accelerator(config.report_to, out / LOGS_NAME)
-    checkpoint = latest_checkpoint(out / CHECKPOINTS_NAME, settings)
+    folder = out / CHECKPOINTS_NAME
+    newest = checkpoint_to_resume(folder, settings)
+    checkpoint = None if newest is None else Checkpoint.read(newest)
     accelerator.wait_for_everyone()  # no process writes before all have looked
     if draft.device != accelerator.device:  # which packed weights refuse even where they are there
         draft.to(accelerator.device)
@@ -283,7 +272,7 @@ def _start(
     if config.mixing is None:
         context = target_context(draft, head, config, seed)
         if config.cache == "disk":
-            cache = _cached(accelerator, context, data[0], config, out / STATES_NAME, settings)
+            cache = _cached(accelerator, context, data[0], config, out / STATES_NAME)
             context = replace(context, cache=cache)
     else:
         to_logits, longest = logits_of_states(draft), longest_text(draft, config)
@@ -307,7 +296,6 @@ def _start(
         weight_decay=config.weight_decay,
     )
     config = config.model_copy(update={"learning_rate": config.peak_rate(head.hidden_size)})
-    folder = out / CHECKPOINTS_NAME
     return Training(engine, context, config, seed, settings, folder), checkpoint, scales
 
 
@@ -341,7 +329,9 @@ def scales_of(
     some = [context.row(rows[index], -1, 0) for index in range(0, len(rows), step)]
     size = config.micro_batch_size
     parts = [some[start : start + size] for start in range(0, len(some), size)]
-    return number_scales([context.inputs(collate(part).to(context.draft.device)) for part in parts])
+    return number_scales(
+        [context.inputs(TargetBatch.of(part).to(context.draft.device)) for part in parts]
+    )
 
 
 def _cached(
@@ -350,7 +340,6 @@ def _cached(
     rows: LabelRows,
     config: HeadConfig,
     folder: Path,
-    settings: Settings,
 ) -> FeatureCache:
     """What the draft says along the training rows, on the disk; made here if it is not there."""
     device = context.draft.device
@@ -359,18 +348,25 @@ def _cached(
         pieces = []
         for start in range(here.start, here.stop, config.micro_batch_size):
             part = range(start, min(start + config.micro_batch_size, here.stop))
-            batch = collate([_with_all_draws(rows[i], context.max_length) for i in part])
+            held = [rows[index] for index in part]
+            batch = TargetBatch.of(
+                [
+                    target_row(
+                        row,
+                        index=-1,
+                        draws=range(draws_of(row)),
+                        max_length=context.max_length,
+                        key=(),
+                    )
+                    for row in held
+                ]
+            )
             pieces.append(context.of_draft(batch.to(device)))
         return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
     cache = FeatureCache.of(folder, rows.sizes)
-    cache.fill(accelerator, settings, features)
+    cache.fill(accelerator, features)
     return cache
-
-
-def _with_all_draws(row: LabelRow, max_length: int) -> TargetRow:
-    draws = range(draws_of(row))
-    return target_row(row, index=-1, draws=draws, max_length=max_length, key=())
 
 
 def new_head(
@@ -454,6 +450,5 @@ def finished_head(out: Path, settings: Settings) -> HeadResult | None:
     settings.check(stored.pop("settings"), out)
     stored["before"], stored["after"] = (HeadMetrics(**stored[k]) for k in ("before", "after"))
     stored["losses"] = tuple(stored["losses"])
-    by_moment = stored["by_moment"].items()
-    stored["by_moment"] = {name: HeadMetrics(**metrics) for name, metrics in by_moment}
+    stored["by_moment"] = {name: HeadMetrics(**m) for name, m in stored["by_moment"].items()}
     return HeadResult(**stored)

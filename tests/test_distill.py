@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar, get_args
 
@@ -30,7 +30,6 @@ from transformers import (
 )
 
 from distill.batches import IGNORED, collate
-from distill.checkpoint import complete, newest_checkpoint
 from distill.config import DistilConfig, Objective, ToyPairConfig
 from distill.distillation import DistilResult, distil
 from distill.losses import LOSSES
@@ -43,6 +42,7 @@ from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ManifestError, TrainingDivergedError, VocabularyMismatchError
 from specdata.models import load_model, load_tokenizer
 from specdata.probability import SamplingConfig
+from specdata.storage.checkpoints import newest_checkpoint
 from specdata.storage.resume import Settings
 from specdata.toy.corpus import examples
 
@@ -448,6 +448,7 @@ def tear(work: Path) -> None:
     (work / "checkpoint-9999" / "model.safetensors").write_bytes(b"torn")
 
 
+@pytest.mark.exhaustive
 def test_a_killed_pair_training_ends_in_the_same_weights(pair: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     kill_after_checkpoint(command("pair", pair, out), out / "target.training")
@@ -456,20 +457,6 @@ def test_a_killed_pair_training_ends_in_the_same_weights(pair: Path, tmp_path: P
     train_toy_pair(out, SMALL, seed=0)
     for name in ("target", "draft"):
         assert_same_weights(out / name, pair / name)
-
-
-def test_a_killed_distillation_ends_in_the_same_weights(pair: Path, tmp_path: Path) -> None:
-    config = changed(QUICK, epochs=8)
-    uninterrupted = distilled(pair, tmp_path / "whole", config)
-    out = tmp_path / "out"
-    kill_after_checkpoint(command("distil", pair, out, config), tmp_path / "out.training")
-    assert not out.exists()
-    with pytest.raises(ManifestError, match=r"config\."):
-        distilled(pair, out, changed(config, learning_rate=1e-3))
-    tear(tmp_path / "out.training")
-    moved = shutil.copytree(pair, tmp_path / "moved")
-    assert distilled(moved, out, config) == uninterrupted
-    assert_same_weights(out, tmp_path / "whole")
 
 
 def with_untied_draft(pair: Path, folder: Path, kept: int | None = None) -> Path:
@@ -635,53 +622,6 @@ def checkpoints(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out.training"
 
 
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-    "empty": lambda path: path.write_bytes(b""),
-    "garbage": lambda path: path.write_bytes(bytes(range(256)) * (path.stat().st_size // 256 + 1)),
-    "one other byte": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\xa5"),
-    "missing": Path.unlink,
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_or_named(
-    checkpoints: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    names = {path.name for path in (checkpoints / "checkpoint-12").iterdir()}
-    assert names >= {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"}
-    assert names >= {"trainer_state.json", "training_args.bin", "complete.json", "config.json"}
-    if damage == "missing":
-        names -= {"complete.json"}  # that is a checkpoint which was never finished
-    for name in names:
-        work = tmp_path / name
-        shutil.copytree(checkpoints, work)
-        DAMAGES[damage](work / "checkpoint-12" / name)
-        caplog.clear()
-        assert newest_checkpoint(work, engine="PyTorch") == work / "checkpoint-8"
-        assert f"{work / 'checkpoint-12' / name} is " in caplog.text
-        assert "going on from" in caplog.text
-        assert [path.name for path in work.glob("checkpoint-*")] == ["checkpoint-8"]
-        # There is no other one now.
-        DAMAGES[damage](work / "checkpoint-8" / name)
-        with pytest.raises(ManifestError) as refusal:
-            newest_checkpoint(work, engine="PyTorch")
-        assert str(refusal.value).startswith(f"{work / 'checkpoint-8' / name} is ")
-        assert f"remove {work} to train from the start" in str(refusal.value)
-        assert (work / "checkpoint-8").is_dir()
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_settings_of_checkpoints_are_named(
-    pair: Path, checkpoints: Path, tmp_path: Path, damage: str
-) -> None:
-    shutil.copytree(checkpoints, tmp_path / "out.training")
-    DAMAGES[damage](tmp_path / "out.training" / "settings.json")
-    trainer, settings = stepwise_trainer(pair, tmp_path, steps=12)
-    with pytest.raises(ManifestError, match=r"out\.training/settings\.json is (damaged|missing)"):
-        train_resumably(trainer, tmp_path / "out.training", settings, label="distilling")
-
-
 def test_a_training_goes_on_from_the_checkpoint_before_a_damaged_one_to_the_same_weights(
     pair: Path, checkpoints: Path, tmp_path: Path
 ) -> None:
@@ -691,48 +631,3 @@ def test_a_training_goes_on_from_the_checkpoint_before_a_damaged_one_to_the_same
     train_resumably(trainer, tmp_path / "out.training", settings, label="distilling the draft")
     assert trainer.state.global_step == 12
     assert_same_weights(tmp_path / "out.training" / "checkpoint-12", checkpoints / "checkpoint-12")
-
-
-def test_a_checkpoint_of_an_earlier_version_which_lists_no_files_is_used(
-    checkpoints: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(checkpoints, tmp_path / "work")
-    newest = tmp_path / "work" / "checkpoint-12"
-    (newest / "complete.json").write_text('{"step": 12}')
-    assert newest_checkpoint(tmp_path / "work", engine="PyTorch") == newest
-
-
-def test_a_checkpoint_of_another_engine_is_refused(checkpoints: Path) -> None:
-    with pytest.raises(ManifestError, match=r"written under PyTorch .* under DeepSpeed in 2 pro"):
-        newest_checkpoint(checkpoints, engine="DeepSpeed in 2 processes")
-
-
-def test_a_checkpoint_counts_when_it_is_on_the_disk_and_older_ones_go_after_that(
-    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    work = tmp_path / "work"
-    shutil.copytree(checkpoints, work)
-    shutil.copytree(checkpoints / "checkpoint-12", work / "checkpoint-16")
-    (work / "checkpoint-16" / "complete.json").unlink()
-    files = set((work / "checkpoint-16").iterdir())
-    events: list[str] = []
-    sync = os.fsync
-
-    def record(handle: int) -> None:
-        path = Path(f"/proc/self/fd/{handle}").readlink()
-        sync(handle)
-        files.discard(path)
-        if path.name == ".complete.json.tmp":
-            events.append(f"mark, {len(files)} files not synced")
-        if path == work:
-            marked = (work / "checkpoint-16" / "complete.json").is_file()
-            events.append(f"folder, marked: {marked}, older: {(work / 'checkpoint-8').is_dir()}")
-
-    monkeypatch.setattr(os, "fsync", record)
-    complete(work / "checkpoint-16", engine="PyTorch")
-    assert events == [
-        "folder, marked: False, older: True",
-        "mark, 0 files not synced",
-        "folder, marked: True, older: True",
-    ]
-    assert {path.name for path in work.glob("checkpoint-*")} == {"checkpoint-12", "checkpoint-16"}

@@ -24,7 +24,6 @@ from safetensors.torch import load_file
 from distill.config import DistilConfig, FinetuneConfig, LoraConfig
 from distill.distillation import distil
 from distill.finetune import finetune
-from specdata.errors import ManifestError
 from specdata.interruption import Interrupted, stopping_on_signals
 from specdata.sampling import SamplingConfig
 from tests.random_pair import random_pair, texts_of
@@ -119,7 +118,13 @@ def assert_same_draft(ours: Path, theirs: Path) -> None:
             assert (ours / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, marks=pytest.mark.slow if c == "adapters" else pytest.mark.exhaustive)
+        for c in CASES
+    ],
+)
 def test_a_killed_training_ends_in_the_same_weights(
     pair: Path, tmp_path: Path, server: ForkServerContext, case: str
 ) -> None:
@@ -136,21 +141,6 @@ def test_a_killed_training_ends_in_the_same_weights(
     train(pair, out, changes)
     assert_same_draft(out, tmp_path / "whole")
     assert not work.exists()
-
-
-def test_a_killed_training_of_adapters_is_not_continued_with_others(
-    pair: Path, tmp_path: Path, server: ForkServerContext
-) -> None:
-    out, work = tmp_path / "out", tmp_path / "out.training"
-    process = server.Process(target=trained, args=(pair, out, LORA))
-    process.start()
-    wait_for_checkpoint(work, process.is_alive)
-    process.kill()
-    process.join()
-    for other in ({"lora": {"rank": 8, "dropout": 0.1}}, {}):
-        with pytest.raises(ManifestError, match=r"config\.lora"):
-            trained(pair, out, other)
-    assert list(work.glob("checkpoint-*/complete.json"))
 
 
 # --- two processes
@@ -199,7 +189,7 @@ def trained_until_interrupted(pair: Path, out: Path, changes: dict[str, Any]) ->
             os._exit(stop.status)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("engine", [ON_CPU, ZERO_2], ids=["DDP", "ZeRO-2"])
 def test_an_interrupted_and_killed_training_in_two_processes_ends_in_the_same_weights(
     pair: Path, tmp_path: Path, server: ForkServerContext, engine: dict[str, str]
@@ -232,7 +222,7 @@ ZERO_3 = {**ZERO_2, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
 ZERO_3 |= {"ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_adapters_in_parts_are_gathered_and_merged(
     pair: Path, tmp_path: Path, server: ForkServerContext
 ) -> None:

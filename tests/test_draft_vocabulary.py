@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from distill.checkpoint import is_finite
+from distill.training import _is_finite as is_finite
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.reporting.release import REDUCED, release_draft
 from eval.runtime.graphs import shared_graphs

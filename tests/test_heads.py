@@ -25,7 +25,7 @@ from heads.loss import (
     soft_auroc,
     weighted_bce,
 )
-from heads.mixing import LabelRow, collate, mix
+from heads.mixing import LabelRow, MixedBatch, mix
 from heads.train import weights_fingerprint
 from tests.drive_head import tiny_draft
 
@@ -120,19 +120,6 @@ def test_a_loaded_head_can_be_saved_again_unchanged(tmp_path: Path) -> None:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-def test_a_folder_saved_before_heads_carried_code_still_loads(tmp_path: Path) -> None:
-    head = make_head(depth=1, rejection_weight=2.0, draft="org/draft")
-    head.save_pretrained(tmp_path)
-    (tmp_path / "modeling_acceptance_head.py").unlink()
-    written = json.loads((tmp_path / "config.json").read_text())
-    own = {"hidden_size", "depth", "rejection_weight", "draft", "sampling"}
-    (tmp_path / "config.json").write_text(json.dumps({name: written[name] for name in own}))
-    loaded = AcceptanceHead.from_pretrained(tmp_path)
-    hidden = torch.randn(6, HIDDEN)
-    assert torch.equal(loaded(hidden), head(hidden))
-    assert (loaded.rejection_weight, loaded.draft) == (2.0, "org/draft")
-
-
 def test_a_hidden_size_that_does_not_match_is_refused_with_both_widths() -> None:
     with pytest.raises(ValueError, match=r"width 8, got 9; it was trained for the draft org/d"):
         make_head(draft="org/d")(torch.zeros(1, HIDDEN + 1))
@@ -154,7 +141,9 @@ def test_loading_what_is_no_head_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8, "model_type": "llama"}))
     with pytest.raises(ValueError, match="is not an acceptance head"):
         AcceptanceHead.from_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8, "depth": 1}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"kind": "specdec++", "hidden_size": 8, "depth": 1})
+    )
     with pytest.raises(ValueError, match="no acceptance head at"):
         AcceptanceHead.from_pretrained(tmp_path)  # the weights are missing
     save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
@@ -165,7 +154,9 @@ def test_loading_what_is_no_head_says_so(tmp_path: Path) -> None:
         AcceptanceHead.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "null", '{"hidden_size": "x", "depth": 1}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "null", '{"kind": "specdec++", "hidden_size": "x", "depth": 1}']
+)
 def test_a_damaged_configuration_of_a_head_is_named(text: str, tmp_path: Path) -> None:
     make_head().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(text)
@@ -255,7 +246,7 @@ def test_every_token_is_computed_exactly_once_whatever_the_split(
     ]
     count = micro_batch_count(len(rows), size=size, processes=processes) + spare
     parts = [
-        collate(part)
+        MixedBatch.of(part)
         for process in range(processes)
         for part in micro_batches(
             rows, size=size, count=count, process=process, processes=processes
@@ -406,7 +397,7 @@ def test_metrics_of_nothing_are_refused() -> None:
 
 def test_collate_pads_on_the_right_outside_the_mask() -> None:
     rows = [mix(make_row(n), rate=0.0, max_length=99, key=()) for n in (1, 3)]
-    batch = collate(rows)
+    batch = MixedBatch.of(rows)
     assert batch.input_ids.tolist() == [[0, 1, 2, 200, 0, 0], [0, 1, 2, 200, 200, 200]]
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]]
     assert batch.mask.tolist() == [[False] * 3 + [True] + [False] * 2, [False] * 3 + [True] * 3]

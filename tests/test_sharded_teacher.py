@@ -22,7 +22,7 @@ from distill.distillation import distil
 from distill.finetune import finetune
 from distill.toy import language_model
 from distill.training import save_model
-from heads.engine import start_accelerator
+from heads.loop import start_accelerator
 from recipes import train_draft
 from specdata.errors import ConfigError, ManifestError
 from specdata.lm_head import find_lm_head

@@ -18,7 +18,6 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from distill import callbacks, watch
 from distill.callbacks import best_step, store_best
-from distill.checkpoint import complete
 from distill.config import DistilConfig
 from distill.config import Reporter as Reporting
 from distill.distillation import DistilResult, distil
@@ -30,6 +29,7 @@ from specdata.expected_tokens import expected_tokens, log_ratios
 from specdata.models import load_model
 from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.sampling import SamplingConfig
+from specdata.storage.checkpoints import complete
 from specdata.storage.files import fingerprint
 from tests.test_distill import (
     assert_same_weights,
@@ -281,14 +281,6 @@ def test_the_result_tells_of_every_prompt_set_and_is_stored(
     stored = HeldOut(target, dev, SamplingConfig()).measure(draft).overall.acceptance
     assert stored == pytest.approx(result.acceptance_after, abs=1e-6)
     assert trained(pair, dev, out) == result
-
-
-def test_a_result_of_an_earlier_version_is_read(pair: Path, tmp_path: Path) -> None:
-    config = changed(WATCHED, epochs=0)
-    distilled(pair, tmp_path / "out", config)
-    old = {"acceptance_before": 0.5, "acceptance_after": 0.6, "positions": 9, "steps": 4}
-    (tmp_path / "out" / "distillation.json").write_text(json.dumps(old))
-    assert distilled(pair, tmp_path / "out", config) == DistilResult(**old)
 
 
 def test_no_epochs_keep_the_draft_as_it_starts_and_measure_it(pair: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from heads.contexts import TargetContext
 from heads.immediate import ImmediateHead
 from heads.inputs import FEATURES, HeadInputs, logits_of_states
 from heads.loss import soft_auroc
-from heads.target_context import collate
+from heads.target_context import TargetBatch
 from specdata.models import positions
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Recorded:
         )
         read = [context.row(row, index, None) for index, row in enumerate(rows)]
         batches = [
-            collate(read[start : start + ROWS_AT_ONCE])
+            TargetBatch.of(read[start : start + ROWS_AT_ONCE])
             for start in range(0, len(read), ROWS_AT_ONCE)
         ]
         with torch.inference_mode():
