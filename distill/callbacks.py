@@ -14,12 +14,10 @@ from accelerate.utils import broadcast_object_list
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from specdata.history import History, LoggedStep, Measurement
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from distill.adapters import trained_weights
-from distill.checkpoint import complete_steps, newest_complete
 from distill.history import History, LoggedStep, Measurement
 from distill.watch import SCORE, score
 from specdata.errors import ManifestError, TrainingDivergedError
