@@ -51,7 +51,7 @@ from specdata.models import (
     load_model,
     load_tokenizer,
 )
-from specdata.processes import join_processes, process_count
+from specdata.processes import join_processes, process_count, wait_for_main
 from specdata.sampling import SamplingConfig
 from specdata.sharded import load_sharded
 from specdata.storage.checkpoints import newest_complete
@@ -192,7 +192,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
         is_bound = isinstance(measured, TopLogitDistributions) and not measured.is_exact
         history = replace(history, before=before, after=after)
         _save(history, fit, plain, target, out, settings, is_bound=is_bound, undecided=undecided)
-    state.wait_for_everyone()
+    wait_for_main()
     return _stored(out)
 
 
@@ -243,10 +243,13 @@ def _measured(
     held_out: HeldOut, plain: PreTrainedModel, *, step: int = 0, watched_only: bool = False
 ) -> Measurement | None:
     """Measure a draft on the main process; None on others, which only run a target in parts."""
+    measured = None
     if join_processes().is_main_process:
-        return held_out.measure(base_of(plain), step=step, watched_only=watched_only)
-    held_out.attend(watched_only=watched_only)
-    return None
+        measured = held_out.measure(base_of(plain), step=step, watched_only=watched_only)
+    else:
+        held_out.attend(watched_only=watched_only)
+    wait_for_main()
+    return measured
 
 
 def _trained(

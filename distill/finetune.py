@@ -46,7 +46,7 @@ from specdata.models import (
     load_tokenizer,
     positions,
 )
-from specdata.processes import join_processes
+from specdata.processes import join_processes, wait_for_main
 from specdata.prompts.conversations import conversation_inputs
 from specdata.storage.checkpoints import newest_complete
 from specdata.storage.files import atomic_folder, fingerprint, write_json
@@ -146,7 +146,7 @@ def finetune(
             write_json(temporary / RESULT_FILE, result)
             history.write(temporary)
         _tidy(out)
-    state.wait_for_everyone()
+    wait_for_main()
     return _result(out)
 
 

@@ -43,7 +43,7 @@ from specdata.models import (
     positions,
 )
 from specdata.probability import overlap, probabilities
-from specdata.processes import join_processes
+from specdata.processes import join_processes, wait_for_main
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings
@@ -146,7 +146,7 @@ def make_initial(
             _check_saved(model, temporary)
             settings.write(temporary / SETTINGS_FILE)
             write_json(temporary / RESULT_FILE, made)
-    state.wait_for_everyone()
+    wait_for_main()
     result: dict[str, Any] = json.loads((out / RESULT_FILE).read_text("utf-8"))
     return result
 

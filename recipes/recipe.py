@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 
 from recipes.config import SHARED, PipelineConfig, parse
 from recipes.next_steps import CommandLine, Step
-from recipes.peers import watched
 from recipes.run import (
     RUN,
     USER_ERRORS,
@@ -96,8 +95,7 @@ class Recipe:
                     self.check(command.config)
                 show_plan(values, stages)
             else:
-                with watched(Path(command.config.output)):
-                    self.main(command.config)
+                self.main(command.config)
                 show_steps(self.next_steps(command.config, CommandLine(given, program)))
         except USER_ERRORS as error:
             print(f"error: {visible(without_passwords(str(error)))}", file=sys.stderr)

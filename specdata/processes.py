@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from datetime import timedelta
 from functools import cache
+from itertools import count
 from typing import TYPE_CHECKING, TypeVar
 
 from specdata.errors import ConfigError
-from specdata.extension_locks import free_locks
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -19,10 +20,13 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-# How long processes may wait for another in a collective. The others do while the main process
-# measures a draft, which outlasts the ten minutes that NCCL waits by default. A process that is
-# lost is found otherwise: by the launcher of its node, and by `recipes.peers` on other nodes.
-TIMEOUT = timedelta(hours=2)
+# How long processes wait for another in a collective before they count it as lost, where neither
+# the launcher of its node nor a broken connection tells. What may take longer is waited for
+# elsewhere: a stage by `recipes.run.wait_for`, the main process of a training by `wait_for_main`.
+TIMEOUT = timedelta(minutes=15)
+# Seconds between two looks for the main process, and the numbers of the waits for it.
+PAUSE = 0.2
+_waits = count()
 
 
 def process_count() -> int:
@@ -50,16 +54,6 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def spans_nodes() -> bool:
-    """Whether the launcher of this process says that others started the rest of the processes."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", process_count())) < process_count()
-
-
-def leads_node() -> bool:
-    """Whether this is the first process of its node."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
 def join_processes() -> PartialState:
     """Join the processes of this run; call it before models are loaded, to have the right device.
 
@@ -85,8 +79,6 @@ def join_processes() -> PartialState:
         _warn_of_one_process()
     if is_fsdp():
         _check_fsdp()
-    if wants_deepspeed and leads_node():
-        free_locks()
     if launched and not torch.cuda.is_available():
         state = PartialState(cpu=not wants_deepspeed, backend="gloo", timeout=TIMEOUT)
         if is_fsdp():
@@ -174,6 +166,25 @@ def in_group() -> bool:
         and torch.distributed.is_available()
         and torch.distributed.is_initialized()
     )
+
+
+def wait_for_main() -> None:
+    """Wait until the main process comes here, too, however long it works; all must call this.
+
+    Not in a collective, which would end after `TIMEOUT`: the others look into the store by which
+    the processes found each other. It is gone when the main process's node is, which raises here.
+    """
+    state = join_processes()
+    if state.num_processes == 1:
+        return
+    from torch.distributed.distributed_c10d import _get_default_store  # there is no public one
+
+    store, place = _get_default_store(), f"draftsmith/main/{next(_waits)}"
+    if state.is_main_process:
+        store.set(place, "here")
+    while not store.check([place]):
+        time.sleep(PAUSE)
+    state.wait_for_everyone()  # until all have seen it: the store ends with the main process
 
 
 def told_by_main(value: T) -> T:

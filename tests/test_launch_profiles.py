@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -18,9 +17,8 @@ import torch.distributed.run as torchrun
 import yaml
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, patch_environment
 from accelerate.utils.launch import _filter_args
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from recipes.launcher import LAUNCH, PROFILES, _failed, launch_command, start
+from recipes.launcher import LAUNCH, PROFILES
 
 NAMES = ["cpu", "cpu-2", "fsdp2", "multi_gpu", "multi_node", "single_gpu"]
 NAMES += ["zero1", "zero2", "zero3", "zero3_offload"]
@@ -247,39 +245,3 @@ def test_the_plugin_of_fsdp2_has_what_the_profile_says() -> None:
     assert plugin.fsdp_version == 2
     assert plugin.reshard_after_forward is True
     assert plugin.state_dict_type.name == "FULL_STATE_DICT"
-
-
-# --- exit statuses
-
-
-@pytest.mark.parametrize(
-    ("exits", "rank", "status"),
-    [
-        ({0: 2, 1: -signal.SIGTERM}, 0, 2),
-        ({0: 1, 1: 2}, 1, 2),  # rank 0 missed rank 1, which was refused, in a collective
-        ({0: 1, 1: -signal.SIGKILL}, 1, 137),
-        ({0: 143, 1: 1}, 1, 1),
-        ({0: 143, 1: 143}, 0, 143),
-        ({0: 130, 1: 143}, 0, 130),
-    ],
-)
-def test_a_launcher_ends_with_the_status_of_the_process_that_ended_the_others(
-    exits: dict[int, int], rank: int, status: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failures = {each: ProcessFailure(each, 10 + each, code, "") for each, code in exits.items()}
-    assert _failed(failures) == status
-    assert f"rank {rank} ended" in capsys.readouterr().err
-
-
-def test_a_launch_of_no_process_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert start(launch_command("cpu-2", ["--num_processes", "0"], "train-head", [])) == 2
-    assert "--num_processes must be at least 1" in capsys.readouterr().err
-
-
-def test_a_process_that_torchrun_killed_later_is_not_the_cause(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    failures = {rank: ProcessFailure(rank, 1, code, "") for rank, code in {0: -9, 1: 1}.items()}
-    failures[0].timestamp += 30
-    assert _failed(failures) == 1
-    assert "rank 1 ended with status 1" in capsys.readouterr().err

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import json
 import re
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from threading import Event, Thread
@@ -22,8 +24,10 @@ from distill.distillation import distil
 from distill.finetune import finetune
 from distill.toy import language_model
 from distill.training import save_model
+from distill.watch import HeldOut
 from heads.loop import start_accelerator
 from recipes import train_draft
+from specdata import processes
 from specdata.errors import ConfigError, ManifestError
 from specdata.lm_head import find_lm_head
 from specdata.models import load_model, load_tokenizer
@@ -243,6 +247,33 @@ def test_a_killed_training_in_parts_goes_on_in_parts_alone_and_ends_in_the_same_
         trained(pair, out, LONG)
     finish(start_two(server, trained, pair, out, LONG, **FSDP_2))
     assert_same_draft(out, tmp_path / "whole")
+
+
+# --- waiting for the main process
+
+
+def slowly_measured(pair: Path, out: Path, changes: dict[str, Any]) -> None:
+    """Distil where the main process measures for longer than a collective may take."""
+    processes.TIMEOUT = timedelta(seconds=5)
+    measure, held_back = HeldOut.measure, 8.0
+
+    def slowly(self: HeldOut, *arguments: Any, **settings: Any) -> Any:
+        time.sleep(held_back)
+        return measure(self, *arguments, **settings)
+
+    HeldOut.measure = slowly  # type: ignore[method-assign]
+    trained(pair, out, changes)
+
+
+@pytest.mark.slow
+def test_processes_wait_for_the_main_one_for_longer_than_a_collective_may_take(
+    pair: Path, tmp_path: Path, server: ForkServerContext
+) -> None:
+    """The only test of the waits for a main process; 16 s are what it holds the others back."""
+    once = {"epochs": 0}
+    finish(start_two(server, slowly_measured, pair, tmp_path / "two", once, **ON_CPU))
+    trained(pair, tmp_path / "one", once)
+    assert_same_draft(tmp_path / "two", tmp_path / "one")
 
 
 # --- refusals
