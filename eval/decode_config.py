@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from eval.drafting.stopping import StoppingRule, read_rule
-from eval.drafting.stopping.fixed import Fixed
+from eval.drafting.stopping.thresholds import Fixed
 from eval.verifiers import VERIFIERS
 from specdata.config import Config, mistakes, nearest
 from specdata.errors import ConfigError

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eval.drafting.stopping.confidence import Confidence
-from eval.drafting.stopping.fixed import Fixed
+from eval.drafting.stopping.thresholds import Confidence, Fixed
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.methods import EvalConfig, MethodConfig, check_methods
 from eval.rounds import Generation

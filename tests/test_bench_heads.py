@@ -30,8 +30,8 @@ from benchmarks.head_figures.variants import (
 from distill.toy import language_model
 from eval.analysis.expectation import Traces, expected_counts
 from eval.analysis.traces import acceptance_traces
-from eval.drafting.stopping.fixed import Fixed
 from eval.drafting.stopping.recorded import RecordedTokens, constant_length
+from eval.drafting.stopping.thresholds import Fixed
 from heads import AcceptanceHead, BaseHead
 from heads.immediate import ImmediateHead
 from heads.loss import soft_auroc

@@ -13,8 +13,7 @@ from scipy.optimize import check_grad
 from scipy.special import expit, logit
 
 from eval.analysis.traces import acceptance_traces
-from eval.drafting.stopping.calibration import Calibration, fit_calibration
-from eval.drafting.stopping.logit import Logit
+from eval.drafting.stopping.logistic import Calibration, Logit, fit_calibration
 from eval.drafting.stopping.recorded import RecordedTokens
 from recipes import run_eval
 from recipes.config import PipelineConfig, parse

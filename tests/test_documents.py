@@ -102,7 +102,9 @@ def test_the_stopping_rule_in_architecture_is_a_whole_file_that_decodes(
     flat = yaml.safe_load("{name: mine, stop: patience, patience: 2}")
     assert read_config(MethodConfig, flat).stop == rule(patience=2)
 
-    should_stop = rule(patience=2).start(None).begin()
+    active = rule(patience=2).start(None)
+    active.begin()
+    should_stop = active.should_stop
     q = torch.tensor([0.75, 0.25])
     answers = [should_stop(DraftedToken(token, q, None)) for token in (1, 0, 0, 1)]
     assert answers == [False, False, False, True]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 from pydantic import Field
 
-from eval.drafting.stopping import STOPPING_RULES, ActiveRule, DraftedToken, ShouldStop
+from eval.drafting.stopping import STOPPING_RULES, ActiveRule, DraftedToken
 from eval.drafting.stopping.rule import AdaptiveRule
 from eval.measuring.experiment import Artefacts, measure_prompts, stored_results
 from eval.measuring.methods import EvalConfig, MethodConfig, check_methods
@@ -221,17 +221,20 @@ class Patience(AdaptiveRule):
     patience: int = Field(default=2, ge=1, description="unlikely tokens until the draft ends")
 
     def start(self, head: AcceptanceHead | None) -> ActiveRule:
-        def begin() -> ShouldStop:
-            seen = 0
+        return CountUnlikely(self)
 
-            def should_stop(drafted: DraftedToken) -> bool:
-                nonlocal seen
-                seen += drafted.token != int(drafted.distribution.argmax())
-                return seen >= self.patience
 
-            return should_stop
+class CountUnlikely(ActiveRule):
+    def __init__(self, rule: Patience) -> None:
+        super().__init__(rule.limit)
+        self.patience = rule.patience
 
-        return ActiveRule(self.limit, begin)
+    def begin(self) -> None:
+        self.seen = 0
+
+    def should_stop(self, drafted: DraftedToken) -> bool:
+        self.seen += drafted.token != int(drafted.distribution.argmax())
+        return self.seen >= self.patience
 
 
 def test_a_new_rule_with_a_parameter_of_its_own_is_a_class_and_a_line(

@@ -30,8 +30,8 @@ from eval.analysis.replay import COST_RULE, RuleResult, cost_rule_counts
 from eval.analysis.savings import saving
 from eval.analysis.traces import acceptance_traces
 from eval.drafting.stopping import STOPPING_RULES
-from eval.drafting.stopping.calibration import fit_calibration
 from eval.drafting.stopping.cost import Cost
+from eval.drafting.stopping.logistic import fit_calibration
 from eval.drafting.stopping.recorded import constant_length
 from eval.measuring.intervals import Interval
 from eval.measuring.pooled import ALL_SETS

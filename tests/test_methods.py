@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from eval.drafting.stopping.calibration import CalibratedRule, Calibration
-from eval.drafting.stopping.entropy import Entropy
+from eval.drafting.stopping.logistic import CalibratedRule, Calibration
+from eval.drafting.stopping.thresholds import Entropy
 from eval.measuring.methods import (
     EvalConfig,
     MethodConfig,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from eval.drafting.stopping.online import INFORMATION, OnlineLogistic, sigmoid
+from eval.drafting.stopping.logistic import INFORMATION, OnlineLogistic, sigmoid
 
 
 def outcomes(

@@ -118,7 +118,8 @@ def test_a_recorded_rule_drafts_as_far_as_its_own_object(
         tokens, n = drafted_tokens(draft, row), len(row["draft_ids"])
         for position in range(n):
             active = rule.start(head)
-            should_stop, drafted = active.begin(), 0
+            active.begin()
+            should_stop, drafted = active.should_stop, 0
             for token in tokens[position : min(n - 1, position + active.longest)]:
                 drafted += 1
                 if should_stop(token):
@@ -169,7 +170,8 @@ def test_a_recorded_head_of_any_moments_drafts_as_far_as_its_rules_own_object(
         ]
         for position in range(n):
             active = rule.start(head)
-            should_stop, drafted = active.begin(), 0
+            active.begin()
+            should_stop, drafted = active.should_stop, 0
             for token in tokens[position : min(n - 1, position + active.longest)]:
                 drafted += 1
                 if should_stop(token):

@@ -17,11 +17,10 @@ from eval.drafting.stopping import (
     STOPPING_RULES,
     ActiveRule,
     DraftedToken,
-    ShouldStop,
     StoppingRule,
 )
 from eval.drafting.stopping.cost import Cost, CostEstimates, worth_drafting
-from eval.drafting.stopping.logit import Logit
+from eval.drafting.stopping.logistic import Logit
 from eval.drafting.stopping.rule import AdaptiveRule
 from eval.measuring.methods import MethodConfig
 from eval.measuring.records import check_identity, record_prompt
@@ -150,19 +149,19 @@ def test_a_rule_is_told_where_a_token_stands_and_how_long_nothing_was_rejected()
     """From the rounds themselves: accepted tokens, and the one after a whole accepted draft."""
     seen: list[list[tuple[int, int]]] = []  # of each round
 
-    def look(drafted: DraftedToken) -> bool:
-        seen[-1].append((drafted.position, drafted.since_rejection))
-        return False
+    class Watching(ActiveRule):
+        def begin(self) -> None:
+            seen.append([])
 
-    def begin() -> ShouldStop:
-        seen.append([])
-        return look
+        def should_stop(self, drafted: DraftedToken) -> bool:
+            seen[-1].append((drafted.position, drafted.since_rejection))
+            return False
 
     class Watcher(AdaptiveRule):
         name: ClassVar[str] = "watcher"
 
         def start(self, head: BaseHead | None) -> ActiveRule:
-            return ActiveRule(self.limit, begin)
+            return Watching(self.limit)
 
     target, draft = tiny_llama(0, vocab=12), tiny_llama(0, vocab=12)
     with torch.no_grad():  # so that about every fifth token is rejected
@@ -253,7 +252,8 @@ def distribution(accept: float) -> torch.Tensor:
 def test_the_logit_rule_multiplies_calibrated_probabilities_of_all_tokens() -> None:
     rule = Logit(calibration=(0.4, 0.7), threshold=0.5).start(None)
     for confidences in ([0.9, 0.8, 0.6, 0.5, 0.4], [0.3], [0.99, 0.2, 0.9]):
-        stop, survival = rule.begin(), 1.0
+        rule.begin()
+        stop, survival = rule.should_stop, 1.0
         for q_max in confidences:
             odds = 0.4 + 0.7 * torch.logit(torch.tensor(q_max, dtype=torch.float64))
             survival *= float(odds.sigmoid())
@@ -262,10 +262,11 @@ def test_the_logit_rule_multiplies_calibrated_probabilities_of_all_tokens() -> N
 
 def test_a_one_hot_distribution_stops_nothing() -> None:
     for rule in (
-        Logit(threshold=0.5).start(None).begin(),
-        CostEstimates(Cost(draft_seconds=0.1, token_seconds=1.0)).begin(),
+        Logit(threshold=0.5).start(None),
+        CostEstimates(Cost(draft_seconds=0.1, token_seconds=1.0)),
     ):
-        assert not any(rule(DraftedToken(0, torch.eye(4)[1], None)) for _ in range(100))
+        rule.begin()
+        assert not any(rule.should_stop(DraftedToken(0, torch.eye(4)[1], None)) for _ in range(100))
 
 
 def test_the_cost_rule_undoes_the_heads_bias_and_judges_the_newest_token_by_its_distribution() -> (
@@ -276,7 +277,8 @@ def test_the_cost_rule_undoes_the_heads_bias_and_judges_the_newest_token_by_its_
     for share in (0.05, 0.2, 0.4, 0.6):
         costs = Cost(draft_seconds=share, token_seconds=1.0, mean_acceptance=0.9)
         rule = CostEstimates(costs, made)
-        stop, known = rule.begin(), 1.0
+        rule.begin()
+        stop, known = rule.should_stop, 1.0
         for place, state in enumerate(states):
             if place:
                 raw = float(torch.sigmoid(made(state).detach()))
@@ -321,7 +323,8 @@ def test_the_measured_cost_rule_lies_between_the_optimum_and_the_best_fixed_leng
     rule = CostEstimates(Cost(calibration=(1.0, 0.5)))
     seconds, emitted = 0.0, 0
     for turn in range(6000):
-        stop, seen = rule.begin(), list[float]()
+        rule.begin()
+        stop, seen = rule.should_stop, list[float]()
         while len(seen) < 25:
             seen.append(chance.choices(accept, weights)[0])
             if stop(DraftedToken(0, distribution(seen[-1]), None)):

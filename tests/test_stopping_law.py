@@ -104,7 +104,8 @@ def at_work(name: str) -> ActiveRule:
     rule = rule_of(name).start(head_of(name))
     for turn in range(24):
         length, path = 1 + turn % DEEPEST, (turn % V, (turn // 2) % V, (turn // 3) % V)
-        should_stop = rule.begin()
+        rule.begin()
+        should_stop = rule.should_stop
         for depth in range(length):
             should_stop(drafted(path[:depth], path[depth]))
         accepted = (5 * turn) % (length + 1)
@@ -130,17 +131,20 @@ def drafts(rule: ActiveRule, *, drop: bool = False) -> Iterator[tuple[Path, floa
     pending: list[tuple[Path, float]] = [((), 1.0)]
     while pending:
         path, weight = pending.pop()
-        should_stop, ended = rule.begin(), False
+        rule.begin()
+        should_stop, ended = rule.should_stop, False
         for depth in range(len(path)):
-            if depth and rule.before is not None:
-                assert not rule.before(upcoming(path[:depth])), "a rule must decide alike"
+            if depth and rule.asks_before:
+                assert not rule.should_stop_before(upcoming(path[:depth])), (
+                    "a rule must decide alike"
+                )
             ended = should_stop(drafted(path[:depth], path[depth]))
         if drop and ended and len(path) > 1:
             yield path[:-1], weight
             continue
         ended = ended or len(path) == min(DEEPEST, rule.longest)
-        if path and not ended and rule.before is not None:
-            ended = rule.before(upcoming(path))
+        if path and not ended and rule.asks_before:
+            ended = rule.should_stop_before(upcoming(path))
         if ended:
             yield path, weight
             continue

@@ -15,7 +15,7 @@ from scipy.special import expit
 from eval.analysis.traces import acceptance_traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import DraftedToken
-from eval.drafting.stopping.margin import POSITIONS, Margin, MarginModels
+from eval.drafting.stopping.logistic import POSITIONS, Margin, MarginModels
 from eval.drafting.stopping.numbers import SHAPES, Network, Numbers, fit_network
 from eval.drafting.stopping.recorded import Reals, RecordedTokens
 from eval.rounds import Round
@@ -64,7 +64,8 @@ def test_there_is_a_pair_for_each_position_and_the_last_serves_all_further_ones(
     assert fitted.reported() == json.loads(json.dumps(fitted.reported()))
     pairs = ((9.0, 0.0), (9.0, 0.0), (-9.0, 0.0))
     rule = Margin(threshold=0.5, coefficients=pairs, limit=30).start(None)
-    should_stop = rule.begin()
+    rule.begin()
+    should_stop = rule.should_stop
     assert [should_stop(drawn(1.0)) for _ in range(4)] == [False, False, True, True]
     lengths = Margin(threshold=0.5, coefficients=pairs).recorded_lengths(recorded(np.ones((1, 9))))
     assert lengths is not None
@@ -72,9 +73,10 @@ def test_there_is_a_pair_for_each_position_and_the_last_serves_all_further_ones(
 
 
 def test_the_margin_learns_from_known_outcomes_at_their_own_position_only() -> None:
-    rule = MarginModels(((0.0, 0.5),) * 4, threshold=0.9)
+    rule = MarginModels(Margin(coefficients=((0.0, 0.5),) * 4, threshold=0.9))
     before = [model.accept(3.0) for model in rule.models]
-    should_stop = rule.begin()
+    rule.begin()
+    should_stop = rule.should_stop
     for _ in range(4):
         should_stop(drawn(3.0))
     rule.observe(finished(drafted=4, accepted=1))
@@ -88,10 +90,12 @@ def test_without_refitting_nothing_is_learned() -> None:
     for refit in (True, False):
         rule = Margin(coefficients=((0.0, 0.5),), threshold=0.5, refit=refit).start(None)
         for _ in range(30):
-            should_stop = rule.begin()
+            rule.begin()
+            should_stop = rule.should_stop
             should_stop(drawn(3.0))
             rule.observe(finished(drafted=1, accepted=0))
-        assert rule.begin()(drawn(3.0)) == refit
+        rule.begin()
+        assert rule.should_stop(drawn(3.0)) == refit
 
 
 def test_labels_without_margins_are_refused() -> None:
@@ -171,7 +175,8 @@ def test_the_network_reads_the_same_numbers_in_decoding_and_replay() -> None:
     assert lengths is not None
     active = rule.start(None)
     for position in range(24):
-        should_stop, count = active.begin(), 0
+        active.begin()
+        should_stop, count = active.should_stop, 0
         for token in tokens[position : min(23, position + 5)]:
             count += 1
             if should_stop(token):

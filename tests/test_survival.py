@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eval.drafting.stopping import DraftedToken, UpcomingToken
 from eval.drafting.stopping.cost import Cost, CostEstimates
-from eval.drafting.stopping.online import sigmoid
+from eval.drafting.stopping.logistic import sigmoid
 from eval.drafting.stopping.survival import Survival
 from eval.rounds import Round
 from heads import AcceptanceHead, BaseHead

@@ -15,9 +15,9 @@ from eval.analysis.replay import COST_RULE, LENGTHS, THRESHOLDS, fit_all_rules, 
 from eval.analysis.savings import saving
 from eval.analysis.traces import acceptance_traces
 from eval.drafting.stopping import StoppingRule
-from eval.drafting.stopping.fixed import Fixed
 from eval.drafting.stopping.head import Head
 from eval.drafting.stopping.recorded import Reals, RecordedHead, pad
+from eval.drafting.stopping.thresholds import Fixed
 from eval.measuring.intervals import Interval, resamples
 from heads import BaseHead
 from heads.contexts import TargetContext

@@ -29,9 +29,8 @@ from eval.analysis.replay import (
 )
 from eval.analysis.savings import saving
 from eval.drafting.stopping import STOPPING_RULES, StoppingRule
-from eval.drafting.stopping.calibration import Calibration, fit_logistic
 from eval.drafting.stopping.cost import Cost
-from eval.drafting.stopping.margin import UNFITTED
+from eval.drafting.stopping.logistic import UNFITTED, Calibration, fit_logistic
 from eval.drafting.stopping.numbers import Network, recorded_numbers
 from eval.measuring.intervals import Interval
 from eval.measuring.metrics import LatencyFit, fit_latency

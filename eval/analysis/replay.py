@@ -28,17 +28,14 @@ from rich.table import Table
 from eval.analysis.expectation import Counts, Traces, dinkelbach, expected_counts, oracle_counts
 from eval.analysis.savings import saving
 from eval.drafting.stopping import STOPPING_RULES, StoppingRule
-from eval.drafting.stopping.confidence import Confidence
 from eval.drafting.stopping.cost import Cost
-from eval.drafting.stopping.cumulative import Cumulative
-from eval.drafting.stopping.entropy import Entropy
-from eval.drafting.stopping.fixed import Fixed
 from eval.drafting.stopping.recorded import (
     Lengths,
     Reals,
     constant_length,
     until_product_below,
 )
+from eval.drafting.stopping.thresholds import Confidence, Cumulative, Entropy, Fixed
 from eval.measuring.intervals import Interval
 from eval.measuring.pooled import ALL_SETS
 from specdata.errors import ConfigError, ManifestError

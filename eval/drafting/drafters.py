@@ -82,10 +82,10 @@ class ChainDrafter:
         self, committed: list[int], max_depth: int, generator: torch.Generator
     ) -> ForwardCoroutine[DraftTree]:
         """Draft a chain."""
-        should_stop, before = self._rule.begin(), self._rule.before
-        sequence = self._sequence
+        rule, sequence = self._rule, self._sequence
+        rule.begin()
         uncached = committed[sequence.length :]
-        planned = min(max_depth, self._rule.longest)
+        planned = min(max_depth, rule.longest)
         tokens: list[int] = []
         distributions: list[Tensor] = []
         while len(tokens) < planned:
@@ -93,16 +93,17 @@ class ChainDrafter:
             distribution, state = sequence.distribution(logits[0]), sequence.hidden
             place, since = len(tokens), self._since_rejection + len(tokens)
             # At least one token is drafted: a round is never the target's alone.
-            if before and tokens and before(UpcomingToken(distribution, state, place, since)):
+            upcoming = UpcomingToken(distribution, state, place, since)
+            if rule.asks_before and tokens and rule.should_stop_before(upcoming):
                 break
-            token, numbers = draw_and_read(distribution, generator, self._rule.reads)
+            token, numbers = draw_and_read(distribution, generator, rule.reads)
             tokens.append(token)
             distributions.append(distribution)
             if token in self._end_tokens:
                 break
             embedding = sequence.embedding(token)
             drafted = DraftedToken(token, distribution, state, embedding, place, since, numbers)
-            if should_stop(drafted):
+            if rule.should_stop(drafted):
                 break
             uncached = [token]
         return drawn_chain(tokens, distributions, planned)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from eval.decode_config import DecodeConfig, DraftingConfig
-from eval.drafting.stopping.confidence import Confidence
-from eval.drafting.stopping.fixed import Fixed
+from eval.drafting.stopping.thresholds import Confidence, Fixed
 from eval.runtime.engines import Engine
 from specdata.config import MOST_TOKENS, Config, mistakes
 from specdata.errors import ConfigError

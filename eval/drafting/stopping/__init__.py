@@ -1,10 +1,10 @@
 """Every stopping rule by name, and how a rule is read from flat settings.
 
-To add one: write it in a file here, as a frozen class with its own parameters, what it needs, and
-`start` (see `rule.py` for the contract and `confidence.py` for the shortest example); then add its
-line to `STOPPING_RULES`. Configuration, decoder, results and report find the rest in the class:
-the name under which it is asked for, its parameters as keys beside `stop:`, whether it needs a
-head, labels or times. `tests/test_stopping.py` drives every entry.
+To add one: write a frozen class with its own parameters, what it needs, and `start`, which returns
+what is asked after each drafted token (`rule.py` has the contract, `thresholds.py` the shortest
+examples); then add its line to `STOPPING_RULES`. Configuration, decoder, results and report find
+the rest in the class: the name under which it is asked for, its parameters as keys beside `stop:`,
+whether it needs a head, labels or times. `tests/test_stopping.py` drives every entry.
 """
 
 from __future__ import annotations
@@ -15,29 +15,23 @@ from typing import Annotated, Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from eval.drafting.stopping.confidence import Confidence
 from eval.drafting.stopping.cost import Cost
-from eval.drafting.stopping.cumulative import Cumulative
-from eval.drafting.stopping.entropy import Entropy
-from eval.drafting.stopping.fixed import Fixed
 from eval.drafting.stopping.head import Head
-from eval.drafting.stopping.logit import Logit
-from eval.drafting.stopping.margin import Margin
+from eval.drafting.stopping.logistic import Logit, Margin
 from eval.drafting.stopping.numbers import Numbers
 from eval.drafting.stopping.rule import (
     ActiveRule,
     DraftedToken,
-    ShouldStop,
     StoppingRule,
     UpcomingToken,
 )
+from eval.drafting.stopping.thresholds import Confidence, Cumulative, Entropy, Fixed
 from specdata.config import nearest
 
 __all__ = [
     "STOPPING_RULES",
     "ActiveRule",
     "DraftedToken",
-    "ShouldStop",
     "StoppingRule",
     "UpcomingToken",
     "read_rule",

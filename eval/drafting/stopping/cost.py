@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from eval.drafting.stopping.calibration import CalibratedRule, odds_of
 from eval.drafting.stopping.head import check_asked_before
-from eval.drafting.stopping.online import OnlineLogistic
+from eval.drafting.stopping.logistic import CalibratedRule, OnlineLogistic, odds_of
 from eval.drafting.stopping.rule import (
     ActiveRule,
     DraftedToken,
     Family,
-    ShouldStop,
     UpcomingToken,
     largest,
 )
@@ -154,14 +152,12 @@ class Cost(CalibratedRule):
             tokens, least, limit=self.limit, calibrated=True, newest=newest
         )
 
-    def start(self, head: BaseHead | None) -> ActiveRule:
+    def start(self, head: BaseHead | None) -> CostEstimates:
         """Begin with the given costs and first guesses."""
         if self.measured:
             # Imported here for the light start, and now so that no round is timed with it.
             import scipy.stats  # noqa: F401
-        estimates = CostEstimates(self, head if self.head else None)
-        before = estimates.before if self.before_drawing else None
-        return ActiveRule(self.limit, estimates.begin, estimates.observe, before, largest)
+        return CostEstimates(self, head if self.head else None)
 
 
 def worth_drafting(
@@ -183,7 +179,7 @@ def worth_drafting(
     return token_seconds * survival * mean_acceptance > draft_seconds
 
 
-class CostEstimates:
+class CostEstimates(ActiveRule):
     """The rule at work in one slot: asks `worth_drafting` after each token, and learns from rounds.
 
     If t_d and lambda are given, nothing is measured and generations do not influence each other.
@@ -199,6 +195,8 @@ class CostEstimates:
     """
 
     def __init__(self, rule: Cost, head: BaseHead | None = None) -> None:
+        super().__init__(rule.limit, largest)
+        self.asks_before = rule.before_drawing
         self._rule = rule
         self._learns = not (rule.draft_seconds and rule.token_seconds)
         self.mean_acceptance = rule.mean_acceptance
@@ -208,28 +206,25 @@ class CostEstimates:
         self.verify_seconds = rule.verify_seconds
         model = rule.model
         self.newest = OnlineLogistic((model.intercept, model.slope))
-        self._survival = self._head_survival(head)
+        self._survival: Survival | None = None
+        if head is not None:
+            from eval.drafting.stopping.survival import Survival
+
+            self._survival = Survival(head, refit=self._learns and rule.refit)
         self._round: list[float] = []  # of each token, what the logistic model reads
         self._product = 1.0
         self._rounds: deque[Round] = deque(maxlen=ROUNDS)
         self._accepted: deque[bool] = deque(maxlen=TOKENS)
         self._observed = 0
 
-    def _head_survival(self, head: BaseHead | None) -> Survival | None:
-        if head is None:
-            return None
-        from eval.drafting.stopping.survival import Survival
-
-        return Survival(head, refit=self._learns and self._rule.refit)
-
-    def begin(self) -> ShouldStop:
+    def begin(self) -> None:
         """Start a round."""
         self._round, self._product = [], 1.0
         if self._survival is not None:
             self._survival.begin()
-        return self._should_stop
 
-    def _should_stop(self, drafted: DraftedToken) -> bool:
+    def should_stop(self, drafted: DraftedToken) -> bool:
+        """Whether the next token is expected to cost more than it saves."""
         self._round.append(odds_of(drafted.read(largest)[0]))
         newest = self.newest.accept(self._round[-1])
         self._product *= newest
@@ -242,8 +237,8 @@ class CostEstimates:
             draft_seconds=self.draft_seconds,
         )
 
-    def before(self, upcoming: UpcomingToken) -> bool:
-        """Whether to end before a token is drawn: the draft's forward for it is paid already."""
+    def should_stop_before(self, upcoming: UpcomingToken) -> bool:
+        """Whether verifying the token costs more: the draft's forward for it is paid already."""
         assert self._survival is not None
         return not worth_drafting(
             self._survival.before(upcoming),

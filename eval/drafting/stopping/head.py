@@ -11,7 +11,6 @@ from eval.drafting.stopping.rule import (
     AdaptiveRule,
     DraftedToken,
     Family,
-    ShouldStop,
     UpcomingToken,
 )
 from specdata.errors import ConfigError
@@ -75,22 +74,27 @@ class Head(AdaptiveRule):
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Multiply the head's acceptance probabilities of a round's tokens."""
+        assert head is not None
+        return _HeadModel(self, head)
+
+
+class _HeadModel(ActiveRule):
+    def __init__(self, rule: Head, head: BaseHead) -> None:
         from eval.drafting.stopping.survival import Survival
 
-        assert head is not None
-        survival = Survival(head, calibrated=False)
+        super().__init__(rule.limit)
+        self.threshold = rule.threshold
+        self.asks_before = rule.before_drawing
+        self.survival = Survival(head, calibrated=False)
 
-        def should_stop(drafted: DraftedToken) -> bool:
-            return 1.0 - survival.after(drafted) > self.threshold
+    def begin(self) -> None:
+        self.survival.begin()
 
-        def begin() -> ShouldStop:
-            survival.begin()
-            return should_stop
+    def should_stop(self, drafted: DraftedToken) -> bool:
+        return 1.0 - self.survival.after(drafted) > self.threshold
 
-        def before(upcoming: UpcomingToken) -> bool:
-            return 1.0 - survival.before(upcoming) > self.threshold
-
-        return ActiveRule(self.limit, begin, before=before if self.before_drawing else None)
+    def should_stop_before(self, upcoming: UpcomingToken) -> bool:
+        return 1.0 - self.survival.before(upcoming) > self.threshold
 
 
 def check_asked_before(head: BaseHead | None) -> None:

@@ -17,9 +17,8 @@ from pydantic import Field, field_validator
 from eval.drafting.stopping.rule import (
     ActiveRule,
     AdaptiveRule,
-    DraftedToken,
-    ShouldStop,
-    features,
+    Features,
+    SurvivalRule,
     largest,
 )
 
@@ -138,25 +137,19 @@ class Numbers(AdaptiveRule):
 
     def start(self, head: BaseHead | None) -> ActiveRule:
         """Multiply the network's acceptance probabilities of a round's tokens."""
-        network = None if self.network is None else Network.read(self.network)
+        return _NetworkModel(self)
 
-        reads = largest if network is None else features(READS)
 
-        def accept(drafted: DraftedToken) -> float:
-            numbers = drafted.read(reads)
-            return numbers[0] if network is None else float(network.accept(np.array(numbers)))
+class _NetworkModel(SurvivalRule):
+    def __init__(self, rule: Numbers) -> None:
+        self.network = None if rule.network is None else Network.read(rule.network)
+        reads = largest if self.network is None else Features(READS)
+        super().__init__(rule.limit, reads, rule.threshold)
 
-        def begin() -> ShouldStop:
-            survival = 1.0
-
-            def should_stop(drafted: DraftedToken) -> bool:
-                nonlocal survival
-                survival *= accept(drafted)
-                return 1.0 - survival > self.threshold
-
-            return should_stop
-
-        return ActiveRule(self.limit, begin, reads=reads)
+    def accept(self, numbers: tuple[float, ...]) -> float:
+        if self.network is None:
+            return numbers[0]
+        return float(self.network.accept(np.array(numbers)))
 
 
 def fit_network(numbers: Reals, accept: Reals) -> Network:

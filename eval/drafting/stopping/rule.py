@@ -12,7 +12,7 @@ it. How to add one: see `eval.drafting.stopping`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -95,10 +95,14 @@ def largest(distribution: Tensor, token: Tensor | int) -> Tensor:
     return distribution.max().view(1)
 
 
-def features(names: Sequence[str]) -> Numbers:
-    """Head features that are numbers of the token and its distribution, by name."""
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Head features that are numbers of the token and its distribution, by name (`Numbers`)."""
 
-    def numbers(distribution: Tensor, token: Tensor | int) -> Tensor:
+    names: tuple[str, ...]
+
+    def __call__(self, distribution: Tensor, token: Tensor | int) -> Tensor:
+        """The numbers (m,), in the order of the names."""
         import torch
 
         from heads.inputs import DraftedTokens, HeadInputs, Moment
@@ -110,47 +114,83 @@ def features(names: Sequence[str]) -> Numbers:
             after=_unknown,
             distributions=lambda: distribution.unsqueeze(0),
         )
-        inputs = HeadInputs.of(names, known, Moment.DRAWN)
-        return torch.cat([inputs[name] for name in names])
-
-    return numbers
+        inputs = HeadInputs.of(self.names, known, Moment.DRAWN)
+        return torch.cat([inputs[name] for name in self.names])
 
 
 def _unknown() -> Tensor:
     raise AssertionError("these features need no state")
 
 
-ShouldStop = Callable[[DraftedToken], bool]
-"""Shown each drafted token of one round, in order; True ends the draft with that token."""
-
-
-def ignore(_: Round) -> None:
-    """A rule that learns nothing from finished rounds."""
-
-
-@dataclass(frozen=True, slots=True)
 class ActiveRule:
-    """A rule at work in one slot, on one sequence after another.
+    """A rule at work in one slot, on one sequence after another; this one never stops.
 
     Args:
         longest: most tokens drafted in a round.
-        begin: starts a round; what it returns is asked after each token of that round.
-        observe: shown each finished round.
-        before: asked in the round that goes on before each token but the first is drawn; True ends
-            the draft without that token. The draft's forward for it has run already.
         reads: numbers that it is asked by, which on a GPU are read together with the token: rules
             that read the distribution themselves wait for the device once more.
+
+    Attributes:
+        asks_before: whether `should_stop_before` is asked, too.
     """
 
-    longest: int
-    begin: Callable[[], ShouldStop]
-    observe: Callable[[Round], None] = ignore
-    before: Callable[[UpcomingToken], bool] | None = None
-    reads: Numbers | None = None
+    def __init__(self, longest: int, reads: Numbers | None = None) -> None:
+        self.longest = longest
+        self.reads = reads
+        self.asks_before = False
+
+    def begin(self) -> None:
+        """Start a round."""
+
+    def should_stop(self, drafted: DraftedToken) -> bool:
+        """Whether the draft ends with this token, which is kept; asked of each token in order."""
+        return False
+
+    def should_stop_before(self, upcoming: UpcomingToken) -> bool:
+        """Whether the draft ends without this token, asked before each but the first is drawn.
+
+        The draft's forward for it has run already.
+        """
+        return False
+
+    def observe(self, record: Round) -> None:
+        """Take note of a finished round."""
+
+
+class SurvivalRule(ActiveRule):
+    """Ends a draft once a rejection in it is more probable than a threshold.
+
+    Args:
+        longest: as in `ActiveRule`.
+        reads: as in `ActiveRule`.
+        threshold: largest probability of a rejection with which a draft goes on.
+
+    Attributes:
+        survival: estimated probability that all tokens of the round so far are accepted.
+    """
+
+    def __init__(self, longest: int, reads: Numbers | None, threshold: float) -> None:
+        super().__init__(longest, reads)
+        self.threshold = threshold
+        self.survival = 1.0
+
+    def begin(self) -> None:
+        """Start a round."""
+        self.survival = 1.0
+
+    def should_stop(self, drafted: DraftedToken) -> bool:
+        """Whether a rejection is too probable by now."""
+        assert self.reads is not None
+        self.survival *= self.accept(drafted.read(self.reads))
+        return 1.0 - self.survival > self.threshold
+
+    def accept(self, numbers: tuple[float, ...]) -> float:
+        """Estimated probability that the newest token is accepted, by what was read of it."""
+        raise NotImplementedError
 
 
 class StoppingRule(Config):
-    """The parameters of a rule, checked and frozen. Each rule is a subclass in a file of its own.
+    """The parameters of a rule, checked and frozen; `start` puts it to work.
 
     Attributes:
         name: what configuration and results call it.

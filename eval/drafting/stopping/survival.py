@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, cast
 
-from eval.drafting.stopping.online import OnlineLogistic, sigmoid
+from eval.drafting.stopping.logistic import OnlineLogistic, sigmoid
 from heads.inputs import Moment
 from heads.judge import judge_of
 
