@@ -1,4 +1,4 @@
-"""Look at a dataset of rollouts or labels: python -m specdata.inspect FOLDER [--png FILE].
+"""Look at a dataset of rollouts or labels: python -m specdata.inspect FOLDER.
 
 Counts, lengths, finish reasons, acceptance, sample texts. Reads only; downloads nothing.
 """
@@ -7,28 +7,145 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from specdata.errors import ManifestError
-from specdata.inspect.summary import ACCEPTANCE, BINS, Spread, Summary, quantiles, summarise
 from specdata.prompts.loading import dropped
 from specdata.sources import hub_source
-from specdata.storage.manifest import MANIFEST
+from specdata.storage.manifest import MANIFEST, read_manifest, verify
 from specdata.terminal import accept_any_text
 
-if TYPE_CHECKING:  # help is shown without transformers
+if TYPE_CHECKING:  # help is shown without them
+    import pyarrow.parquet as pq
     from transformers import PreTrainedTokenizerBase
 
-POINTS = [0.05, 0.5, 0.95]
+BINS = 20
 BAR = 30
 STRETCHES = 16  # rows that acceptance by position is shown in
+ROWS_AT_ONCE = 256
+
+
+@dataclass(slots=True)
+class Group:
+    """Rows of one set and split: lengths in tokens, acceptance summed over all positions."""
+
+    prompts: list[int] = field(default_factory=list)
+    completions: list[int] = field(default_factory=list)
+    finish: Counter[str] = field(default_factory=Counter)
+    turns: int = 0
+    overlap: float = 0.0
+
+
+@dataclass(slots=True)
+class Summary:
+    """A stored dataset in numbers; of labels also the acceptance, sum_x min(p(x), q(x)).
+
+    Attributes:
+        folder: where it is.
+        manifest: its manifest.
+        groups: "set/split" -> its rows.
+        samples: some whole rows, spread evenly over the dataset.
+        histogram: (BINS,) positions by acceptance.
+        sums: (longest,) acceptance summed over rows, by position in the completion.
+        counts: (longest,) rows that reach the position; empty for rollouts.
+    """
+
+    folder: Path
+    manifest: Mapping[str, Any]
+    groups: dict[str, Group] = field(default_factory=dict)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    histogram: Any = field(default_factory=lambda: np.zeros(BINS))
+    sums: Any = field(default_factory=lambda: np.zeros(0))
+    counts: Any = field(default_factory=lambda: np.zeros(0))
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether rows have an acceptance."""
+        return len(self.counts) > 0
+
+    @property
+    def rows(self) -> int:
+        """Rows that were read."""
+        return sum(len(group.completions) for group in self.groups.values())
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Count a row."""
+        group = self.groups.setdefault(f"{row['dataset']}/{row['split']}", Group())
+        group.prompts.append(len(row["prompt_ids"]))
+        group.completions.append(len(row["completion_ids"]))
+        group.finish[row["finish"]] += 1
+        group.turns = max(group.turns, row["turn"] + 1)
+        if "overlap" in row:
+            values = np.array(row["overlap"])
+            group.overlap += values.sum()
+            self.histogram += np.histogram(values, bins=BINS, range=(0.0, 1.0))[0]
+            longer = (0, max(0, len(values) - len(self.sums)))
+            self.sums, self.counts = np.pad(self.sums, longer), np.pad(self.counts, longer)
+            self.sums[: len(values)] += values
+            self.counts[: len(values)] += 1
+
+
+def summarise(folder: Path, samples: int = 0) -> Summary:
+    """Read a dataset, finished or not, a part of one shard at a time, and add it up.
+
+    Args:
+        folder: a dataset of rollouts or labels.
+        samples: how many whole rows to keep.
+
+    Raises:
+        ManifestError: if there is no dataset, or a shard is damaged or not of this program.
+    """
+    summary = Summary(folder, manifest := read_manifest(folder))
+    paths = sorted(folder.glob("shard-*.parquet"))
+    if manifest["finished"]:
+        for record in manifest["shards"]:
+            verify(folder, record)
+        paths = [folder / record["file"] for record in manifest["shards"]]
+    files = [_open(path) for path in paths]
+    rows = sum(file.metadata.num_rows for file in files)
+    wanted = {int((index + 0.5) * rows / samples) for index in range(samples)}
+    number = 0
+    for file in files:
+        names = [name for name in file.schema_arrow.names if name in _columns()]
+        for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=names):
+            for row in batch.to_pylist():
+                summary.add(row)
+                if number in wanted:
+                    summary.samples.append(row)
+                number += 1
+    return summary
+
+
+def _columns() -> list[str]:
+    from specdata.storage.schema import ROLLOUTS
+
+    return [*ROLLOUTS.names, "overlap"]
+
+
+def _open(path: Path) -> pq.ParquetFile:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ManifestError(f"shard {path} is not readable parquet ({error})") from error
+    if missing := {*_columns()} - {*file.schema_arrow.names, "overlap"}:
+        raise ManifestError(
+            f"shard {path} has no column {sorted(missing)[0]!r}: it holds neither rollouts nor "
+            "labels of this program"
+        )
+    return file
 
 
 def main(
@@ -37,7 +154,6 @@ def main(
     """Show one dataset. Returns the exit status: 0, or 2 for a folder that cannot be shown."""
     parser = argparse.ArgumentParser(prog=program, description=__doc__)
     parser.add_argument("folder", type=Path, help="output/rollouts or output/labels of a run")
-    parser.add_argument("--png", type=Path, help="draw the same figures into this file")
     parser.add_argument("--samples", type=int, default=3, help="rows whose text is shown")
     accept_any_text()
     options = parser.parse_args(arguments)
@@ -47,10 +163,6 @@ def main(
         summary = summarise(options.folder, options.samples)
         # A log file has no width, and a narrower one would cut the tables.
         show(summary, Console(highlight=False, width=max(100, Console().width)))
-        if options.png:
-            from specdata.inspect.plot import draw  # slow to import, and not always needed
-
-            draw(summary, options.png)
     except (ManifestError, OSError) as error:
         hint = _datasets_below(options.folder) if isinstance(error, ManifestError) else ""
         Console(stderr=True, soft_wrap=True).print(f"error: {error}{hint}", markup=False)
@@ -65,10 +177,9 @@ def show(summary: Summary, console: Console) -> None:
         console.print("no rows")
         return
     console.print(_groups(summary))
-    for name, spread in summary.acceptance.items():
-        console.print(_histogram(ACCEPTANCE[name], spread))
-    if summary.acceptance:
-        console.print(_by_position(summary.acceptance))
+    if summary.has_labels:
+        console.print(_histogram(summary))
+        console.print(_by_position(summary))
     _samples(summary, console)
 
 
@@ -84,8 +195,8 @@ def _datasets_below(folder: Path) -> str:
 
 def _heading(summary: Summary, console: Console) -> None:
     settings = summary.manifest["settings"]
-    kind = "labels" if summary.acceptance else "rollouts"
-    tokens = sum(group.tokens for group in summary.groups.values())
+    kind = "labels" if summary.has_labels else "rollouts"
+    tokens = sum(sum(group.completions) for group in summary.groups.values())
     console.print(
         f"[bold]{kind}[/] in {escape(str(summary.folder))}: {summary.rows} rows, {tokens} tokens",
         soft_wrap=True,
@@ -110,55 +221,53 @@ def _groups(summary: Summary) -> Table:
     table = Table(title="sets (lengths: 5 %, median, 95 %)", title_justify="left")
     for name in ("set/split", "rows", "turns", "prompt", "completion", "finish"):
         table.add_column(name, justify="left" if name in ("set/split", "finish") else "right")
-    if summary.acceptance:
+    if summary.has_labels:
         table.add_column("acceptance", justify="right")
     for name, group in sorted(summary.groups.items()):
+        rows = len(group.completions)
         finish = ", ".join(
-            f"{reason} {count / group.rows:.0%}" for reason, count in group.finish.most_common()
+            f"{reason} {count / rows:.0%}" for reason, count in group.finish.most_common()
         )
-        row = [
-            escape(name),
-            str(group.rows),
-            str(max(group.turns) + 1),
-            " ".join(map(str, quantiles(group.prompts, POINTS))),
-            " ".join(map(str, quantiles(group.completions, POINTS))),
-            escape(finish),
+        lengths = [
+            " ".join(
+                f"{value:.0f}"
+                for value in np.quantile(each, [0.05, 0.5, 0.95], method="inverted_cdf")
+            )
+            for each in (group.prompts, group.completions)
         ]
-        if summary.acceptance:
-            row.append(f"{group.overlap / max(1, group.tokens):.3f}")
+        row = [escape(name), str(rows), str(group.turns), *lengths, escape(finish)]
+        if summary.has_labels:
+            row.append(f"{group.overlap / max(1, sum(group.completions)):.3f}")
         table.add_row(*row)
     return table
 
 
-def _histogram(title: str, spread: Spread) -> Table:
-    table = Table(title=f"{title}: mean {spread.mean:.3f}", title_justify="left", box=None)
+def _histogram(summary: Summary) -> Table:
+    mean = summary.sums.sum() / max(1.0, summary.counts.sum())
+    table = Table(title=f"sum of min(p, q): mean {mean:.3f}", title_justify="left", box=None)
     table.add_column("from", justify="right")
     table.add_column("share", justify="right")
     table.add_column("")
-    shares = spread.histogram / max(1.0, spread.histogram.sum())
+    shares = summary.histogram / max(1.0, summary.histogram.sum())
     for index, share in enumerate(shares):
         bar = "█" * round(BAR * share / max(shares.max(), 1e-9))
         table.add_row(f"{index / BINS:.2f}", f"{share:.1%}", Text(bar, style="cyan"))
     return table
 
 
-def _by_position(spreads: Mapping[str, Spread]) -> Table:
+def _by_position(summary: Summary) -> Table:
     """Means over stretches of positions, 0 being the first token of a completion."""
     table = Table(title="mean acceptance by position", title_justify="left", box=None)
-    for name in ("positions", "rows", *(ACCEPTANCE[column] for column in spreads), ""):
+    for name in ("positions", "rows", "mean", ""):
         table.add_column(name, justify="right" if name else "left")
-    longest = len(next(iter(spreads.values())).sums)
-    step = -(-longest // STRETCHES) if longest else 1
+    longest = len(summary.sums)
+    step = -(-longest // STRETCHES)
     for start in range(0, longest, step):
         here = slice(start, min(start + step, longest))
-        means = [
-            float(spread.sums[here].sum() / max(1.0, spread.counts[here].sum()))
-            for spread in spreads.values()
-        ]
-        rows = int(next(iter(spreads.values())).counts[start])
-        bar = Text("█" * round(BAR * means[0]), style="cyan")
+        mean = summary.sums[here].sum() / max(1.0, summary.counts[here].sum())
         span = f"{start}" if step == 1 else f"{start} to {here.stop - 1}"
-        table.add_row(span, str(rows), *(f"{mean:.3f}" for mean in means), bar)
+        bar = Text("█" * round(BAR * mean), style="cyan")
+        table.add_row(span, str(int(summary.counts[start])), f"{mean:.3f}", bar)
     return table
 
 
