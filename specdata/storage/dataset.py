@@ -161,8 +161,6 @@ class _DatasetInProgress:
             for record in records:
                 if manifest["finished"] or (self.folder / record["file"]).exists():
                     verify(self.folder, record)
-                    if not manifest["finished"]:
-                        self._check_columns(record["file"])
         return manifest
 
     def done(self, index: int) -> dict[str, Any] | None:
@@ -206,16 +204,6 @@ class _DatasetInProgress:
             return read_record(path, ("file", "rows", "sha256"), "remove it and its shard")
         except FileNotFoundError:
             return None
-
-    def _check_columns(self, name: str) -> None:
-        """Refuse to go on with shards of an earlier version, beside which new ones do not fit."""
-        found = pq.read_schema(self.folder / name).names
-        if changed := sorted({*found} ^ {*self.schema.names}):
-            raise ManifestError(
-                f"{self.folder} was begun by another version of this program, whose shards differ "
-                f"from this one's in the columns {', '.join(changed)}: remove it and make the "
-                "dataset again, or finish it with that version"
-            )
 
     def _check_foreign(self, present: Sequence[str], shards: Sequence[str]) -> None:
         foreign = sorted({*present} - {*shards} - {*BESIDE})

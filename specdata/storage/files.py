@@ -97,8 +97,8 @@ def locked(path: Path) -> Iterator[None]:
     Raises:
         OSError: if the lock file cannot be made, or its file system has no locks.
     """
-    lock = _lock(path)
-    _acquire(lock, wait=True)
+    lock = _acquire(path, wait=True)
+    assert lock is not None
     try:
         yield
     finally:
@@ -115,12 +115,11 @@ def try_locked(path: Path) -> Iterator[bool]:
     Raises:
         OSError: as `locked`.
     """
-    lock = _lock(path)
-    is_held = _acquire(lock, wait=False)
+    lock = _acquire(path, wait=False)
     try:
-        yield is_held
+        yield lock is not None
     finally:
-        if is_held:
+        if lock is not None:
             lock.release()
 
 
@@ -143,44 +142,33 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def _lock(path: Path) -> UnixFileLock:
+def _acquire(path: Path, *, wait: bool) -> UnixFileLock | None:
+    """Take a lock; None if another holds it and it is not waited for."""
     # flock or an error, and the file stays: a lock that consists in the file's existence would
     # outlive a process that was killed.
-    return UnixFileLock(path, fallback_to_soft=False, preserve_lock_file=True)
-
-
-def _acquire(lock: UnixFileLock, *, wait: bool) -> bool:
-    try:
-        _acquire_in_its_folder(lock, wait)
-    except Timeout:
-        return False
-    except OSError as error:
-        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+    lock = UnixFileLock(path, fallback_to_soft=False, preserve_lock_file=True)
+    for tries_left in reversed(range(LOCK_TRIES)):
+        try:
+            lock.acquire(blocking=wait)
+        except Timeout:
+            return None
+        except (FileNotFoundError, FileExistsError):
+            # A process that finishes a dataset removes the folder of its locks, which another may
+            # be about to use. FileExistsError: `mkdir` found it, and it was gone at a second look.
+            if not tries_left:
+                raise
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
             raise OSError(
                 error.errno,
                 "the file system has no locks, which keep two processes from writing the same "
                 "file: choose an output folder on one that has (for Lustre, mount with -o flock)",
                 lock.lock_file,
             ) from error
-        raise
-    return True
-
-
-def _acquire_in_its_folder(lock: UnixFileLock, wait: bool) -> None:
-    """Take a lock whose folder may go between being made and being used.
-
-    A process that finishes a dataset removes the folder of its locks, which another process may be
-    about to use for the first time.
-    """
-    for tries_left in reversed(range(LOCK_TRIES)):
-        try:
-            lock.acquire(blocking=wait)
-        except (FileNotFoundError, FileExistsError):
-            # FileExistsError: `mkdir` found the folder, and it was gone when it looked again.
-            if not tries_left:
-                raise
         else:
-            return
+            return lock
+    return None
 
 
 def share_out(parts: Iterable[int], attempt: Callable[[int], bool]) -> None:
@@ -250,8 +238,7 @@ def fingerprint(source: str) -> str:
     """
     path = Path(source)
     if path.is_file():
-        status = path.stat()
-        return _sha256_once(path, status.st_ino, status.st_size, status.st_mtime_ns)[:16]
+        return _digest(path)[:16]
     if not path.is_dir():
         return source
     parts = [
@@ -269,11 +256,6 @@ def _digest(path: Path) -> str:
         return sha256(path)
     # Several stages read the same model; times of small files are too coarse to tell them apart.
     return _digest_once(path, status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-@cache
-def _sha256_once(path: Path, _inode: int, _size: int, _modified: int) -> str:
-    return sha256(path)
 
 
 @cache
