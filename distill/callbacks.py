@@ -16,11 +16,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import (
+    TensorBoardCallback,
+    WandbCallback,
+    is_tensorboard_available,
+    is_wandb_available,
+)
 
 from distill.adapters import trained_weights
+from distill.config import Reporter
 from distill.history import History, LoggedStep, Measurement
 from distill.watch import SCORE, score
-from specdata.errors import ManifestError, TrainingDivergedError
+from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
 from specdata.storage.checkpoints import complete_steps, newest_complete
 from specdata.storage.files import atomic_folder
 
@@ -243,3 +250,31 @@ def history_of(state: TrainerState) -> History:
 
 def _number(value: Any) -> float | None:
     return None if value is None else float(value)
+
+
+def reporters(wanted: Sequence[Reporter] | None, folder: Path) -> list[TrainerCallback]:
+    """The Trainer's callbacks that report losses and measurements, besides `history.json`.
+
+    Args:
+        wanted: where; None is TensorBoard if it is installed, else nowhere.
+        folder: where TensorBoard's files go, if its own environment variable names no other. By
+            default they would lie among the checkpoints, and go with them.
+
+    Raises:
+        ConfigError: if one is not installed.
+    """
+    installed = {"tensorboard": is_tensorboard_available(), "wandb": is_wandb_available()}
+    if wanted is None:
+        wanted = ["tensorboard"] if installed["tensorboard"] else []
+    if missing := [name for name in wanted if not installed[name]]:
+        raise ConfigError(
+            f"draft.report_to names {', '.join(map(repr, missing))}, which is not installed here: "
+            "install it, or take it out; [] reports nowhere"
+        )
+    callbacks: list[TrainerCallback] = []
+    if "tensorboard" in wanted:
+        callbacks.append(TensorBoardCallback())
+        callbacks[-1].logging_dir = callbacks[-1].logging_dir or str(folder)
+    if "wandb" in wanted:
+        callbacks.append(WandbCallback())
+    return callbacks

@@ -34,23 +34,7 @@ ARCHITECTURES: dict[Architecture, LlamaSizes] = {
     "llama-160m": LlamaSizes(12, 768, 12, 3072),
     "toy": LlamaSizes(1, 128, 4, 336),
 }
-Reporter = Literal[
-    "azure_ml",
-    "clearml",
-    "codecarbon",
-    "comet_ml",
-    "dagshub",
-    "dvclive",
-    "flyte",
-    "kubeflow",
-    "mlflow",
-    "neptune",
-    "swanlab",
-    "tensorboard",
-    "trackio",
-    "wandb",
-]
-"""The Trainer's names of what it reports to."""
+Reporter = Literal["tensorboard", "wandb"]
 
 
 class InitConfig(Config):
@@ -65,10 +49,10 @@ class InitConfig(Config):
         default=2,
         description="layers cut from the target: how many, or which ([0, 5]; 0 is the first)",
     )
-    choose: Literal["first", "last", "even", "search"] = Field(
+    choose: Literal["first", "last", "even"] = Field(
         default="first",  # untrained, two or three of a real model start at .09, spaced ones at 0
-        description="which layers are cut: the first, the last, evenly spaced (first and last "
-        "included), or those found by one-step acceptance on a few rollouts",
+        description="which layers are cut: the first, the last, or evenly spaced (first and last "
+        "included)",
     )
     vocabulary: int | None = Field(
         default=None,
@@ -266,8 +250,8 @@ class DistilConfig(Config):
     )
     report_to: list[Reporter] | None = Field(
         None,
-        description="where losses are reported, by the Trainer's names; [] is nowhere (default: "
-        "tensorboard if it is installed)",
+        description="where losses are also reported; [] is nowhere (default: tensorboard if it is "
+        "installed)",
     )
 
     @model_validator(mode="after")

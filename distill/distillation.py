@@ -34,10 +34,10 @@ from distill.callbacks import (
     best_step,
     history_of,
     load_best,
+    reporters,
 )
 from distill.config import DistilConfig
 from distill.history import History, Measurement
-from distill.reporting import reporters
 from distill.trainer import draft_trainer
 from distill.training import save_model, train_resumably
 from distill.watch import SCORE_IN_WORDS, HeldOut

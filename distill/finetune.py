@@ -29,7 +29,7 @@ from distill.adapters import (
 from distill.batches import content_of
 from distill.callbacks import Pace, history_of
 from distill.config import FinetuneConfig, LoraConfig
-from distill.texts import Rows, collate, stored_rows
+from distill.texts import Rows, collate_texts, stored_rows
 from distill.training import (
     Schedule,
     save_model,
@@ -195,7 +195,7 @@ def finetune_trainer(
         args=arguments,
         train_dataset=rows.dataset,
         processing_class=tokenizer,
-        data_collator=collate(
+        data_collator=collate_texts(
             # Padding is never learnt nor seen, so any id will do where a tokenizer names none.
             tokenizer.pad_token_id or 0,
             student.config.get_text_config().vocab_size,
@@ -238,7 +238,7 @@ def check_packing(model: PreTrainedModel, rows: Dataset) -> None:
     packed = {**row, "input_ids": row["input_ids"][: first + length]}
     packed |= {"labels": row["labels"][: first + length], "seq_lengths": [first, length]}
     alone = torch.tensor([row["input_ids"][first : first + length]], device=model.device)
-    batch = collate(0, vocab_size, packed=True)([packed, packed])
+    batch = collate_texts(0, vocab_size, packed=True)([packed, packed])
     batch = {name: values.to(model.device) for name, values in batch.items() if name != "labels"}
     # With a cache, which training has none of, transformers does not look for texts.
     together = model(**batch, use_cache=False).logits[1, first:].float()

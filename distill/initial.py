@@ -6,7 +6,7 @@ import copy
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -35,16 +35,13 @@ from specdata.loading import ONE_DEVICE, Loading
 from specdata.models import (
     check_shared_vocabulary,
     copy_tokenizer,
-    known_ids,
     load_configs,
     load_generation,
     load_model,
     load_tokenizer,
     positions,
 )
-from specdata.probability import overlap, probabilities
 from specdata.processes import join_processes, wait_for_main
-from specdata.sampling import SamplingConfig
 from specdata.storage.files import atomic_folder, fingerprint, write_json
 from specdata.storage.resume import Settings
 from specdata.target_states import stored_states
@@ -52,11 +49,6 @@ from specdata.terminal import progress
 
 SETTINGS_FILE = "initial_settings.json"
 RESULT_FILE = "initial.json"
-# A search compares drafts at so many completion positions of so many rollouts. The target's
-# distributions there are kept: (512, V) floats.
-SEARCH_ROWS, SEARCH_POSITIONS = 16, 32
-# Layers that are tried at each step of a search after the first: the best of the step before.
-SEARCH_WIDTH = 16
 # Rollouts that an output matrix is fitted on: some ten thousand positions.
 ALIGNED_ROWS = 128
 # Added to the diagonal of the least squares, as a share of its mean.
@@ -74,7 +66,6 @@ def make_initial(
     rollouts: Dataset,
     out: Path,
     config: InitConfig,
-    sampling: SamplingConfig,
     seed: int,
     states_dtype: str = "float32",
     target_load: Loading = ONE_DEVICE,
@@ -88,10 +79,9 @@ def make_initial(
         target: folder or Hub id of the target.
         draft: folder or Hub id of an existing draft, if `config.kind` is "model".
         rollouts: of split "train", with `prompt_ids` and `completion_ids`: what the vocabulary is
-            counted on, and layers are searched on.
+            counted on, and an output matrix is fitted on.
         out: the new model folder; it appears once it is complete.
         config: what to make.
-        sampling: the warp of serving.
         seed: decides random weights.
         states_dtype: the target's precision when it made the states that rollouts may keep.
         target_load: where the target lies while layers are taken from it.
@@ -116,7 +106,6 @@ def make_initial(
             "target": fingerprint(str(target)),
             "draft": None if draft is None else fingerprint(str(draft)),
             "config": config.model_dump(mode="json"),
-            "sampling": asdict(sampling),
             "seed": seed,
             "rollouts": content_of(rollouts),
         },
@@ -131,7 +120,6 @@ def make_initial(
             draft,
             rollouts,
             config,
-            sampling,
             seed,
             getattr(torch, states_dtype),
             target_load,
@@ -271,60 +259,11 @@ def cut(model: PreTrainedModel, chosen: Sequence[int]) -> PreTrainedModel:
     return made.eval()
 
 
-def search_layers(
-    model: PreTrainedModel, count: int, rollouts: Dataset, sampling: SamplingConfig
-) -> tuple[list[int], float]:
-    """Choose layers of the target one after the other, each by the acceptance of the cut draft.
-
-    Acceptance is the mean of sum_x min(p, q) at `SEARCH_POSITIONS` completion positions of
-    `SEARCH_ROWS` rollouts. At each step every candidate is put among the layers that are chosen
-    already, in the target's order; after the first step, candidates are the `SEARCH_WIDTH` best of
-    the step before. So with L layers at most L + SEARCH_WIDTH (count - 1) drafts of at most
-    `count` layers read the rollouts once. Nothing is drawn.
-
-    Args:
-        model: the target.
-        count: how many layers.
-        rollouts: with `prompt_ids` and `completion_ids`.
-        sampling: the warp of serving.
-
-    Returns:
-        The numbers of the layers in order, and the acceptance of that draft.
-    """
-    _, layers = decoder_layers(model)
-    choose_layers("first", count, len(layers))  # refuses too many
-    wanted = min(SEARCH_ROWS, len(rollouts))
-    rows = rollouts.select([index * len(rollouts) // wanted for index in range(wanted)])
-    expected = list(_distributions(model, rows, sampling))
-    counted = sum(map(len, expected))
-
-    def acceptance(chosen: list[int]) -> float:
-        found = _distributions(cut(model, chosen), rows, sampling)
-        pairs = zip(expected, found, strict=True)
-        return sum(float(overlap(p, q).sum()) for p, q in pairs) / counted
-
-    chosen: list[int] = []
-    best, candidates = 0.0, list(range(len(layers)))
-    tried = len(layers) + sum(min(SEARCH_WIDTH, len(layers) - step) for step in range(1, count))
-    with progress(tried, "searching layers", "draft") as bar:
-        for _ in range(count):
-            scores: dict[int, float] = {}
-            for layer in sorted(candidates):
-                scores[layer] = acceptance(sorted([*chosen, layer]))
-                bar.update()
-            ranked = sorted(scores, key=lambda layer: (-scores[layer], layer))
-            chosen, best = sorted([*chosen, ranked[0]]), scores[ranked[0]]
-            # Fewer than there are left only if all of them have been tried before.
-            candidates = ranked[1 : 1 + SEARCH_WIDTH]
-    return chosen, best
-
-
 def _make(
     target: str,
     draft: str | Path | None,
     rollouts: Dataset,
     config: InitConfig,
-    sampling: SamplingConfig,
     seed: int,
     states_dtype: torch.dtype,
     target_load: Loading,
@@ -339,19 +278,15 @@ def _make(
         fresh = _fresh(target, rollouts, config, seed)
         return fresh, {"kind": "fresh", "architecture": config.architecture}
     whole = load_model(target, load=target_load)
-    acceptance = None
     if isinstance(config.layers, list):
         layers = config.layers
-    elif config.choose == "search":
-        layers, acceptance = search_layers(whole, config.layers, rollouts, sampling)
     else:
         _, found = decoder_layers(whole)
         layers = choose_layers(config.choose, config.layers, len(found))
-    made: dict[str, Any] = {"kind": "target", "layers": layers}
     draft_model = cut(whole, layers)
     if config.align:
         align_output(draft_model, whole, rollouts, states_dtype)
-    return draft_model, made | ({} if acceptance is None else {"acceptance": acceptance})
+    return draft_model, {"kind": "target", "layers": layers}
 
 
 @torch.no_grad()
@@ -524,21 +459,6 @@ def _share(
 
 def _shape(value: Tensor | None) -> torch.Size | None:
     return None if value is None else value.shape
-
-
-@torch.inference_mode()
-def _distributions(
-    model: PreTrainedModel, rows: Dataset, sampling: SamplingConfig
-) -> Iterator[Tensor]:
-    """(n, V) distributions at the first `SEARCH_POSITIONS` completion positions of each row."""
-    for row in rows:
-        if not (count := min(SEARCH_POSITIONS, len(row["completion_ids"]))):
-            continue
-        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"][: count - 1]])
-        ids = known_ids(ids.to(model.device), model)
-        yield probabilities(
-            model(input_ids=ids, logits_to_keep=count, use_cache=False).logits[0], sampling
-        )
 
 
 def _probe(model: PreTrainedModel) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the frozen target says of the training rollouts: computed once, and kept in memory.
+"""What the target says of the training rollouts: computed once, or read from stored logits.
 
 A draft passes over the same rollouts several times, and the target says the same of them each time.
 So its last hidden states at the completion positions are kept, as far as `KEPT_BYTES` go; its
@@ -21,8 +21,11 @@ from transformers import PreTrainedModel
 
 from distill.batches import IGNORED, collate
 from distill.chunked import chunks, positions_at_once
+from distill.losses import Loss, bucketed
 from specdata.labels.labeller import by_length, tokens_at_once
+from specdata.labels.top_logits import TopLogitDistributions, kept_columns, logits_of
 from specdata.lm_head import find_lm_head
+from specdata.probability import to_vocabulary
 from specdata.processes import largest_of_all
 from specdata.sharded import is_sharded
 from specdata.target_states import has_states, stored_states
@@ -214,3 +217,52 @@ def _one_token(device: torch.device) -> dict[str, Tensor]:
     """A batch that the target reads because others read theirs."""
     ids = torch.zeros(1, 1, dtype=torch.long, device=device)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+class KeptTeacher:
+    """A target beside the draft that learns from it, of which N logits a position are stored.
+
+    Where the sampler's distributions are exact (`TopLogitDistributions.is_exact`), the loss is the
+    one that the target itself would give. Else all tokens that are not kept count as one, in the
+    target's distribution and in the draft's (`distill.losses.bucketed`). Positions at which the
+    kept logits do not decide p add nothing.
+    """
+
+    def __init__(self, rollouts: Dataset, known: TopLogitDistributions) -> None:
+        """Read from rollouts.
+
+        Args:
+            rollouts: what the draft trains on, with columns of `TOP_LOGITS`.
+            known: what p is made of, at the warp at which it is compared.
+        """
+        self.known = known
+        self._rows = logits_of(rollouts)
+
+    def columns(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is kept at the labelled positions of a batch, row after row: (n, N) or (n, 1).
+
+        Args:
+            batch: of `distill.batches.collate`; each row with a label names its rollout in
+                `examples`.
+        """
+        positions = (batch["labels"][:, 1:] != IGNORED).sum(dim=1).tolist()
+        device = batch["labels"].device
+        # A share without a row holds one without labels, which is no rollout.
+        examples = [max(0, example) for example in batch["examples"].tolist()]
+        found = [
+            kept_columns(self._rows[example], self.known.count, wanted)
+            for example, wanted in zip(examples, positions, strict=True)
+        ]
+        return {name: torch.cat([each[name] for each in found]).to(device) for name in found[0]}
+
+    def divergence(self, objective: Loss, q_logits: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+        """The sum of a loss over positions: (n, V') logits and what is kept there -> scalar."""
+        q_logits = to_vocabulary(q_logits, self.known.vocabulary)
+        q_logits = q_logits / (self.known.sampling.temperature or 1.0)
+        if self.known.is_exact:
+            # Truncation applies to p alone, as it does with the target.
+            p_logits = self.known.distribution(kept, q_logits.detach().float()).log()
+        else:
+            q_logits, p_logits = bucketed(q_logits, kept)
+        decided = self.known.decided(kept).float()
+        return objective(q_logits, p_logits, decided) * decided.sum()

@@ -196,7 +196,7 @@ def rollout_texts(rollouts: Sequence[Mapping[str, list[int]]]) -> Iterator[Text]
         yield np.array([*prompt, *completion], dtype=np.int32), learnt
 
 
-def collate(
+def collate_texts(
     pad_id: int,
     vocab_size: int,
     kept: Tensor | None = None,
@@ -220,7 +220,7 @@ def collate(
             are not learnt, and labels are rows of its output matrix instead of ids, which is what
             TRL's fused loss takes them for.
         packed: whether a row may hold several texts.
-        process: which of the `processes` shares of the rows to collate. A share without a row
+        process: which of the `processes` shares of the rows to collate_texts. A share without a row
             becomes a row without labels, because collective operations need a batch.
         processes: among how many the rows are divided.
     """

@@ -20,11 +20,10 @@ from distill.batches import IGNORED, Numbered, collate
 from distill.chunked import ChunkLoss, chunked_loss, inside_forward
 from distill.config import DistilConfig
 from distill.initial import decoder_layers
-from distill.kept_teacher import KeptTeacher
 from distill.losses import LOSSES
 from distill.muon import MuonWithAdamW, muon_optimizer
 from distill.on_policy import DraftTexts, copy_to_write, whole_draft
-from distill.teacher import Part, Teacher
+from distill.teacher import KeptTeacher, Part, Teacher
 from distill.training import Schedule, training_arguments, whole_batches
 from specdata.draft_vocabulary import kept_tokens
 from specdata.errors import ConfigError

@@ -46,8 +46,6 @@ from specdata.storage.checkpoints import (
 from specdata.storage.resume import Settings
 from specdata.terminal import progress
 
-UNLOGGED = "unlogged"
-"""Key, in the Trainer's `log_history`, of losses that were not logged yet at a checkpoint."""
 # transformers warns of the older name as soon as it knows the newer one.
 CHECKPOINTING = (
     "activation_checkpointing"
@@ -176,7 +174,7 @@ def train_resumably(trainer: Trainer, work: Path, settings: Settings, *, label: 
     progress = _Progress(label)
     trainer.add_callback(progress)
     trainer.add_callback(_StopDiverged(label, settings.remedy))
-    stop = _StopWhenAsked(trainer)
+    stop = _StopWhenAsked()
     trainer.add_callback(stop)
     try:
         with _no_shard_bars(), until_checkpoint():
@@ -290,44 +288,17 @@ class _StopDiverged(TrainerCallback):  # type: ignore[misc]
 
 
 class _StopWhenAsked(TrainerCallback):  # type: ignore[misc]
-    """Ends a training that was asked to stop, with a checkpoint, after the same step everywhere.
+    """Ends a training that was asked to stop, with a checkpoint, after the same step everywhere."""
 
-    The losses since the last log would be lost with it, and the log of the training that goes on
-    would differ from an uninterrupted one's. So the checkpoint holds them, those of each process.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self) -> None:
         self.signal = 0
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        kept = [entry for entry in state.log_history if UNLOGGED in entry]
-        for entry in kept:
-            state.log_history.remove(entry)
-            losses = entry[UNLOGGED]
-            mine = sum(losses) / len(losses)
-            if len(losses) == args.world_size:
-                mine = losses[args.process_index]
-            self.trainer._tr_loss += mine
-            self.trainer._globalstep_last_logged = entry["since"]
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         self.signal = asked_of_any()
-        if not self.signal:
-            return
-        control.should_save = control.should_training_stop = True
-        if control.should_log:  # nothing will be left
-            return
-        losses = self.trainer.accelerator.gather(self.trainer._tr_loss.reshape(1)).tolist()
-        if not all(map(math.isfinite, losses)):
-            control.should_log = True  # which ends the training as one that diverged
-            return
-        since = self.trainer._globalstep_last_logged
-        state.log_history.append({"step": state.global_step, UNLOGGED: losses, "since": since})
+        if self.signal:
+            control.should_log = control.should_save = control.should_training_stop = True
 
     def check(self) -> None:
         """Raise Interrupted once the training has ended, if it was asked to."""

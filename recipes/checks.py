@@ -78,9 +78,9 @@ def check_draft(config: PipelineConfig) -> None:
     if config.draft and config.draft.shard_teacher and not config.draft.cache:
         check_shardable(config.models.target, config.models.load.target)
     if config.draft and config.draft.report_to:
-        from distill.reporting import check_reporters  # here: it needs torch
+        from distill.callbacks import reporters  # here: it needs torch
 
-        check_reporters(config.draft.report_to)
+        reporters(config.draft.report_to, Path())
     if config.draft and config.models.draft and config.draft.init.kind == "model":
         limit = positions_of(config, config.models.draft)
         if limit is None or limit < (config.draft.max_length or sys.maxsize):

@@ -74,7 +74,6 @@ def _make_initial(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
         rollouts=_rollouts(config, "train"),
         out=stage.folder / "model",
         config=config.draft.init,
-        sampling=config.sampling,
         seed=config.seed,
         states_dtype=config.models.dtype_of("target"),
         # Layers are taken in full precision; where the target does not fit, in memory.

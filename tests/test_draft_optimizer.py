@@ -93,7 +93,6 @@ def test_an_aligned_reduced_draft_is_made_and_loads(pair: Path, tmp_path: Path) 
             rollouts=rollouts,
             out=out,
             config=InitConfig(kind="target", layers=1, vocabulary=30, **config),
-            sampling=SamplingConfig(),
             seed=0,
         )
         draft, target = load_model(str(out)), load_model(str(pair / "target"))

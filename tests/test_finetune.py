@@ -31,7 +31,7 @@ from transformers import (
 from distill.batches import IGNORED
 from distill.config import FinetuneConfig, LoraConfig
 from distill.finetune import check_packing, finetune, finetune_trainer
-from distill.texts import Rows, collate, make_rows
+from distill.texts import Rows, collate_texts, make_rows
 from distill.toy import language_model
 from distill.training import save_model, train_resumably
 from recipes import train_draft
@@ -257,13 +257,13 @@ def test_the_collator_keeps_texts_apart_and_learns_nothing_beyond_the_vocabulary
         {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, -100, 8, 9], "seq_lengths": [2, 3]},
         {"input_ids": [5, 6], "labels": [-100, 6], "seq_lengths": [2]},
     ]
-    packed = collate(0, 9, packed=True)(rows)
+    packed = collate_texts(0, 9, packed=True)(rows)
     assert packed["position_ids"].tolist() == [[0, 1, 0, 1, 2], [0, 1, 0, 1, 2]]
     assert packed["input_ids"].tolist() == [[5, 6, 7, 8, 0], [5, 6, 0, 0, 0]]
     assert packed["labels"].tolist() == [[-100, 6, -100, 8, -100], [-100, 6, -100, -100, -100]]
     assert "attention_mask" not in packed  # with one transformers would not look for texts
-    assert collate(0, 10, packed=False)(rows)["attention_mask"].sum().item() == 7
-    shares = [collate(0, 10, packed=True, process=i, processes=3)(rows) for i in range(3)]
+    assert collate_texts(0, 10, packed=False)(rows)["attention_mask"].sum().item() == 7
+    shares = [collate_texts(0, 10, packed=True, process=i, processes=3)(rows) for i in range(3)]
     assert [share["labels"].shape for share in shares] == [(1, 5), (1, 2), (1, 2)]
     assert (shares[2]["labels"] == IGNORED).all()
 
@@ -367,7 +367,7 @@ def test_a_draft_with_a_reduced_vocabulary_learns_what_it_can_propose(
     reduce_vocabulary(reduced, kept)
     trainer = finetune_trainer(reduced, tokenizer, rows, tmp_path / "work", config(file), seed=0)
     batch = trainer.data_collator([rows.dataset[0], rows.dataset[1]])
-    labels = collate(0, 409, packed=True)([rows.dataset[0], rows.dataset[1]])["labels"][:, 1:]
+    labels = collate_texts(0, 409, packed=True)([rows.dataset[0], rows.dataset[1]])["labels"][:, 1:]
     with torch.no_grad():
         ours = trainer.compute_loss(trainer.model, dict(batch))
         del batch["labels"]

@@ -21,7 +21,6 @@ from distill.initial import (
     decoder_layers,
     frequent_tokens,
     make_initial,
-    search_layers,
 )
 from eval.reporting.metadata import About, metadata
 from recipes.checks import check_draft
@@ -68,7 +67,6 @@ def make(target: Path, out: Path, *, draft: Path | None = None, **config: Any) -
         rollouts=ROWS,
         out=out,
         config=InitConfig(**config),
-        sampling=PLAIN,
         seed=3,
     )
 
@@ -126,13 +124,6 @@ def test_a_layer_that_depends_on_its_place_is_refused() -> None:
         cut(model, [0, 1])
 
 
-def test_layers_that_cannot_be_told_apart_are_refused() -> None:
-    model = tiny("llama", 0)
-    model.others = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    with pytest.raises(ConfigError, match="one list of 2 decoder layers"):
-        cut(model, [0])
-
-
 @pytest.mark.parametrize(
     ("choose", "count", "expected"),
     [
@@ -148,19 +139,6 @@ def test_layers_are_chosen_first_last_or_evenly(
     choose: str, count: int, expected: list[int]
 ) -> None:
     assert choose_layers(choose, count, 12) == expected
-
-
-def test_a_search_finds_the_only_layers_that_do_something() -> None:
-    model = tiny("llama", 0, dtype=torch.float32, num_hidden_layers=5)
-    for index in (0, 2, 4):
-        layer = decoder_layers(model)[1][index]
-        for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
-            nn.init.zeros_(weight)
-    layers, acceptance = search_layers(model, 2, ROWS, PLAIN)
-    assert layers == [1, 3]
-    assert acceptance == pytest.approx(1.0, abs=1e-5)
-    with pytest.raises(ConfigError, match="is 6, but the target has 5 layers"):
-        search_layers(model, 6, ROWS, PLAIN)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -253,10 +231,9 @@ def test_what_cannot_be_made_is_refused_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("config", [{"vocabulary": 8}, {"layers": 1, "choose": "search"}])
 @pytest.mark.parametrize("rows", [[], [{"prompt_ids": [2, 3], "completion_ids": []}] * 2])
 def test_rollouts_without_a_completion_are_refused(
-    rows: list[Any], config: dict[str, Any], target: Path, tmp_path: Path
+    rows: list[Any], target: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="at least one completion token"):
         make_initial(
@@ -264,8 +241,7 @@ def test_rollouts_without_a_completion_are_refused(
             draft=None,
             rollouts=Dataset.from_list(rows),
             out=tmp_path / "draft",
-            config=InitConfig(kind="target", **config),
-            sampling=PLAIN,
+            config=InitConfig(kind="target", vocabulary=8),
             seed=3,
         )
     assert not list(tmp_path.iterdir())

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from distill.batches import content_of, fitted
 from distill.config import DistilConfig
 from distill.distillation import DistilResult, distil
-from distill.kept_teacher import KeptTeacher
 from distill.losses import LOSSES, Loss, bucketed
+from distill.teacher import KeptTeacher
 from distill.trainer import DistilTrainer, draft_trainer
 from distill.watch import HeldOut
 from specdata.config import read_config

@@ -42,12 +42,7 @@ STARTS: Mapping[str, Sized | Initial] = {
         f"{layers} x {width}": Sized(layers, width)
         for layers, width in ((1, 64), (1, 96), (1, 192), (2, 128))
     },
-    **{
-        f"{layers} of the target's layers, {choose}": Initial(
-            {"kind": "target", "layers": layers, "choose": choose}
-        )
-        for layers, choose in ((2, "even"), (2, "search"))
-    },
+    "2 of the target's layers, even": Initial({"kind": "target", "layers": 2, "choose": "even"}),
     **{
         f"1 x 128, {size} tokens": Initial({"kind": "model", "vocabulary": size})
         for size in (512, 1024)
@@ -80,7 +75,6 @@ def started(start: Sized | Initial, data: Data, rollouts: Mapping[str, int], *, 
             rollouts=of_domains(data.train, rollouts),
             out=folder / "draft",
             config=InitConfig.model_validate(start.settings),
-            sampling=data.sampling,
             seed=SEED,
         )
     return folder / "draft"
