@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distill.config import DistilConfig
 from eval.analysis.head_verdict import VERDICT, HeadVerdict
@@ -43,9 +43,6 @@ from specdata.processes import is_main
 from specdata.prompts.config import PromptSet
 from specdata.prompts.reading import source_of
 from specdata.storage.files import fingerprint
-
-if TYPE_CHECKING:
-    from eval.reporting.card import TrainedOn
 
 _TOO = " (--method leaves only the methods that it names: give it once more, for this one)"
 
@@ -197,13 +194,14 @@ def _texts_of_draft(config: PipelineConfig, draft: DistilConfig) -> list[str]:
     return sources
 
 
-def _trained_on(config: PipelineConfig) -> TrainedOn:
-    """What this run's head was trained on."""
-    from eval.reporting.card import TrainedOn, public_name
+def _trained_on(config: PipelineConfig) -> str:
+    """On what this run's head was trained, in words."""
+    from eval.reporting.metadata import public_name
 
     rollouts = stage_record(folder(config, "head"))["results"]["train_rows"]
-    sets = [public_name(name) for name in _training_sets(config)]
-    return TrainedOn(sets, rollouts, config.labels.draws)
+    sets, draws = map(public_name, _training_sets(config)), config.labels.draws
+    some = "1 drafted token" if draws == 1 else f"{draws} drafted tokens"
+    return f"{rollouts} rollouts of {', '.join(sets)} with {some} a position"
 
 
 RECIPE = Recipe(

@@ -74,6 +74,15 @@ def hub_id(name: str | None) -> str | None:
     return source if _HUB_ID.fullmatch(source) else None
 
 
+def public_name(name: str) -> str:
+    """A Hub id as it is; of a folder only its last part, so that no local path is published."""
+    if hub_id(name) is not None:
+        return name
+    path = Path(name)
+    # The pipeline calls its model folders "model"; the folder around it says which.
+    return path.parent.name if path.name == "model" and path.parent.name else path.name
+
+
 def metadata(
     about: About,
     *,

@@ -7,7 +7,8 @@ counts first. Nothing leaves this machine unless a repository is named.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,19 @@ from huggingface_hub import HfApi, ModelCardData, errors
 from huggingface_hub.constants import CONFIG_NAME
 from torch import Tensor
 
-from eval.analysis.head_verdict import MOMENTS, VERDICT, HeadVerdict, not_measured
-from eval.measuring.results import Results, Run, check_metrics, write_results
-from eval.reporting.card import (
-    DraftFacts,
-    HeadFacts,
-    TrainedOn,
-    draft_text,
-    head_run,
-    head_text,
-    public_name,
+from eval.analysis.head_verdict import (
+    MOMENTS,
+    QUALITY_COLUMNS,
+    VERDICT,
+    HeadVerdict,
+    not_measured,
 )
-from eval.reporting.lengths import MeasuredLength, longest_measured, measured_lengths
-from eval.reporting.metadata import About, check_repository, left_out, metadata
-from eval.reporting.serving import acceptance_positions, synthetic_acceptance
+from eval.measuring.results import Results, Run, check_metrics, write_results
+from eval.reporting.lengths import longest_measured, measured_lengths
+from eval.reporting.metadata import About, check_repository, left_out, metadata, public_name
+from eval.reporting.rendering import render
+from eval.reporting.serving import acceptance_positions, serving_lines, synthetic_acceptance
+from eval.reporting.table import readme_table
 from heads import BaseHead, ImmediateHead
 from heads.inputs import Moment
 from heads.remote import write_custom_generate
@@ -91,7 +91,7 @@ def release_draft(
         ConfigError: if `push_to` is no Hub id, or the target cannot be loaded.
         FileExistsError: if `out` exists.
     """
-    about = about or About()
+    about, name = about or About(), push_to or out.name
     check_repository(push_to)
     measured = _measured(results, source, "draft")
     target = measured.runs[0].target
@@ -99,36 +99,62 @@ def release_draft(
     tokenizer = load_tokenizer(target)
     check_shared_vocabulary(tokenizer, load_tokenizer(str(source)))
     model = _load_whole(source)
-    if own := lengths["transformers"]:
-        model.generation_config.update(**_generation_settings(own.length))
-    facts = _draft_facts(model, push_to or out.name, target, longest, lengths)
+    own = lengths["transformers"]
+    if own is not None:
+        # What makes transformers draft exactly so many tokens a round.
+        model.generation_config.update(
+            num_assistant_tokens=own.length,
+            num_assistant_tokens_schedule="constant",
+            # The lengths were measured without a second stop rule; the default is 0.4.
+            assistant_confidence_threshold=0.0,
+        )
+    config, targets = model.config.get_text_config(), _target_config(target)
+    # 1 for models without attention: then nothing is said to be divisible.
+    heads = (getattr(config, "num_attention_heads", 1), getattr(targets, "num_attention_heads", 1))
+    kept, public = kept_tokens(model), public_name(target)
+    text = _card(
+        "draft_card.md.jinja",
+        measured,
+        about,
+        name=name,
+        target=public,
+        parameters=model.num_parameters(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        positions=config.max_position_embeddings,
+        vocabulary=config.vocab_size,
+        target_vocabulary=targets.vocab_size,
+        kept=None if kept is None else len(kept),
+        longest=longest,
+        lengths=lengths,
+        acceptance=acceptance_positions(measured),
+        serving=serving_lines(name, public, heads, lengths),
+    )
+    # The metadata gives the metrics of the best length, else of the longest.
+    fixed = [run for run in measured.runs if run.fixed_length and run.lossless]
+    best = lengths["draftsmith"] or own
+    method = best.method if best else next(r.method for r in fixed if r.length == longest)
     data = metadata(
         about,
-        name=facts.name,
+        name=name,
         target=target,
         library="transformers",
         tag="draft-model",
         relation="finetune",
-        measured=_rated(measured, lengths["draftsmith"] or own, longest),
+        measured=[run for run in fixed if run.method == method],
     )
-    unnamed = [public_name(name) for name in left_out(about, target)]
-    text = draft_text(facts, _shortened(measured), about.measures, unnamed)
 
-    def fill(folder: Path) -> None:
-        if facts.kept is not None:
+    with _assembled(out, data, text, measured, push_to=push_to, private=private) as folder:
+        if kept is not None:
             model.save_pretrained(folder / REDUCED)
             add_former_names(folder / REDUCED)
             copy_tokenizer(target, folder / REDUCED)
             _make_whole(model)
         model.save_pretrained(folder)
         add_former_names(folder)
-        write_json(
-            folder / SYNTHETIC, synthetic_acceptance(facts.name, acceptance_positions(measured))
-        )
+        write_json(folder / SYNTHETIC, synthetic_acceptance(name, acceptance_positions(measured)))
         copy_tokenizer(target, folder)
         write_custom_generate(folder)
-
-    return _publish(out, fill, data, text, measured, push_to=push_to, private=private)
+    return out
 
 
 def release_head(
@@ -137,7 +163,7 @@ def release_head(
     results: Results,
     about: About | None = None,
     *,
-    trained: TrainedOn | None = None,
+    trained: str = "",
     verdict: HeadVerdict | None = None,
     push_to: str | None = None,
     private: bool = True,
@@ -149,7 +175,7 @@ def release_head(
         out: folder to make; must not exist.
         results: measurements with this head.
         about: the draft's Hub id as base model, license, measures of calibration.
-        trained: what it was trained on, if that is known.
+        trained: on how many rollouts of what it was trained, in words, if that is known.
         verdict: how well it predicts and whether it pays; without one the card says that this was
             not measured.
         push_to: Hub id to upload to; None uploads nothing.
@@ -165,70 +191,123 @@ def release_head(
         ConfigError: if `push_to` is no Hub id.
         FileExistsError: if `out` exists.
     """
-    about = about or About()
+    about, name = about or About(), push_to or out.name
     check_repository(push_to)
     measured = _measured(results, source, "head")
     head = BaseHead.from_pretrained(source)
-    facts = _head_facts(head, push_to or out.name, measured, about.base_model, trained)
     verdict = verdict or not_measured("there are no held-out labels")
-    target = measured.runs[0].target
-    used = head_run(measured, verdict).method
+    used = head_run(measured, verdict.method)
+    target, draft = used.target, public_name(about.base_model or str(used.draft))
     data = metadata(
         about,
-        name=facts.name,
+        name=name,
         target=target,
         library="draftsmith",
         tag="acceptance-head",
         relation="adapter",
-        measured=[run for run in measured.runs if run.method == used],
+        measured=[run for run in measured.runs if run.method == used.method],
     )
-    unnamed = [public_name(name) for name in left_out(about, target)]
-    text = head_text(facts, _shortened(measured), about.measures, verdict, unnamed)
+    text = _card(
+        "head_card.md.jinja",
+        measured,
+        about,
+        name=name,
+        target=public_name(target),
+        draft=draft,
+        head=head,
+        width=head.width if isinstance(head, ImmediateHead) else None,
+        moments=[MOMENTS[moment.name.lower()] for moment in head.moments],
+        lag=head.moments[0] is Moment.CONSUMED,
+        trained=trained,
+        verdict=verdict,
+        quality_columns=QUALITY_COLUMNS,
+        best=used,
+    )
 
-    def fill(folder: Path) -> None:
+    with _assembled(out, data, text, measured, push_to=push_to, private=private) as folder:
         head.save_pretrained(folder)
         verdict.write(folder / VERDICT)
         # The folder that the draft had here means nothing elsewhere.
         config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-        write_json(folder / CONFIG_NAME, {**config, "draft": facts.draft})
+        write_json(folder / CONFIG_NAME, {**config, "draft": draft})
         BaseHead.from_pretrained(folder)
+    return out
 
-    return _publish(out, fill, data, text, measured, push_to=push_to, private=private)
+
+def head_run(results: Results, chosen: str | None = None) -> Run:
+    """A run of the method whose threshold a head's card names.
+
+    Args:
+        results: an evaluation with a head.
+        chosen: the method that was chosen on held-out rollouts. Without one it is that of most
+            tokens a second over all data sets, or, where nothing was timed, a target's forward.
+
+    Raises:
+        ManifestError: if no method used a head on every data set.
+    """
+    groups: dict[str, list[Run]] = {}
+    for run in results.runs:
+        if run.rule and run.rule.needs_head and run.lossless:
+            groups.setdefault(run.method, []).append(run)
+    complete = [runs for runs in groups.values() if len(runs) == len(results.datasets())]
+    if not complete:
+        raise ManifestError(
+            "the card of a head needs a method with stop: head measured on every prompt set"
+        )
+
+    def merit(runs: list[Run]) -> float:
+        spent = sum(run.seconds["total"] if results.timed else run.rounds for run in runs)
+        return sum(run.tokens for run in runs) / spent if spent else 0.0
+
+    named = [runs for runs in complete if runs[0].method == chosen]
+    return max(named or complete, key=merit)[0]
 
 
-def _publish(
+def _card(template: str, measured: Results, about: About, **values: Any) -> str:
+    """A card below its metadata."""
+    results = _shortened(measured)
+    names = left_out(about, measured.runs[0].target)
+    return render(
+        template,
+        table=readme_table(results),
+        measures=about.measures,
+        unnamed=[public_name(name) for name in names],
+        sampling=results.runs[0].sampling,
+        timed=results.timed,
+        batch=results.environment.batch_size,
+        **values,
+    )
+
+
+@contextmanager
+def _assembled(
     out: Path,
-    fill: Callable[[Path], None],
     data: ModelCardData,
     text: str,
     measured: Results,
     *,
     push_to: str | None,
     private: bool,
-) -> Path:
-    """Write the folder under a temporary name, upload it if asked, then give it its name."""
+) -> Iterator[Path]:
+    """The folder under a temporary name, to be filled; then card, upload if asked, its name."""
     with atomic_folder(out) as folder:
-        fill(folder)
+        yield folder
         write_text(folder / CARD, f"---\n{data.to_yaml()}\n---\n\n{text}")
         write_results(folder / "results.json", _shortened(measured))
-        if push_to is not None:
-            _upload(folder, push_to, private=private)
-    return out
-
-
-def _upload(folder: Path, push_to: str, *, private: bool) -> None:
-    api = HfApi()
-    try:
-        api.create_repo(push_to, private=private, exist_ok=True)
-        api.upload_folder(
-            repo_id=push_to,
-            folder_path=folder,
-            commit_message="Upload weights and measurements",
-        )
-    except errors.HTTPError as error:  # type: ignore[attr-defined]  # of httpx or of httpx2
-        if isinstance(error, OSError):  # what the Hub answered, or its client says
-            raise
-        raise ConnectionError(f"cannot upload to {push_to} on the Hub: {error}") from error
+        if push_to is None:
+            return
+        api = HfApi()
+        try:
+            api.create_repo(push_to, private=private, exist_ok=True)
+            api.upload_folder(
+                repo_id=push_to,
+                folder_path=folder,
+                commit_message="Upload weights and measurements",
+            )
+        except errors.HTTPError as error:  # type: ignore[attr-defined]  # of httpx or of httpx2
+            if isinstance(error, OSError):  # what the Hub answered, or its client says
+                raise
+            raise ConnectionError(f"cannot upload to {push_to} on the Hub: {error}") from error
 
 
 def _measured(results: Results, source: Path, role: str) -> Results:
@@ -273,67 +352,6 @@ def _shortened(results: Results) -> Results:
     return results.model_copy(update={"runs": runs})
 
 
-def _head_facts(
-    head: BaseHead, name: str, measured: Results, draft: str | None, trained: TrainedOn | None
-) -> HeadFacts:
-    used = next(run for run in measured.runs if run.head is not None)
-    return HeadFacts(
-        name=name,
-        target=public_name(used.target),
-        draft=public_name(draft or str(used.draft)),
-        kind=head.kind,
-        hidden_size=head.hidden_size,
-        depth=head.depth,
-        width=head.width if isinstance(head, ImmediateHead) else None,
-        rejection_weight=head.rejection_weight,
-        reads=head.reads,
-        moments=tuple(MOMENTS[moment.name.lower()] for moment in head.moments),
-        trained=trained,
-        lag=head.moments[0] is Moment.CONSUMED,
-    )
-
-
-def _rated(results: Results, best: MeasuredLength | None, longest: int) -> list[Run]:
-    """The runs whose metrics a draft's metadata gives: the best length, else the longest."""
-    fixed = [run for run in results.runs if run.fixed_length and run.lossless]
-    method = best.method if best else next(run.method for run in fixed if run.length == longest)
-    return [run for run in fixed if run.method == method]
-
-
-def _generation_settings(length: int) -> dict[str, Any]:
-    """What makes transformers draft exactly `length` tokens a round."""
-    return {
-        "num_assistant_tokens": length,
-        "num_assistant_tokens_schedule": "constant",
-        # The lengths were measured without a second stop rule; the default is 0.4.
-        "assistant_confidence_threshold": 0.0,
-    }
-
-
-def _draft_facts(
-    model: Any,
-    name: str,
-    target: str,
-    longest: int,
-    lengths: Mapping[str, MeasuredLength | None],
-) -> DraftFacts:
-    config, targets = model.config.get_text_config(), _target_config(target)
-    kept = kept_tokens(model)
-    return DraftFacts(
-        name=name,
-        target=public_name(target),
-        longest=longest,
-        lengths=lengths,
-        parameters=model.num_parameters(),
-        positions=config.max_position_embeddings,
-        vocabulary=config.vocab_size,
-        target_vocabulary=targets.vocab_size,
-        heads=(_attention_heads(config), _attention_heads(targets)),
-        dtype=str(model.dtype).removeprefix("torch."),
-        kept=None if kept is None else len(kept),
-    )
-
-
 @torch.inference_mode()
 def _make_whole(model: Any) -> None:
     """Give a draft with a reduced vocabulary all rows of its output matrix, in place."""
@@ -348,11 +366,6 @@ def _make_whole(model: Any) -> None:
             q = probabilities(logits[:, -1], SamplingConfig())
             ids = torch.cat([ids, draw(q, generator).unsqueeze(-1)], dim=-1)
     restore_vocabulary(model, substitute_row(read[-1].flatten(0, 1), logits.flatten(0, 1)))
-
-
-def _attention_heads(config: Any) -> int:
-    """1 for models without attention: then nothing is said to be divisible."""
-    return int(getattr(config, "num_attention_heads", 1))
 
 
 def _load_whole(source: Path) -> Any:

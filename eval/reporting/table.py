@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from eval.measuring.methods import PLAIN
-from eval.measuring.results import Results, Run, check_metrics, read_results
+from eval.measuring.results import Results, check_metrics, read_results
 from eval.reporting.rendering import NOT_MEASURED, escape_markdown
 from specdata.config import nearest
 from specdata.errors import ConfigError, ManifestError
@@ -23,9 +22,7 @@ from specdata.terminal import visible
 
 ROWS = 14
 """Most methods of a table that nobody chose."""
-RESULTS, PAGE, PICTURE = "results.json", "report.html", "speedup.png"
-BEGIN, END = "<!-- table of {path} -->", "<!-- end of table -->"
-"""Lines of a document between which the table of a results file stands."""
+RESULTS, PICTURE = "results.json", "speedup.png"
 
 
 def readme_table(results: Results, methods: Sequence[str] = ()) -> str:
@@ -39,17 +36,28 @@ def readme_table(results: Results, methods: Sequence[str] = ()) -> str:
     Raises:
         ConfigError: if a method is not in the results.
     """
-    rows = chosen(results, methods)
     sets = results.datasets()
     lines = [
         _line("method", *(escape_markdown(name) for name in sets), *COUNTS),
         _line("---", *["---:"] * (len(sets) + len(COUNTS))),
     ]
-    for name in rows:
+    for name in chosen(results, methods):
         runs = {run.dataset: run for run in results.runs if run.method == name}
-        speeds = [_speed(runs[each]) if each in runs else NOT_MEASURED for each in sets]
+        cells = [NOT_MEASURED] * len(sets)
+        for place, each in enumerate(sets):
+            if each in runs and (speed := runs[each].speedup) is not None:
+                low, high = runs[each].intervals["speedup"]
+                cells[place] = f"{speed:.2f}x [{low:.2f}, {high:.2f}]"
+        # Counts over all prompt sets together.
+        records = [record for run in runs.values() for record in run.generations]
+        tokens = sum(record.tokens for record in records)
+        depth = sum(record.depth for record in records)
+        accepted = sum(record.accepted for record in records)
+        cells.append(f"{tokens / sum(record.rounds for record in records):.2f}")
+        cells.append(f"{accepted / depth:.3f}" if depth else NOT_MEASURED)
+        cells.append(f"{sum(record.n_discarded for record in records) / tokens:.2f}")
         mark = "" if all(run.lossless for run in runs.values()) else " †"
-        lines.append(_line(escape_markdown(name) + mark, *speeds, *_counts(list(runs.values()))))
+        lines.append(_line(escape_markdown(name) + mark, *cells))
     return "\n".join([*lines, "", _footnote(results, by_hand=bool(methods))]) + "\n"
 
 
@@ -75,41 +83,11 @@ def chosen(results: Results, methods: Sequence[str] = ()) -> list[str]:
     return plain + best[: ROWS - len(plain)]
 
 
-def selection(results: Results, methods: Sequence[str]) -> Results:
-    """The results of some methods alone, in this order."""
-    order = {name: place for place, name in enumerate(methods)}
-    runs = sorted(
-        (run for run in results.runs if run.method in order),
-        key=lambda run: (results.datasets().index(run.dataset), order[run.method]),
-    )
-    return results.model_copy(update={"runs": runs})
-
-
 def _rate(results: Results, name: str) -> float:
     """Tokens a second over all prompt sets; tokens a target call where nothing was timed."""
     records = [r for run in results.runs if run.method == name for r in run.generations]
     cost = sum(r.seconds for r in records) or sum(r.rounds for r in records)
     return sum(r.tokens for r in records) / cost
-
-
-def _speed(run: Run) -> str:
-    if run.speedup is None:
-        return NOT_MEASURED
-    low, high = run.intervals["speedup"]
-    return f"{run.speedup:.2f}x [{low:.2f}, {high:.2f}]"
-
-
-def _counts(runs: Sequence[Run]) -> tuple[str, ...]:
-    """Over all prompt sets together, in the order of COUNTS."""
-    records = [record for run in runs for record in run.generations]
-    tokens = sum(record.tokens for record in records)
-    depth = sum(record.depth for record in records)
-    accepted = sum(record.accepted for record in records)
-    return (
-        f"{tokens / sum(record.rounds for record in records):.2f}",
-        f"{accepted / depth:.3f}" if depth else NOT_MEASURED,
-        f"{sum(record.n_discarded for record in records) / tokens:.2f}",
-    )
 
 
 def _footnote(results: Results, *, by_hand: bool) -> str:
@@ -136,33 +114,11 @@ def _line(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def table_in(document: str, path: str) -> str | None:
-    """The table of a results file in a document, between its marks; None if it has none.
+def write_evidence(results: Results, out: Path, methods: Sequence[str]) -> None:
+    """What to commit of an evaluation: its results without white space, and the table's picture.
 
     Args:
-        document: Markdown.
-        path: the results file as the marks name it.
-
-    Raises:
-        ValueError: if there is no end mark.
-    """
-    begin = BEGIN.format(path=path) + "\n"
-    if begin not in document:
-        return None
-    rest = document.split(begin, 1)[1]
-    if END not in rest:
-        raise ValueError(f"the table of {path} must end with the line {END}")
-    return rest.split(END, 1)[0]
-
-
-def write_evidence(results: Results, source: Path, out: Path, methods: Sequence[str]) -> None:
-    """What to commit of an evaluation: its results, its report and a picture of the table.
-
-    The results are written without white space, half as large; nothing else is left out.
-
-    Args:
-        results: what `source` holds.
-        source: results.json, its report beside it.
+        results: of one evaluation.
         out: folder, created if missing.
         methods: those of the picture.
     """
@@ -171,9 +127,9 @@ def write_evidence(results: Results, source: Path, out: Path, methods: Sequence[
     values = results.model_dump(mode="json")
     text = json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     write_text(out / RESULTS, text + "\n")
-    if (page := source.with_name(PAGE)).is_file():
-        shutil.copyfile(page, out / PAGE)
-    write_png(out / PICTURE, plot("speedup", selection(results, methods), results.datasets()))
+    shown = [run for run in results.runs if run.method in methods]
+    picture = plot("speedup", results.model_copy(update={"runs": shown}), results.datasets())
+    write_png(out / PICTURE, picture)
 
 
 def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
@@ -194,7 +150,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         "--out",
         type=Path,
         metavar="FOLDER",
-        help=f"also write what to commit there: {RESULTS}, {PAGE} and {PICTURE}",
+        help=f"also write what to commit there: {RESULTS} and {PICTURE}",
     )
     asked = parser.parse_args(arguments)
     path = asked.results / RESULTS if asked.results.is_dir() else asked.results
@@ -208,7 +164,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
                 raise ConfigError(f"{path} holds no speeds to draw: measure with eval.batch 1")
             if asked.out.resolve() == path.parent.resolve():
                 raise ConfigError(f"--out must be another folder than that of {path}")
-            write_evidence(results, path, asked.out, methods)
+            write_evidence(results, asked.out, methods)
     except (ConfigError, ManifestError) as error:
         sys.stderr.write(f"error: {visible(str(error))}\n")
         return 2
