@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections import Counter
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
 import pytest
 
@@ -18,3 +21,43 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files with many slow tests first, so that no process waits for another's last file."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
+
+
+@pytest.fixture(scope="session")
+def trained_pair() -> Path:
+    """A toy pair trained in seconds, `target` and `draft`; kept between sessions, only to be read.
+
+    What else several files want (rollouts, labels, a head of it) can be kept in the same way: a
+    fixture here, by `tests.made_once.made_once`.
+    """
+
+    from distill.config import ToyPairConfig
+    from distill.toy import train_toy_pair
+    from tests.made_once import made_once
+
+    config = ToyPairConfig(
+        vocab_size=400,
+        examples_per_family=60,
+        library_characters=8_000,
+        block_size=64,
+        target_layers=2,
+        target_width=32,
+        target_steps=40,
+        draft_width=16,
+        draft_steps=15,
+        save_steps=10,
+    )
+    sources = "tests/conftest.py distill/toy.py distill/training.py specdata/toy/*.py"
+    return made_once("pair", sources, lambda folder: train_toy_pair(folder, config, seed=0))
+
+
+@pytest.fixture(scope="session")
+def server() -> ForkServerContext:
+    """Starts processes (`server.Process(target=, args=)`) with what they import already there.
+
+    Each is a process of its own, which can be killed; `tests.test_draft_resume.start_two` starts
+    a group of two. What they run must be a function at the top of a module.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["distill.distillation", "distill.finetune", "heads.train"])
+    return context

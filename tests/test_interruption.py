@@ -72,6 +72,7 @@ with stopping_on_signals(), until_checkpoint():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_recipe_ends_with_the_status_of_the_signal(number: int, status: int) -> None:
     process = program(RECIPE)
@@ -81,6 +82,7 @@ def test_a_recipe_ends_with_the_status_of_the_signal(number: int, status: int) -
     assert said == "\ninterrupted: run the same command again to continue\n"
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_process_within_a_step_and_one_passed_on_does_not() -> None:
     process = program(STEP.replace("STEPS", "1").replace("COUNT", str(10**9)))
     process.send_signal(signal.SIGINT)
@@ -95,6 +97,7 @@ def test_a_second_signal_ends_the_process_within_a_step_and_one_passed_on_does_n
     assert said.endswith("\nstopped at once\n")
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_a_library_keeps_from_ending_is_ended() -> None:
     stuck = RECIPE.replace("time.sleep(60)", "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)")
     process = program(
@@ -107,6 +110,7 @@ def test_a_process_that_a_library_keeps_from_ending_is_ended() -> None:
     assert said == "\ninterrupted: run the same command again to continue\n"
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_was_signalled_ends_when_its_launcher_does() -> None:
     step = STEP.replace("STEPS", "1").replace("COUNT", str(10**9))
     launcher = program(
@@ -123,6 +127,7 @@ def test_a_process_that_was_signalled_ends_when_its_launcher_does() -> None:
     assert said.endswith("\nrank 1: the launcher is gone: stopped at once\n")
 
 
+@pytest.mark.slow
 def test_a_signal_waits_for_the_checkpoint_and_then_stops_what_did_not_ask() -> None:
     process = program(STEP.replace("STEPS", "2").replace("COUNT", str(10**6)))
     process.send_signal(signal.SIGTERM)
@@ -145,6 +150,7 @@ def test_what_was_ignored_stays_so_and_handlers_are_given_back() -> None:
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 def test_a_forked_child_ends_by_its_signal_alone() -> None:
     reader, writer = os.pipe()
     with stopping_on_signals():
@@ -173,7 +179,8 @@ class AtStep(TrainerCallback):  # type: ignore[misc]
             signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("step", [0, 9, 19])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [0, 9])
 def test_a_draft_that_is_interrupted_at_any_step_ends_in_the_weights_of_an_uninterrupted_one(
     pair: Path, tmp_path: Path, step: int
 ) -> None:

@@ -29,11 +29,9 @@ from specdata.lm_head import find_lm_head
 from specdata.logits.make import ModelLogits
 from specdata.models import load_model
 from specdata.probability import SamplingConfig
-from tests.test_distill import QUICK, assert_same_weights, changed, pair, rollouts
+from tests.test_distill import QUICK, changed, rollouts
 from tests.test_losses import gradient, random_logits
 from tests.tiny import tiny_llama
-
-__all__ = ["pair"]  # a fixture
 
 NAMES = sorted(LOSSES)
 PLAIN = SamplingConfig()
@@ -149,6 +147,11 @@ def test_a_tail_that_the_draft_cannot_propose_has_a_finite_gradient(name: str) -
 
 
 # --- the trainer
+
+
+@pytest.fixture(scope="module")
+def pair(trained_pair: Path) -> Path:
+    return trained_pair
 
 
 @pytest.fixture(scope="module")
@@ -300,6 +303,7 @@ def from_kept(
     )
 
 
+@pytest.mark.slow
 def test_a_draft_from_kept_logits_ends_where_one_beside_its_target_does(
     pair: Path, models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
 ) -> None:
@@ -330,28 +334,6 @@ def test_a_draft_from_kept_logits_ends_where_one_beside_its_target_does(
     shutil.move(tmp_path / "draft-128", tmp_path / "draft-127")
     with pytest.raises(ValueError, match="made with other settings"):
         from_kept(tmp_path, pair, models[0], 127, config)
-
-
-def test_a_killed_distillation_from_kept_logits_ends_in_the_same_weights(
-    pair: Path,
-    models: tuple[PreTrainedModel, PreTrainedModel],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from_kept(tmp_path / "whole", pair, models[0], 128, QUICK)
-    compute = DistilTrainer.compute_loss
-
-    def failing(self: DistilTrainer, *args: object, **kwargs: object) -> object:
-        if self.state.global_step == 6:
-            raise OSError("the power is cut")
-        return compute(self, *args, **kwargs)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DistilTrainer, "compute_loss", failing)
-        with pytest.raises(OSError, match="power"):
-            from_kept(tmp_path / "killed", pair, models[0], 128, QUICK)
-    from_kept(tmp_path / "killed", pair, models[0], 128, QUICK)
-    assert_same_weights(tmp_path / "killed" / "draft-128", tmp_path / "whole" / "draft-128")
 
 
 def test_a_draft_with_a_reduced_vocabulary_learns_from_kept_logits(

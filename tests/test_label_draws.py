@@ -9,20 +9,18 @@ from itertools import product
 from pathlib import Path
 
 import datasets
-import pyarrow as pa
 import pytest
 import torch
 
 from recipes.checks import check_draft_sets
 from recipes.config import parse
-from recipes.layout import labels_stage
-from specdata.errors import ConfigError, ManifestError, OtherSettingsError
+from specdata.errors import ConfigError
 from specdata.labels.config import LabelsConfig
 from specdata.labels.make import labels_from_cache, make_labels
 from specdata.probability import SamplingConfig, inverse_cdf, inverse_cdfs, probabilities
-from specdata.storage.dataset import fill_dataset, load_stored, of_split
+from specdata.storage.dataset import load_stored, of_split
 from specdata.storage.manifest import read_manifest
-from specdata.storage.resume import Settings, differences
+from specdata.storage.resume import Settings
 from specdata.storage.schema import LABELS, MORE_DRAWS, ROLLOUTS, Label
 from tests.chi_square import p_value
 from tests.test_acceptance import SAMPLERS, close, labeller, rollout, rollouts, stored
@@ -215,52 +213,6 @@ def test_labels_from_kept_logits_have_the_draws_of_those_made_with_the_target(
             four, three = mine[name], theirs[name]
             assert len(four) == (3 * length if mine["split"] == "train" else 0)
             assert [value for n, value in enumerate(four) if n % 3 < 2] == pytest.approx(three)
-
-
-def earlier(folder: Path, *, stop_at: int | None = None) -> None:
-    """Labels as an earlier version made them: without the newer columns and settings.
-
-    Begun, and ended by an interruption at a shard, if `stop_at` says so.
-    """
-    rows = label(folder, "now", LabelsConfig(shard_size=3))
-    settings = dict(read_manifest(folder / "now")["settings"])
-    del settings["draws"]
-    schema = pa.schema([field for field in LABELS if field.name not in NEW])
-
-    def shard(index: int) -> list[Label]:
-        if index == stop_at:
-            raise KeyboardInterrupt
-        return rows[3 * index : 3 * index + 3]
-
-    shards = [lambda index=index: shard(index) for index in range(3)]
-    fill_dataset(folder / "then", schema, Settings(settings), shards, lambda rows: None)
-
-
-def test_finished_labels_of_an_earlier_version_are_those_of_one_draw(tmp_path: Path) -> None:
-    earlier(tmp_path)
-    found = label(tmp_path, "then", LabelsConfig(shard_size=3))
-    assert found[0].keys() == {*LABELS.names} - {*NEW}
-    with pytest.raises(OtherSettingsError, match="draws: 1 -> 2"):
-        label(tmp_path, "then", LabelsConfig(shard_size=3, draws=2))
-
-
-def test_labels_that_an_earlier_version_began_are_refused_and_stay(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        earlier(tmp_path, stop_at=0)
-    before = {path: path.read_bytes() for path in (tmp_path / "then").glob("shard-*")}
-    assert len(before) == 2
-    with pytest.raises(ManifestError, match=r"columns entropy, log_mass_above, log_q_second"):
-        label(tmp_path, "then", LabelsConfig(shard_size=3))
-    assert {path: path.read_bytes() for path in (tmp_path / "then").glob("shard-*")} == before
-
-
-def test_a_run_that_says_nothing_of_draws_has_one() -> None:
-    settings = labels_stage(parse(["--labels.draws", "1"]).config).settings
-    stored_then = {**settings.values, "labels": dict(settings.values["labels"])}
-    del stored_then["labels"]["draws"]
-    assert differences(stored_then, settings.values, settings.defaults) == []
-    asked = labels_stage(parse(["--labels.draws", "4"]).config).settings.values
-    assert differences(stored_then, asked, settings.defaults) == ["labels.draws: 1 -> 4"]
 
 
 def test_rows_of_a_split_can_be_those_of_some_sets() -> None:

@@ -23,9 +23,8 @@ from tests.slurm import running_slurm, until, why_not
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted((LAUNCH / "slurm").iterdir())
-STEPS = 300
+STEPS = 150
 SAVED = 50
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +99,7 @@ def assert_same_head(ours: Path, theirs: Path) -> None:
         assert mine.read_bytes() == other.read_bytes(), name
 
 
+@pytest.mark.exhaustive
 def test_a_launcher_that_is_interrupted_leaves_a_checkpoint_of_all_processes(
     labelled: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -118,6 +118,7 @@ def test_a_launcher_that_is_interrupted_leaves_a_checkpoint_of_all_processes(
     assert_same_head(tmp_path, uninterrupted)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck here")
 def test_shellcheck_has_nothing_to_say_about_the_scripts() -> None:
     assert len(SCRIPTS) == 6
@@ -147,6 +148,7 @@ def test_each_stage_has_a_script_that_is_queued_again_with_a_checkpoint() -> Non
         assert f'sbatch "$(draftsmith profile slurm/{name}.sbatch)"' in text
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 def test_a_slurm_job_is_queued_again_with_a_checkpoint_and_ends_with_the_bytes_of_a_whole_run(
     labelled: Path, uninterrupted: Path, tmp_path: Path

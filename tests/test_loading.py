@@ -327,7 +327,7 @@ def shared(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_with_half_a_target_each_give_its_logits_and_texts(
     pair: Path, shared: Path
 ) -> None:
@@ -340,7 +340,7 @@ def test_two_processes_with_half_a_target_each_give_its_logits_and_texts(
     assert found == whole
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_with_half_a_target_each_make_the_run_of_one(shared: Path) -> None:
     one, two = (load_stored(shared / run / "rollouts") for run in ("one", "two"))
     assert one.to_list() == two.to_list()

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -46,6 +47,12 @@ V, N = 40, 6
 Kind = Literal["vllm", "sglang"]
 KINDS: tuple[Kind, ...] = ("vllm", "sglang")
 Edit = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are sent again at once."""
+    monkeypatch.setattr("specdata.server.client.time", SimpleNamespace(sleep=lambda _: None))
 
 
 class Server(ThreadingHTTPServer):
@@ -436,7 +443,7 @@ def test_a_target_behind_a_server_needs_no_weights_from_rollouts_to_head(
     assert len(labels) == 40
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_logits_of_two_servers_and_of_the_target_itself_make_the_same_labels(
     pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,8 +87,13 @@ def alone(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "DDP" else pytest.mark.exhaustive)
+        for name in ENGINES
+    ],
+)
 def test_a_target_in_parts_teaches_what_a_whole_one_does(
     pair: Path, tmp_path: Path, server: ForkServerContext, alone: Path, engine: str
 ) -> None:
@@ -174,7 +179,7 @@ def load_and_compare(target: Path, out: Path) -> None:
     leave_processes()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_process_holds_a_whole_target_in_parts(
     pair: Path, tmp_path: Path, server: ForkServerContext
 ) -> None:
@@ -209,7 +214,7 @@ def tuned_and_adapted(pair: Path, out: Path) -> None:
     trained(pair, out / "adapted", {**UNEVEN, "lora": {"rank": 4}, "keep": "last"})
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_drafts_in_parts_are_fine_tuned_and_adapted_as_in_one_process(
     pair: Path, tmp_path: Path, server: ForkServerContext
 ) -> None:
@@ -230,7 +235,7 @@ def test_drafts_in_parts_are_fine_tuned_and_adapted_as_in_one_process(
 LONG = {**SHARDED, "epochs": 6, "batch_size": 5, "save_steps": 5}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_training_in_parts_goes_on_in_parts_alone_and_ends_in_the_same_weights(
     pair: Path, tmp_path: Path, server: ForkServerContext
 ) -> None:
@@ -254,8 +259,8 @@ def test_a_killed_training_in_parts_goes_on_in_parts_alone_and_ends_in_the_same_
 
 def slowly_measured(pair: Path, out: Path, changes: dict[str, Any]) -> None:
     """Distil where the main process measures for longer than a collective may take."""
-    processes.TIMEOUT = timedelta(seconds=5)
-    measure, held_back = HeldOut.measure, 8.0
+    processes.TIMEOUT = timedelta(seconds=3)
+    measure, held_back = HeldOut.measure, 5.0
 
     def slowly(self: HeldOut, *arguments: Any, **settings: Any) -> Any:
         time.sleep(held_back)
@@ -269,7 +274,7 @@ def slowly_measured(pair: Path, out: Path, changes: dict[str, Any]) -> None:
 def test_processes_wait_for_the_main_one_for_longer_than_a_collective_may_take(
     pair: Path, tmp_path: Path, server: ForkServerContext
 ) -> None:
-    """The only test of the waits for a main process; 16 s are what it holds the others back."""
+    """The only test of the waits for a main process; 10 s are what it holds the others back."""
     once = {"epochs": 0}
     finish(start_two(server, slowly_measured, pair, tmp_path / "two", once, **ON_CPU))
     trained(pair, tmp_path / "one", once)
@@ -314,7 +319,7 @@ def without_plan(folder: Path) -> None:
     leave_processes()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_family_that_would_be_gathered_as_a_whole_is_refused(
     tmp_path: Path, server: ForkServerContext
 ) -> None:

@@ -26,7 +26,6 @@ from tests.tiny import tiny_llama
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = 60
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "eval": {
             "sets": [{"name": str(folder / "mine.jsonl"), "split": "test", "count": 2}],
-            "methods": [{"name": "plain", "engine": "plain"}],
+            "methods": [{"name": "plain", "decoder": "plain"}],
         },
     }
     (folder / "pair.yaml").write_text(yaml.safe_dump(config))
@@ -141,6 +140,7 @@ def alone(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, byt
     return content(folder)
 
 
+@pytest.mark.slow
 def test_several_processes_make_the_bytes_of_one(
     pair: Path, tmp_path: Path, alone: dict[str, bytes]
 ) -> None:
@@ -148,10 +148,11 @@ def test_several_processes_make_the_bytes_of_one(
     assert content(tmp_path) == alone
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.slow
 def test_rollouts_killed_at_any_moment_end_with_the_same_bytes(
-    pair: Path, tmp_path: Path, alone: dict[str, bytes], count: int
+    pair: Path, tmp_path: Path, alone: dict[str, bytes]
 ) -> None:
+    count = 2
     dataset = tmp_path / "out" / "rollouts"
     moments = ("manifest.json", ".progress/shard-00006.parquet.json")
     for moment, number in zip(moments, (signal.SIGKILL, signal.SIGTERM), strict=True):
@@ -167,6 +168,7 @@ def test_rollouts_killed_at_any_moment_end_with_the_same_bytes(
     assert content(tmp_path) == alone
 
 
+@pytest.mark.exhaustive
 def test_when_one_process_dies_the_main_one_does_its_work(
     pair: Path, tmp_path: Path, alone: dict[str, bytes]
 ) -> None:
@@ -179,6 +181,7 @@ def test_when_one_process_dies_the_main_one_does_its_work(
     assert content(tmp_path) == alone
 
 
+@pytest.mark.exhaustive
 def test_when_the_main_process_dies_the_other_finishes_the_shards_and_then_ends_with_a_message(
     pair: Path, tmp_path: Path, alone: dict[str, bytes]
 ) -> None:
@@ -202,6 +205,7 @@ def test_when_the_main_process_dies_the_other_finishes_the_shards_and_then_ends_
     assert content(tmp_path) == alone
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_named_and_the_same_command_goes_on(
     pair: Path, tmp_path: Path, alone: dict[str, bytes]
 ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,12 @@ from tests.tiny import END, tiny_llama
 
 VOCABULARY = 40
 Edit = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are sent again at once."""
+    monkeypatch.setattr("specdata.server.client.time", SimpleNamespace(sleep=lambda _: None))
 
 
 class Server(ThreadingHTTPServer):

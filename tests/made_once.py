@@ -1,0 +1,49 @@
+"""Expensive things that several test files want, made once for each state of their sources.
+
+They lie beside the virtual environment's own caches, outside the tree. Of the processes that want
+the same thing at once one makes it and the others wait, and later sessions find it there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+from specdata.storage.files import atomic_folder, locked
+
+ROOT = Path(__file__).resolve().parent.parent
+IN_ENVIRONMENT = sys.prefix != sys.base_prefix
+CACHE = (Path(sys.prefix) if IN_ENVIRONMENT else Path(tempfile.gettempdir())) / "cache" / "tests"
+LIBRARIES = ("torch", "transformers", "tokenizers", "accelerate")
+# Seconds after which a thing that nobody made again is of sources that are gone.
+OLD = 7 * 24 * 3600
+
+
+def made_once(name: str, sources: str, make: Callable[[Path], object]) -> Path:
+    """A folder that nobody writes into; copy it to change it.
+
+    Args:
+        name: what it is, part of its name.
+        sources: patterns of files below the repository, separated by spaces: what it is made of
+            depends on them, on `LIBRARIES` and on nothing else.
+        make: fills a folder that it is given.
+    """
+    digest = hashlib.sha256(" ".join(map(version, LIBRARIES)).encode())
+    for pattern in sources.split():
+        for path in sorted(ROOT.glob(pattern)):
+            digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    folder = CACHE / f"{name}-{digest.hexdigest()[:16]}"
+    with locked(CACHE / f"{name}.lock"):
+        if not folder.exists():
+            for former in CACHE.glob(f"{name}-*"):
+                if time.time() - former.stat().st_mtime > OLD:
+                    shutil.rmtree(former)
+            with atomic_folder(folder) as temporary:
+                make(temporary)
+    return folder
