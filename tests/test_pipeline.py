@@ -65,11 +65,11 @@ CONFIG = {
             {"name": "maths", "split": "test", "count": 2},
         ],
         "methods": [
-            {"name": "plain", "engine": "plain"},
+            {"name": "plain", "decoder": "plain"},
             {"name": "K=3", "length": 3},
             {"name": "confidence", "stop": "confidence", "threshold": 0.4},
             {"name": "head", "stop": "head", "threshold": 0.5},
-            {"name": "transformers", "engine": "transformers", "length": 3},
+            {"name": "transformers", "decoder": "transformers", "length": 3},
         ],
     },
 }
