@@ -69,13 +69,6 @@ def test_nothing_to_fit_gives_the_prior() -> None:
     assert (calibration.intercept, calibration.slope) == pytest.approx((0.7, 0.3))
 
 
-def test_a_probability_stays_one_for_any_coefficients_and_any_distribution() -> None:
-    for calibration in (Calibration(), Calibration(-900.0, 3.0), Calibration(900.0, 50.0)):
-        for q_max in (0.0, 1e-9, 0.5, 1.0 - 1e-12, 1.0):
-            assert 0.0 <= calibration.accept(q_max) <= 1.0
-    assert Calibration().accept(0.3) == pytest.approx(0.3)
-
-
 def test_what_are_no_probabilities_is_refused() -> None:
     with pytest.raises(ValueError, match=r"must both be \(n,\)"):
         fit_calibration(np.ones(2), np.ones(3))
@@ -151,11 +144,3 @@ def test_an_evaluation_fits_on_held_out_labels_once_and_says_so_without_labels(
     alone = evaluated(tmp_path, "--head", "null")
     assert run_eval._fitted(alone, draft, tmp_path / "other.json") == {"rows": 0}
     assert "no labels" in capsys.readouterr().out
-
-
-def test_what_an_earlier_version_fitted_is_read_by_its_name_today(tmp_path: Path) -> None:
-    """It only knew the logistic model on max q."""
-    path = tmp_path / "calibration.json"
-    path.write_text('{"intercept": 1.5, "slope": 0.5, "rows": 48}')
-    fitted = run_eval._fitted(evaluated(tmp_path), tiny_llama(1, vocab=8), path)
-    assert Logit().with_fit(fitted).model == Calibration(1.5, 0.5)

@@ -16,9 +16,8 @@ from eval.drafts import DraftTree
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import drive
 from eval.verifiers import VERIFIERS
-from eval.verifiers.rule import GeneratorRng
 from specdata import probability
-from specdata.probability import SamplingConfig, draw, draw_one, residual
+from specdata.probability import SamplingConfig, draw, draw_one
 from tests.tiny import tiny_llama
 
 READS = frozenset(
@@ -93,43 +92,6 @@ def test_the_counter_counts_a_read_for_each_node(device: None) -> None:
         return reads_of(lambda: [float(target[i, t]) for i, t in enumerate(tree.token_list)])
 
     assert one_by_one(16) > one_by_one(3) + 10
-
-
-def per_node(name: str, tree: DraftTree, p: Tensor, generator: torch.Generator) -> tuple[int, int]:
-    """Token and block verification with a read for each node: how they were written before."""
-    rng, length = GeneratorRng(generator), len(tree)
-    q = tree.distributions
-    node, after = length, p[length]
-    if name == "token":
-        for place, x in enumerate(tree.token_list):
-            if not rng.bernoulli(float(p[place, x]) / float(q[place, x])):
-                node, after = place, residual(p[place], q[place])
-                break
-    else:
-        ratios = [1.0]
-        for place, x in enumerate(tree.token_list):
-            ratios.append(min(1.0, ratios[-1] * float(p[place, x]) / float(q[place, x])))
-        node = 0
-        for tau in range(length, 0, -1):
-            ratio = passes = ratios[tau]
-            if ratio < 1.0 and tau < length:
-                mass = float((ratio * p[tau] - q[tau]).clamp(min=0.0).sum())
-                passes = mass / (mass + 1.0 - ratio)
-            if ratio >= 1.0 or rng.bernoulli(passes):
-                node = tau
-                break
-        after = p[node] if node == length else residual(ratios[node] * p[node], q[node])
-    return node, draw_one(after, generator)
-
-
-@pytest.mark.parametrize("name", ["token", "block"])
-def test_reading_at_once_draws_what_reading_one_by_one_drew(name: str) -> None:
-    verifier = VERIFIERS[name].make()
-    for seed in range(60):
-        tree, target = chain(6, seed)
-        drawn = verifier.draw(tree, target, torch.Generator().manual_seed(seed))
-        expected = per_node(name, tree, target, torch.Generator().manual_seed(seed))
-        assert (len(drawn.nodes), drawn.token) == expected
 
 
 @pytest.mark.parametrize("name", [name for name, rule in STOPPING_RULES.items() if name != "head"])

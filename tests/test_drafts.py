@@ -103,24 +103,12 @@ def test_a_ragged_tree_is_checked_too() -> None:
 # --- bad ones ---
 
 BAD: dict[str, tuple[Callable[[], DraftTree], str]] = {
-    "rows": (lambda: DraftTree.chain(ids(0), Q2), r"one row a token, 1; got shape \(2, 3\)"),
     "shape": (lambda: DraftTree.chain(ids(0), Q2[0]), r"tokens \(L,\) and q \(L, V\); got"),
-    "paths rows": (
-        lambda: DraftTree.paths(torch.tensor([[0, 1]]), Q2.unsqueeze(1)),
-        r"q needs shape \(1, 2, V\); got shape \(2, 1, 3\)",
-    ),
     "padding": (lambda: DraftTree.chain(ids(0, -1), Q2), r"ids must lie in \[0, 3\), got -1 to 0"),
-    "too large": (lambda: DraftTree.chain(ids(0, 3), Q2), r"lie in \[0, 3\), got 0 to 3"),
-    "float ids": (lambda: DraftTree.chain(torch.tensor([0.0, 1.0]), Q2), "tokens must be integers"),
     "half": (lambda: DraftTree.chain(ids(0, 1), Q2.half()), "must be float32 or float64; got"),
     "sum": (
         lambda: DraftTree.chain(ids(0, 1), Q2 * torch.tensor([[1.0], [1.1]])),
         r"must sum to 1; row 1 is off by 0\.1: pass probabilities, not logits",
-    ),
-    "tail": (lambda: DraftTree.chain(ids(0, 1), Q2, 2 * Q2[0]), r"must sum to 1; row 2 is off"),
-    "negative": (
-        lambda: DraftTree.chain(ids(0), torch.tensor([[1.5, -0.5]])),
-        "finite and non-negative",
     ),
     "nan": (
         lambda: DraftTree.chain(ids(0), torch.tensor([[float("nan"), 1.0]])),
@@ -135,42 +123,22 @@ BAD: dict[str, tuple[Callable[[], DraftTree], str]] = {
         lambda: DraftTree.siblings(ids(1, 1), Q2[1], "distinct"),
         r"distinct siblings must differ, got tokens \[1, 1\]",
     ),
-    "greedy last": (
-        lambda: DraftTree.siblings(ids(0, 2), Q2[0], "greedy"),
-        "node 2 holds token 2, to which its distribution q gives probability 0",
-    ),
     "distributions of distinct": (
         lambda: DraftTree.siblings(ids(0, 1), Q2, "distinct"),
         r"q \(K, V\) needs how='iid', not 'distinct'; give q \(V,\)",
-    ),
-    "how": (
-        lambda: DraftTree.siblings(ids(0, 1), Q2[0], "sorted"),  # type: ignore[arg-type]
-        "how must be one of .*got 'sorted'",
     ),
     "widths": (lambda: DraftTree.tree((2, 0), ids(0, 1), Q2), r"widths must be positive: \(2, 0\)"),
     "tree tokens": (
         lambda: DraftTree.tree((2, 1), ids(0, 1), Q2),
         r"widths \(2, 1\) need 4 tokens",
     ),
-    "tree distributions": (
-        lambda: DraftTree.tree((2, 1), ids(0, 1, 0, 1), Q2),
-        r"q needs 3 rows; got shape \(2, 3\)",
-    ),
     "order": (
         lambda: DraftTree(ids(0, 1), ids(2, 0), Q2, ids(0, 1), "tree").checked(),
         "a parent must come before its child: node 1 follows node 2",
     ),
-    "distribution rows": (
-        lambda: DraftTree(ids(0, 1), ids(0, 1), Q2, ids(0, 2), "tree").checked(),
-        r"rows of distributions must lie in \[0, 2\), got 0 to 2",
-    ),
     "not a chain": (
         lambda: DraftTree(ids(0, 1), ids(0, 0), Q2, ids(0, 0), "chain").checked(),
         r"these parents do not make a draft of form chain: children a node \[2, 0, 0\]",
-    ),
-    "distinct chain": (
-        lambda: DraftTree(ids(0, 1), ids(0, 1), Q2, ids(0, 1), "chain", "distinct").checked(),
-        "how='iid', got 'distinct'",
     ),
     "planned": (
         lambda: DraftTree(ids(0, 1), ids(0, 1), Q2, ids(0, 1), "chain", planned=1).checked(),

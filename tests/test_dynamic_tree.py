@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 
 import pytest
 import torch
 
-from eval.decoder import DecodeConfig, SpeculativeDecoder
+from eval.decoder import DecodeConfig
 from eval.drafting.dynamic_tree import DynamicTreeDrafter
 from eval.drafts import DraftTree
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import drive
 from specdata.probability import SamplingConfig
-from tests.chi_square import p_value
 from tests.test_branching import greedy_rounds
-from tests.test_decoder import PROMPT
-from tests.tiny import END, joint_distribution, tiny_llama
+from tests.tiny import END, tiny_llama
 
 VOCABULARY = 6
 SAMPLER = SamplingConfig(temperature=0.2, top_p=0.9)
@@ -88,29 +85,6 @@ def test_a_level_is_added_while_the_last_ones_nodes_are_worth_the_gain_together(
 def test_no_dynamic_tree_is_deeper_than_there_is_room() -> None:
     for room in (0, 1, 2):
         assert drafted([2, 3], room=room)[0].depth == room
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", [SamplingConfig(), SAMPLER])
-def test_the_joint_distribution_with_dynamic_trees_is_that_of_plain_sampling(
-    sampling: SamplingConfig,
-) -> None:
-    """Fails by chance once in a million; a wrong cache or order of nodes is far beyond noise."""
-    target, draft = tiny_llama(0), tiny_llama(1)
-    config = DecodeConfig(
-        verifier="naive",
-        drafter="dynamic_tree",
-        nodes=4,
-        depth=3,
-        gain=0.2,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-    )
-    decoder = SpeculativeDecoder.from_config(target, draft, config)
-    generator, prompt = torch.Generator().manual_seed(17), torch.tensor(PROMPT)
-    outs = [decoder.generate(prompt, max_new_tokens=4, generator=generator) for _ in range(500)]
-    distribution = joint_distribution(target, PROMPT, 4, sampling)
-    assert p_value(Counter(tuple(out.tokens.tolist()) for out in outs), distribution) > 1e-6
 
 
 def test_greedy_output_with_dynamic_trees_is_that_of_generate_in_fewer_forwards() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from typing import ClassVar
 
 import pytest
@@ -29,17 +28,9 @@ from heads import AcceptanceHead, BaseHead
 from heads.immediate import ImmediateHead
 from specdata.config import read_config
 from specdata.errors import ConfigError
-from tests.chi_square import LEVEL, p_value
-from tests.tiny import joint_distribution, tiny_llama
+from tests.tiny import tiny_llama
 
-DRAWS = 1000
-PROMPT = [2, 3]
 COSTS = {"draft_seconds": 0.3, "token_seconds": 1.0}
-NEW = {
-    "logit": DecodeConfig(stop="logit", threshold=0.6, calibration=(0.5, 0.8)),
-    "cost": DecodeConfig(stop="cost", **COSTS),  # type: ignore[arg-type]
-    "cost, measured": DecodeConfig(stop="cost"),
-}
 
 
 def head(weight: float = 6.0) -> AcceptanceHead:
@@ -47,38 +38,6 @@ def head(weight: float = 6.0) -> AcceptanceHead:
     made = AcceptanceHead(hidden_size=16, depth=1, rejection_weight=weight).eval()
     torch.nn.init.normal_(made.output.weight, std=2.0)
     return made
-
-
-@pytest.mark.parametrize("verifier", ["token", "block", "traversal"])
-@pytest.mark.parametrize(
-    ("name", "asks"), [("logit", False), *((n, a) for n in NEW if n != "logit" for a in (0, 1))]
-)
-def test_the_joint_distribution_is_plain_samplings_with_every_verifier_of_chains(
-    name: str, asks: bool, verifier: str
-) -> None:
-    check_joint_distribution(NEW[name].replace(verifier=verifier), head() if asks else None)
-
-
-@pytest.mark.parametrize("stop", sorted(STOPPING_RULES.keys() - NEW.keys()))
-def test_the_joint_distribution_is_plain_samplings_with_every_other_rule(stop: str) -> None:
-    """With the rule's defaults, so that a new rule is tested without a line here."""
-    rule = STOPPING_RULES[stop]
-    check_joint_distribution(DecodeConfig(stop=stop), head() if rule().reads_head else None)
-
-
-def check_joint_distribution(config: DecodeConfig, acceptance: AcceptanceHead | None) -> None:
-    """Over several rounds; fails by chance once in 1e6."""
-    target, draft = tiny_llama(0), tiny_llama(1)
-    distribution = joint_distribution(target, PROMPT, 4, config.sampling)
-    decoder = SpeculativeDecoder.from_config(target, draft, config, acceptance)
-    generator = torch.Generator().manual_seed(7)
-    outs = [
-        decoder.generate(torch.tensor(PROMPT), max_new_tokens=4, generator=generator)
-        for _ in range(DRAWS)
-    ]
-    counts = Counter(tuple(out.tokens.tolist()) for out in outs)
-    assert sum(len(out.rounds) > 1 for out in outs) > DRAWS / 4, "the distribution must span rounds"
-    assert p_value(counts, distribution) > LEVEL
 
 
 def immediate_head() -> ImmediateHead:
@@ -95,13 +54,6 @@ BEFORE_DRAWING = {
     "head": DecodeConfig(stop="head", threshold=0.6, before_drawing=True),
     "cost": DecodeConfig(stop="cost", before_drawing=True, verify_seconds=0.3, **COSTS),  # type: ignore[arg-type]
 }
-
-
-@pytest.mark.parametrize("stop", BEFORE_DRAWING)
-def test_the_joint_distribution_is_plain_samplings_when_tokens_are_refused_before_drawing(
-    stop: str,
-) -> None:
-    check_joint_distribution(BEFORE_DRAWING[stop], immediate_head())
 
 
 @pytest.mark.parametrize("stop", BEFORE_DRAWING)
@@ -209,21 +161,6 @@ def test_no_rule_drops_a_drawn_token_or_passes_its_limit_or_the_budget(
             room -= turn.emitted
         record = record_prompt("a", out.rounds, seconds=out.seconds, finish=out.finish)
         check_identity(record)
-
-
-def test_the_default_limit_is_twenty_tokens() -> None:
-    model = tiny_llama(0, vocab=40)
-    never = DecodeConfig(stop="logit", threshold=1.0)
-    decoder = SpeculativeDecoder.from_config(model, model, never)
-    generators = [torch.Generator().manual_seed(seed) for seed in range(6)]
-    rounds = [
-        turn.drafted
-        for generator in generators
-        for turn in decoder.generate(
-            torch.tensor([2]), max_new_tokens=60, generator=generator
-        ).rounds
-    ]
-    assert max(rounds) == 20
 
 
 def test_with_given_costs_a_seed_decides_everything_whatever_was_decoded_before() -> None:
