@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +17,7 @@ from eval.drafting.stopping import STOPPING_RULES, DraftedToken
 from eval.measuring.methods import MethodConfig, check_methods
 from eval.verifiers import VERIFIERS
 from heads.inputs import DraftedTokens, HeadInputs
+from recipes.command import RECIPES, TOOLS
 from recipes.config import build
 from recipes.launcher import PROFILES
 from specdata.config import read_config
@@ -25,75 +25,59 @@ from specdata.processes import TIMEOUT
 from tests.tiny import tiny_llama
 
 ROOT = Path(__file__).parent.parent
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 README = (ROOT / "README.md").read_text()
-ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
+EXTENDING = (ROOT / "docs" / "extending.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(document: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
 
 
-def test_the_configuration_in_the_readme_is_usable() -> None:
-    pair, large, served, draft = map(yaml.safe_load, blocks("yaml"))
-    config = build(pair)
-    check_methods(config.eval, config.sampling, head=config.head is not None)
+def test_the_configurations_in_the_documents_are_usable() -> None:
+    (pair,) = map(yaml.safe_load, blocks("README.md", "yaml"))
+    large, served = map(yaml.safe_load, blocks("docs/targets.md", "yaml"))
+    (draft,) = map(yaml.safe_load, blocks("docs/drafts.md", "yaml"))
+    (methods,) = map(yaml.safe_load, blocks("docs/evaluation.md", "yaml"))
+    for section in (pair, {**pair, **methods}):
+        config = build(section)
+        check_methods(config.eval, config.sampling, head=config.head is not None)
     assert build({**pair, **served}).logits is not None
     assert build({**pair, **large}).models.loading("target").is_spread
     del pair["models"]["draft"]  # which the second makes
     build({**pair, **draft})
 
 
-def test_the_verifier_example_in_the_readme_runs_and_is_right() -> None:
-    example = blocks("python")[1]
-    scope: dict[str, object] = {"torch": torch}
-    exec(compile(example, "README.md", "exec"), scope)
+def test_the_verifier_example_runs_and_is_right() -> None:
+    (example,) = blocks("docs/evaluation.md", "python")
+    scope: dict[str, object] = {}
+    exec(compile(example, "evaluation.md", "exec"), scope)
     stop = scope["verdict"].stop  # type: ignore[attr-defined]
     # Token 2 is accepted with p / (rho q) = .2745789; token 0, where p/q > rho, surely after it.
     assert [round(float(value), 5) for value in stop] == [0.0, 0.27458, 0.72542]
 
 
-def test_every_module_that_the_readme_runs_exists_and_explains_itself(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    modules = set(re.findall(r"python -m ((?:eval|specdata)[\w.]+)", README))
-    assert len(modules) > 1
-    for name in sorted(modules):
-        assert importlib.util.find_spec(name) is not None, name
-        if not name.startswith("eval.analysis."):
-            continue
-        with pytest.raises(SystemExit) as end:
-            importlib.import_module(name).main(["--help"])
-        assert end.value.code == 0
-        assert f"usage: python -m {name}" in capsys.readouterr().out
-
-
-def test_every_command_of_the_readme_names_files_that_exist() -> None:
-    named = re.findall(r"(?:recipes|launch)/[\w/.-]+\.(?:py|yaml|md)", README)
+def test_every_command_of_the_documents_exists() -> None:
+    texts = [document.read_text() for document in DOCUMENTS]
+    command = re.compile(r"^(?:\w+=\S+ )*draftsmith ([a-z][a-z-]+)", re.MULTILINE)
+    named = {word for text in texts for word in command.findall(text)}
     assert len(named) > 8
-    for name in named:
-        assert (ROOT / name).is_file(), name
+    assert named <= {*RECIPES, *TOOLS}, named - {*RECIPES, *TOOLS}
 
 
-def test_every_file_in_the_tree_of_the_readme_exists() -> None:
-    tree = README.split("## What is where\n```\n")[1].split("```")[0]
-    folder = ""
-    seen = 0
-    for line in tree.splitlines():
-        if line and not line.startswith(" "):
-            folder = line.split()[0]
-            assert (ROOT / folder).is_dir(), folder
-        for name in re.findall(r"[\w/]+(?:\.py|\.yaml|/)(?=[\s,])", line):
-            assert any(
-                (ROOT / base / name).exists() for base in ("", folder, f"{folder}configs")
-            ), name
-            seen += 1
-    assert seen > 15
+def test_every_file_that_the_documents_name_exists() -> None:
+    rooms = "recipes|specdata|distill|heads|eval|benchmarks|tests|launch"
+    path = re.compile(rf"\b((?:{rooms})/[\w/.-]+\.(?:py|yaml|md))(?![.\w])")
+    named = [(page, name) for page in DOCUMENTS for name in path.findall(page.read_text())]
+    missing = [(page.name, name) for page, name in named if not (ROOT / name).is_file()]
+    assert len(named) > 50
+    assert not missing
 
 
-def test_the_stopping_rule_in_architecture_is_a_whole_file_that_decodes(
+def test_the_stopping_rule_in_extending_is_a_whole_file_that_decodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (example,) = re.findall(r"```python\n(from.*?class Patience.*?)```", ARCHITECTURE, re.DOTALL)
+    (example,) = re.findall(r"```python\n(from.*?class Patience.*?)```", EXTENDING, re.DOTALL)
     (tmp_path / "patience_of_the_document.py").write_text(example)
     monkeypatch.syspath_prepend(str(tmp_path))
     rule = importlib.import_module("patience_of_the_document").Patience
@@ -123,12 +107,12 @@ def test_the_stopping_rule_in_architecture_is_a_whole_file_that_decodes(
     assert mean_drafted[1] < 2 < mean_drafted[3]
 
 
-def test_the_head_feature_in_architecture_is_whether_the_token_is_the_most_probable(
+def test_the_head_feature_in_extending_is_whether_the_token_is_the_most_probable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (example,) = re.findall(r"```python\n(def is_best.*?)```", ARCHITECTURE, re.DOTALL)
+    (example,) = re.findall(r"```python\n(def is_best.*?)```", EXTENDING, re.DOTALL)
     monkeypatch.setattr(heads.inputs, "FEATURES", dict(heads.inputs.FEATURES))
-    exec(compile(example, "ARCHITECTURE.md", "exec"), vars(heads.inputs).copy())
+    exec(compile(example, "extending.md", "exec"), vars(heads.inputs).copy())
     drafted = DraftedTokens(
         tokens=torch.tensor([[1, 0]]),
         before=lambda: pytest.fail("not read"),
@@ -153,15 +137,17 @@ def test_every_stopping_rule_is_named_in_papers() -> None:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    for document in ROOT.glob("*.md"):
-        for link in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
-            assert link.startswith("https://") or (ROOT / link).exists(), (document.name, link)
+    for document in DOCUMENTS:
+        for link in re.findall(r"\]\(([^)#\s]+)\)", document.read_text()):
+            there = document.parent / link
+            assert link.startswith("https://") or there.exists(), (document.name, link)
 
 
 def test_the_launch_page_names_every_profile_and_what_the_code_waits() -> None:
-    page = (ROOT / "launch" / "README.md").read_text()
+    page = (ROOT / "docs" / "launching.md").read_text()
     profiles = page.split("| (none)")[1].split("\n\n")[0]
-    assert {*re.findall(r"^\| `([\w-]+)`", profiles, re.MULTILINE)} == {*PROFILES}
+    rows = [row.split("|")[1] for row in profiles.splitlines() if row.startswith("| `")]
+    assert {name for row in rows for name in re.findall(r"`([\w-]+)`", row)} == {*PROFILES}
     assert "after 15 minutes" in page
     assert timedelta(minutes=15) == TIMEOUT
 
