@@ -80,7 +80,7 @@ def launch(arguments: Sequence[str]) -> int:
         epilog=f"profiles: {', '.join(PROFILES)}; recipes: {', '.join(RECIPES)}",
         allow_abbrev=False,
     )
-    parser.add_argument("profile", choices=PROFILES, metavar="PROFILE", help="see docs/launching.md")
+    parser.add_argument("profile", choices=PROFILES, metavar="PROFILE", help="docs/launching.md")
     profile = parser.parse_args(arguments[:1]).profile
     here = next((n for n, word in enumerate(arguments) if n and word in RECIPES), None)
     if here is None:
