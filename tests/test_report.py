@@ -300,6 +300,11 @@ def test_pictures_share_their_axes_and_keep_their_words_inside(results: Results)
         assert bounds.x1 <= width + 0.02
         assert bounds.y1 <= height + 0.02
         assert len(figure.legends) == 1
+        for axes in figure.axes:
+            (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+            data = axes.dataLim
+            assert left <= data.x0 <= data.x1 <= right, "what is drawn is in the picture"
+            assert bottom <= data.y0 <= data.y1 <= top
         for one, other in pairwise(figure.axes):
             assert one.get_xlim() == other.get_xlim()
             assert PLOTS[kind].per_method or one.get_ylim() == other.get_ylim()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from eval.drafting.stopping import STOPPING_RULES, StoppingRule
 from eval.measuring.environment import Environment
@@ -96,6 +96,16 @@ class Run(Metrics, Method):
     """One method on one dataset: what was run, its metrics, and its generations."""
 
     generations: list[PromptRecord] = Field(min_length=1)
+
+    @field_validator("generations", mode="before")
+    @classmethod
+    def _of_columns(cls, stored: Any) -> Any:
+        """Generations as a file may hold them: name -> a value a generation, which takes less."""
+        if not isinstance(stored, dict):
+            return stored
+        return [
+            dict(zip(stored, values, strict=True)) for values in zip(*stored.values(), strict=True)
+        ]
 
     def rate(self, name: str) -> tuple[float | None, Interval | None]:
         """A rate and its interval; None for those that do not exist.

@@ -178,7 +178,7 @@ def draw_lengths(axes: Axes, results: Results, dataset: str) -> None:
     if plain is not None and plain.tokens_per_second is not None:
         grey = LOOKS["plain"]
         axes.axhline(plain.tokens_per_second, color=grey.colour, label=grey.label)
-    axes.set_ylim(bottom=0)
+    axes.axhline(0, color=INK, linewidth=0.9)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("drafted tokens a round, K")
     axes.set_ylabel("tokens per second")

@@ -115,7 +115,7 @@ def _line(*cells: str) -> str:
 
 
 def write_evidence(results: Results, out: Path, methods: Sequence[str]) -> None:
-    """What to commit of an evaluation: its results without white space, and the table's picture.
+    """What to commit of an evaluation: its results, counts in columns, and the table's picture.
 
     Args:
         results: of one evaluation.
@@ -125,6 +125,9 @@ def write_evidence(results: Results, out: Path, methods: Sequence[str]) -> None:
     from eval.reporting.charts import plot, write_png  # imports matplotlib
 
     values = results.model_dump(mode="json")
+    for run in values["runs"]:
+        rows = run["generations"]
+        run["generations"] = {name: [row[name] for row in rows] for name in rows[0]}
     text = json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     write_text(out / RESULTS, text + "\n")
     shown = [run for run in results.runs if run.method in methods]
