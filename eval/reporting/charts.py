@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def draw_efficiency(axes: Axes, results: Results, dataset: str) -> None:
 
 def draw_lengths(axes: Axes, results: Results, dataset: str) -> None:
     """Tokens a second of chains of fixed length against that length, a line a verifier."""
-    for runs in fixed_lengths(results.of(dataset)).values():
+    for marker, runs in zip(cycle("osD^vP"), fixed_lengths(results.of(dataset)).values()):
         look, x = look_of(runs[0]), [run.length or 0 for run in runs]
         values = np.array([run.tokens_per_second for run in runs], float)
         bounds = np.array([run.intervals["tokens_per_second"] for run in runs])
@@ -168,7 +169,7 @@ def draw_lengths(axes: Axes, results: Results, dataset: str) -> None:
             values,
             yerr=np.abs(bounds.T - values),
             color=look.colour,
-            marker=look.marker,
+            marker=marker,
             markerfacecolor=look.colour if runs[0].lossless else "none",
             linestyle=_style(axes, look),
             capsize=2.5,
