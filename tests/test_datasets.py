@@ -223,8 +223,7 @@ def test_a_lock_is_taken_although_its_folder_is_removed_again_and_again(tmp_path
         thread.join()
 
 
-@pytest.mark.parametrize("take", [locked, try_locked])
-@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+@pytest.mark.parametrize(("take", "code"), [(locked, errno.ENOLCK), (try_locked, errno.ENOSYS)])
 def test_a_file_system_without_locks_is_refused_with_what_to_do(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -269,17 +268,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_a_dataset_whose_processes_are_killed_at_any_moment_ends_with_the_same_bytes(
     tmp_path: Path, whole: dict[str, bytes], count: int
 ) -> None:
     folder = tmp_path / "dataset"
     moments = [
         "manifest.json",
-        ".shard-00010.parquet.tmp",
-        "shard-00008.parquet",
+        ".shard-00008.parquet.tmp",
         ".progress/shard-00005.parquet.json",
-        ".shard-00001.parquet.tmp",
     ]
     for moment in moments:
         processes = driver(folder, count, 0.05)
@@ -308,7 +305,7 @@ def test_any_number_of_processes_makes_the_same_bytes_and_shares_the_work(
     assert content(tmp_path / "3") == whole
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_others_take_over_from_a_process_that_dies(
     tmp_path: Path, whole: dict[str, bytes]
 ) -> None:
@@ -318,35 +315,6 @@ def test_the_others_take_over_from_a_process_that_dies(
     first.send_signal(signal.SIGKILL)  # the main process, at that
     first.wait()
     assert second.wait() == 0
-    assert content(folder) == whole
-
-
-@pytest.mark.slow
-def test_a_write_that_fails_leaves_what_is_finished_and_the_same_command_goes_on(
-    tmp_path: Path, whole: dict[str, bytes]
-) -> None:
-    """No file may be larger than 100 kB, as on a disk with that much left; shards have 160 kB."""
-    folder = tmp_path / "dataset"
-    program = (
-        "import resource, signal, sys; from pathlib import Path;"
-        "from tests.drive_dataset import fill;"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000));"
-        "fill(Path(sys.argv[1]))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "OSError" in done.stderr.splitlines()[-1]
-    assert "File too large" in done.stderr
-    assert not list(folder.glob("*.parquet"))
-    assert not list(folder.glob(".*.tmp"))
-    drive_dataset.fill(folder)
     assert content(folder) == whole
 
 
@@ -381,7 +349,7 @@ def loaded_by_datasets(path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [saved_by_torch, saved_by_safetensors, loaded_by_datasets])
-@pytest.mark.parametrize("size", [4, 64, 112, 116])
+@pytest.mark.parametrize("size", [4, 112])
 def test_a_full_disk_is_told_from_the_errors_of_every_library(
     tmp_path: Path, write: Callable[[Path], None], size: int
 ) -> None:
@@ -411,7 +379,7 @@ def test_a_full_disk_stops_the_dataset_which_goes_on_when_there_is_room(
         assert content(disk / "dataset") == whole
 
 
-@pytest.mark.parametrize("name", ["r*", "r?", "r[x]", "r[", "[!a]", "__r", ".r"])
+@pytest.mark.parametrize("name", ["r*", "r[x]", "__r", ".r"])
 def test_a_datasets_folder_is_taken_literally_whatever_its_name(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,11 +20,11 @@ from specdata.models import load_tokenizer
 from specdata.storage.files import locked
 from specdata.toy.tokenizer import save_tokenizer, train_tokenizer
 from tests.synthetic_results import synthetic_results
-from tests.test_model_folder import LLAMA3
+from tests.test_models import LLAMA3
 from tests.test_published_code import Folders, check_logits, check_tokens
 from tests.test_release import with_transformers
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 PACKAGES = ("transformers==4.57.6", "gguf==0.19.0")
 TEXT = "a short text about nothing at all, 0123456789"
 

@@ -41,12 +41,7 @@ def test_progress_in_a_file_is_lines_that_say_how_far_it_is(
     assert 4 <= len(lines) <= 2 + (time.monotonic() - begun) / 0.2
 
 
-def test_progress_that_is_not_shown_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress(5, "work", "row", is_shown=False) as bar:
-        bar.update(5)
-    assert capsys.readouterr().err == ""
-
-
+@pytest.mark.slow
 def test_progress_on_a_terminal_is_one_line_that_is_drawn_over() -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
@@ -57,6 +52,7 @@ def test_progress_on_a_terminal_is_one_line_that_is_drawn_over() -> None:
     assert "\rwork: 100%" in drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("encoding", "expected"),
     [("ascii", b"* ~ - \\xe9 ... \\u9f98"), ("latin-1", b"* ~ - \xe9 ... \\u9f98")],
@@ -79,7 +75,8 @@ def test_control_characters_are_spelt_out_and_other_letters_stay() -> None:
     assert visible("ligne\n\tété ★ 龘 [bold]") == "ligne\n\tété ★ 龘 [bold]"
 
 
-@pytest.mark.parametrize("module", ["recipes", "pydantic", "rich.console", "torch"])
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["recipes", "torch"])
 def test_an_interruption_during_imports_ends_in_one_line_with_status_130(
     module: str, tmp_path: Path
 ) -> None:
@@ -105,6 +102,7 @@ def test_an_interruption_during_imports_ends_in_one_line_with_status_130(
     assert not any(line.startswith(("Traceback", "Exception")) for line in rest), rest
 
 
+@pytest.mark.slow
 def test_importing_the_recipes_leaves_ctrl_c_to_the_program_that_imports_them() -> None:
     code = "import sys, recipes.config; print(sys.excepthook is sys.__excepthook__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
