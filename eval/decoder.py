@@ -24,8 +24,8 @@ from eval.drafting.tree_builder import drawn_chain
 from eval.rounds import Generation, Round
 from eval.runtime.engines import Engine
 from eval.runtime.model import CachedModel
-from eval.runtime.model_checks import check_rope, check_trees
 from eval.runtime.sequence import CachedSequence, ForwardCoroutine, drive, run_together
+from eval.runtime.transformers_models import check_rope, check_trees
 from eval.verifiers import Verifier
 from eval.verifiers.rule import Drawn
 from heads import BaseHead

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from specdata.toy.tokenizer import train_tokenizer
 from tests.families import FAMILIES, SPECIAL, tiny
 from tests.tiny import tiny_llama
 
+ROOT = Path(__file__).parent.parent
 PROMPTS = [torch.tensor(ids) for ids in ([2, 5, 9], [7], [4, 5, 11, 3, 8])]
 BUDGET = 24
 CASES = {
@@ -237,6 +239,22 @@ def test_attention_that_takes_no_mask_reads_chains_only() -> None:
     SpeculativeDecoder.from_config(target, draft, CASES["tree as a batch"])
     with pytest.raises(ConfigError, match="flash_attention_2 takes no tree mask"):
         SpeculativeDecoder.from_config(draft, target, CASES["tree as a batch"])
+
+
+def test_private_names_of_transformers_are_in_one_file_and_still_mean_what_they_did() -> None:
+    files = [ROOT / "eval/decoder.py", *(ROOT / "eval/runtime").glob("*.py")]
+    names = ("_is_stateful", "_attn_implementation", "_supports_attention_backend")
+    readers = {path.name for path in files for name in names if name in path.read_text()}
+    assert readers == {"transformers_models.py"}
+    model = tiny("llama", 0, attention="sdpa")
+    assert (model._is_stateful, model._supports_attention_backend) == (False, True)
+    assert model.config._attn_implementation == "sdpa"
+    # What tells graphs that weights have changed.
+    weight = next(model.parameters())
+    before = weight._version
+    with torch.no_grad():
+        weight.add_(1.0)
+    assert weight._version > before
 
 
 def test_windows_over_cache_positions_read_chains_only() -> None:

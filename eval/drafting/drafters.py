@@ -6,10 +6,10 @@ KV cache in step with the committed sequence. None proposes anything after a dra
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +22,19 @@ from eval.runtime.sequence import CachedSequence, ForwardCoroutine
 from specdata.probability import SamplingConfig, draw_and_read, draw_one, draw_several
 
 
-class Drafter(Protocol):
-    """Proposes tokens after the committed tokens of one sequence."""
+class Drafter(ABC):
+    """Proposes tokens after the committed tokens of one sequence.
 
+    Args:
+        sequences: of the draft models.
+        end_tokens: token ids after which nothing is drafted.
+    """
+
+    def __init__(self, sequences: Sequence[CachedSequence], end_tokens: frozenset[int]) -> None:
+        self._sequences = tuple(sequences)
+        self._end_tokens = end_tokens
+
+    @abstractmethod
     def propose(
         self, committed: list[int], max_depth: int, generator: torch.Generator
     ) -> ForwardCoroutine[DraftTree]:
@@ -38,7 +48,9 @@ class Drafter(Protocol):
 
     def with_tail(self, draft: DraftTree, committed: list[int]) -> ForwardCoroutine[DraftTree]:
         """The same draft with the distribution after its last token, which some verifiers need."""
+        raise ValueError("a branching draft has no distribution after its last token")
 
+    @abstractmethod
     def accept(self, nodes: list[int], length: int) -> None:
         """Bring the cache in step with the sequence after the verification of a draft.
 
@@ -50,18 +62,21 @@ class Drafter(Protocol):
                 holds at most as many.
         """
 
-    def observe(self, record: Round) -> None:
+    def observe(self, record: Round) -> None:  # noqa: B027 (most learn nothing)
         """Take note of a finished round."""
 
     def reset(self) -> None:
         """Forget the sequence; what a stopping rule has measured is kept."""
+        for sequence in self._sequences:
+            sequence.reset()
 
     @property
     def forwards(self) -> int:
         """Forwards of drafts so far."""
+        return sum(sequence.forwards for sequence in self._sequences)
 
 
-class ChainDrafter:
+class ChainDrafter(Drafter):
     """Drafts one path, until the stopping rule, the maximal depth or an end token ends it.
 
     Args:
@@ -73,9 +88,9 @@ class ChainDrafter:
     def __init__(
         self, sequence: CachedSequence, rule: ActiveRule, end_tokens: frozenset[int]
     ) -> None:
+        super().__init__([sequence], end_tokens)
         self._sequence = sequence
         self._rule = rule
-        self._end_tokens = end_tokens
         self._since_rejection = 0  # committed tokens
 
     def propose(
@@ -127,13 +142,8 @@ class ChainDrafter:
 
     def reset(self) -> None:
         """Forget the sequence."""
-        self._sequence.reset()
+        super().reset()
         self._since_rejection = 0
-
-    @property
-    def forwards(self) -> int:
-        """Forwards of the draft so far."""
-        return self._sequence.forwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +195,7 @@ class _CachedDraft:
         self._cached_number = {0: 0}
 
 
-class BranchingDrafter:
+class BranchingDrafter(Drafter):
     """Drafts several candidates for a position, level by level: one forward a level and model.
 
     Args:
@@ -207,6 +217,7 @@ class BranchingDrafter:
     ) -> None:
         self._paths = list(paths) * (widths[0] if len(paths) == 1 else 1)
         sequences = list(dict.fromkeys(path.sequence for path in paths))
+        super().__init__(sequences, end_tokens)
         self._drafts = [_CachedDraft(sequence) for sequence in sequences]
         # The draft, by its index, that drafts each path.
         self._draft_of = [sequences.index(path.sequence) for path in self._paths]
@@ -214,7 +225,6 @@ class BranchingDrafter:
         self._own_samplings = any(path.sampling is not None for path in paths)
         self._widths = tuple(widths)
         self._how = how
-        self._end_tokens = end_tokens
         self._shape = shape
 
     def propose(
@@ -298,27 +308,15 @@ class BranchingDrafter:
         token = draw_one(builder.distributions[index], generator)
         return builder.add(node, index, [token])
 
-    def with_tail(self, draft: DraftTree, committed: list[int]) -> ForwardCoroutine[DraftTree]:
-        """Raise ValueError: no verifier of branching drafts carries a residual."""
-        raise ValueError("a branching draft has no distribution after its last token")
-
     def accept(self, nodes: list[int], length: int) -> None:
         """Commit the accepted path in every cache and drop the other nodes."""
         for draft in self._drafts:
             draft.accept(nodes)
 
-    def observe(self, record: Round) -> None:
-        """Nothing to learn: the number of nodes is fixed."""
-
     def reset(self) -> None:
-        """Forget the sequence."""
+        """Forget the sequence and the draft."""
         for draft in self._drafts:
             draft.reset()
-
-    @property
-    def forwards(self) -> int:
-        """Forwards of all drafts so far."""
-        return sum(draft.sequence.forwards for draft in self._drafts)
 
 
 def _candidates(

@@ -7,10 +7,10 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
+from eval.drafting.drafters import Drafter
 from eval.drafting.tree_builder import drawn_chain
 from eval.drafts import DraftTree
-from eval.rounds import Round
-from eval.runtime.sequence import CachedSequence, Forward, ForwardCoroutine
+from eval.runtime.sequence import CachedSequence, ForwardCoroutine
 from specdata.probability import SamplingConfig
 
 UNWARPED = SamplingConfig()
@@ -18,7 +18,7 @@ UNWARPED = SamplingConfig()
 would have one candidate at most positions, however unsure it is: the tree would be a chain."""
 
 
-class DynamicTreeDrafter:
+class DynamicTreeDrafter(Drafter):
     """Drafts the nodes with the most probable paths, level by level: one forward a level.
 
     After Li et al. 2024, EAGLE-2 (arXiv:2406.16858): the value of a node is the draft's probability
@@ -46,23 +46,28 @@ class DynamicTreeDrafter:
         gain: float,
         end_tokens: frozenset[int],
     ) -> None:
+        super().__init__([sequence], end_tokens)
         self._sequence = sequence
         self._nodes = nodes
         self._depth = depth
         self._gain = gain
-        self._end_tokens = end_tokens
         self._cached_number: dict[int, int] = {}
 
     def propose(
         self, committed: list[int], max_depth: int, generator: torch.Generator
     ) -> ForwardCoroutine[DraftTree]:
         """Draft a tree; the generator is not used."""
-        seen = _Seen(self._nodes)
+        sequence, seen = self._sequence, _Seen(self._nodes)
         level, cached = [0], {0: 0}
         for _ in range(min(self._depth, max_depth)):
-            logits = yield self._forward(seen, level, cached, committed)
+            if level == [0]:
+                logits = yield sequence.append(committed[sequence.length :], 1)  # (1, V)
+            else:
+                tokens = [seen.tokens[node] for node in level]
+                parents = [cached[seen.parents[node]] for node in level]
+                logits = yield sequence.append_tree(tokens, parents)  # (n, V)
             cached |= {node: len(cached) + place for place, node in enumerate(level) if node}
-            seen.extend(level, self._sequence.distribution(logits, UNWARPED))
+            seen.extend(level, sequence.distribution(logits, UNWARPED))
             level = [node for node in seen.newest if seen.tokens[node] not in self._end_tokens]
             if not level or sum(seen.values[node] for node in level) < self._gain:
                 break
@@ -70,21 +75,6 @@ class DynamicTreeDrafter:
             number: cached[node] for number, node in enumerate(seen.best, 1) if node in cached
         }
         return seen.draft()
-
-    def _forward(
-        self, seen: _Seen, level: list[int], cached: dict[int, int], committed: list[int]
-    ) -> Forward:
-        """The forward that runs the nodes of a level, whose parents are in the cache."""
-        sequence = self._sequence
-        if level == [0]:
-            return sequence.append(committed[sequence.length :], 1)
-        return sequence.append_tree(
-            [seen.tokens[node] for node in level], [cached[seen.parents[node]] for node in level]
-        )
-
-    def with_tail(self, draft: DraftTree, committed: list[int]) -> ForwardCoroutine[DraftTree]:
-        """Raise ValueError: no verifier of branching drafts carries a residual."""
-        raise ValueError("a branching draft has no distribution after its last token")
 
     def accept(self, nodes: list[int], length: int) -> None:
         """Commit the accepted path, as far as it is in the cache, and drop the other nodes.
@@ -95,18 +85,10 @@ class DynamicTreeDrafter:
         self._sequence.accept([self._cached_number[node] for node in cached])
         self._cached_number = {}
 
-    def observe(self, record: Round) -> None:
-        """Nothing to learn: the draft itself says where it is sure."""
-
     def reset(self) -> None:
-        """Forget the sequence."""
-        self._sequence.reset()
+        """Forget the sequence and the draft."""
+        super().reset()
         self._cached_number = {}
-
-    @property
-    def forwards(self) -> int:
-        """Forwards of the draft so far."""
-        return self._sequence.forwards
 
 
 class _Seen:

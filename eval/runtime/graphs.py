@@ -29,8 +29,8 @@ from transformers import Cache, PreTrainedModel
 
 from eval.runtime.engines import ENGINES, Engine
 from eval.runtime.kv_cache import CacheLayer
-from eval.runtime.model_checks import length_dependent_rope
 from eval.runtime.prepack import Prepacker
+from eval.runtime.transformers_models import length_dependent_rope
 from specdata.errors import ConfigError
 from specdata.lm_head import capturing_hidden
 from specdata.prepack import multiplies

@@ -7,7 +7,7 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,3 +72,55 @@ def _with_nodes(ancestors: Tensor, parents: Sequence[int]) -> Tensor:
         if parent:
             extended[row] |= extended[parent - 1]
     return extended
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The n tokens of several forwards in one row, over the slots 0 to B - 1 of a KV cache.
+
+    Args:
+        tokens: (1, n).
+        positions: (1, n), in the sequences.
+        slots: (1, n), whose sequence each token belongs to.
+        cache_positions: (1, n), where its keys and values are written.
+        columns: (1, n), its number among the tokens of its sequence; the longest has m tokens.
+        visible: (B, m, end) boolean, the cache positions that each token attends to.
+        ends: by slot, where in the row its tokens end.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    cache_positions: Tensor
+    columns: Tensor
+    visible: Tensor
+    ends: dict[int, int]
+
+
+def pack(forwards: Mapping[int, tuple[Sequence[int], Layout]]) -> Packing:
+    """Put the tokens of several sequences into one row.
+
+    Args:
+        forwards: tokens and their layout, by slot.
+    """
+    rows: list[list[int]] = [[], [], [], [], []]
+    starts, ends = [0] * (max(forwards) + 1), {}
+    for slot, (tokens, layout) in forwards.items():
+        count = len(tokens)
+        columns = range(count)
+        cached = range(layout.start, layout.start + count)
+        for row, values in zip(
+            rows, (tokens, layout.positions, [slot] * count, cached, columns), strict=True
+        ):
+            row.extend(values)
+        starts[slot], ends[slot] = layout.start, len(rows[0])
+    tokens, positions, slots, cache_positions, columns = torch.tensor(rows).unsqueeze(1)
+    width, end = int(columns.max()) + 1, int(cache_positions.max()) + 1
+    last_visible = torch.tensor(starts).unsqueeze(1) + torch.arange(width)
+    visible = torch.arange(end) <= last_visible.unsqueeze(-1)
+    for slot, (_, layout) in forwards.items():
+        if layout.visible is not None:
+            count, seen = layout.visible.shape
+            visible[slot, :count] = False
+            visible[slot, :count, :seen] = layout.visible
+    return Packing(tokens, positions, slots, cache_positions, columns, visible, ends)

@@ -13,10 +13,16 @@ from transformers import PreTrainedModel
 from eval.runtime.engines import Engine, engine_on
 from eval.runtime.graphs import ForwardGraphs, shared_graphs
 from eval.runtime.kv_cache import KVCache
-from eval.runtime.layout import Layout
-from eval.runtime.model_checks import check_cache, check_forward, takes_masks
-from eval.runtime.packing import attending_packed, can_pack, pack
+from eval.runtime.layout import Layout, pack
 from eval.runtime.sequence import CachedSequence, Forward
+from eval.runtime.transformers_models import (
+    attending_packed,
+    can_pack,
+    check_cache,
+    check_forward,
+    takes_masks,
+    uses_sdpa,
+)
 from specdata.draft_vocabulary import kept_tokens
 from specdata.lm_head import capturing_hidden
 from specdata.models import known_ids
@@ -70,7 +76,7 @@ class CachedModel:
         self.packs = can_pack(model)
         # Only SDPA needs no mask for a single token. Of a mask that the model makes for itself, a
         # graph would keep the length.
-        self._sdpa = model.config._attn_implementation == "sdpa"
+        self._sdpa = uses_sdpa(model)
         self._sequences: dict[int, CachedSequence] = {}
         self.kv_cache = KVCache(layers)
 

@@ -10,36 +10,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
-from eval.runtime.kv_cache import KVCache
 from eval.runtime.layout import Layout, lay_out
 from specdata.probability import SamplingConfig
+
+if TYPE_CHECKING:
+    from eval.runtime.model import CachedModel
 
 T = TypeVar("T")
 
 NO_NODES = torch.zeros(0, 0, dtype=torch.bool)
-
-
-class ForwardRunner(Protocol):
-    """What runs the forwards of sequences: a `CachedModel`."""
-
-    kv_cache: KVCache
-
-    def run(self, forward: Forward) -> Tensor:
-        """Run one forward: logits (logits_to_keep, V)."""
-
-    def run_all(self, forwards: Sequence[Forward]) -> list[Tensor]:
-        """Run one forward of each of several sequences: logits (logits_to_keep, V) of each."""
-
-    def embedding(self, token: int) -> Tensor | None:
-        """(E,) the input embedding of a token, where hidden states are captured; else None."""
-
-    def distribution(self, logits: Tensor, sampling: SamplingConfig) -> Tensor:
-        """Distributions (..., V) of the model's logits (..., V)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +45,7 @@ class Forward:
     unrolled: bool = False
 
     @property
-    def model(self) -> ForwardRunner:
+    def model(self) -> CachedModel:
         """The model that runs it."""
         return self.sequence.model
 
@@ -91,7 +75,7 @@ def run_together(
     jobs: Sequence[Callable[[int], ForwardCoroutine[T]]],
     size: int,
     *,
-    last: ForwardRunner,
+    last: CachedModel,
     report: Callable[[int], object] = lambda done: None,
 ) -> list[T]:
     """Run coroutines side by side; forwards that wait for the same model run as one.
@@ -156,7 +140,7 @@ class CachedSequence:
         forwards: forwards so far, of this sequence and of those before it in the slot.
     """
 
-    def __init__(self, model: ForwardRunner, slot: int, sampling: SamplingConfig) -> None:
+    def __init__(self, model: CachedModel, slot: int, sampling: SamplingConfig) -> None:
         self.model = model
         self.slot = slot
         self.sampling = sampling

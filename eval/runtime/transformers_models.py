@@ -1,14 +1,32 @@
-"""What a model must be able to do before it is decoded with; everything else is refused here."""
+"""What decoding needs of the models of transformers; the one file that reads their private names.
+
+Models that cannot be decoded with are refused here. The attention of packed sequences is here, too:
+sequences whose drafts differ in length would fill a rectangle with padding, so their tokens follow
+each other in one row through every layer of the model (`eval.runtime.layout.pack`). Only the
+attention lays them out by slot, because each slot attends to its own keys and values. It is called
+through transformers' `AttentionInterface`; not all models pass on keyword arguments to it, so it is
+told in a context variable which token is whose.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from inspect import signature
 from typing import Any
 
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specdata.errors import CacheNotRewindableError, ConfigError
+
+PACKED = "draftsmith_packed"
+"""What transformers knows the attention by."""
+
+_PLACES: ContextVar[tuple[Tensor, Tensor]] = ContextVar("places of packed tokens")
 
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
@@ -112,3 +130,65 @@ def check_rope(model: PreTrainedModel, prompt_length: int, max_length: int, *, a
             "tokens: shorten the prompt or max_new_tokens, or decode without a draft, one sequence "
             "at a time"
         )
+
+
+def uses_sdpa(model: PreTrainedModel) -> bool:
+    """Whether the model attends by torch's scaled_dot_product_attention."""
+    return bool(model.config._attn_implementation == "sdpa")
+
+
+def can_pack(model: PreTrainedModel) -> bool:
+    """Whether the model calls its attention through transformers' interface, and it is SDPA."""
+    return bool(model._supports_attention_backend) and uses_sdpa(model)
+
+
+@contextmanager
+def attending_packed(model: PreTrainedModel, slots: Tensor, columns: Tensor) -> Iterator[None]:
+    """Inside, the model attends by `packed_attention`.
+
+    Args:
+        model: the model.
+        slots: (n,) of each token.
+        columns: (n,) its place among the tokens of its slot.
+    """
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    AttentionInterface.register(PACKED, packed_attention)
+    config._attn_implementation = PACKED
+    places = _PLACES.set((slots, columns))
+    try:
+        yield
+    finally:
+        _PLACES.reset(places)
+        config._attn_implementation = before
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend from packed tokens to the keys and values of their own slots.
+
+    Args:
+        module: the attention layer.
+        query: (1, heads, n, size).
+        key: (B, key heads, end, size), of every slot.
+        value: (B, key heads, end, size).
+        attention_mask: (B, 1, m, end), additive.
+        **kwargs: what else the model passes to its attention, such as its scaling.
+
+    Returns:
+        (1, n, heads, size).
+    """
+    slots, columns = (places.to(query.device) for places in _PLACES.get())
+    _, heads, _, size = query.shape
+    by_slot = query.new_zeros(len(key), attention_mask.shape[2], heads, size)
+    by_slot[slots, columns] = query[0].transpose(0, 1)
+    attended, _ = sdpa_attention_forward(
+        module, by_slot.transpose(1, 2), key, value, attention_mask, **kwargs
+    )
+    return attended[slots, columns].unsqueeze(0), None
