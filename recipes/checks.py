@@ -64,7 +64,6 @@ def check_training_splits(config: PipelineConfig) -> None:
             "rollouts.sets must hold splits train and dev to train on, got "
             f"{', '.join(sorted(splits))}"
         )
-    check_draft(config)
 
 
 def check_draft(config: PipelineConfig) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from recipes import make_logits, make_rollouts, pipeline, publish, run_eval, train_draft, train_head
 from recipes.launcher import LAUNCH, PROFILES, launch_command, start
-from recipes.next_steps import LAUNCHED
+from recipes.recipe import LAUNCHED
 from specdata import __version__
 from specdata.config import nearest
 

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 from recipes.caches import made_of
 from recipes.checks import check_logits, is_shared
 from recipes.config import PipelineConfig
-from recipes.layout import by_content, folder, logits_stage
-from recipes.next_steps import after_logits
-from recipes.recipe import Recipe
-from recipes.run import Stage, made_as_asked, need, run_stage, say
-from specdata.errors import ConfigError
+from recipes.layout import folder, loaded
+from recipes.recipe import CommandLine, Recipe, steps_to_draft
+from recipes.run import Stage, Step, say
+from recipes.sizes import LOGITS_TOKEN, PAIR, ROLLOUT_TOKEN, rows_size
 from specdata.processes import is_main
 from specdata.terminal import TokenProgress, progress
 
@@ -30,49 +29,69 @@ if TYPE_CHECKING:
     from specdata.labels.labeller import PartDone
 
 
-def stages(config: PipelineConfig) -> list[Stage]:
-    """What this recipe does. Raises ConfigError without a logits section."""
-    if config.logits is None:
-        raise ConfigError("this configuration has no logits section, so there are none to keep")
-    return [logits_stage(config)]
+class Logits(Stage):
+    """Keep the target's largest logits along the rollouts."""
 
+    name, recipe, sections = "logits", "make_logits", ("logits",)
 
-def main(config: PipelineConfig) -> dict[str, Any]:
-    """Keep the logits, and print how many."""
-    (stage,) = stages(config)
-    if not made_as_asked(stage):
-        check_logits(config)
-    need(folder(config, "rollouts"), "make_rollouts.py")
-    counts = run_stage(stage, config, partial(_keep, config, stage))
-    say(
-        f"  {counts['top_logits']} of {counts['vocabulary']:,} logits kept at each of "
-        f"{counts['tokens']:,} positions of {counts['rows']:,} rollouts"
-    )
-    return counts
+    def decisive(self) -> dict[str, Any]:
+        """Its section, and how the target is loaded."""
+        assert self.config.logits is not None
+        values = {"logits": self.config.logits.decisive(), "dtype": self.config.models.dtype}
+        return {**values, **loaded(self.config, "target")}
 
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The target and its rollouts."""
+        rollouts = str(folder(self.config, "rollouts"))
+        return {"target": self.config.models.target, "rollouts": rollouts}
 
-def _keep(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
-    from specdata.models import load_tokenizer, vocabulary_fingerprint
-    from specdata.storage.dataset import load_stored
-    from specdata.storage.manifest import read_manifest
+    @property
+    def size(self) -> str:
+        """As many rows as rollouts."""
+        assert self.config.logits is not None
+        token = ROLLOUT_TOKEN + PAIR * self.config.logits.top_logits + LOGITS_TOKEN
+        return rows_size(self.config, lambda _split: token)
 
-    tokenizer = load_tokenizer(config.models.target)
-    rollouts = load_stored(folder(config, "rollouts"))
-    source = made_of(config, vocabulary_fingerprint(tokenizer))
-    with progress(len(rollouts), "logits", "rollout", is_shown=is_main()) as bar:
-        shown = TokenProgress(bar)
-        with ExitStack() as stack:
-            make, served = _maker(config, rollouts, shown.part, stack)
-            make(
-                rollouts,
-                stage.folder,
-                config.logits,
-                settings=by_content(stage.settings.extended({**source, **served})),
-                report=shown.update,
-            )
-    manifest = read_manifest(stage.folder)
-    kept = {name: manifest["settings"][name] for name in ("top_logits", "vocabulary")}
-    return {**manifest["counts"], **kept}
+    def check(self) -> None:
+        """Refuse a target that cannot be loaded so."""
+        check_logits(self.config)
+
+    def run(self) -> dict[str, Any]:
+        """Run the target, or ask its server, along the rollouts."""
+        from specdata.models import load_tokenizer, vocabulary_fingerprint
+        from specdata.storage.dataset import load_stored
+        from specdata.storage.manifest import read_manifest
+
+        config = self.config
+        tokenizer = load_tokenizer(config.models.target)
+        rollouts = load_stored(folder(config, "rollouts"))
+        source = made_of(config, vocabulary_fingerprint(tokenizer))
+        with progress(len(rollouts), "logits", "rollout", is_shown=is_main()) as bar:
+            shown = TokenProgress(bar)
+            with ExitStack() as stack:
+                make, served = _maker(config, rollouts, shown.part, stack)
+                make(
+                    rollouts,
+                    self.folder,
+                    config.logits,
+                    settings=self.dataset_settings({**source, **served}),
+                    report=shown.update,
+                )
+        manifest = read_manifest(self.folder)
+        kept = {name: manifest["settings"][name] for name in ("top_logits", "vocabulary")}
+        return {**manifest["counts"], **kept}
+
+    def show(self, results: dict[str, Any]) -> None:
+        """Print how many are kept."""
+        say(
+            f"  {results['top_logits']} of {results['vocabulary']:,} logits kept at each of "
+            f"{results['tokens']:,} positions of {results['rows']:,} rollouts"
+        )
+
+    def next(self, line: CommandLine) -> list[Step]:
+        """Train or measure."""
+        return steps_to_draft(self.config, line)
 
 
 def _maker(
@@ -101,14 +120,7 @@ def _maker(
     return partial(make_logits, source), {"served": served}
 
 
-RECIPE = Recipe(
-    main,
-    stages,
-    "Keep the target's largest logits along its rollouts.",
-    ("logits",),
-    after_logits,
-    check_logits,
-)
+RECIPE = Recipe("Keep the target's largest logits along its rollouts.", (Logits,))
 
 if __name__ == "__main__":
     sys.exit(RECIPE.run())

@@ -13,116 +13,163 @@ from typing import TYPE_CHECKING, Any
 
 from recipes.checks import check_kept, check_rollouts, is_shared
 from recipes.config import PipelineConfig
-from recipes.layout import by_content, folder, pair_stage, rollouts_stage
-from recipes.next_steps import after_rollouts
-from recipes.recipe import Recipe
-from recipes.run import Stage, finished, made_as_asked, run_stage, say
+from recipes.layout import sampled
+from recipes.recipe import CommandLine, Recipe, steps_to_draft
+from recipes.run import Stage, Step, absolute, finished, say
+from recipes.sizes import pair_size, rollout_bytes, rows_size
 from specdata.errors import ConfigError
 from specdata.processes import is_main, process_count
+from specdata.prompts.reading import prompt_inputs
 from specdata.terminal import TokenProgress, progress
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from specdata.rollouts.backend import Backend
 
 
-def stages(config: PipelineConfig) -> list[Stage]:
-    """What this recipe does."""
-    return [*([pair_stage(config)] if config.toy else []), rollouts_stage(config)]
+class Pair(Stage):
+    """Train the embedded pair."""
+
+    name, recipe, sections = "pair", "make_rollouts", ("toy",)
+
+    def decisive(self) -> dict[str, Any]:
+        """Its section and the seed."""
+        assert self.config.toy is not None
+        return {"toy": self.config.toy.model_dump(mode="json"), "seed": self.config.seed}
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """None: its texts are embedded."""
+        return {}
+
+    @property
+    def size(self) -> str:
+        """The weights of both."""
+        return pair_size(self.config)
+
+    def check(self) -> None:
+        """Refuse models that are elsewhere, and several processes."""
+        models = self.config.models
+        for name, path in (("target", models.target), ("draft", models.draft)):
+            here = self.folder / name
+            if path is None or absolute(path) != absolute(here):
+                raise ConfigError(
+                    f"with a toy section, models.{name} must be {here}, got {path}: change it, or "
+                    "set toy to null and use your own pair"
+                )
+        if process_count() > 1 and not finished(self.folder):
+            # Its Trainer would wait for the others, which have nothing to train.
+            raise ConfigError(
+                "the embedded pair is trained by one process: run python recipes/make_rollouts.py "
+                f"once before starting {process_count()} processes"
+            )
+
+    def run(self) -> dict[str, Any]:
+        """Train both."""
+        from distill.toy import train_toy_pair
+
+        assert self.config.toy is not None
+        train_toy_pair(self.folder, self.config.toy, seed=self.config.seed)
+        return {}
 
 
-def main(config: PipelineConfig) -> dict[str, Any]:
-    """Train the toy pair if asked, then make the rollouts with every process there is.
+class Rollouts(Stage):
+    """Complete the prompts with the target."""
 
-    Raises:
-        ConfigError: if settings contradict each other, or several processes would train the pair.
-    """
-    if not made_as_asked(rollouts_stage(config)):
-        check_rollouts(config)
-    if config.toy and process_count() > 1 and not finished(folder(config, "pair")):
-        # Its Trainer would wait for the others, which have nothing to train.
-        raise ConfigError(
-            "the embedded pair is trained by one process: run python recipes/make_rollouts.py once "
-            f"before starting {process_count()} processes"
+    name, recipe, sections = "rollouts", "make_rollouts", ("rollouts",)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether something is trained."""
+        return bool(self.config.toy or self.config.draft or self.config.head)
+
+    def decisive(self) -> dict[str, Any]:
+        """Its section, and how the target is sampled."""
+        rollouts = self.config.rollouts.decisive()
+        return {"rollouts": rollouts, **sampled(self.config, "target")}
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The target and files of prompts."""
+        return {"target": self.config.models.target, **prompt_inputs(self.config.rollouts.sets)}
+
+    @property
+    def size(self) -> str:
+        """Completions, tokens and bytes."""
+        return rows_size(self.config, partial(rollout_bytes, self.config))
+
+    def check(self) -> None:
+        """Refuse prompts, lengths and loadings that cannot be used."""
+        check_rollouts(self.config)
+
+    def run(self) -> dict[str, Any]:
+        """Complete with every process there is."""
+        from specdata.models import (
+            check_shared_vocabulary,
+            load_tokenizer,
+            vocabulary_fingerprint,
         )
-    if toy := config.toy:
+        from specdata.prompts.loading import dropped, load_prompts
+        from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
+        from specdata.storage.manifest import read_manifest
 
-        def train() -> dict[str, Any]:
-            from distill.toy import train_toy_pair
+        config, wanted = self.config, self.config.rollouts
+        tokenizer = load_tokenizer(config.models.target)
+        # Found out now rather than after hours of sampling.
+        if config.models.draft is not None:
+            check_shared_vocabulary(tokenizer, load_tokenizer(config.models.draft))
+        with ExitStack() as stack:
+            backend, identity, limit = _backend(config, stack)
+            longest = limit - wanted.max_new_tokens
+            if longest < 1:
+                raise ConfigError(
+                    f"rollouts.max_new_tokens is {wanted.max_new_tokens}, but the target takes "
+                    f"{limit} tokens, prompt included: lower it"
+                )
+            loaded = load_prompts(wanted.sets, tokenizer, seed=config.seed, max_tokens=longest)
+            if not loaded.prompts:
+                raise ConfigError("rollouts.sets must hold at least one prompt")
+            check_kept(config, loaded.report)
+            for line in dropped(loaded.report):
+                say(f"  {line}")
+            made_of = {
+                "target": identity,
+                "tokenizer": vocabulary_fingerprint(tokenizer),
+                "prompts": loaded.report,
+            }
+            settings = self.dataset_settings(made_of)
+            asked = turns_asked(loaded.prompts, wanted.samples)
+            with progress(asked, "rollouts", "row", is_shown=is_main()) as bar:
+                shown = TokenProgress(bar)
+                make_rollouts(
+                    backend,
+                    loaded.prompts,
+                    self.folder,
+                    wanted,
+                    dialogue=Dialogue(tokenizer, longest),
+                    settings=settings,
+                    report=shown.update,
+                    part_done=shown.part,
+                    together=is_shared(config, "rollouts"),
+                )
+            counts = read_manifest(self.folder)["counts"]
+            return {**counts, "asked": asked, "prompts": loaded.report}
 
-            train_toy_pair(folder(config, "pair"), toy, seed=config.seed)
-            return {}
+    def show(self, results: dict[str, Any]) -> None:
+        """Print how many there are."""
+        said = f"{results['rows']} completions, {results['tokens']} tokens"
+        say(f"  {said}; ended by {results['finish']}")
+        if (left := results["asked"] - results["rows"]) > 0:
+            say(
+                f"  {left} later turns left out: their conversations had "
+                "grown longer than the context"
+            )
 
-        run_stage(pair_stage(config), config, train)
-    counts = run_stage(rollouts_stage(config), config, partial(_rollouts, config))
-    say(f"  {counts['rows']} completions, {counts['tokens']} tokens; ended by {counts['finish']}")
-    if counts["rows"] < counts["asked"]:
-        say(
-            f"  {counts['asked'] - counts['rows']} later turns left out: their conversations had "
-            "grown longer than the context"
-        )
-    return counts
-
-
-def _rollouts(config: PipelineConfig) -> dict[str, Any]:
-    from specdata.models import check_shared_vocabulary, load_tokenizer
-
-    tokenizer = load_tokenizer(config.models.target)
-    # Found out now rather than after hours of sampling.
-    if config.models.draft is not None:
-        check_shared_vocabulary(tokenizer, load_tokenizer(config.models.draft))
-    with ExitStack() as stack:
-        return _complete(config, tokenizer, *_backend(config, stack))
-
-
-def _complete(
-    config: PipelineConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    backend: Backend,
-    identity: dict[str, Any],
-    limit: int,
-) -> dict[str, Any]:
-    from specdata.models import vocabulary_fingerprint
-    from specdata.prompts.loading import dropped, load_prompts
-    from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
-    from specdata.storage.manifest import read_manifest
-
-    stage, wanted = rollouts_stage(config), config.rollouts
-    longest = limit - wanted.max_new_tokens
-    if longest < 1:
-        raise ConfigError(
-            f"rollouts.max_new_tokens is {wanted.max_new_tokens}, but the target takes "
-            f"{limit} tokens, prompt included: lower it"
-        )
-    loaded = load_prompts(wanted.sets, tokenizer, seed=config.seed, max_tokens=longest)
-    if not loaded.prompts:
-        raise ConfigError("rollouts.sets must hold at least one prompt")
-    check_kept(config, loaded.report)
-    for line in dropped(loaded.report):
-        say(f"  {line}")
-    made_of = {
-        "target": identity,
-        "tokenizer": vocabulary_fingerprint(tokenizer),
-        "prompts": loaded.report,
-    }
-    settings = by_content(stage.settings.extended(made_of))
-    asked = turns_asked(loaded.prompts, wanted.samples)
-    with progress(asked, "rollouts", "row", is_shown=is_main()) as bar:
-        shown = TokenProgress(bar)
-        make_rollouts(
-            backend,
-            loaded.prompts,
-            stage.folder,
-            wanted,
-            dialogue=Dialogue(tokenizer, longest),
-            settings=settings,
-            report=shown.update,
-            part_done=shown.part,
-            together=is_shared(config, "rollouts"),
-        )
-    counts = read_manifest(stage.folder)["counts"]
-    return {**counts, "asked": asked, "prompts": loaded.report}
+    def next(self, line: CommandLine) -> list[Step]:
+        """Look at the completions, then train or measure."""
+        step = Step("look", line.inspect(self.folder))
+        if self.config.logits:
+            return [step, Step("keep", line.recipe("make-logits"))]
+        return [step, *steps_to_draft(self.config, line)]
 
 
 def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[str, Any], int]:
@@ -163,14 +210,7 @@ def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[st
     return backend, identity, limit
 
 
-RECIPE = Recipe(
-    main,
-    stages,
-    "Complete prompts with the target.",
-    ("toy", "rollouts"),
-    after_rollouts,
-    check_rollouts,
-)
+RECIPE = Recipe("Complete prompts with the target.", (Pair, Rollouts))
 
 if __name__ == "__main__":
     sys.exit(RECIPE.run())

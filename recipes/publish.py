@@ -7,7 +7,6 @@ python recipes/publish.py --config recipes/configs/toy.yaml
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,28 +17,11 @@ from distill.config import DistilConfig
 from eval.analysis.head_verdict import VERDICT, HeadVerdict
 from eval.measuring.results import Results, check_metrics, read_results
 from recipes.config import PipelineConfig
-from recipes.layout import (
-    RESULTS,
-    draft_in_use,
-    eval_folder,
-    folder,
-    head_in_use,
-    release_stage,
-)
-from recipes.next_steps import after_release
-from recipes.recipe import Recipe
-from recipes.run import (
-    Stage,
-    made_otherwise,
-    need,
-    remove_caches,
-    run_stage,
-    say,
-    stage_record,
-)
-from recipes.sizes import source_model
+from recipes.layout import RESULTS, draft_in_use, eval_folder, folder, head_in_use
+from recipes.recipe import HUB_ID, CommandLine, Recipe, load_draft, load_head
+from recipes.run import Stage, Step, remove_caches, say, stage_record
+from recipes.sizes import described, draft_size, head_size, source_model
 from specdata.errors import ConfigError, ManifestError
-from specdata.processes import is_main
 from specdata.prompts.config import PromptSet
 from specdata.prompts.reading import source_of
 from specdata.storage.files import fingerprint
@@ -47,96 +29,144 @@ from specdata.storage.files import fingerprint
 _TOO = " (--method leaves only the methods that it names: give it once more, for this one)"
 
 
-def stages(config: PipelineConfig) -> list[Stage]:
-    """What this recipe does."""
-    return [release_stage(config)]
+class Release(Stage):
+    """Assemble what would be published; upload it where an id is given."""
 
+    name, recipe, sections = "release", "publish", ("publish", "eval")
+    is_alone, is_copy = True, True
 
-def check(config: PipelineConfig) -> None:
-    """Find what could not be published before it is trained. Raises ConfigError."""
-    from eval.reporting.metadata import About, check_repository
+    def decisive(self) -> dict[str, Any]:
+        """Its section."""
+        return {"publish": self.config.publish.model_dump(mode="json")}
 
-    methods, publish = config.eval.methods, config.publish
-    About(license=publish.license, language=publish.language)
-    for what, name, trained in (
-        ("draft_id", publish.draft_id, config.draft),
-        ("head_id", publish.head_id, config.head),
-    ):
-        check_repository(name)
-        if name is not None and trained is None:
-            raise ConfigError(f"publish.{what} is set, but this configuration trains none")
-    if config.draft and not any(
-        method.decoder != "plain" and method.drafter == "chain" and not method.stop.adaptive
-        for method in methods
-    ):
-        raise ConfigError(
-            "a draft's card needs a measured draft length: add a method with stop: fixed, such as "
-            f"{{name: K=4, length: 4}}, to eval.methods{_TOO}"
-        )
-    if config.head and not any(method.stop.needs_head for method in methods):
-        raise ConfigError(
-            "a head's card needs a measurement: add a method with stop: head, such as "
-            f"{{name: head, stop: head}}, to eval.methods{_TOO}"
-        )
+    @property
+    def inputs(self) -> dict[str, str]:
+        """What was trained, and what was measured of it."""
+        inputs = {
+            "draft": draft_in_use(self.config),
+            "results": str(eval_folder(self.config) / RESULTS),
+        }
+        head = head_in_use(self.config)
+        return {**inputs, "head": head} if head else inputs
 
+    @property
+    def size(self) -> str:
+        """The copies."""
+        parts = []
+        if self.config.draft:
+            parts.append(f"a copy of {draft_size(self.config)}")
+        if self.config.head:
+            parts.append(f"a copy of {head_size(self.config).partition(';')[0]}")
+        return "; ".join([*parts, "with model cards"]) if parts else "nothing: nothing is trained"
 
-def main(config: PipelineConfig) -> dict[str, Any]:
-    """Assemble, and upload what was asked for. One process does the work."""
-    if not is_main():
-        return {}
-    (stage,) = stages(config)
-    need(eval_folder(config), "run_eval.py")
-    check(config)
-    if made_otherwise(stage, config):  # a copy, of other models, results or names: made again
-        shutil.rmtree(stage.folder)
-    made = run_stage(stage, config, lambda: _release(config, stage, stage.folder))
-    remove_caches(config)  # nothing is left to be made of the datasets
-    # Of the folders as they are called now: the run may have been moved since it was made.
-    places = {name: getattr(config.publish, f"{name}_id") or stage.folder / name for name in made}
-    for name, place in places.items():
-        say(f"  {name}: {place}")
-    return places
+    def check(self) -> None:
+        """Find what could not be published before it is trained."""
+        from eval.reporting.metadata import About, check_repository
 
-
-def _release(config: PipelineConfig, stage: Stage, here: Path) -> dict[str, Any]:
-    """Assemble and upload; `here` becomes the stage's folder when all of it is done."""
-    from eval.reporting.metadata import About
-    from eval.reporting.release import release_draft, release_head
-
-    results = _results(config)
-    publish, made = config.publish, {}
-    shared = About(license=publish.license, language=publish.language)
-    if config.draft:
-        trained = stage_record(folder(config, "draft"))["results"]
-        about = replace(
-            shared,
-            base_model=None if config.draft.init.kind == "fresh" else source_model(config),
-            datasets=_texts_of_draft(config, config.draft),
-            measures=_measures(trained),
-        )
-        out = here / "draft"
-        if not out.exists():  # else an interrupted run has finished this one
-            source = Path(draft_in_use(config))
-            release_draft(source, out, results, about, push_to=publish.draft_id)
-        made["draft"] = publish.draft_id or str(stage.folder / "draft")
-    if head := head_in_use(config):
-        measures = stage_record(folder(config, "head"))["results"]["after"]
-        base = publish.draft_id or draft_in_use(config)
-        sets = _training_sets(config)
-        about = replace(shared, base_model=base, datasets=sets, measures=measures)
-        out = here / "head"
-        if not out.exists():
-            release_head(
-                Path(head),
-                out,
-                results,
-                about,
-                trained=_trained_on(config),
-                verdict=HeadVerdict.read(eval_folder(config) / VERDICT),
-                push_to=publish.head_id,
+        config = self.config
+        methods, publish = config.eval.methods, config.publish
+        About(license=publish.license, language=publish.language)
+        for what, name, trained in (
+            ("draft_id", publish.draft_id, config.draft),
+            ("head_id", publish.head_id, config.head),
+        ):
+            check_repository(name)
+            if name is not None and trained is None:
+                raise ConfigError(f"publish.{what} is set, but this configuration trains none")
+        if config.draft and not any(
+            method.decoder != "plain" and method.drafter == "chain" and not method.stop.adaptive
+            for method in methods
+        ):
+            raise ConfigError(
+                "a draft's card needs a measured draft length: add a method with stop: fixed, "
+                f"such as {{name: K=4, length: 4}}, to eval.methods{_TOO}"
             )
-        made["head"] = publish.head_id or str(stage.folder / "head")
-    return made
+        if config.head and not any(method.stop.needs_head for method in methods):
+            raise ConfigError(
+                "a head's card needs a measurement: add a method with stop: head, such as "
+                f"{{name: head, stop: head}}, to eval.methods{_TOO}"
+            )
+
+    def run(self) -> dict[str, Any]:
+        """Assemble and upload."""
+        from eval.reporting.metadata import About
+        from eval.reporting.release import release_draft, release_head
+
+        config = self.config
+        results = _results(config)
+        publish, made = config.publish, {}
+        shared = About(license=publish.license, language=publish.language)
+        if config.draft:
+            trained = stage_record(folder(config, "draft"))["results"]
+            about = replace(
+                shared,
+                base_model=None if config.draft.init.kind == "fresh" else source_model(config),
+                datasets=_texts_of_draft(config, config.draft),
+                measures=_measures(trained),
+            )
+            out = self.folder / "draft"
+            if not out.exists():  # else an interrupted run has finished this one
+                source = Path(draft_in_use(config))
+                release_draft(source, out, results, about, push_to=publish.draft_id)
+            made["draft"] = publish.draft_id or str(self.folder / "draft")
+        if head := head_in_use(config):
+            measures = stage_record(folder(config, "head"))["results"]["after"]
+            base = publish.draft_id or draft_in_use(config)
+            sets = _training_sets(config)
+            about = replace(shared, base_model=base, datasets=sets, measures=measures)
+            out = self.folder / "head"
+            if not out.exists():
+                release_head(
+                    Path(head),
+                    out,
+                    results,
+                    about,
+                    trained=_trained_on(config),
+                    verdict=HeadVerdict.read(eval_folder(config) / VERDICT),
+                    push_to=publish.head_id,
+                )
+            made["head"] = publish.head_id or str(self.folder / "head")
+        return made
+
+    def show(self, results: dict[str, Any]) -> None:
+        """Print where the copies are; nothing is left to be made of the datasets."""
+        remove_caches(self.config)
+        # Folders as they are called now: the run may have been moved since it was made.
+        for name in results:
+            place = getattr(self.config.publish, f"{name}_id") or self.folder / name
+            say(f"  {name}: {place}")
+
+    def next(self, line: CommandLine) -> list[Step]:
+        """Load, serve and upload what was assembled."""
+        config, unnamed = self.config, []
+        steps = [Step("look", str(eval_folder(config) / "report.html"))]
+        if config.draft:
+            draft = config.publish.draft_id or str(self.folder / "draft")
+            unnamed += [] if config.publish.draft_id else ["--publish.draft_id", HUB_ID]
+            steps += [load_draft(draft), *_serve(config, draft)]
+        if config.head:
+            steps.append(load_head(config.publish.head_id or self.folder / "head"))
+            unnamed += [] if config.publish.head_id else ["--publish.head_id", HUB_ID]
+        if unnamed:
+            steps.append(Step("upload", line.recipe("publish", *unnamed)))
+        return steps
+
+
+def _serve(config: PipelineConfig, draft: str) -> list[Step]:
+    """Serve with vLLM at its own draft length, which no evaluation here measures.
+
+    Nothing if the models' output sizes are known and differ, because vLLM refuses such a pair.
+    """
+    from eval.reporting.serving import vllm_line
+
+    target = config.models.target
+    sizes = {
+        described(model).get("vocab_size")
+        for model in (target, str(folder(config, "release") / "draft"))
+    }
+    if len(sizes - {None}) > 1:
+        return []
+    return [Step("serve", vllm_line(draft, target))]
 
 
 def _measures(trained: Mapping[str, Any]) -> Mapping[str, float]:
@@ -204,9 +234,7 @@ def _trained_on(config: PipelineConfig) -> str:
     return f"{rollouts} rollouts of {', '.join(sets)} with {some} a position"
 
 
-RECIPE = Recipe(
-    main, stages, "Assemble draft and head for the Hub.", ("publish", "eval"), after_release, check
-)
+RECIPE = Recipe("Assemble draft and head for the Hub.", (Release,))
 
 if __name__ == "__main__":
     sys.exit(RECIPE.run())

@@ -1,11 +1,14 @@
-"""A recipe as a command: its options, its plan, its exit status."""
+"""A recipe as a command: its options, its plan, its exit status, and what to do next."""
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,21 +16,22 @@ from typing import Any
 import yaml
 from safetensors import SafetensorError
 
+from recipes.checks import check_hub, check_weights
 from recipes.config import SHARED, PipelineConfig, parse
-from recipes.next_steps import CommandLine, Step
+from recipes.layout import folder
 from recipes.run import (
     RUN,
     USER_ERRORS,
     Stage,
-    check_settings,
+    Step,
     console,
     is_within,
-    made_as_asked,
+    run_stage,
     say,
     stage_record,
 )
 from recipes.sizes import is_without_weights
-from specdata.errors import OtherSettingsError, full_disk, without_passwords
+from specdata.errors import ConfigError, OtherSettingsError, full_disk, without_passwords
 from specdata.interruption import Interrupted, asked, stopping_on_signals
 from specdata.processes import in_group, is_main, leave_processes, process_count, rank
 from specdata.terminal import accept_any_text, visible
@@ -35,25 +39,60 @@ from specdata.terminal import accept_any_text, visible
 INTERRUPTED = (130, 143)  # exit statuses after SIGINT (Ctrl-C) and SIGTERM
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Recipe:
-    """What one recipe does.
+    """The stages that one command does.
 
     Args:
-        main: does it.
-        stages: says what it would do, without doing anything.
         description: one sentence for `--help`.
-        sections: the keys of the configuration that it reads besides `SHARED`.
-        next_steps: says what can be done with what was made.
-        check: finds what would stop it, before anything is made; raises ConfigError.
+        stages: in order; those that a configuration asks for are done, the last one in any case.
     """
 
-    main: Callable[[PipelineConfig], Any]
-    stages: Callable[[PipelineConfig], Sequence[Stage]]
     description: str
-    sections: tuple[str, ...]
-    next_steps: Callable[[PipelineConfig, CommandLine], Sequence[Step]] = lambda _config, _line: []
-    check: Callable[[PipelineConfig], None] = lambda _config: None
+    stages: tuple[type[Stage], ...]
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """The keys of the configuration that it reads."""
+        return (*SHARED, *dict.fromkeys(key for stage in self.stages for key in stage.sections))
+
+    def asked(self, config: PipelineConfig) -> list[Stage]:
+        """The stages of a run. Raises ConfigError if there are none."""
+        *_, last = every = [stage(config) for stage in self.stages]
+        asked = [stage for stage in every if stage.is_asked]
+        section = last.sections[0]
+        if not asked and getattr(config, section) is None:
+            raise ConfigError(
+                f"this configuration has no {section} section, so there is nothing to do: add one"
+            )
+        return asked or [last]
+
+    def main(self, config: PipelineConfig) -> None:
+        """Do every stage, after a look at all of them."""
+        begun, stages = time.perf_counter(), self.asked(config)
+        for stage in stages:
+            if (stage.folder / RUN).is_file() and not stage.is_copy:
+                stage.check_settings()
+        is_made = all(stage.is_made for stage in stages)
+        if not is_made:
+            self.check(stages)
+        is_whole = len({stage.recipe for stage in stages}) > 1
+        if is_whole and not is_made:
+            check_weights(config)
+            check_hub(config)
+        for stage in stages:
+            results = run_stage(stage)
+            if is_main():
+                stage.show(results)
+        if is_whole and is_made:
+            say(f"pipeline: everything was already made, in {config.output}")
+        elif is_whole:
+            say(f"pipeline: {time.perf_counter() - begun:.0f} s in all")
+
+    def check(self, stages: Sequence[Stage]) -> None:
+        """Refuse what cannot be made. Raises ConfigError."""
+        for stage in stages:
+            stage.check()
 
     def run(self, arguments: Sequence[str] | None = None, program: str | None = None) -> int:
         """Run the recipe from a command line.
@@ -86,17 +125,21 @@ class Recipe:
     def _run(self, given: Sequence[str], program: str | None) -> int:
         """The exit status; what `run` says."""
         try:
-            sections = (*SHARED, *self.sections)
-            command = parse(given, self.description, sections, program)
+            command = parse(given, self.description, self.sections, program)
+            config = command.config
             if command.plan:
-                values = {key: value for key, value in command.given.items() if key in sections}
-                stages = self.stages(command.config)
-                if not all(map(made_as_asked, stages)):  # as a run, which then has nothing to do
-                    self.check(command.config)
-                show_plan(values, stages)
+                stages = self.asked(config)
+                if not all(stage.is_made for stage in stages):  # as a run, with nothing to do
+                    self.check(stages)
+                read = {key: each for key, each in command.given.items() if key in self.sections}
+                show_plan(read, stages)
             else:
-                self.main(command.config)
-                show_steps(self.next_steps(command.config, CommandLine(given, program)))
+                self.main(config)
+                steps = self.asked(config)[-1].next(CommandLine(given, program))
+                if steps:
+                    say("what next:")
+                for step in steps:
+                    say(f"  {step.purpose:<8} {step.line}")
         except USER_ERRORS as error:
             print(f"error: {visible(without_passwords(str(error)))}", file=sys.stderr)
             return 2
@@ -112,14 +155,6 @@ class Recipe:
                 return _failed(full)
             raise
         return 0
-
-
-def show_steps(steps: Sequence[Step]) -> None:
-    """Print, in the main process, what can be done next, a line to copy for each."""
-    if steps:
-        say("what next:")
-    for step in steps:
-        say(f"  {step.purpose:<8} {step.line}")
 
 
 def _interrupted(number: int) -> int:
@@ -171,9 +206,96 @@ def _state(stage: Stage) -> str:
     """What the recipe would find in a stage's folder."""
     if not (stage.folder / RUN).exists():
         return "would be made"
-    record = stage_record(stage.folder)
+    is_finished = stage_record(stage.folder)["finished"]
     try:
-        check_settings(stage)
+        stage.check_settings()
     except OtherSettingsError:
-        return f"made with other settings: {stage.settings.remedy}"
-    return "done" if record["finished"] else "begun, would be continued"
+        what = "it is made again" if stage.is_copy else stage.remedy
+        return f"made with other settings: {what}"
+    return "done" if is_finished else "begun, would be continued"
+
+
+HUB_ID = "OWNER/NAME"
+"""Stands for the Hub id that only the user knows."""
+
+
+TP_PLAN = "--models.load.target.tp_plan"
+LAUNCHED = "DRAFTSMITH_LAUNCH"
+"""Environment variable: the words before a recipe's name under `draftsmith launch`."""
+ALONE = ("publish",)
+"""Recipes that one process does."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """How this recipe was called, so that the next one can be called alike.
+
+    Attributes:
+        arguments: of the recipe.
+        program: "draftsmith RECIPE", or None for a script or a launched recipe.
+    """
+
+    arguments: Sequence[str]
+    program: str | None
+
+    def recipe(self, name: str, *more: str) -> str:
+        """The command of another recipe ("train-head") with the same configuration."""
+        launched = shlex.split(os.environ.get(LAUNCHED, ""))
+        if self.program is not None or launched:
+            start = [*(launched if launched and name not in ALONE else ["draftsmith"]), name]
+        else:
+            start = [_python(), str(Path(sys.argv[0]).with_name(f"{name.replace('-', '_')}.py"))]
+        return shlex.join([*start, *_placeless(self.arguments), *more])
+
+    def inspect(self, dataset: Path) -> str:
+        """The command that shows a stored dataset."""
+        is_command = self.program is not None or LAUNCHED in os.environ
+        tool = "draftsmith inspect" if is_command else f"{_python()} -m specdata.inspect"
+        return f"{tool} {shlex.quote(str(dataset))}"
+
+
+def _placeless(arguments: Sequence[str]) -> list[str]:
+    """Arguments without tp_plan, which the next recipe may refuse, or one process."""
+    kept, words = [], iter(arguments)
+    for word in words:
+        if word.startswith(TP_PLAN):
+            if "=" not in word:
+                next(words, None)
+        else:
+            kept.append(word)
+    return kept
+
+
+def _python() -> str:
+    """The interpreter that runs this, so that the line works where no environment is activated."""
+    here = Path(sys.executable)
+    return str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here)
+
+
+def steps_to_draft(config: PipelineConfig, line: CommandLine) -> list[Step]:
+    """What follows rollouts: train or measure; a draft learns from the logits that were kept."""
+    if config.draft is None:
+        return [steps_to_head(config, line)]
+    drawn = config.draft.on_policy.share > 0  # whose logits no dataset keeps
+    is_kept = config.logits is not None and config.draft.cache is None and not drawn
+    cache = ["--draft.cache", str(folder(config, "logits"))] if is_kept else []
+    return [Step("distil", line.recipe("train-draft", *cache))]
+
+
+def steps_to_head(config: PipelineConfig, line: CommandLine) -> Step:
+    """What follows once there is a draft: a head, or a measurement."""
+    if config.head:
+        return Step("train", line.recipe("train-head"))
+    return Step("measure", line.recipe("run-eval"))
+
+
+def load_draft(source: str | Path) -> Step:
+    """A line of Python that loads a draft."""
+    load = f"AutoModelForCausalLM.from_pretrained({json.dumps(str(source), ensure_ascii=False)})"
+    return Step("load", f"from transformers import AutoModelForCausalLM; draft = {load}")
+
+
+def load_head(source: str | Path) -> Step:
+    """A line of Python that loads a head."""
+    load = f"AcceptanceHead.from_pretrained({json.dumps(str(source), ensure_ascii=False)})"
+    return Step("load", f"from heads import AcceptanceHead; head = {load}")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import Console
 
@@ -35,6 +35,9 @@ from specdata.storage.files import (
 from specdata.storage.manifest import CACHE, MANIFEST, PROGRESS
 from specdata.storage.resume import Settings, read_record
 from specdata.terminal import visible
+
+if TYPE_CHECKING:
+    from recipes.recipe import CommandLine
 
 RUN = "run.json"
 # Stays in a finished folder: if it were removed, a process that has just opened it and one that
@@ -61,48 +64,165 @@ KEYS = ("stage", "settings", "inputs", "finished", "wall_seconds", "results")
 console = Console(highlight=False, soft_wrap=True, width=max(100, Console().width))
 
 
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One stage of the pipeline: what decides its result, and what it reads and writes.
+@dataclass(frozen=True)
+class Step:
+    """One thing that can be done next.
 
-    Args:
-        name: what it is called in messages.
-        folder: where it writes.
-        settings: everything that decides the result, with what to do about a folder that was made
-            with other settings.
-        inputs: name -> folder, file or Hub id that is read; fingerprinted.
-        size: what will be written, in words and numbers.
+    Attributes:
+        purpose: a word for it.
+        line: a file to open, a line of Python, or a command.
     """
 
-    name: str
-    folder: Path
-    settings: Settings
-    inputs: Mapping[str, str]
-    size: str
+    purpose: str
+    line: str
 
 
-def run_stage(
-    stage: Stage, config: PipelineConfig, work: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Stage(ABC):
+    """One stage of a run: what decides its result, what it reads, writes and refuses, its work.
+
+    A new stage is a class in its recipe's file, its section of the configuration, and its place in
+    `recipes.stages.STAGES`.
+
+    Attributes:
+        config: the whole run's.
+        name: what it is called in messages; its folder in the run's output.
+        recipe: the recipe that does it.
+        sections: keys of the configuration that it reads, its own first.
+        is_alone: whether the main process does it, and the others go on.
+        is_copy: whether it is made again, and not refused, of other inputs or settings.
+    """
+
+    config: PipelineConfig
+    name: ClassVar[str]
+    recipe: ClassVar[str]
+    sections: ClassVar[tuple[str, ...]]
+    is_alone: ClassVar[bool] = False
+    is_copy: ClassVar[bool] = False
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the configuration asks for it."""
+        return getattr(self.config, self.sections[0]) is not None
+
+    @property
+    def folder(self) -> Path:
+        """Where it writes."""
+        return Path(self.config.output) / self.name
+
+    @abstractmethod
+    def decisive(self) -> dict[str, Any]:
+        """JSON values of everything in the configuration that decides its result."""
+
+    @property
+    @abstractmethod
+    def inputs(self) -> dict[str, str]:
+        """Name -> folder, file or Hub id that is read; fingerprinted."""
+
+    @property
+    @abstractmethod
+    def size(self) -> str:
+        """What will be written, in words and numbers."""
+
+    def check(self) -> None:
+        """Refuse, before anything is made, what cannot be made, for a plan and a run alike.
+
+        Without torch and without network. Raises ConfigError.
+        """
+        return
+
+    @abstractmethod
+    def run(self) -> dict[str, Any]:
+        """Make it, or go on with it, in every process; results as JSON values, of the main one."""
+
+    def show(self, results: dict[str, Any]) -> None:
+        """Print results, of this run or an earlier one, in the main process."""
+        return
+
+    def next(self, line: CommandLine) -> list[Step]:
+        """What can be done with what it made."""
+        return []
+
+    @property
+    def remedy(self) -> str:
+        """What to do about a folder that was made with other settings."""
+        elsewhere = "choose another --output"
+        if self.config.toy:  # whose models must lie in the output
+            elsewhere += " NEW, with --models.target NEW/pair/target and --models.draft "
+            elsewhere += "NEW/pair/draft"
+        stages = all_stages(self.config)
+        names = [stage.name for stage in stages]
+        later = stages[names.index(self.name) + 1 :] if self.name in names else []
+        made = [folder for stage in later for folder in stage.made()]
+        return f"{elsewhere}, or remove {', '.join(map(str, [self.folder, *made]))}"
+
+    def made(self) -> list[Path]:
+        """The folders that hold some of it."""
+        return [self.folder] if self.folder.exists() else []
+
+    @property
+    def settings(self) -> Settings:
+        """What decides the result, to be stored and compared."""
+        return Settings(self.decisive(), self.remedy)
+
+    def dataset_settings(self, made_of: Mapping[str, Any]) -> Settings:
+        """The same for its dataset, with what its models hold; where they are may differ."""
+        values = {**self.decisive(), **made_of}
+        return Settings(values, self.remedy, free=("target.name", "draft.name"))
+
+    @property
+    def is_made(self) -> bool:
+        """Whether its folder is complete and was made with these settings.
+
+        Inputs are not looked at: `run_stage` refuses those that changed.
+        """
+        if not finished(self.folder):
+            return False
+        try:
+            self.check_settings()
+        except ManifestError:
+            return False
+        return True
+
+    def check_settings(self) -> None:
+        """Raise OtherSettingsError if its folder was made with other settings."""
+        asked = portable(self.decisive(), self.config.output)
+        Settings(asked, self.remedy).check(stage_record(self.folder)["settings"], self.folder)
+
+
+def all_stages(config: PipelineConfig) -> list[Stage]:
+    """Every stage that there is, in order, whether a run asks for it or not."""
+    from recipes.stages import STAGES  # here: they are defined by recipes, which import this
+
+    return [stage(config) for stage in STAGES]
+
+
+def run_stage(stage: Stage) -> dict[str, Any]:
     """Do a stage once: say so if it is done, continue it if it was interrupted.
 
     With several processes all of them work, and the main one keeps run.json.
 
-    Args:
-        stage: what is made.
-        config: the whole configuration, stored for the record.
-        work: makes it, and returns its results as JSON values.
-
     Returns:
-        The results of `work`, from run.json if the stage was already done.
+        The stage's results, from run.json if it was already done.
 
     Raises:
         ConfigError: if the folder belongs to another run (with what differs and the stage's
             remedy), another process works in it, or an input is missing.
         ManifestError: if run.json is damaged.
     """
-    decisive = _decisive(stage, config)
-    stored = _stored(stage, decisive)
+    if stage.is_alone and not is_main():
+        return {}
+    decisive = _decisive(stage)
+    try:
+        stored = _stored(stage, decisive)
+    except OtherSettingsError:
+        if not stage.is_copy or stage_record(stage.folder)["stage"] != stage.name:
+            raise
+        say(f"{stage.name}: {stage.folder} was made of others; making it again", style="bold")
+        with _locked(stage.folder):
+            for path in stage.folder.glob("[!.]*"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        stored = None
     if stored and stored["finished"]:
         took = f"{stored['wall_seconds']:.0f} s, {stage.folder}"
         say(f"{stage.name}: already done ({took})", style="green")
@@ -115,17 +235,20 @@ def run_stage(
         # may be that of an earlier run.
         _wait(stage.folder, lambda: _begun(stage.folder), PATIENCE)
         with _stage_remedy(stage):
-            results = work()
+            results = stage.run()
         wait_for(stage.folder, GRACE)  # the next stage looks for what the main process writes last
         return results
     with _locked(stage.folder):
-        record = _new_record(decisive, config)
+        record = _new_record(decisive, stage.config)
         write_json(stage.folder / RUN, record)
         try:
             with _stage_remedy(stage):
-                record["results"] = work()
+                record["results"] = stage.run()
         except USER_ERRORS:
-            _free(stage.folder)
+            # Nothing was made before a mistake was found: another command may use the folder.
+            if {file.name for file in stage.folder.iterdir()} <= {RUN, LOCK, MANIFEST, PROGRESS}:
+                (stage.folder / MANIFEST).unlink(missing_ok=True)
+                (stage.folder / RUN).unlink()
             raise
         record["wall_seconds"] = time.perf_counter() - begun  # of the session that finished it
         record["finished"] = True
@@ -140,7 +263,7 @@ def _stage_remedy(stage: Stage) -> Iterator[None]:
     try:
         yield
     except TrainingDivergedError as error:
-        error.remedy = stage.settings.remedy  # run.json holds the learning rate, too
+        error.remedy = stage.remedy  # run.json holds the learning rate, too
         raise
 
 
@@ -166,46 +289,6 @@ def prepare_libraries() -> None:
     datasets.disable_progress_bars()
     if not sys.stderr.isatty():  # bars of downloads, which are drawn over and over
         disable_progress_bars()
-
-
-def made_as_asked(stage: Stage) -> bool:
-    """Whether a stage's folder is complete and was made with these settings.
-
-    Inputs are not looked at: `run_stage` refuses those that changed.
-    """
-    if not finished(stage.folder):
-        return False
-    try:
-        check_settings(stage)
-    except ManifestError:
-        return False
-    return True
-
-
-def made_otherwise(stage: Stage, config: PipelineConfig) -> bool:
-    """Whether a stage's folder was made, or begun, with other settings or of other inputs."""
-    try:
-        _stored(stage, _decisive(stage, config))
-    except OtherSettingsError:
-        return True
-    return False
-
-
-def check_begun(stages: Iterable[Stage]) -> None:
-    """Raise OtherSettingsError if one was made, or begun, with other settings.
-
-    Before the first of several is made, which would be for nothing if a later one is refused.
-    """
-    for stage in stages:
-        if (stage.folder / RUN).is_file():
-            check_settings(stage)
-
-
-def check_settings(stage: Stage) -> None:
-    """Raise OtherSettingsError if a stage's folder was made with other settings."""
-    asked = portable(stage.settings.values, str(stage.folder.parent))
-    stored = stage_record(stage.folder)["settings"]
-    dataclasses.replace(stage.settings, values=asked).check(stored, stage.folder)
 
 
 def finished(folder: Path) -> bool:
@@ -283,15 +366,6 @@ def wait_for(folder: Path, patience: float) -> None:
     _wait(folder, lambda: finished(folder), patience)
 
 
-def need(folder: Path, recipe: str) -> None:
-    """Raise ConfigError unless an earlier stage has finished its folder."""
-    if not finished(folder):
-        command = recipe.removesuffix(".py").replace("_", "-")
-        raise ConfigError(
-            f"{folder} is missing or unfinished: run recipes/{recipe} first (draftsmith {command})"
-        )
-
-
 def remove_caches(config: PipelineConfig) -> None:
     """Remove the copies of datasets that stages mapped into memory, as large as the datasets.
 
@@ -315,23 +389,26 @@ def say(text: str, style: str = "") -> None:
         console.print(visible(text), style=style, markup=False, emoji=False)
 
 
-def _decisive(stage: Stage, config: PipelineConfig) -> Settings:
-    """What run.json stores of a stage and compares on resume."""
+def _decisive(stage: Stage) -> Settings:
+    """What run.json stores of a stage and compares on resume; refuses inputs that are not made."""
+    output, stages = stage.config.output, all_stages(stage.config)
     for name, source in stage.inputs.items():
-        if is_within(source, config.output) and not Path(source).exists():
+        if not is_within(source, output):
+            continue
+        for maker in (each for each in stages if each.is_asked):
+            if is_within(source, str(maker.folder)) and not finished(maker.folder):
+                raise ConfigError(
+                    f"{maker.folder} is missing or unfinished: run recipes/{maker.recipe}.py first "
+                    f"(draftsmith {maker.recipe.replace('_', '-')})"
+                )
+        if not Path(source).exists():
             raise ConfigError(
                 f"{stage.name} reads {name} from {source}, which is not there: run the stage that "
                 "makes it; if that says it is already done, remove its folder and run it again"
             )
     inputs = {name: fingerprint(source) for name, source in stage.inputs.items()}
-    return Settings(
-        {
-            "stage": stage.name,
-            "settings": portable(stage.settings.values, config.output),
-            "inputs": portable(inputs, config.output),
-        },
-        stage.settings.remedy,
-    )
+    values = {"settings": stage.decisive(), "inputs": inputs}
+    return Settings({"stage": stage.name, **portable(values, output)}, stage.remedy)
 
 
 def _stored(stage: Stage, decisive: Settings) -> dict[str, Any] | None:
@@ -369,13 +446,6 @@ def _new_record(decisive: Settings, config: PipelineConfig) -> dict[str, Any]:
         "wall_seconds": None,
         "results": None,
     }
-
-
-def _free(folder: Path) -> None:
-    """Let another command use a folder in which nothing was made before a mistake was found."""
-    if {file.name for file in folder.iterdir()} <= {RUN, LOCK, MANIFEST, PROGRESS}:
-        (folder / MANIFEST).unlink(missing_ok=True)
-        (folder / RUN).unlink()
 
 
 @contextmanager

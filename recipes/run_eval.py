@@ -30,30 +30,13 @@ from eval.measuring.samples import SAMPLES, make_samples, read_samples, write_sa
 from eval.reporting.report import Context, terminal, write_report
 from recipes.checks import check_evaluation
 from recipes.config import PipelineConfig
-from recipes.layout import (
-    RESULTS,
-    draft_in_use,
-    eval_folder,
-    eval_stage,
-    folder,
-    head_in_use,
-    is_cut,
-)
-from recipes.next_steps import after_eval
-from recipes.recipe import Recipe
-from recipes.run import (
-    RUN,
-    Stage,
-    console,
-    finished,
-    made_as_asked,
-    need,
-    run_stage,
-    say,
-    stage_record,
-)
+from recipes.layout import RESULTS, draft_in_use, eval_folder, folder, head_in_use, sampled
+from recipes.recipe import CommandLine, Recipe
+from recipes.run import RUN, Stage, Step, all_stages, console, finished, say, stage_record
+from recipes.sizes import eval_size
 from specdata.errors import ConfigError, without_passwords
 from specdata.processes import is_main, local_process_count, local_rank, process_count, rank
+from specdata.prompts.reading import prompt_inputs
 from specdata.storage.files import locked, write_json
 from specdata.storage.manifest import PROGRESS
 from specdata.terminal import progress
@@ -68,35 +51,132 @@ if TYPE_CHECKING:
     from specdata.prompts.loading import LoadedPrompts, Prompt
 
 
-def stages(config: PipelineConfig) -> list[Stage]:
-    """What this recipe does."""
-    return [eval_stage(config)]
+class Eval(Stage):
+    """Measure every method."""
 
+    name, recipe, sections = "eval", "run_eval", ("eval",)
 
-def main(config: PipelineConfig) -> dict[str, Any]:
-    """Measure with every process that can, and report in the main one."""
-    (stage,) = stages(config)
-    if not made_as_asked(stage):
-        check_evaluation(config)
-    if config.draft:
-        need(folder(config, "draft"), "train_draft.py")
-    if config.head:
-        need(folder(config, "head"), "train_head.py")
-    result = run_stage(stage, config, lambda: _measure(config, stage))
-    if not is_main():
-        return result
-    results = read_results(stage.folder / RESULTS)
-    verdict = HeadVerdict.read(stage.folder / VERDICT)
-    console.print(terminal(results, _context(config, results, verdict)))
-    return result
+    @property
+    def folder(self) -> Path:
+        """output/eval, unless eval.folder says otherwise."""
+        return eval_folder(self.config)
 
+    def made(self) -> list[Path]:
+        """Of evaluations there may be several: eval.folder begins with "eval"."""
+        return sorted(Path(self.config.output).glob("eval*"))
 
-def _report(config: PipelineConfig, stage: Stage, results: Results) -> None:
-    """Write the report, and before it the verdict on the run's head."""
-    verdict = _verdict(config, results)
-    if verdict is not None:
-        verdict.write(stage.folder / VERDICT)
-    write_report(results, stage.folder, _context(config, results, verdict))
+    def decisive(self) -> dict[str, Any]:
+        """Its section, the methods by name, so that a refusal lists those that differ."""
+        evaluation = self.config.eval
+        methods = {method.name: method.model_dump(mode="json") for method in evaluation.methods}
+        values = {"eval": {**evaluation.model_dump(mode="json"), "methods": methods}}
+        return {**values, **sampled(self.config, "target", "draft")}
+
+    @property
+    def remedy(self) -> str:
+        """Another folder."""
+        return (
+            "choose another folder for another list of methods with --eval.folder NAME, or remove "
+            f"{self.folder} to measure again"
+        )
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The models, files of prompts, and labels where rules are fitted on them."""
+        config = self.config
+        inputs = {"target": config.models.target, "draft": draft_in_use(config)}
+        inputs |= {f"path draft {name}": name for name in path_drafts(config.eval)}
+        inputs |= prompt_inputs(config.eval.sets)
+        if head := head_in_use(config):
+            inputs["head"] = head
+            if needs_fit(config.eval):
+                inputs["labels"] = str(folder(config, "labels"))
+        return inputs
+
+    @property
+    def size(self) -> str:
+        """Generations and bytes."""
+        return eval_size(self.config)
+
+    def check(self) -> None:
+        """Refuse methods that cannot be measured here."""
+        check_evaluation(self.config)
+
+    def run(self) -> dict[str, Any]:
+        """Measure with every process that can, and report in the main one."""
+        config = self.config
+        from eval.measuring.experiment import Artefacts, stored_results
+        from specdata.models import check_shared_vocabulary, load_model, load_tokenizer
+        from specdata.prompts.loading import dropped
+
+        if not _is_measuring(config):
+            return {}
+        models, head_name, draft_name = config.models, head_in_use(config), draft_in_use(config)
+        tokenizer = load_tokenizer(models.target)
+        names = [draft_name, *path_drafts(config.eval)]
+        for name in names:
+            check_shared_vocabulary(tokenizer, load_tokenizer(name))
+        loaded = _prompts(config)
+        prompts = loaded.prompts
+        for line in dropped(loaded.report):
+            say(line)
+        target = load_model(models.target, load=models.loading("target"))
+        draft, *others = (load_model(name, load=models.loading("draft")) for name in names)
+        head = _load_head(head_name) if head_name else None
+        evaluation, fitted = config.eval, None
+        if needs_fit(evaluation):
+            with locked(self.folder / PROGRESS / "calibration.lock"):  # one fits, all read
+                fitted = _fitted(config, draft, self.folder / "calibration.json")
+            evaluation = with_fit(evaluation, fitted)
+        artefacts = Artefacts(
+            target,
+            draft,
+            head,
+            {"target": models.target, "draft": draft_name, "head": head_name},
+            dict(zip(names[1:], others, strict=True)),
+        )
+        environment = _decode(config, self.folder, artefacts, evaluation, prompts)
+        if not is_main():
+            return {}
+        results = stored_results(
+            artefacts.names,
+            prompts,
+            self.folder,
+            evaluation,
+            sampling=config.sampling,
+            seed=config.seed,
+            environment=environment,
+        )
+        if results is None:
+            raise OSError(
+                f"records in {self.folder / 'prompts'} were removed while it was measured"
+            )
+        write_results(self.folder / RESULTS, results)
+        _keep_samples(self.folder, prompts, models.target)
+        verdict = _verdict(config, results)
+        if verdict is not None:
+            verdict.write(self.folder / VERDICT)
+        write_report(results, self.folder, _context(config, results, verdict))
+        shutil.rmtree(self.folder / PROGRESS, ignore_errors=True)
+        return {
+            "runs": len(results.runs),
+            "prompts": len(prompts),
+            "prompt_sets": loaded.report,
+            "calibration": fitted,
+            "environment": results.environment.model_dump(mode="json"),
+        }
+
+    def show(self, results: dict[str, Any]) -> None:
+        """Print the table."""
+        found = read_results(self.folder / RESULTS)
+        verdict = HeadVerdict.read(self.folder / VERDICT)
+        console.print(terminal(found, _context(self.config, found, verdict)))
+
+    def next(self, line: CommandLine) -> list[Step]:
+        """Read the report; assemble what was trained, if anything was."""
+        trained = self.config.draft or self.config.head
+        publish = [Step("publish", line.recipe("publish"))] if trained else []
+        return [Step("look", str(self.folder / "report.html")), *publish]
 
 
 def _verdict(config: PipelineConfig, results: Results) -> HeadVerdict | None:
@@ -143,68 +223,9 @@ def _prompts(config: PipelineConfig) -> LoadedPrompts:
     return load_prompts(config.eval.sets, tokenizer, seed=config.seed, max_tokens=room)
 
 
-def _measure(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
-    """Measure what this process can of the prompts; results come from the main one alone."""
-    from eval.measuring.experiment import Artefacts, stored_results
-    from specdata.models import check_shared_vocabulary, load_model, load_tokenizer
-    from specdata.prompts.loading import dropped
-
-    if not _is_measuring(config):
-        return {}
-    models, head_name, draft_name = config.models, head_in_use(config), draft_in_use(config)
-    tokenizer = load_tokenizer(models.target)
-    names = [draft_name, *path_drafts(config.eval)]
-    for name in names:
-        check_shared_vocabulary(tokenizer, load_tokenizer(name))
-    loaded = _prompts(config)
-    prompts = loaded.prompts
-    for line in dropped(loaded.report):
-        say(line)
-    target = load_model(models.target, load=models.loading("target"))
-    draft, *others = (load_model(name, load=models.loading("draft")) for name in names)
-    head = _load_head(head_name) if head_name else None
-    evaluation, fitted = config.eval, None
-    if needs_fit(evaluation):
-        with locked(stage.folder / PROGRESS / "calibration.lock"):  # one fits, all read
-            fitted = _fitted(config, draft, stage.folder / "calibration.json")
-        evaluation = with_fit(evaluation, fitted)
-    artefacts = Artefacts(
-        target,
-        draft,
-        head,
-        {"target": models.target, "draft": draft_name, "head": head_name},
-        dict(zip(names[1:], others, strict=True)),
-    )
-    environment = _decode(config, stage, artefacts, evaluation, prompts)
-    if not is_main():
-        return {}
-    results = stored_results(
-        artefacts.names,
-        prompts,
-        stage.folder,
-        evaluation,
-        sampling=config.sampling,
-        seed=config.seed,
-        environment=environment,
-    )
-    if results is None:
-        raise OSError(f"records in {stage.folder / 'prompts'} were removed while it was measured")
-    write_results(stage.folder / RESULTS, results)
-    _keep_samples(stage.folder, prompts, models.target)
-    _report(config, stage, results)
-    shutil.rmtree(stage.folder / PROGRESS, ignore_errors=True)
-    return {
-        "runs": len(results.runs),
-        "prompts": len(prompts),
-        "prompt_sets": loaded.report,
-        "calibration": fitted,
-        "environment": results.environment.model_dump(mode="json"),
-    }
-
-
 def _decode(
     config: PipelineConfig,
-    stage: Stage,
+    folder: Path,
     models: Artefacts,
     evaluation: EvalConfig,
     prompts: Sequence[Prompt],
@@ -229,7 +250,7 @@ def _decode(
             measure_prompts(
                 models,
                 prompts,
-                stage.folder,
+                folder,
                 evaluation,
                 sampling=config.sampling,
                 seed=config.seed,
@@ -238,7 +259,7 @@ def _decode(
             )
     finally:
         torch.set_num_threads(before)
-    devices = measured_on(stage.folder) or [environment.device]
+    devices = measured_on(folder) or [environment.device]
     return environment.model_copy(update={"devices": devices})
 
 
@@ -299,20 +320,11 @@ def _load_head(name: str) -> BaseHead:
 
 def _context(config: PipelineConfig, results: Results, verdict: HeadVerdict | None) -> Context:
     """The results of earlier stages, as far as they were run here, and how good the head is."""
-    made = {
-        "pair": config.toy,
-        "rollouts": config.rollouts,
-        "logits": config.logits,
-        "initial": is_cut(config),
-        "finetuned": config.draft and config.draft.finetune,
-        "draft": config.draft,
-        "labels": config.head,
-        "head": config.head,
-    }
+    earlier = [stage for stage in all_stages(config) if stage.is_asked and stage.name != "eval"]
     records = {
-        name: stage_record(folder(config, name))
-        for name, section in made.items()
-        if section and finished(folder(config, name))
+        stage.name: stage_record(stage.folder)
+        for stage in earlier
+        if stage.name != "release" and finished(stage.folder)
     }
     draft = records.get("draft")
     return Context(
@@ -341,14 +353,7 @@ def _command(folder: Path) -> str:
     return shlex.join([Path(program).name, *given])
 
 
-RECIPE = Recipe(
-    main,
-    stages,
-    "Decode prompts with every method, and report.",
-    ("eval",),
-    after_eval,
-    check_evaluation,
-)
+RECIPE = Recipe("Decode prompts with every method, and report.", (Eval,))
 
 if __name__ == "__main__":
     sys.exit(RECIPE.run())

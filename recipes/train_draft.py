@@ -6,143 +6,243 @@ draftsmith train-draft --config FILE.yaml       # draftsmith launch PROFILE: in 
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.caches import cached_rows, made_of
-from recipes.checks import check_draft, check_draft_cache
+from recipes.checks import check_draft, check_draft_cache, check_training_splits
 from recipes.config import PipelineConfig
-from recipes.layout import draft_stages, draft_to_distil, folder, initial_draft
-from recipes.next_steps import after_draft
-from recipes.recipe import Recipe
-from recipes.run import Stage, check_begun, made_as_asked, need, run_stage, say
-from specdata.errors import ConfigError
+from recipes.layout import (
+    draft_to_distil,
+    folder,
+    initial_draft,
+    is_cut,
+    sampled,
+    spared_setting,
+)
+from recipes.recipe import CommandLine, Recipe, load_draft, steps_to_head
+from recipes.run import Stage, Step, say
+from recipes.sizes import described, draft_size
 from specdata.loading import Loading
+from specdata.prompts.conversations import conversation_inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from datasets import Dataset
 
 
-def stages(config: PipelineConfig) -> list[Stage]:
-    """What this recipe does. Raises ConfigError without a draft section."""
-    if config.draft is None:
-        raise ConfigError("this configuration has no draft section, so there is no draft to train")
-    return draft_stages(config)
+class Initial(Stage):
+    """Make the draft that training starts from."""
 
+    name, recipe, sections = "initial", "train_draft", ("draft",)
 
-def main(config: PipelineConfig) -> dict[str, Any]:
-    """Make, fine-tune and distil, as asked; print the acceptance before and after."""
-    planned = stages(config)
-    check_begun(planned)
-    if not all(map(made_as_asked, planned)):
-        check(config)
-    need(folder(config, "rollouts"), "make_rollouts.py")
-    work = {"initial": _make_initial, "finetuned": _finetune, "draft": _distil}
-    for stage in planned:
-        result = run_stage(stage, config, partial(work[stage.name], config, stage))
-    before, after = result["acceptance_before"], result["acceptance_after"]
-    if result["steps"] == 0:
-        say(f"  acceptance on held-out rollouts: {after:.3f}; not distilled (draft.epochs 0)")
-        return result
-    say(f"  acceptance on held-out rollouts: {before:.3f} before, {after:.3f} after distillation")
-    if result["is_bound"]:
-        say("  (upper bounds: all tokens whose logits draft.cache does not keep count as one)")
-    if result["kept_step"] is not None:
-        say(f"  kept: the weights after step {result['kept_step']} of {result['steps']}")
-    return result
+    @property
+    def is_asked(self) -> bool:
+        """Whether `draft.init` makes or changes it."""
+        return is_cut(self.config)
 
+    def decisive(self) -> dict[str, Any]:
+        """How it is made, and of which rollouts its vocabulary is counted."""
+        assert self.config.draft is not None
+        values: dict[str, Any] = {"init": self.config.draft.init.model_dump(mode="json")}
+        values |= sampled(self.config, "target")
+        return {**values, "sets": self.config.draft.sets, **spared_setting(self.config)}
 
-def check(config: PipelineConfig) -> None:
-    """Refuse a draft that cannot be made or trained. Raises ConfigError."""
-    check_draft(config)
-    check_draft_cache(config)
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The target, its rollouts, and the draft if one is given."""
+        assert self.config.draft is not None
+        rollouts = str(folder(self.config, "rollouts"))
+        inputs = {"target": self.config.models.target, "rollouts": rollouts}
+        if self.config.draft.init.kind == "model":
+            assert self.config.models.draft is not None  # the configuration's own check
+            inputs["draft"] = self.config.models.draft
+        return inputs
 
+    @property
+    def size(self) -> str:
+        """The draft."""
+        return draft_size(self.config)
 
-def _make_initial(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
-    from distill.initial import make_initial
+    def run(self) -> dict[str, Any]:
+        """Take layers, or draw weights, or reduce the vocabulary."""
+        from distill.initial import make_initial
 
-    assert config.draft is not None
-    load = config.models.load.target
-    return make_initial(
-        target=config.models.target,
-        draft=config.models.draft if config.draft.init.kind == "model" else None,
-        rollouts=_rollouts(config, "train"),
-        out=stage.folder / "model",
-        config=config.draft.init,
-        seed=config.seed,
-        states_dtype=config.models.dtype_of("target"),
-        # Layers are taken in full precision; where the target does not fit, in memory.
-        target_load=Loading(device_map="cpu" if load.is_spread or load.bits else None),
-    )
-
-
-def _finetune(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
-    from distill.finetune import finetune
-
-    assert config.draft is not None
-    assert config.draft.finetune is not None
-    tuning = config.draft.finetune
-    result = finetune(
-        target=config.models.target,
-        draft=initial_draft(config),
-        rollouts=None if tuning.conversations else _rollouts(config, "train"),
-        out=stage.folder / "model",
-        config=tuning,
-        lora=config.draft.lora,
-        seed=config.seed,
-    )
-    _say_finetuned(result)
-    return result
-
-
-def _say_finetuned(result: Mapping[str, Any]) -> None:
-    """What the draft was trained on."""
-    split = f", {result['split']:,} of them split" if result["split"] else ""
-    say(
-        f"  fine-tuned on {result['used']:,} {result['texts']}{split}, in {result['rows']:,} rows: "
-        f"{result['assistant_tokens']:,} of {result['tokens']:,} tokens are the assistant's"
-    )
-    for left_out in result["left_out"]:
-        say(f"  left out of {left_out}")
-    say(
-        f"  loss a token: {result['loss_first']:.3f} in the first steps, "
-        f"{result['loss_last']:.3f} in the last of {result['steps']:,}"
-    )
-
-
-def _distil(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
-    from distill.distillation import distil
-    from specdata.labels.top_logits import KeptLogits
-    from specdata.models import load_tokenizer, vocabulary_fingerprint
-
-    assert config.draft is not None
-    train, dev = (_rollouts(config, split) for split in ("train", "dev"))
-    kept = None
-    if cache := config.draft.cache:
-        tokenizer = vocabulary_fingerprint(load_tokenizer(config.models.target))
-        source = made_of(config, tokenizer)
-        train, dev = (
-            cached_rows(config, cache, "draft.cache", source, rows) for rows in (train, dev)
+        config = self.config
+        assert config.draft is not None
+        load = config.models.load.target
+        return make_initial(
+            target=config.models.target,
+            draft=config.models.draft if config.draft.init.kind == "model" else None,
+            rollouts=_rollouts(config, "train"),
+            out=self.folder / "model",
+            config=config.draft.init,
+            seed=config.seed,
+            states_dtype=config.models.dtype_of("target"),
+            # Layers are taken in full precision; where the target does not fit, in memory.
+            target_load=Loading(device_map="cpu" if load.is_spread or load.bits else None),
         )
-        kept = KeptLogits.of(Path(cache))
-    result = distil(
-        target=config.models.target,
-        draft=draft_to_distil(config),
-        train=train,
-        dev=dev,
-        kept=kept,
-        out=stage.folder / "model",
-        config=config.draft,
-        sampling=config.sampling,
-        seed=config.seed,
-        teacher_load=config.models.loading("target"),
-    )
-    return asdict(result)
+
+
+class Finetuned(Stage):
+    """Train the draft on texts."""
+
+    name, recipe, sections = "finetuned", "train_draft", ("draft",)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether there is a section draft.finetune."""
+        return self.config.draft is not None and self.config.draft.finetune is not None
+
+    def decisive(self) -> dict[str, Any]:
+        """The training, and of rollouts which."""
+        draft = self.config.draft
+        assert draft is not None
+        assert draft.finetune is not None
+        lora = draft.lora.model_dump(mode="json") if draft.lora else None
+        values: dict[str, Any] = {"finetune": draft.finetune.model_dump(mode="json"), "lora": lora}
+        values["seed"] = self.config.seed
+        if not draft.finetune.conversations:
+            values |= {"sets": draft.sets, **spared_setting(self.config)}
+        return values
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The models, and conversations or rollouts."""
+        assert self.config.draft is not None
+        assert self.config.draft.finetune is not None
+        inputs = {"target": self.config.models.target, "draft": initial_draft(self.config)}
+        if talks := self.config.draft.finetune.conversations:
+            return inputs | conversation_inputs(talks)
+        return inputs | {"rollouts": str(folder(self.config, "rollouts"))}
+
+    @property
+    def size(self) -> str:
+        """The draft."""
+        return draft_size(self.config)
+
+    def run(self) -> dict[str, Any]:
+        """Fine-tune with TRL."""
+        from distill.finetune import finetune
+
+        config = self.config
+        assert config.draft is not None
+        assert config.draft.finetune is not None
+        tuning = config.draft.finetune
+        return finetune(
+            target=config.models.target,
+            draft=initial_draft(config),
+            rollouts=None if tuning.conversations else _rollouts(config, "train"),
+            out=self.folder / "model",
+            config=tuning,
+            lora=config.draft.lora,
+            seed=config.seed,
+        )
+
+    def show(self, results: dict[str, Any]) -> None:
+        """Print what the draft was trained on."""
+        split = f", {results['split']:,} of them split" if results["split"] else ""
+        say(
+            f"  fine-tuned on {results['used']:,} {results['texts']}{split}, in "
+            f"{results['rows']:,} rows: {results['assistant_tokens']:,} of "
+            f"{results['tokens']:,} tokens are the assistant's"
+        )
+        for left_out in results["left_out"]:
+            say(f"  left out of {left_out}")
+        say(
+            f"  loss a token: {results['loss_first']:.3f} in the first steps, "
+            f"{results['loss_last']:.3f} in the last of {results['steps']:,}"
+        )
+
+
+class Draft(Stage):
+    """Distil the draft on the rollouts."""
+
+    name, recipe, sections = "draft", "train_draft", ("draft",)
+
+    def decisive(self) -> dict[str, Any]:
+        """The training, and how the target is sampled."""
+        assert self.config.draft is not None
+        return {"draft": self.config.draft.decisive(), **sampled(self.config, "target")}
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The models, the rollouts, and kept logits instead of the target's own."""
+        assert self.config.draft is not None
+        inputs = {
+            "target": self.config.models.target,
+            "draft": draft_to_distil(self.config),
+            "rollouts": str(folder(self.config, "rollouts")),
+        }
+        cache = self.config.draft.cache
+        return {**inputs, "cache": cache} if cache else inputs
+
+    @property
+    def size(self) -> str:
+        """The draft."""
+        return draft_size(self.config)
+
+    def check(self) -> None:
+        """Refuse a draft that cannot be made, fine-tuned or distilled."""
+        check_training_splits(self.config)
+        check_draft(self.config)
+        check_draft_cache(self.config)
+
+    def run(self) -> dict[str, Any]:
+        """Distil, on the target's distributions or on kept logits."""
+        from distill.distillation import distil
+        from specdata.labels.top_logits import KeptLogits
+        from specdata.models import load_tokenizer, vocabulary_fingerprint
+
+        config = self.config
+        assert config.draft is not None
+        train, dev = (_rollouts(config, split) for split in ("train", "dev"))
+        kept = None
+        if cache := config.draft.cache:
+            tokenizer = vocabulary_fingerprint(load_tokenizer(config.models.target))
+            source = made_of(config, tokenizer)
+            train, dev = (
+                cached_rows(config, cache, "draft.cache", source, rows) for rows in (train, dev)
+            )
+            kept = KeptLogits.of(Path(cache))
+        result = distil(
+            target=config.models.target,
+            draft=draft_to_distil(config),
+            train=train,
+            dev=dev,
+            kept=kept,
+            out=self.folder / "model",
+            config=config.draft,
+            sampling=config.sampling,
+            seed=config.seed,
+            teacher_load=config.models.loading("target"),
+        )
+        return asdict(result)
+
+    def show(self, results: dict[str, Any]) -> None:
+        """Print the acceptance before and after."""
+        before, after = results["acceptance_before"], results["acceptance_after"]
+        if results["steps"] == 0:
+            say(f"  acceptance on held-out rollouts: {after:.3f}; not distilled (draft.epochs 0)")
+            return
+        shown = f"{before:.3f} before, {after:.3f} after distillation"
+        say(f"  acceptance on held-out rollouts: {shown}")
+        if results["is_bound"]:
+            say("  (upper bounds: all tokens whose logits draft.cache does not keep count as one)")
+        if results["kept_step"] is not None:
+            say(f"  kept: the weights after step {results['kept_step']} of {results['steps']}")
+        return
+
+    def next(self, line: CommandLine) -> list[Step]:
+        """Use the draft as it is, or go on."""
+        draft = self.folder / "model"
+        step = load_draft(draft)
+        if described(str(draft)).get("draft_vocab_size") is not None:
+            load = f"load_model({json.dumps(str(draft), ensure_ascii=False)})"
+            step = Step("load", f"from specdata.models import load_model; draft = {load}")
+        return [step, steps_to_head(self.config, line)]
 
 
 def _rollouts(config: PipelineConfig, split: str) -> Dataset:
@@ -157,14 +257,7 @@ def _rollouts(config: PipelineConfig, split: str) -> Dataset:
     return of_split(load_stored(source), split, source, sets=sets, spared=spared)
 
 
-RECIPE = Recipe(
-    main,
-    stages,
-    "Distil the draft on the target's rollouts.",
-    ("draft",),
-    after_draft,
-    check,
-)
+RECIPE = Recipe("Distil the draft on the target's rollouts.", (Initial, Finetuned, Draft))
 
 if __name__ == "__main__":
     sys.exit(RECIPE.run())

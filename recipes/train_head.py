@@ -14,20 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from recipes.caches import cached_rows, identity, made_of
-from recipes.checks import check_labels, is_shared
-from recipes.config import PipelineConfig
-from recipes.layout import (
-    by_content,
-    draft_in_use,
-    folder,
-    head_stage,
-    labels_stage,
-    spared,
-)
-from recipes.next_steps import after_head
-from recipes.recipe import Recipe
-from recipes.run import Stage, made_as_asked, need, run_stage, say
-from specdata.errors import ConfigError
+from recipes.checks import check_labels, check_training_splits, is_shared
+from recipes.layout import draft_in_use, folder, loaded, sampled, spared, spared_setting
+from recipes.recipe import CommandLine, Recipe, load_head
+from recipes.run import Stage, Step, say
+from recipes.sizes import head_size, label_bytes, rows_size
 from specdata.processes import is_main, refuse_fsdp
 from specdata.terminal import TokenProgress, progress
 
@@ -36,45 +27,181 @@ from specdata.terminal import TokenProgress, progress
 WIDEST = 0.02
 
 
-def stages(config: PipelineConfig) -> list[Stage]:
-    """What this recipe does. Raises ConfigError without a head section."""
-    if config.head is None:
-        raise ConfigError("this configuration has no head section, so there is no head to train")
-    return [labels_stage(config), head_stage(config)]
+class Labels(Stage):
+    """Label the rollouts with the draft in use."""
 
+    name, recipe, sections = "labels", "train_head", ("labels",)
 
-def main(config: PipelineConfig) -> dict[str, Any]:
-    """Label, train, and print how well the head predicts held-out labels."""
-    labels, head = stages(config)
-    if not all(map(made_as_asked, (labels, head))):
-        check_labels(config)
-    if not made_as_asked(head):
-        refuse_fsdp("training a head")
-    need(folder(config, "rollouts"), "make_rollouts.py")
-    if config.draft:
-        need(folder(config, "draft"), "train_draft.py")
-    shares = run_stage(labels, config, lambda: _label(config, labels))["acceptance"]
-    for name, share in shares.items():
-        say(f"  acceptance of the draft along {name}: {share:.3f}")
-    result = run_stage(head, config, lambda: _train(config, head))
-    after = result["after"]
-    shown = ", ".join(
-        f"{name} {after[name]:.3f}"
-        for name in ("kl", "kl_constant", "auroc", "ece")
-        if after[name] is not None  # AUROC needs accepted and rejected tokens
-    )
-    say(f"  on {after['tokens']} held-out labels: {shown}")
-    by_moment = result["by_moment"]
-    if len(by_moment) > 1:
-        areas = ", ".join(
-            f"{name} {metrics['auroc']:.3f}"
-            for name, metrics in by_moment.items()
-            if metrics["auroc"] is not None
+    @property
+    def is_asked(self) -> bool:
+        """Whether a head learns from them."""
+        return self.config.head is not None
+
+    def decisive(self) -> dict[str, Any]:
+        """Its section, and how both models are sampled."""
+        values: dict[str, Any] = {"labels": self.config.labels.model_dump(mode="json")}
+        values |= sampled(self.config, "target", "draft")
+        return {**values, **spared_setting(self.config)}
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The pair, the rollouts, and kept logits instead of the target's own."""
+        inputs = {
+            "target": self.config.models.target,
+            "draft": draft_in_use(self.config),
+            "rollouts": str(folder(self.config, "rollouts")),
+        }
+        cache = self.config.labels.cache
+        return {**inputs, "cache": cache} if cache else inputs
+
+    @property
+    def size(self) -> str:
+        """As many rows as rollouts."""
+        return rows_size(self.config, partial(label_bytes, self.config))
+
+    def check(self) -> None:
+        """Refuse labels that cannot be made."""
+        check_training_splits(self.config)
+        check_labels(self.config)
+
+    def run(self) -> dict[str, Any]:
+        """Run target and draft along the rollouts, in every process."""
+        config = self.config
+        from specdata.labels.make import labels_from_cache, load_labels, make_labels, mean_overlap
+        from specdata.models import (
+            check_shared_vocabulary,
+            load_model,
+            load_tokenizer,
+            vocabulary_fingerprint,
         )
-        say(f"  AUROC by what is known of the token: {areas}")
-    if note := _precision(after):
-        say(f"  note: {note}")
-    return result
+        from specdata.storage.dataset import is_spared, load_stored
+        from specdata.storage.manifest import read_manifest
+
+        models, draft_name = config.models, draft_in_use(config)
+        tokenizer = load_tokenizer(models.target)
+        check_shared_vocabulary(tokenizer, load_tokenizer(draft_name))
+        draft = load_model(draft_name, load=models.loading("draft"))
+        rollouts = load_stored(folder(config, "rollouts"))
+        if share := spared(config):
+            splits = zip(rollouts["split"], rollouts["example_id"], strict=True)
+            rollouts = rollouts.select(
+                [
+                    index
+                    for index, (split, example) in enumerate(splits)
+                    if split != "train" or is_spared(example, share)
+                ]
+            )
+        source = made_of(config, vocabulary_fingerprint(tokenizer))
+        make: Callable[..., int]
+        if cache := config.labels.cache:
+            rows = cached_rows(config, cache, "labels.cache", source, rollouts)
+            make = partial(labels_from_cache, Path(cache), draft, rows=rows)
+        else:
+            target = load_model(models.target, load=models.loading("target"))
+            together = is_shared(config, "labels")
+            make = partial(make_labels, target, draft, rollouts, together=together)
+        with progress(len(rollouts), "labels", "rollout", is_shown=is_main()) as bar:
+            shown = TokenProgress(bar)
+            rows = make(
+                self.folder,
+                config.labels,
+                sampling=config.sampling,
+                seed=config.seed,
+                settings=self.dataset_settings({**source, "draft": identity(draft_name)}),
+                report=shown.update,
+                part_done=shown.part,
+            )
+        undecided = 0
+        if cache:
+            positions = sum(map(len, rollouts["completion_ids"]))
+            undecided = positions - read_manifest(self.folder)["counts"]["tokens"]
+        acceptance = mean_overlap(load_labels(self.folder, config.sampling))
+        return {"rows": rows, "acceptance": acceptance, "undecided": undecided}
+
+    def show(self, results: dict[str, Any]) -> None:
+        """Print the draft's acceptance."""
+        for name, share in results["acceptance"].items():
+            say(f"  acceptance of the draft along {name}: {share:.3f}")
+
+
+class Head(Stage):
+    """Train the acceptance head on the labels."""
+
+    name, recipe, sections = "head", "train_head", ("head",)
+
+    def decisive(self) -> dict[str, Any]:
+        """Its section, and how the draft is loaded."""
+        assert self.config.head is not None
+        values: dict[str, Any] = {"head": self.config.head.decisive(), "seed": self.config.seed}
+        values |= {"dtype": self.config.models.dtype, **spared_setting(self.config)}
+        return {**values, **loaded(self.config, "draft")}
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The draft and the labels."""
+        return {"draft": draft_in_use(self.config), "labels": str(folder(self.config, "labels"))}
+
+    @property
+    def size(self) -> str:
+        """The head, and what its training keeps for a while."""
+        return head_size(self.config)
+
+    def check(self) -> None:
+        """Refuse a launch that divides the weights."""
+        if not self.is_made:
+            refuse_fsdp("training a head")
+
+    def run(self) -> dict[str, Any]:
+        """Train it, in every process."""
+        config = self.config
+        from heads.train import train_head
+        from specdata.labels.make import load_labels
+        from specdata.models import load_model
+        from specdata.storage.dataset import of_split
+
+        assert config.head is not None
+        labels = load_labels(folder(config, "labels"), config.sampling)
+        draft_name = draft_in_use(config)
+        result = train_head(
+            draft=load_model(draft_name, load=config.models.loading("draft")),
+            train=of_split(
+                labels,
+                "train",
+                folder(config, "labels"),
+                spared=spared(config),
+                wants_spared=True,
+            ),
+            dev=of_split(labels, "dev", folder(config, "labels")),
+            out=self.folder / "model",
+            config=config.head,
+            seed=config.seed,
+            sampling=config.sampling,
+        )
+        return asdict(result)
+
+    def show(self, results: dict[str, Any]) -> None:
+        """Print how well the head predicts held-out labels."""
+        after = results["after"]
+        shown = ", ".join(
+            f"{name} {after[name]:.3f}"
+            for name in ("kl", "kl_constant", "auroc", "ece")
+            if after[name] is not None  # AUROC needs accepted and rejected tokens
+        )
+        say(f"  on {after['tokens']} held-out labels: {shown}")
+        by_moment = results["by_moment"]
+        if len(by_moment) > 1:
+            areas = ", ".join(
+                f"{name} {metrics['auroc']:.3f}"
+                for name, metrics in by_moment.items()
+                if metrics["auroc"] is not None
+            )
+            say(f"  AUROC by what is known of the token: {areas}")
+        if note := _precision(after):
+            say(f"  note: {note}")
+
+    def next(self, line: CommandLine) -> list[Step]:
+        """Use the head as it is, or measure it."""
+        return [load_head(self.folder / "model"), Step("measure", line.recipe("run-eval"))]
 
 
 def _precision(after: Mapping[str, Any]) -> str | None:
@@ -90,89 +217,7 @@ def _precision(after: Mapping[str, Any]) -> str | None:
     )
 
 
-def _label(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
-    from specdata.labels.make import labels_from_cache, load_labels, make_labels, mean_overlap
-    from specdata.models import (
-        check_shared_vocabulary,
-        load_model,
-        load_tokenizer,
-        vocabulary_fingerprint,
-    )
-    from specdata.storage.dataset import is_spared, load_stored
-    from specdata.storage.manifest import read_manifest
-
-    models, draft_name = config.models, draft_in_use(config)
-    tokenizer = load_tokenizer(models.target)
-    check_shared_vocabulary(tokenizer, load_tokenizer(draft_name))
-    draft = load_model(draft_name, load=models.loading("draft"))
-    rollouts = load_stored(folder(config, "rollouts"))
-    if share := spared(config):
-        splits = zip(rollouts["split"], rollouts["example_id"], strict=True)
-        rollouts = rollouts.select(
-            [
-                index
-                for index, (split, example) in enumerate(splits)
-                if split != "train" or is_spared(example, share)
-            ]
-        )
-    source = made_of(config, vocabulary_fingerprint(tokenizer))
-    make: Callable[..., int]
-    if cache := config.labels.cache:
-        rows = cached_rows(config, cache, "labels.cache", source, rollouts)
-        make = partial(labels_from_cache, Path(cache), draft, rows=rows)
-    else:
-        target = load_model(models.target, load=models.loading("target"))
-        together = is_shared(config, "labels")
-        make = partial(make_labels, target, draft, rollouts, together=together)
-    with progress(len(rollouts), "labels", "rollout", is_shown=is_main()) as bar:
-        shown = TokenProgress(bar)
-        rows = make(
-            stage.folder,
-            config.labels,
-            sampling=config.sampling,
-            seed=config.seed,
-            settings=by_content(stage.settings.extended({**source, "draft": identity(draft_name)})),
-            report=shown.update,
-            part_done=shown.part,
-        )
-    undecided = 0
-    if cache:
-        positions = sum(map(len, rollouts["completion_ids"]))
-        undecided = positions - read_manifest(stage.folder)["counts"]["tokens"]
-    acceptance = mean_overlap(load_labels(stage.folder, config.sampling))
-    return {"rows": rows, "acceptance": acceptance, "undecided": undecided}
-
-
-def _train(config: PipelineConfig, stage: Stage) -> dict[str, Any]:
-    from heads.train import train_head
-    from specdata.labels.make import load_labels
-    from specdata.models import load_model
-    from specdata.storage.dataset import of_split
-
-    assert config.head is not None
-    labels = load_labels(folder(config, "labels"), config.sampling)
-    draft_name = draft_in_use(config)
-    result = train_head(
-        draft=load_model(draft_name, load=config.models.loading("draft")),
-        train=of_split(
-            labels,
-            "train",
-            folder(config, "labels"),
-            spared=spared(config),
-            wants_spared=True,
-        ),
-        dev=of_split(labels, "dev", folder(config, "labels")),
-        out=stage.folder / "model",
-        config=config.head,
-        seed=config.seed,
-        sampling=config.sampling,
-    )
-    return asdict(result)
-
-
-RECIPE = Recipe(
-    main, stages, "Train an acceptance head.", ("labels", "head"), after_head, check_labels
-)
+RECIPE = Recipe("Train an acceptance head.", (Labels, Head))
 
 if __name__ == "__main__":
     sys.exit(RECIPE.run())

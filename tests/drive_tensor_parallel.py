@@ -43,8 +43,8 @@ def seen(target: Any, draft: Any) -> dict[str, Any]:
 def main(arguments: list[str], out: Path) -> None:
     """Make the run, then look at the models."""
     config = parse(arguments).config
-    make_rollouts.main(config)
-    train_head.main(config)
+    make_rollouts.RECIPE.main(config)
+    train_head.RECIPE.main(config)
     target = load_model(config.models.target, load=config.models.loading("target"))
     assert config.models.draft is not None
     found = seen(target, load_model(config.models.draft))

@@ -11,7 +11,7 @@ import yaml
 
 from recipes import train_head
 from recipes.config import PipelineConfig, _load_yaml, build, parse
-from recipes.layout import head_stage
+from recipes.train_head import Head
 from specdata.config import fields_of, section_type
 from specdata.errors import ConfigError
 from specdata.storage.files import write_json
@@ -220,14 +220,14 @@ def test_the_remedy_for_other_settings_names_all_that_was_made_of_a_folder(
     for name in ("labels", "head", "eval", "eval-mine", "release"):
         (tmp_path / "runs" / "toy" / name).mkdir(parents=True)
     made = "runs/toy/head, runs/toy/eval, runs/toy/eval-mine, runs/toy/release"
-    assert head_stage(parse([]).config).settings.remedy.endswith(f"or remove {made}")
+    assert Head(parse([]).config).settings.remedy.endswith(f"or remove {made}")
 
 
 def test_the_plan_of_a_folder_that_was_made_with_other_settings_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    stage = head_stage(parse([]).config)
+    stage = Head(parse([]).config)
     record = {"stage": "head", "settings": stage.settings.values, "inputs": {}}
     record |= {"finished": True, "wall_seconds": 1.0, "results": {}}
     write_json(stage.folder / "run.json", record)

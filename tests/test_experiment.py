@@ -18,7 +18,7 @@ from eval.reporting.report import environment_rows, sections_of, write_report
 from heads import AcceptanceHead
 from recipes import run_eval
 from recipes.config import parse
-from recipes.layout import eval_stage
+from recipes.run_eval import Eval
 from specdata.config import read_config
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
@@ -246,7 +246,7 @@ def test_a_new_rule_with_a_parameter_of_its_own_is_a_class_and_a_line(
         {name: later, stop: patience, patience: 3, limit: 6}, {name: usual, stop: patience}]"""
     config = parse(["--eval.methods", methods], "").config
     check_methods(config.eval, config.sampling, head=False)
-    stored = eval_stage(config).settings.values["eval"]["methods"]["now"]
+    stored = Eval(config).settings.values["eval"]["methods"]["now"]
     assert (stored["stop"], stored["patience"], stored["limit"]) == ("patience", 1, 20)
     write_results(tmp_path / "results.json", evaluate(tmp_path, config.eval.methods))
     results = read_results(tmp_path / "results.json")

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,8 @@ from distill.toy import language_model
 from distill.training import save_model, train_resumably
 from recipes import train_draft
 from recipes.config import parse
-from recipes.layout import finetuned_stage
 from recipes.run import run_stage
+from recipes.train_draft import Finetuned
 from specdata.draft_vocabulary import kept_tokens, reduce_vocabulary
 from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
 from specdata.models import load_model, load_tokenizer
@@ -470,11 +469,11 @@ def test_the_recipe_says_what_was_trained_on(
         *("--draft.finetune.batch_size", "2", "--draft.finetune.accumulation", "1"),
     ]
     wanted = parse(shipped(pair, tmp_path, *changes)).config
-    stage = finetuned_stage(wanted)
+    stage = Finetuned(wanted)
     assert str(path) in stage.inputs.values()
     assert "rollouts" not in stage.inputs
-    work = partial(train_draft._finetune, wanted, stage)
-    result = run_stage(stage, wanted, work)
+    result = run_stage(stage)
+    stage.show(result)
     stored = json.loads((tmp_path / "run/finetuned/run.json").read_text())
     assert stored["results"] == result
     said = capsys.readouterr().out

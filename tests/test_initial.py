@@ -25,9 +25,11 @@ from distill.initial import (
 from eval.reporting.metadata import About, metadata
 from recipes.checks import check_draft
 from recipes.config import parse
-from recipes.layout import draft_stages, folder
-from recipes.next_steps import CommandLine, after_draft
+from recipes.layout import folder
+from recipes.pipeline import RECIPE
+from recipes.recipe import CommandLine
 from recipes.sizes import draft_width
+from recipes.train_draft import Draft
 from specdata.errors import ConfigError, OtherSettingsError, VocabularyMismatchError
 from specdata.models import load_model, load_tokenizer
 from specdata.sampling import SamplingConfig
@@ -298,7 +300,7 @@ def test_the_plan_states_the_size_of_the_draft_that_is_made(
     config = parse(arguments(target, *more)).config
     assert config.draft is not None
     made = make(target, tmp_path / "draft", **config.draft.init.model_dump())
-    stages = draft_stages(config)
+    stages = [stage for stage in RECIPE.asked(config) if stage.recipe == "train_draft"]
     assert [stage.name for stage in stages] == ["initial", "draft"]
     size = 4 * made["parameters"]
     said = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} KB"
@@ -338,7 +340,7 @@ def test_what_is_said_to_load_a_draft_loads_it(vocabulary: int | None, tmp_path:
     config = parse(arguments(target, "--draft.init.kind", "target")).config
     out = folder(config, "draft") / "model"
     make(target, out, kind="target", layers=1, vocabulary=vocabulary)
-    said = after_draft(config, CommandLine([], "draftsmith"))[0]
+    said = Draft(config).next(CommandLine([], "draftsmith"))[0]
     assert said.purpose == "load"
     names: dict[str, Any] = {}
     exec(said.line, names)

@@ -54,10 +54,11 @@ def program(code: str) -> subprocess.Popen[str]:
 RECIPE = """
 import time
 from recipes.recipe import Recipe
-def main(config):
-    print("ready", flush=True)
-    time.sleep(60)
-raise SystemExit(Recipe(main, lambda config: [], "Wait.", ()).run([]))
+class Waiting(Recipe):
+    def main(self, config):
+        print("ready", flush=True)
+        time.sleep(60)
+raise SystemExit(Waiting("Wait.", ()).run([]))
 """
 # What releases the interpreter's lock and never looks at signals, as a step on many cores does.
 STEP = """

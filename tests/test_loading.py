@@ -21,7 +21,9 @@ from distill.teacher import Part, Teacher
 from recipes import make_rollouts, train_head
 from recipes.checks import check_draft, check_evaluation, check_labels, check_rollouts
 from recipes.config import PipelineConfig, build
-from recipes.layout import eval_stage, head_stage, labels_stage, rollouts_stage
+from recipes.make_rollouts import Rollouts
+from recipes.run_eval import Eval
+from recipes.train_head import Head, Labels
 from specdata.errors import ConfigError, OtherSettingsError
 from specdata.labels.make import load_labels
 from specdata.lm_head import find_lm_head
@@ -137,19 +139,19 @@ def test_where_a_model_lies_is_no_other_run_and_its_bits_are(models: Path) -> No
         built(models, load={"target": target} if target else {})
         for target in ({}, {"device_map": "auto"}, {"bits": 8})
     )
-    for stage in (rollouts_stage, labels_stage, eval_stage):
+    for stage in (Rollouts, Labels, Eval):
         stored = dict(stage(before).settings.values)
         assert "load" not in stored, "a run that was made before there was such a section"
         stage(elsewhere).settings.check(stored, "it")
         with pytest.raises(OtherSettingsError, match=r"load: absent -> \{'target': \{'bits': 8\}"):
             stage(packed).settings.check(stored, "it")
     # A head learns from the draft alone.
-    assert head_stage(packed).settings.values == head_stage(before).settings.values
+    assert Head(packed).settings.values == Head(before).settings.values
     other = built(models, load={"draft": {"dtype": "bfloat16"}})
-    assert rollouts_stage(other).settings.values == rollouts_stage(before).settings.values
-    assert head_stage(other).settings.values["load"] == {"draft": {"dtype": "bfloat16"}}
+    assert Rollouts(other).settings.values == Rollouts(before).settings.values
+    assert Head(other).settings.values["load"] == {"draft": {"dtype": "bfloat16"}}
     same = built(models, load={"draft": {"dtype": "float32"}})
-    assert eval_stage(same).settings.values == eval_stage(before).settings.values
+    assert Eval(same).settings.values == Eval(before).settings.values
 
 
 # --- refusals

@@ -18,7 +18,8 @@ from eval.measuring.methods import (
 )
 from recipes import run_eval
 from recipes.config import parse
-from recipes.layout import eval_stage, release_stage
+from recipes.publish import Release
+from recipes.run_eval import Eval
 from specdata.config import read_config
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
@@ -212,7 +213,7 @@ def test_path_drafts_are_numbered_from_the_draft_of_the_run() -> None:
 
 def test_path_drafts_are_inputs_of_the_evaluation() -> None:
     method = "{name: a, verifier: rrs, drafter: paths, paths: 2, path_drafts: ['', mine/x]}"
-    inputs = eval_stage(parse(["--method", method], "").config).inputs
+    inputs = Eval(parse(["--method", method], "").config).inputs
     assert inputs["path draft mine/x"] == "mine/x"
 
 
@@ -271,10 +272,10 @@ def test_the_cost_rule_works_with_and_without_a_head() -> None:
 
 def test_another_list_of_methods_goes_to_another_folder_and_is_read_from_there() -> None:
     config = parse(["--method", "K=2", "--eval.folder", "eval-k2"], "").config
-    assert eval_stage(config).folder.name == "eval-k2"
-    assert "eval-k2/results.json" in release_stage(config).inputs["results"]
+    assert Eval(config).folder.name == "eval-k2"
+    assert "eval-k2/results.json" in Release(config).inputs["results"]
     # Each method has its own key, so a refusal names those that differ.
-    assert set(eval_stage(config).settings.values["eval"]["methods"]) == {"plain", "K=2"}
+    assert set(Eval(config).settings.values["eval"]["methods"]) == {"plain", "K=2"}
     for bad in ("head", "eval/x", "../eval", ""):
         with pytest.raises(ConfigError, match="begins with 'eval', of letters"):
             parse(["--eval.folder", f"'{bad}'"], "")
@@ -284,9 +285,9 @@ def test_labels_are_an_input_of_an_evaluation_that_fits_on_them() -> None:
     plain = parse(["--method", "K=2"], "").config
     fitted = parse(["--method", "{name: a, stop: cost}"], "").config
     given = parse(["--method", "{name: a, stop: cost, calibration: [1, 1]}"], "").config
-    assert "labels" in eval_stage(fitted).inputs
-    assert "labels" not in eval_stage(plain).inputs
-    assert "labels" not in eval_stage(given).inputs
+    assert "labels" in Eval(fitted).inputs
+    assert "labels" not in Eval(plain).inputs
+    assert "labels" not in Eval(given).inputs
 
 
 def test_a_method_is_written_flat_and_read_back() -> None:

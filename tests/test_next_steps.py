@@ -13,7 +13,8 @@ import pytest
 from eval.reporting.serving import DEFAULT_LENGTHS
 from recipes.command import RECIPES
 from recipes.config import parse
-from recipes.next_steps import LAUNCHED, CommandLine, Step
+from recipes.recipe import LAUNCHED, CommandLine
+from recipes.run import Step
 from specdata.storage.files import write_json
 
 GIVEN = ["--output", "runs/my #1", "--toy", "null", "--seed", "2"]
@@ -22,13 +23,14 @@ GIVEN = ["--output", "runs/my #1", "--toy", "null", "--seed", "2"]
 def steps(recipe: str, *more: str, program: str | None = "draftsmith x") -> list[Step]:
     """The next steps of a recipe that was called with GIVEN and more."""
     given = [*GIVEN, *more]
-    return list(RECIPES[recipe].next_steps(parse(given).config, CommandLine(given, program)))
+    return RECIPES[recipe].asked(parse(given).config)[-1].next(CommandLine(given, program))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_command_is_one_of_ours_with_the_same_configuration(recipe: str) -> None:
-    assert steps(recipe)
-    for step in steps(recipe):
+    more = ["--logits.top_logits", "4"] if recipe == "make-logits" else []
+    assert steps(recipe, *more)
+    for step in steps(recipe, *more):
         program, *rest = shlex.split(step.line) if step.purpose != "load" else ["python"]
         if program == "draftsmith" and rest[0] == "inspect":
             assert rest[1] == "runs/my #1/rollouts"
@@ -50,7 +52,7 @@ def test_every_command_is_one_of_ours_with_the_same_configuration(recipe: str) -
         ("run-eval", [], ["look", "publish"]),
         ("run-eval", ["--draft", "null", "--head", "null"], ["look"]),
         ("pipeline", ["--draft", "null", "--head", "null"], ["look"]),
-        ("publish", ["--head", "null", "--publish.draft_id", "me/d"], ["load", "serve"]),
+        ("publish", ["--head", "null", "--publish.draft_id", "me/d"], ["look", "load", "serve"]),
     ],
 )
 def test_only_what_applies_is_said(recipe: str, more: list[str], expected: list[str]) -> None:
@@ -58,7 +60,7 @@ def test_only_what_applies_is_said(recipe: str, more: list[str], expected: list[
 
 
 def test_what_was_uploaded_is_loaded_and_served_from_the_hub() -> None:
-    load, serve = steps("publish", "--head", "null", "--publish.draft_id", "me/my-draft")
+    _, load, serve = steps("publish", "--head", "null", "--publish.draft_id", "me/my-draft")
     assert '"me/my-draft"' in load.line
     assert '"model": "me/my-draft"' in serve.line
 
@@ -75,7 +77,7 @@ def released(tmp_path: Path, target: int) -> list[str]:
 def test_vllm_drafts_its_own_number_of_tokens_and_not_what_was_best_in_another_loop(
     tmp_path: Path,
 ) -> None:
-    _, serve = steps("publish", "--head", "null", *released(tmp_path, 100))[:2]
+    _, _, serve = steps("publish", "--head", "null", *released(tmp_path, 100))[:3]
     settings = json.loads(shlex.split(serve.line)[-1])
     assert settings["num_speculative_tokens"] == DEFAULT_LENGTHS["vLLM"][0]
     assert settings["model"] == str(tmp_path / "out" / "release" / "draft")
@@ -83,7 +85,7 @@ def test_vllm_drafts_its_own_number_of_tokens_and_not_what_was_best_in_another_l
 
 def test_a_pair_that_vllm_refuses_is_not_served_with_it(tmp_path: Path) -> None:
     said = steps("publish", "--head", "null", *released(tmp_path, 128))
-    assert [step.purpose for step in said] == ["load", "upload"]
+    assert [step.purpose for step in said] == ["look", "load", "upload"]
 
 
 @pytest.mark.parametrize(

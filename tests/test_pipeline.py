@@ -24,8 +24,11 @@ from safetensors.torch import load_file
 from eval.measuring.results import check_metrics, read_results
 from recipes.command import RECIPES
 from recipes.config import parse
-from recipes.layout import draft_stage, eval_stage, head_stage, pair_stage, rollouts_stage
+from recipes.make_rollouts import Pair, Rollouts
 from recipes.pipeline import RECIPE
+from recipes.run_eval import Eval
+from recipes.train_draft import Draft
+from recipes.train_head import Head
 from specdata.storage.dataset import load_stored
 from tests.light_imports import run_without_heavy_libraries
 from tests.test_datasets import small_disk
@@ -381,15 +384,15 @@ def test_the_sizes_of_a_plan_are_those_of_the_files(
     monkeypatch.chdir(finished)
     config = parse(["--config", "pair.yaml"]).config
     for stage, pattern in (
-        (pair_stage(config), "*/model.safetensors"),
-        (draft_stage(config), "model/model.safetensors"),
-        (head_stage(config), "model/model.safetensors"),
+        (Pair(config), "*/model.safetensors"),
+        (Draft(config), "model/model.safetensors"),
+        (Head(config), "model/model.safetensors"),
     ):
         weights = sum(path.stat().st_size for path in stage.folder.glob(pattern))
         # A file also holds the names of its tensors, some kilobytes.
         assert weights == pytest.approx(planned_bytes(stage.size), rel=0.05, abs=4000), stage.name
-    assert "36 completions, at most 864 tokens" in rollouts_stage(config).size
-    assert "5 prompts x 5 methods = 25 generations" in eval_stage(config).size
+    assert "36 completions, at most 864 tokens" in Rollouts(config).size
+    assert "5 prompts x 5 methods = 25 generations" in Eval(config).size
 
 
 def test_a_run_with_other_settings_into_the_same_folder_is_refused(finished: Path) -> None:

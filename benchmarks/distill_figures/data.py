@@ -82,7 +82,7 @@ def prepare(*, run: Path, pair: Path, counts: Mapping[str, Mapping[str, int]]) -
             "eval": {"sets": sets[-1:], "methods": [{"name": "plain", "decoder": "plain"}]},
         }
     )
-    make_rollouts.main(config)
+    make_rollouts.RECIPE.main(config)
     source = folder(config, "rollouts")
     rollouts = load_stored(source)
     train, dev, test = (of_split(rollouts, split, source) for split in ("train", "dev", "test"))

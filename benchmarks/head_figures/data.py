@@ -97,9 +97,9 @@ def prepare(
             "eval": {"sets": sets[-1:], "methods": [{"name": "plain", "decoder": "plain"}]},
         }
     )
-    make_rollouts.main(config)
+    make_rollouts.RECIPE.main(config)
     if not finished(folder(config, "labels")):
-        train_head.main(config)
+        train_head.RECIPE.main(config)
     labels = load_labels(folder(config, "labels"), config.sampling)
     train, dev, test = (
         of_split(labels, split, folder(config, "labels")) for split in ("train", "dev", "test")
@@ -117,7 +117,7 @@ def prepare(
 
 def train_shipped(data: Data) -> BaseHead:
     """The head as the recipe trains it, on all training rows."""
-    train_head.main(data.config)
+    train_head.RECIPE.main(data.config)
     return BaseHead.from_pretrained(folder(data.config, "head") / "model").eval()
 
 

@@ -1,0 +1,203 @@
+"""Every stage, a made-up one included, keeps one contract: plan, run, rerun, refuse, go on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from eval.measuring.results import read_results
+from recipes.config import PipelineConfig, parse
+from recipes.pipeline import RECIPE
+from recipes.recipe import Recipe, show_plan
+from recipes.run import Stage, run_stage
+from recipes.stages import STAGES
+from specdata.errors import ConfigError, ManifestError, OtherSettingsError
+from specdata.storage import files
+from specdata.storage.files import fingerprint, write_json
+from tests.made_up import Work
+
+CONFIG: dict[str, Any] = {
+    "output": "out",
+    "models": {"target": "out/pair/target", "draft": "out/pair/draft"},
+    "toy": {
+        "vocab_size": 512,
+        "examples_per_family": 20,
+        "library_characters": 20000,
+        "target_layers": 2,
+        "target_width": 32,
+        "target_steps": 20,
+        "draft_width": 32,
+        "draft_steps": 20,
+        "save_steps": 10,
+    },
+    "rollouts": {
+        "max_new_tokens": 16,
+        "shard_size": 8,
+        "sets": [
+            {"name": "instruct", "split": "train", "count": 16},
+            {"name": "instruct", "split": "dev", "count": 8},
+        ],
+    },
+    "logits": {"top_logits": 4, "shard_size": 8},
+    "draft": {
+        "init": {"kind": "model", "vocabulary": 300},
+        "finetune": {"epochs": 1, "max_length": 32, "batch_size": 8},
+        "epochs": 1,
+        "save_steps": 2,
+        "batch_size": 4,
+    },
+    "labels": {"shard_size": 8},
+    "head": {"depth": 1, "epochs": 2, "batch_size": 8, "save_steps": 2},
+    "eval": {
+        "max_new_tokens": 8,
+        "warmup_tokens": 2,
+        "sets": [{"name": "instruct", "split": "test", "count": 2}],
+        "methods": [
+            {"name": "plain", "decoder": "plain"},
+            {"name": "K=3", "length": 3},
+            {"name": "head", "stop": "head", "threshold": 0.5},
+        ],
+    },
+}
+OTHER = ["--seed", "1", "--publish.license", "mit", "--logits.top_logits", "8"]
+EVERY: tuple[type[Stage], ...] = (*STAGES, Work)
+
+
+class MadeUp(Work):
+    """Writes two files, each whole."""
+
+    def run(self) -> dict[str, Any]:
+        for name in ("a.json", "b.json"):
+            write_json(self.folder / name, {"seed": self.config.seed})
+        return {"files": 2}
+
+
+def made(kind: type[Stage], config: PipelineConfig) -> Stage:
+    if kind is not Work:
+        return kind(config)
+    return MadeUp(config, source=str(Path(config.output) / "pair" / "target"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A finished run, in the current folder, with a plan of every stage before it."""
+    here = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(here)
+        (here / "pair.yaml").write_text(yaml.safe_dump(CONFIG))
+        assert RECIPE.run(["--config", "pair.yaml"]) == 0
+        run_stage(made(Work, configuration()))
+        yield here
+
+
+def configuration(*more: str) -> PipelineConfig:
+    return parse(["--config", "pair.yaml", *more]).config
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the finished run, in the current folder."""
+    shutil.copytree(whole, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def result(stage: Stage) -> dict[str, Any]:
+    """What a stage decides: contents of datasets and weights, counts of an evaluation."""
+    if stage.name == "eval":
+        runs = read_results(stage.folder / "results.json").runs
+        return {f"{run.method} {run.dataset}": (run.tokens, run.n_target) for run in runs}
+    weights = [*stage.folder.rglob("*.parquet"), *stage.folder.rglob("model.safetensors")]
+    found = [*weights, *stage.folder.glob("[ab].json")]
+    return {str(path.relative_to(stage.folder)): fingerprint(str(path)) for path in found}
+
+
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
+def test_a_plan_names_what_is_read_and_written_and_writes_nothing(
+    kind: type[Stage],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pair.yaml").write_text(yaml.safe_dump(CONFIG))
+    stage = made(kind, configuration())
+    show_plan({}, [stage])
+    said = capsys.readouterr().out
+    assert f"{stage.name} (would be made)" in said
+    assert f"writes {stage.folder}: {stage.size}" in said
+    assert all(f"reads {name}: {source}" in said for name, source in stage.inputs.items())
+    assert stage.__doc__
+    assert [path.name for path in tmp_path.iterdir()] == ["pair.yaml"]
+    with pytest.raises(SystemExit) as left:
+        Recipe(stage.__doc__, (kind,)).run(["--help"])
+    assert left.value.code == 0
+    assert all(f"--{name}" in capsys.readouterr().out for name in stage.sections[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
+def test_what_is_made_is_not_made_again_and_other_settings_or_inputs_are_refused(
+    kind: type[Stage], copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = made(kind, configuration())
+    assert result(stage) or stage.name == "eval"
+    before = {path: path.stat().st_mtime_ns for path in stage.folder.rglob("*") if path.is_file()}
+    run_stage(stage)
+    assert f"{stage.name}: already done" in capsys.readouterr().out
+    after = {path: path.stat().st_mtime_ns for path in stage.folder.rglob("*") if path.is_file()}
+    assert after == before
+    others = configuration(*OTHER)
+    with pytest.raises(OtherSettingsError, match="-> "):
+        made(kind, others).check_settings()
+    own = next((Path(source) for source in stage.inputs.values() if Path(source).exists()), None)
+    if stage.is_copy:  # which is made again, of what was measured
+        run_stage(made(kind, others))
+        assert "making it again" in capsys.readouterr().out
+    else:
+        with pytest.raises(ConfigError, match="made with other settings"):
+            run_stage(made(kind, others))
+    if own is not None:
+        (own / "more.json").write_text("{}")
+        with pytest.raises(ManifestError, match=r"(?s)with other settings.*inputs\.|contents diff"):
+            run_stage(stage)
+
+
+class Killed(BaseException):
+    """What ends a stage at one of its files, as a signal would."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
+def test_a_stage_that_ended_at_any_of_its_files_goes_on_to_the_same_result(
+    kind: type[Stage], copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = made(kind, configuration())
+    expected = result(stage)
+    replace, count, last = Path.replace, 0, 0
+
+    def replaced(source: Path, target: Path) -> Path:
+        nonlocal count
+        count += 1
+        if count == last:
+            raise Killed
+        return replace(source, target)
+
+    shutil.rmtree(stage.folder)
+    for number in (2, 3, 5, 8):  # counted anew each time; the first file is run.json
+        last = number
+        count = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(files.Path, "replace", replaced)
+            try:
+                run_stage(stage)
+            except Killed:
+                continue
+        break
+    run_stage(stage)
+    assert result(stage) == expected
