@@ -248,7 +248,9 @@ def test_a_head_with_another_feature_goes_from_labels_to_decoding(
     # Replay: its outputs are those of the chances that the draft gave to the drafted tokens.
     row = rows[0]
     unread = [[0.0] * len(row["draft_ids"])]
-    labels = rows.select([0]).add_column("log_q", unread).add_column("log_q_max", unread)
+    labels = rows.select([0])
+    for name in ("log_q", "log_q_max", "log_q_second", "entropy", "log_mass_above"):
+        labels = labels.add_column(name, unread)
     traces = acceptance_traces(labels, draft=draft, sampling=SAMPLING, head=head)
     assert traces.tokens.head is not None
     assert traces.tokens.head.drawn is not None

@@ -53,7 +53,7 @@ ASSISTED = "assisted"
 """The rule of transformers' own loop among the rivals, whatever it stops by."""
 RIVALS = tuple(name for name, rule in STOPPING_RULES.items() if not rule.needs_head)
 """Rules that need no head; what is replayed beside them is nobody's choice."""
-ROLLOUTS = 512
+ROLLOUTS = 256
 """Most rollouts of a prompt set and split that are read."""
 MOMENTS = {
     "drawn": "as soon as the token is drawn",

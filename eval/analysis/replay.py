@@ -3,9 +3,9 @@
     python -m eval.analysis.replay LABELS --draft DRAFT --head HEAD
 
 Counts are expectations over all outcomes of acceptance (`eval.analysis.expectation`). Rules with
-something to fit are fitted on the rows of --fit-split; with --choose-on-dev the setting of each
-rule is chosen on those, too. --draft-seconds is the time of one more drafted token, including the
-time that the target takes longer for a longer draft, as the cost rule measures it.
+something to fit are fitted on the rows of --fit-split, and the setting of each rule is chosen on
+those. --draft-seconds is the time of one more drafted token, including the time that the target
+takes longer for a longer draft, as the cost rule measures it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from eval.drafting.stopping.thresholds import Confidence, Cumulative, Entropy, F
 from eval.measuring.intervals import Interval
 from eval.measuring.pooled import ALL_SETS
 from specdata.errors import ConfigError, ManifestError
-from specdata.storage.files import atomic_write, write_json
+from specdata.storage.files import write_json
 from specdata.storage.manifest import read_manifest
 from specdata.terminal import accept_any_text
 
@@ -256,45 +256,22 @@ def result_rows(
 
 
 def best_settings(
-    rows: Sequence[dict[str, Any]], chosen_on: Sequence[dict[str, Any]] | None = None
+    rows: Sequence[dict[str, Any]], chosen_on: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The fastest setting of every family, and the cost rules, fastest first.
+    """The best setting of every family, and the cost rules, fastest first.
 
     Args:
         rows: from `result_rows`.
-        chosen_on: rows of other rollouts, on which the settings are chosen; by default they are the
-            best ones of `rows`, which flatters rules with many settings.
+        chosen_on: rows of other rollouts, on which the settings are chosen: chosen on `rows`, rules
+            with many settings would look better than they are.
     """
     best: dict[str, dict[str, Any]] = {}
-    for row in chosen_on or rows:
+    for row in chosen_on:
         known = best.setdefault(row["rule"], row)
         if row["setting"] != COST_RULE and row["seconds_per_token"] < known["seconds_per_token"]:
             best[row["rule"]] = row
     kept = [row for row in rows if row["setting"] in (best[row["rule"]]["setting"], COST_RULE)]
     return sorted(kept, key=lambda row: float(row["seconds_per_token"]))
-
-
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Verification rate against discard rate (the Pareto plot of SpecDec++), as PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    axes = figure.subplots()
-    for family in dict.fromkeys(row["rule"] for row in rows if row["rule"] != "plain"):
-        of_family = [row for row in rows if row["rule"] == family]
-        swept = [row for row in of_family if row["setting"] != COST_RULE]
-        x, y = [row["discard_rate"] for row in swept], [row["verification_rate"] for row in swept]
-        (line,) = axes.plot(x, y, marker="*" if family == "oracle" else ".", label=family)
-        for row in of_family:
-            if row["setting"] == COST_RULE:
-                point = row["discard_rate"], row["verification_rate"]
-                axes.plot(*point, "v", color=line.get_color(), label=f"{family}, cost rule")
-    axes.set_xlabel("discard rate  (N discarded / N)")
-    axes.set_ylabel("verification rate  (N target / N)")
-    axes.set_title("Replay of recorded acceptance; lower left is better")
-    axes.legend()
-    with atomic_write(path) as temporary:
-        figure.savefig(temporary, dpi=130, format="png")
 
 
 def main(
@@ -310,26 +287,21 @@ def main(
         return 2
     console = Console(highlight=False)
     for name, rows in shown.items():
-        title = None if len(shown) == 1 else f"{name} prompt sets" if name == ALL_SETS else name
-        console.print(_table(rows, title))
-    console.print(f"every setting: {given.out / 'replay.json'}, {given.out / 'replay.png'}")
+        view = Table(title=name, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+        # N target and N discarded for each emitted token, and the share of the oracle's speed.
+        for column in ("rule", "setting", "target", "disc.", "oracle"):
+            view.add_column(column, no_wrap=True)
+        view.add_column("saves over best K", no_wrap=True, justify="right")
+        for row in rows:
+            metrics = (row["verification_rate"], row["discard_rate"])
+            percent = f"{100 * row['of_the_oracles_speed']:.0f} %"
+            saved = str(Interval(**row["saving_over_best_length"]))
+            view.add_row(
+                row["rule"], row["setting"], *(f"{x:.3f}" for x in metrics), percent, saved
+            )
+        console.print(view)
+    console.print(f"every setting: {given.out / 'replay.json'}")
     return 0
-
-
-def _table(rows: Sequence[dict[str, Any]], title: str | None) -> Table:
-    view = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    # N target and N discarded for each emitted token, and the share of the oracle's speed.
-    for column in ("rule", "setting", "target", "disc.", "oracle"):
-        view.add_column(column, no_wrap=True)
-    view.add_column("saves over best K", no_wrap=True, justify="right")
-    for row in rows:
-        metrics = (row["verification_rate"], row["discard_rate"])
-        percent = f"{100 * row['of_the_oracles_speed']:.0f} %"
-        saved = Interval(**row["saving_over_best_length"])
-        view.add_row(
-            row["rule"], row["setting"], *(f"{x:.3f}" for x in metrics), percent, str(saved)
-        )
-    return view
 
 
 def _run(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
@@ -346,17 +318,18 @@ def _run(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         raise ConfigError("--head reads the hidden states of the draft: give --draft too")
     # Not by `load_stored`, which would leave a copy in a folder that is only read.
     labels = stream_stored(given.labels)
-    replayed, held_out = (
+    judged, held_out = (
         rows_of_split(labels, given.labels, split, given.rows)
         for split in (given.split, given.fit_split)
     )
-    draft = load_model(given.draft, dtype="float32") if given.draft else None
+    known: dict[str, Any] = {}
     if given.draft:
-        check_draft(given.labels, given.draft)
-    head = BaseHead.from_pretrained(given.head) if given.head else None
-    known = {"draft": draft, "sampling": sampling_of(given.labels)}
-    traces = acceptance_traces(replayed, head=head, **known)
-    dev = acceptance_traces(held_out, head=head if given.choose_on_dev else None, **known)
+        check_labelling_draft(given.labels, given.draft)
+        known = {"draft": load_model(given.draft, dtype="float32")}
+        known["sampling"] = sampling_of(given.labels)
+    if given.head:
+        known["head"] = BaseHead.from_pretrained(given.head)
+    traces, dev = (acceptance_traces(rows, **known) for rows in (judged, held_out))
     fitted = fit_all_rules(dev)
     costs = {"draft_seconds": given.draft_seconds, "target_seconds": given.target_seconds}
 
@@ -366,39 +339,25 @@ def _run(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         prompts = np.array(rows["example_id"])[chosen].tolist()
         return result_rows(results, **costs, prompts=prompts)
 
-    sets = dict.fromkeys(replayed["dataset"])
-    names = [ALL_SETS, *(sets if len(sets) > 1 else ())]
-    rows = {name: rows_of(traces, replayed, name) for name in names}
-    chosen_on = (
-        {name: rows_of(dev, held_out, name) for name in names} if given.choose_on_dev else {}
-    )
-    shown = {name: best_settings(rows[name], chosen_on.get(name)) for name in names}
-    stored = {
-        "settings": {name: str(value) for name, value in vars(given).items()},
-        "fitted": fitted,
-        "rows": rows[ALL_SETS],
-        "sets": {name: rows[name] for name in names[1:]},
-        "shown": shown,
-    }
+    sets = [name for name in dict.fromkeys(judged["dataset"]) if name in held_out["dataset"]]
+    rows, shown = {}, {}
+    for name in [ALL_SETS, *(sets if len(sets) > 1 else ())]:
+        rows[name] = rows_of(traces, judged, name)
+        shown[name] = best_settings(rows[name], rows_of(dev, held_out, name))
+    settings = {name: str(value) for name, value in vars(given).items()}
+    stored = {"settings": settings, "fitted": fitted, "rows": rows, "shown": shown}
     write_json(given.out / "replay.json", json.loads(json.dumps(stored)))
-    draw(rows[ALL_SETS], given.out / "replay.png")
     return shown
 
 
-def check_draft(labels: Path, draft: str) -> None:
-    """Raise ConfigError if labels say that they were made with another draft.
-
-    Its hidden states would be of other tokens than those that were accepted or not. Labels of
-    earlier versions do not say which draft that was.
-    """
+def check_labelling_draft(labels: Path, draft: str) -> None:
+    """Raise ConfigError if labels were made with another draft, whose tokens they judge."""
     from specdata.models import revision_of
 
-    stored, revision = read_manifest(labels)["settings"].get("draft"), revision_of(draft)
-    if not isinstance(stored, Mapping):
-        return
-    if stored.get("revision", revision) != revision:
+    stored, revision = read_manifest(labels)["settings"]["draft"], revision_of(draft)
+    if stored["revision"] != revision:
         raise ConfigError(
-            f"--draft must be the draft that {labels} was made with, {stored.get('name')}; the one "
+            f"--draft must be the draft that {labels} was made with, {stored['name']}; the one "
             f"in {draft} is another (contents {stored['revision']} -> {revision}): name that one, "
             "or label the rollouts with this draft"
         )
@@ -443,13 +402,8 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--fit-split",
         default="dev",
-        help="rows that rules are fitted on; held out from the draft (default: dev)",
-    )
-    parser.add_argument(
-        "--choose-on-dev",
-        action="store_true",
-        help="show of each rule the setting that is best on the rows of --fit-split, rather than "
-        "on those that are replayed, which flatters rules with many settings",
+        help="rows that rules are fitted and settings chosen on; held out from the draft "
+        "(default: dev)",
     )
     parser.add_argument(
         "--rows", type=int, default=256, help="most rollouts of a prompt set (default: 256)"

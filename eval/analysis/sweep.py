@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eval.analysis.expectation import Traces, expected_counts
-from eval.analysis.replay import check_draft, rows_of_split
+from eval.analysis.replay import check_labelling_draft, rows_of_split
 from eval.drafting.stopping.head import Head
 from heads.config import HeadConfig
 from specdata.errors import ConfigError, ManifestError
@@ -59,7 +59,7 @@ def sweep(given: argparse.Namespace) -> list[dict[str, Any]]:
     dev, test = (
         rows_of_split(labels, given.labels, split, given.judged_rows) for split in ("dev", "test")
     )
-    check_draft(given.labels, given.draft)
+    check_labelling_draft(given.labels, given.draft)
     draft = load_model(given.draft, dtype="float32")
 
     def row_of(config: HeadConfig, folder: Path, *, full: bool) -> dict[str, Any]:
