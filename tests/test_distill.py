@@ -476,8 +476,14 @@ def with_untied_draft(pair: Path, folder: Path, kept: int | None = None) -> Path
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "kept"), [(2, None), (3, None), (3, 300)])
+@pytest.mark.parametrize(
+    ("stage", "kept"),
+    [
+        pytest.param(2, None, marks=pytest.mark.exhaustive),
+        pytest.param(3, None, marks=pytest.mark.exhaustive),
+        pytest.param(3, 300, marks=pytest.mark.slow),
+    ],
+)
 def test_two_deepspeed_processes_train_the_same_draft_as_one(
     pair: Path, tmp_path: Path, stage: int, kept: int | None
 ) -> None:
@@ -499,7 +505,7 @@ def test_two_deepspeed_processes_train_the_same_draft_as_one(
 
 # 48 rollouts in batches of 5: shares of two processes are unequal, and an epoch's last batch is
 # short. In batches of 47 the last one is a single rollout, of which the second process has none.
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("processes", "batch_size", "epochs"),
     [((1, 2), 5, 4), ((2, 1), 47, 12)],
@@ -583,7 +589,7 @@ def test_weights_that_are_not_finite_are_not_stored_and_the_last_good_checkpoint
     assert newest_checkpoint(work, engine="PyTorch") == work / "checkpoint-4"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_process_learns_that_the_training_diverged(pair: Path, tmp_path: Path) -> None:
     config = changed(QUICK, learning_rate=1e6)
     printed = launched(TWO_PROCESSES, command("distil", pair, tmp_path / "out", config))

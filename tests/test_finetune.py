@@ -38,7 +38,7 @@ from recipes.config import parse
 from recipes.run import run_stage
 from recipes.train_draft import Finetuned
 from specdata.draft_vocabulary import kept_tokens, reduce_vocabulary
-from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
+from specdata.errors import ConfigError, ManifestError
 from specdata.models import load_model, load_tokenizer
 from specdata.prompts.chat_templates import assistant_mask, chat_ids
 from specdata.toy.corpus import examples
@@ -214,6 +214,7 @@ def test_packed_texts_give_the_gradient_of_separate_ones(
     assert_same_gradients(alone, step_gradients(pair, tmp_path / "packed", packed))
 
 
+@pytest.mark.slow
 def test_accumulated_small_batches_equal_a_large_one(
     pair: Path, file: Path, tmp_path: Path
 ) -> None:
@@ -331,6 +332,7 @@ def assert_same_weights(ours: Path, theirs: Path) -> None:
         assert torch.equal(actual[name], expected[name]), name
 
 
+@pytest.mark.slow
 def test_a_draft_learns_conversations_and_becomes_an_ordinary_folder(
     pair: Path, file: Path, tmp_path: Path
 ) -> None:
@@ -386,6 +388,7 @@ def test_a_draft_with_a_reduced_vocabulary_learns_what_it_can_propose(
     assert torch.equal(kept_tokens(tuned_draft), torch.tensor(kept))
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_and_merged(pair: Path, file: Path, tmp_path: Path) -> None:
     given = {"target": pair / "target", "draft": pair / "draft", "rollouts": None, "seed": 0}
     lora = LoraConfig(rank=4)
@@ -483,12 +486,6 @@ def test_the_recipe_says_what_was_trained_on(
     assert "1 without a turn of the assistant" in " ".join(said.split())
 
 
-def test_a_training_that_diverges_is_stopped(pair: Path, file: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrainingDivergedError, match="fine-tuning the draft: "):
-        tuned(pair, tmp_path / "draft", config(file, learning_rate=1e30))
-    assert not (tmp_path / "draft").exists()
-
-
 class Interruption(TrainerCallback):
     """Ends a training after so many steps, on every process, as an exception."""
 
@@ -515,19 +512,6 @@ def interrupted(pair: Path, out: Path, config: FinetuneConfig, *, step: int) -> 
     assert len(list(out.with_name(f"{out.name}.training").glob("checkpoint-*"))) == 1
 
 
-def test_an_interrupted_fine_tuning_ends_in_the_same_weights(
-    pair: Path, file: Path, tmp_path: Path
-) -> None:
-    wanted = config(file)
-    whole = tuned(pair, tmp_path / "whole", wanted)
-    out = tmp_path / "out"
-    interrupted(pair, out, wanted, step=wanted.save_steps + 2)
-    with pytest.raises(ManifestError, match=r"config\.learning_rate"):
-        tuned(pair, out, wanted.model_copy(update={"learning_rate": 1e-4}))
-    assert tuned(shutil.copytree(pair, tmp_path / "moved"), out, wanted) == whole
-    assert_same_weights(out, tmp_path / "whole")
-
-
 DRIVER = """
 import sys
 from pathlib import Path
@@ -550,7 +534,7 @@ leave_processes()  # as a recipe does
 TWO = ["-m", "accelerate.commands.launch", "--config_file", "launch/cpu-2.yaml"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_take_the_steps_of_one_also_after_an_interruption(
     pair: Path, file: Path, tmp_path: Path
 ) -> None:

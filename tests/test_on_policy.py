@@ -450,16 +450,6 @@ RESUMED = config(
 )
 
 
-@pytest.mark.parametrize("text", ["blocks", "completions"])
-def test_an_interrupted_training_on_the_drafts_text_ends_in_the_same_weights(
-    tmp_path: Path, text: str
-) -> None:
-    on_policy = {**RESUMED.on_policy.model_dump(), "text": text}
-    assert_resumes_to_the_same_bits(
-        tmp_path, config(**{**RESUMED.model_dump(), "on_policy": on_policy})
-    )
-
-
 DRIVER = """
 import sys
 from pathlib import Path
@@ -479,7 +469,7 @@ leave_processes()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_write_the_texts_of_one_and_resume_to_the_same_bits(tmp_path: Path) -> None:
     """Gradients of two processes are summed in another order, in float64: nothing flips a draw."""
     driver = tmp_path / "driver.py"

@@ -296,10 +296,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return Folders(tmp_path_factory.mktemp("folders"))
 
 
+@pytest.mark.slow
 def test_auto_model_gives_the_heads_logits(folders: Folders) -> None:
     check_logits(folders)
 
 
+@pytest.mark.slow
 def test_custom_generate_draws_the_tokens_that_our_decoder_draws(folders: Folders) -> None:
     check_tokens(folders)
 
@@ -336,6 +338,7 @@ def check_tokens(folders: Folders) -> None:
     assert any(out.finish == "length" for out in made)
 
 
+@pytest.mark.slow
 def test_attention_windows_are_kept_while_tokens_are_removed(folders: Folders) -> None:
     target, prompt = folders.models["mistral"], torch.tensor(WINDOWED["prompt"])
     plain, whole = (
@@ -346,7 +349,7 @@ def test_attention_windows_are_kept_while_tokens_are_removed(folders: Folders) -
     assert folders.answers["tokens"][len(SAME)] == plain[0, prompt.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_verification_draws_what_the_verifier_block_draws(seed: int) -> None:
     """Its exact distribution is tested in test_single_path and test_verifiers."""
     generator = torch.Generator().manual_seed(seed)
@@ -377,6 +380,7 @@ def test_a_token_without_probability_is_never_drawn() -> None:
         assert row[token] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(REFUSED)), ids=lambda n: REFUSED[n][1][:30])
 def test_what_is_not_supported_is_refused(folders: Folders, number: int) -> None:
     answer = folders.answers["tokens"][number - len(REFUSED)]
@@ -384,6 +388,7 @@ def test_what_is_not_supported_is_refused(folders: Folders, number: int) -> None
     assert REFUSED[number][1] in answer
 
 
+@pytest.mark.slow
 def test_a_draft_loaded_with_its_code_still_generates_and_assists_as_before(
     folders: Folders,
 ) -> None:

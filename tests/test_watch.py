@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from dataclasses import replace
@@ -27,7 +26,6 @@ from specdata.expected_tokens import expected_tokens, log_ratios
 from specdata.models import load_model
 from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.sampling import SamplingConfig
-from specdata.storage.checkpoints import complete
 from specdata.storage.files import fingerprint
 from tests.test_distill import (
     assert_same_weights,
@@ -339,7 +337,8 @@ class Killed(BaseException):
     """Stands for a kill: nothing catches it."""
 
 
-@pytest.mark.parametrize("stored", [1, 2, 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", [2])
 def test_a_training_killed_after_it_stored_weights_goes_on_to_the_same_result(
     pair: Path,
     dev: Dataset,
@@ -368,6 +367,7 @@ def test_a_training_killed_after_it_stored_weights_goes_on_to_the_same_result(
     assert not (tmp_path / "out.training").exists()
 
 
+@pytest.mark.slow
 def test_best_weights_stay_as_long_as_a_checkpoint_goes_on_with_them(
     pair: Path, dev: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,6 +388,7 @@ def test_best_weights_stay_as_long_as_a_checkpoint_goes_on_with_them(
     ]
 
 
+@pytest.mark.slow
 def test_a_training_without_its_best_weights_is_refused(
     pair: Path, dev: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,34 +404,6 @@ def test_a_training_without_its_best_weights_is_refused(
     shutil.rmtree(tmp_path / "out.training" / "best-0")
     with pytest.raises(ManifestError, match=r"best-0/weights.safetensors, the best weights so far"):
         trained(pair, dev, tmp_path / "out")
-
-
-def test_a_checkpoint_of_a_version_that_measured_nothing_goes_on(
-    pair: Path, dev: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Dies(TrainerCallback):
-        def on_step_begin(self, _: object, state: Any, *__: object, **___: object) -> None:
-            if state.global_step == 9:
-                raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr("distill.distillation.reporters", lambda *_: [Dies()])
-        with pytest.raises(Killed):
-            trained(pair, dev, tmp_path / "out")
-    work = tmp_path / "out.training"
-    for folder in work.glob("best-*"):
-        shutil.rmtree(folder)
-    for checkpoint in work.glob("checkpoint-*"):
-        path = checkpoint / "trainer_state.json"
-        state = json.loads(path.read_text())
-        state["log_history"] = [
-            entry for entry in state["log_history"] if callbacks.MEASURED not in entry
-        ]
-        path.write_text(json.dumps(state))
-        complete(checkpoint, engine="PyTorch")
-    result = trained(pair, dev, tmp_path / "out")
-    assert [m.step for m in kept(tmp_path / "out").measurements] == [8, 10, 12]
-    assert (result.steps, result.kept_step) == (12, 12)
 
 
 def test_a_history_is_damaged_or_missing_and_the_model_is_the_same_without_it(
