@@ -10,9 +10,9 @@ together, a thread each. Metrics are medians over repetitions with their range; 
 as met or missed.
 
 Accounting, of `--target` and `--draft` or of random weights of a 135M Llama's shape: rollouts as a
-share of the target's own forward of as many rows; labels, and distillation where the draft's folder
-holds its history, as shares of forwards of 512 rows. The figures of one line are taken in turn, and
-each is the least of the repetitions, so a busy machine blurs ratios little.
+share of the target's own forward of as many rows; labels as a share of forwards of 512 rows. The
+figures of one line are taken in turn, and each is the least of the repetitions, so a busy machine
+blurs ratios little.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ import transformers
 from embedded import BATCH, NEW_TOKENS, PLAIN, VOCABULARY, pair, requests, rolled_out, row
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from distill.history import read_history
 from eval.measuring.environment import describe_environment
 from specdata.labels.config import LabelsConfig
 from specdata.labels.labeller import (
@@ -310,11 +309,6 @@ def accounting(
                     f"prepacked weights; sampling {line['sampling_share']:.0%} of a step"
                 )
         line = labelling(target, draft, repeats)
-        if history := read_history(draft_folder) if draft_folder else None:
-            rates = [step.tokens_per_second for step in history.steps if step.tokens_per_second]
-            # A step is a forward of the target, and of the draft one with twice its cost behind it.
-            ideal = 1 / (1 / line["target_rate"] + 3 / line["draft_rate"])
-            line["distillation_share"] = statistics.median(rates) / ideal if rates else None
         found["labels"].append({"threads": threads, **line})
         print(
             f"labels, threads {threads}: {line['tokens_read']:.0f} tokens/s read, "

@@ -1,10 +1,9 @@
-"""What watches a training: the pace of its steps, and measurements that tell the best weights."""
+"""What watches a training: measurements that tell the best weights, and where they are reported."""
 
 from __future__ import annotations
 
 import math
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,8 +24,7 @@ from transformers.integrations import (
 
 from distill.adapters import trained_weights
 from distill.config import Reporter
-from distill.history import History, LoggedStep, Measurement
-from distill.watch import SCORE, score
+from distill.watch import SCORE, History, Measurement, score
 from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
 from specdata.storage.checkpoints import complete_steps, newest_complete
 from specdata.storage.files import atomic_folder
@@ -36,54 +34,6 @@ MEASURED = "measured"
 WEIGHTS = "weights.safetensors"
 
 Weights = dict[str, Tensor]
-
-
-class Pace(TrainerCallback):  # type: ignore[misc]
-    """Logs the tokens that a second of training reads, measurements and checkpoints left out.
-
-    Tokens are those of all processes, padding left out.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        trainer.args.include_num_input_tokens_seen = "non_padding"
-        self.trainer = trainer
-        self.began = self.seconds = 0.0
-        self.tokens = 0
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """Start the clock."""
-        self.began, self.seconds = time.perf_counter(), 0.0
-        self.tokens = state.num_input_tokens_seen
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """Count the step's seconds, its data and the draft's own text included."""
-        self.seconds += time.perf_counter() - self.began
-        self.began = time.perf_counter()
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: Any,
-    ) -> None:
-        """Log the rate since the last log beside the loss."""
-        if logs is not None and "loss" in logs and self.seconds > 0:
-            rate = (state.num_input_tokens_seen - self.tokens) / self.seconds
-            self.tokens, self.seconds = state.num_input_tokens_seen, 0.0
-            self.trainer.log({"tokens_per_second": rate})
-        self.began = time.perf_counter()
-
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """Leave out what the checkpoint took."""
-        self.began = time.perf_counter()
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]
@@ -231,25 +181,14 @@ def load_best(work: Path, step: int) -> Weights:
 
 
 def history_of(state: TrainerState) -> History:
-    """What a Trainer has logged: its steps, and what `Watch` and `Pace` added."""
-    steps: dict[int, dict[str, Any]] = {}
-    for entry in state.log_history:
-        if "loss" in entry:
-            steps[entry["step"]] = {
-                "step": entry["step"],
-                "loss": float(entry["loss"]),
-                "grad_norm": _number(entry.get("grad_norm")),
-                "learning_rate": _number(entry.get("learning_rate")),
-                "tokens": entry.get("num_input_tokens_seen"),
-            }
-        elif "tokens_per_second" in entry and entry["step"] in steps:
-            steps[entry["step"]]["tokens_per_second"] = entry["tokens_per_second"]
-    logged = tuple(LoggedStep(**values) for values in steps.values())
-    return History(logged, tuple(measurements(state)))
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
+    """What a Trainer has logged: its steps, and what `Watch` added."""
+    logged = ("step", "loss", "grad_norm", "learning_rate")
+    steps = [
+        {name: float(entry[name]) for name in logged if entry.get(name) is not None}
+        for entry in state.log_history
+        if "loss" in entry
+    ]
+    return History(tuple(steps), tuple(measurements(state)))
 
 
 def reporters(wanted: Sequence[Reporter] | None, folder: Path) -> list[TrainerCallback]:

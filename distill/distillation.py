@@ -28,7 +28,6 @@ from distill.adapters import (
 )
 from distill.batches import Fitted, check_context, content_of, fitted
 from distill.callbacks import (
-    Pace,
     Watch,
     Weights,
     best_step,
@@ -37,10 +36,9 @@ from distill.callbacks import (
     reporters,
 )
 from distill.config import DistilConfig
-from distill.history import History, Measurement
 from distill.trainer import draft_trainer
 from distill.training import save_model, train_resumably
-from distill.watch import SCORE_IN_WORDS, HeldOut
+from distill.watch import HeldOut, History, Measurement
 from specdata.errors import TrainingDivergedError
 from specdata.labels.top_logits import KeptLogits, TopLogitDistributions, check_decided
 from specdata.loading import ONE_DEVICE, Loading, check_shardable
@@ -179,7 +177,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     history = History(kept_step=0)
     if config.epochs > 0:
         trainer = draft_trainer(teacher, student, fit.rollouts, _work(out), config, sampling, seed)
-        for callback in (*reports, Pace(trainer)):
+        for callback in reports:
             trainer.add_callback(callback)
         history, weights = _trained(trainer, plain, held_out, config, settings)
         if state.is_main_process:
@@ -284,7 +282,7 @@ def _trained(
     kept = best_step(history.measurements)
     if trainer.is_world_process_zero():
         weights = load_best(work, kept)
-    return replace(history, kept_step=kept, kept_by=SCORE_IN_WORDS), weights
+    return replace(history, kept_step=kept), weights
 
 
 def _save(

@@ -27,7 +27,7 @@ from distill.adapters import (
     trained_weights,
 )
 from distill.batches import content_of
-from distill.callbacks import Pace, history_of
+from distill.callbacks import history_of
 from distill.config import FinetuneConfig, LoraConfig
 from distill.texts import Rows, collate_texts, stored_rows
 from distill.training import (
@@ -120,7 +120,6 @@ def finetune(
     if config.packing:
         check_packing(base_of(plain), rows.dataset)
     trainer = finetune_trainer(student, tokenizer, rows, _work(out), config, seed)
-    trainer.add_callback(Pace(trainer))
     train_resumably(trainer, _work(out), settings, label=LABEL)
     weights = trained_weights(trainer)
     if not all(parameter.isfinite().all() for parameter in student.parameters()):
@@ -135,8 +134,8 @@ def finetune(
         result = {
             **rows.account,
             "steps": trainer.state.global_step,
-            "loss_first": history.steps[0].loss,
-            "loss_last": history.steps[-1].loss,
+            "loss_first": history.steps[0]["loss"],
+            "loss_last": history.steps[-1]["loss"],
         }
         with atomic_folder(out) as temporary:
             set_weights(plain, weights)

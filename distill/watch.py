@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -13,7 +14,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from distill.batches import tokens_of
-from distill.history import Figures, Measurement, PositionFigures
 from specdata.expected_tokens import Verification, expected_tokens, log_ratios
 from specdata.labels.labeller import TOKENS_AT_ONCE, by_length, tokens_at_once
 from specdata.labels.top_logits import (
@@ -27,6 +27,7 @@ from specdata.models import check_length, device
 from specdata.probability import overlap, probabilities, to_vocabulary
 from specdata.sampling import SamplingConfig
 from specdata.sharded import is_sharded
+from specdata.storage.files import write_json
 from specdata.target_states import has_states, stored_states
 
 DRAFTED = (4, 8)
@@ -38,15 +39,70 @@ Every engine verifies token by token unless it is told otherwise, and small draf
 about four tokens a round, so this is nearest to what serving gains; block verification emits at
 least as many, and more only where a draft's joint ratio recovers.
 """
-SCORE_IN_WORDS = "expected tokens of a round that drafts 4, verified token by token"
-FIRST_BIN = 8
-"""Positions 1 to 8 of a completion are the first bin; each further one ends twice as far."""
 # Teacher's states that are kept between measurements, in bytes; others are computed again.
 KEPT_BYTES = 1 << 30
 # Probabilities of a distribution over the vocabulary that are held at once, of each model.
 VALUES_AT_ONCE = 1 << 22
 
 COLUMNS = ("acceptance", "kl", *(f"{v}_{k}" for v in get_args(Verification) for k in DRAFTED))
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Means over completion positions of held-out rollouts.
+
+    Attributes:
+        positions: how many.
+        acceptance: of sum_x min(p, q), the probability that a drafted token is accepted.
+        kl: of KL(p || q) in nats, over the tokens that the draft can propose.
+        expected_tokens: of a round that starts there, by verification and tokens drafted, such as
+            "token_4" and "block_8" (`specdata.expected_tokens`).
+    """
+
+    positions: int
+    acceptance: float
+    kl: float
+    expected_tokens: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """A draft on held-out rollouts.
+
+    Attributes:
+        step: optimizer steps taken before.
+        rollouts: how many were read.
+        overall: over all positions.
+        sets: the same of each prompt set, by name; none where rollouts do not name theirs.
+    """
+
+    step: int
+    rollouts: int
+    overall: Figures
+    sets: Mapping[str, Figures]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What is known of a training, kept beside the draft's weights as `history.json`.
+
+    Attributes:
+        steps: loss, norm of the gradient and learning rate as the Trainer logged them, in order.
+        measurements: on the rollouts that are watched while training, in order.
+        before: on all held-out rollouts, before the first step.
+        after: the same, of the weights that were kept.
+        kept_step: optimizer steps after which the kept weights were reached.
+    """
+
+    steps: tuple[dict[str, float], ...] = ()
+    measurements: tuple[Measurement, ...] = ()
+    before: Measurement | None = None
+    after: Measurement | None = None
+    kept_step: int | None = None
+
+    def write(self, folder: Path) -> None:
+        """Write it into a model's folder, whole or not at all."""
+        write_json(folder / "history.json", asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +223,15 @@ class HeldOut:
         batches = self._batches[: self._watched] if watched_only else self._batches
         found = [self._values(index, batch, head) for index, batch in enumerate(batches)]
         values, counted = (torch.cat(each) for each in zip(*found, strict=True))
-        places = torch.cat([batch.place for batch in batches])
-        sets = [name for batch in batches for name in _sets_of_positions(batch)]
+        sets = [batch.sets[row] for batch in batches for row in batch.row.tolist()]
+        rows = {
+            name: torch.tensor([each == name for each in sets]) for name in sorted(set(sets) - {""})
+        }
         return Measurement(
             step=step,
             rollouts=sum(len(batch.sets) for batch in batches),
             overall=_figures(values, counted),
-            sets=_of_sets(values, counted, sets),
-            by_position=_of_places(values[counted[:, 0], 0], places[counted[:, 0]]),
+            sets={name: _figures(values[mine], counted[mine]) for name, mine in rows.items()},
         )
 
     @torch.inference_mode()
@@ -325,34 +382,9 @@ def _in_batches(
     ]
 
 
-def _sets_of_positions(batch: _Batch) -> list[str]:
-    """The prompt set of each of a batch's positions."""
-    return [batch.sets[row] for row in batch.row.tolist()]
-
-
 def _figures(values: Tensor, counted: Tensor) -> Figures:
     """Means of (N, C) values of COLUMNS over those that count."""
     sums = values.where(counted, 0.0).sum(dim=0)
     means = dict(zip(COLUMNS, (sums / counted.sum(dim=0)).tolist(), strict=True))
     acceptance, kl = means.pop("acceptance"), means.pop("kl")
     return Figures(int(counted[:, 0].sum()), acceptance, kl, means)
-
-
-def _of_sets(values: Tensor, counted: Tensor, sets: Sequence[str]) -> dict[str, Figures]:
-    """Of each prompt set, in order of name; none where rollouts do not name theirs."""
-    rows = {
-        name: torch.tensor([each == name for each in sets]) for name in sorted(set(sets) - {""})
-    }
-    return {name: _figures(values[mine], counted[mine]) for name, mine in rows.items()}
-
-
-def _of_places(acceptance: Tensor, places: Tensor) -> tuple[PositionFigures, ...]:
-    """Mean acceptance of positions 1-8, 9-16, 17-32, ... of a completion."""
-    bins = []
-    first, last = 0, FIRST_BIN
-    while first <= int(places.max()):
-        inside = acceptance[(places >= first) & (places < last)]
-        if len(inside):
-            bins.append(PositionFigures(first + 1, last, len(inside), float(inside.mean())))
-        first, last = last, 2 * last
-    return tuple(bins)
