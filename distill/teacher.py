@@ -209,7 +209,7 @@ class Teacher:
         longest = int(attention.sum(dim=1).max())
         chosen = batch["labels"][rows, 1:longest] != IGNORED
         ids = batch["input_ids"][rows, :longest]
-        states = self.head.trained_states(ids, attention[:, :longest])[:, :-1][chosen]
+        states = self.head.states(ids, attention[:, :longest], trained=True)[:, :-1][chosen]
         return states.split_with_sizes(chosen.sum(dim=1).tolist())
 
 

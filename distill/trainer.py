@@ -98,7 +98,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
 
         def total() -> Tensor:
             with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.in_bfloat16):
-                learnt = self.student_head.trained_states(ids, attention)[:, :-1][chosen]
+                learnt = self.student_head.states(ids, attention, trained=True)[:, :-1][chosen]
                 return chunked_loss(learnt, self.student_head, loss, is_narrow=is_narrow)
 
         value = inside_forward(model, self.student, total)

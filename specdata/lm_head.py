@@ -145,23 +145,21 @@ class LMHead:
     logit_transform: LogitTransform
     vocabulary: int
 
-    def states(self, ids: Tensor) -> Tensor:
-        """(B, T) ids, padded on the right -> (B, T, H) states, or logits if `embedding` is None."""
-        if self.embedding is None:
-            logits: Tensor = self.model(
-                input_ids=known_ids(ids, self.model), use_cache=False
-            ).logits
-            return logits
-        return hidden_states(self.model, ids)
+    def states(
+        self, ids: Tensor, attention_mask: Tensor | None = None, *, trained: bool = False
+    ) -> Tensor:
+        """(B, T) ids -> (B, T, H) states, or logits if `embedding` is None.
 
-    def trained_states(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """As `states`, of rows with padding, and a gradient reaches the model."""
-        if self.embedding is None:
-            logits: Tensor = self.model(
-                input_ids=known_ids(ids, self.model), attention_mask=attention_mask, use_cache=False
-            ).logits
-            return logits
-        return last_states(self.model, ids, attention_mask)
+        Padding on the right needs no mask. A gradient reaches the model if it is `trained`.
+        """
+        if self.embedding is not None:
+            read = last_states if trained else hidden_states
+            return read(self.model, ids, attention_mask)
+        ids = known_ids(ids, self.model)
+        logits: Tensor = self.model(
+            input_ids=ids, attention_mask=attention_mask, use_cache=False
+        ).logits
+        return logits
 
     def logits(self, states: Tensor) -> Tensor:
         """(..., H) states -> (..., V) logits, equal to the model's own."""

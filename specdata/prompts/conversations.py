@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +80,7 @@ class Account:
 
 def conversation_inputs(names: Sequence[str]) -> dict[str, str]:
     """What conversations are read from, by name: each file (of folders too), or the Hub id."""
-    return prompt_inputs([_as_set(name) for name in names])
+    return prompt_inputs([PromptSet(name, "train", 0) for name in names])
 
 
 def read_conversations(name: str, seed: int) -> Iterator[tuple[int, list[Message] | str]]:
@@ -100,12 +100,13 @@ def read_conversations(name: str, seed: int) -> Iterator[tuple[int, list[Message
     Raises:
         ConfigError: for an unknown or unreadable source, or a row without the columns.
     """
-    form = None
+    form = CATALOGUE[name].form if name in CATALOGUE else None
     for number, row in enumerate(read_rows(_checked(name), seed), start=1):
         if row is None:
             yield number, "undecodable"
             continue
-        form = form or _form(name, row)
+        if form is None:
+            form = MESSAGES if "messages" in row or "conversations" not in row else _SHAREGPT
         assert form.messages
         if form.messages not in row:
             raise ConfigError(
@@ -127,7 +128,7 @@ def check_conversations(names: Sequence[str], seed: int, *, here_alone: bool = F
         ConfigError: as `read_conversations`, or if a source has no conversation with a turn of the
             assistant.
     """
-    check_names([_as_set(name) for name in names])
+    check_names([PromptSet(name, "train", 0) for name in names])
     for name in names:
         if here_alone and is_remote(_checked(name)):
             continue
@@ -139,10 +140,6 @@ def check_conversations(names: Sequence[str], seed: int, *, here_alone: bool = F
         account.check()
 
 
-def _as_set(name: str) -> PromptSet:
-    return PromptSet(name, "train", 0)
-
-
 def _checked(name: str) -> PromptSet:
     """A source as a set. Raises ConfigError if it is unknown or holds no conversations."""
     catalogued = CATALOGUE.get(name)
@@ -152,14 +149,8 @@ def _checked(name: str) -> PromptSet:
             "sharegpt, a file or a Hub id, or leave draft.finetune.conversations out to train on "
             "the target's rollouts of it"
         )
-    check_split(_as_set(name))
-    return _as_set(name)
-
-
-def _form(name: str, row: Mapping[str, Any]) -> Form:
-    if name in CATALOGUE:
-        return CATALOGUE[name].form
-    return MESSAGES if "messages" in row or "conversations" not in row else _SHAREGPT
+    check_split(wanted := PromptSet(name, "train", 0))
+    return wanted
 
 
 def _usable(recorded: Any, form: Form) -> list[Message] | str:
