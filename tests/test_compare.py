@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,8 @@ from eval.analysis.ties import (
     NOISE_FACTOR,
     Choice,
     compare_sequences,
-    find_difference,
     greedy_reference,
+    judge_difference,
 )
 from eval.decoder import DecodeConfig, SpeculativeDecoder, make_drafters
 from eval.runtime.model import CachedModel
@@ -27,7 +26,6 @@ from specdata.toy.corpus import corpus
 from specdata.toy.tokenizer import train_tokenizer
 from tests.families import tiny
 
-ROOT = Path(__file__).parent.parent
 BUDGET = 24
 PROMPTS = [torch.tensor([2 + start, 5, start + 7]) for start in range(6)]
 CHAIN = DecodeConfig(temperature=0.0, length=4)
@@ -127,21 +125,17 @@ def test_half_precision_sequences_that_differ_are_ties() -> None:
         sizes = {"initializer_range": 0.1, "dtype": torch.bfloat16, "hidden_size": 32}
         target = with_twins(tiny("llama", seed, vocab=2000, **sizes))
         draft = tiny("llama", seed + 50, vocab=2000, **sizes)
-        exact = with_twins(tiny("llama", seed, vocab=2000, **sizes)).float()
         methods = {
             "chain": decode(SpeculativeDecoder.from_config(target, target, CHAIN)),
             "tree": decode(SpeculativeDecoder.from_config(target, draft, TREE)),
             "twins": other_names(target),
         }
-        for comparison in compare_sequences(
-            target, PROMPTS, methods, max_new_tokens=BUDGET, exact=exact
-        ):
+        for comparison in compare_sequences(target, PROMPTS, methods, max_new_tokens=BUDGET):
             assert comparison.count("bug") == 0
             for difference in comparison.differences:
                 assert difference.expected is not None
                 assert difference.found is not None
                 assert difference.expected.token != difference.found.token
-                assert difference.found.float32_gap is not None
                 assert difference.found.gap <= NOISE_FACTOR * difference.found.noise
             ties += comparison.count("tie")
     assert ties > 0, "no text differed, so nothing was judged"
@@ -160,8 +154,7 @@ def test_a_defect_after_a_tie_is_still_a_bug() -> None:
     assert twin == expected, "of equal logits the first is taken"
 
     def judged(text: list[int], budget: int = BUDGET) -> str:
-        difference = find_difference(target, prompt.tolist(), expected, text, max_new_tokens=budget)
-        assert difference is not None
+        difference = judge_difference(target, prompt.tolist(), expected, text, budget)
         assert difference.position == next(
             (i for i, pair in enumerate(zip(expected, text, strict=False)) if pair[0] != pair[1]),
             min(len(expected), len(text)),
@@ -184,15 +177,13 @@ def test_the_noise_is_measured_by_other_forwards_and_is_small(family: str) -> No
     target = tiny(family, 2)
     expected = greedy_reference(target, PROMPTS[1], BUDGET).tolist()
     text = [*expected[:10], (expected[10] + 1) % 40, *expected[11:]]
-    difference = find_difference(target, PROMPTS[1].tolist(), expected, text, max_new_tokens=BUDGET)
-    assert difference is not None
+    difference = judge_difference(target, PROMPTS[1].tolist(), expected, text, BUDGET)
     assert difference.expected is not None
     assert difference.found is not None
     assert difference.position == 10
     assert difference.verdict == "bug"
     assert difference.expected.gap == 0.0
     assert difference.found.gap > 1e-3 > 1e6 * difference.found.noise
-    assert len(difference.found.ways) == 5
 
 
 @pytest.fixture(scope="module")
@@ -212,12 +203,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return folders | {"prompts": str(prompts)}
 
 
-def test_the_command_line_compares_and_writes_what_it_shows(
-    pair: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_command_line_compares_and_shows(
+    pair: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "compare.json"
     asked = ["--target", pair["target"], "--draft", pair["draft"], "--prompts", pair["prompts"]]
-    asked += ["--count", "2", "--max-new-tokens", "12", "--json", str(out)]
+    asked += ["--count", "2", "--max-new-tokens", "12"]
     assert main([*asked, "--method", "{length: 2}", "--engine", "captured"]) == 0
     shown = capsys.readouterr().out
     stored = json.loads(out.read_text())
@@ -244,6 +234,10 @@ def test_bad_input_is_refused_with_status_2_and_no_traceback(
         (["--max-new-tokens", "500"], "positions"),
         (["--head", "/nowhere"], "/nowhere"),
         (["--method", "{stop: head}"], "needs an acceptance head"),
+        (
+            ["--method", "{verifier: block, drafter: tree}"],
+            "error: method '{verifier: block, drafter: tree}'",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_named(
@@ -283,7 +277,7 @@ def test_a_difference_is_explained_with_tokens_logits_gap_and_noise(pair: dict[s
         target, PROMPTS[:1], {"[odd] name": lambda prompt: torch.tensor(text)}, max_new_tokens=8
     )
     (difference,) = comparison.differences
-    shown = explain(difference, tokenizer)
+    shown = explain("[odd] name", difference, tokenizer)
     assert "BUG" in shown
     assert f"{expected[1]} {tokenizer.decode([expected[1]])!r}" in shown
     assert f"noise {difference.found.noise:.3g}" in shown  # type: ignore[union-attr]
@@ -292,4 +286,4 @@ def test_a_difference_is_explained_with_tokens_logits_gap_and_noise(pair: dict[s
 
 def test_a_choice_is_tied_up_to_a_multiple_of_the_noise() -> None:
     for gap, tied in ((0.0, True), (NOISE_FACTOR * 0.5, True), (NOISE_FACTOR * 0.5 + 1e-6, False)):
-        assert Choice(0, 3, 7.0 - gap, 4, 7.0, 0.5, {}).tied is tied
+        assert Choice(0, 3, 7.0 - gap, 4, 7.0, 0.5).tied is tied

@@ -10,12 +10,9 @@ told from a bug: see `eval.analysis.ties`.
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 import yaml
 from rich.console import Console
@@ -27,7 +24,6 @@ from eval.runtime.engines import Engine
 from specdata.config import read_config
 from specdata.errors import CacheNotRewindableError, ConfigError, VocabularyMismatchError
 from specdata.prompts.config import PromptSet
-from specdata.storage.files import write_json
 from specdata.terminal import accept_any_text, progress
 
 if TYPE_CHECKING:  # help and mistakes are shown without torch: what works imports where it works
@@ -35,9 +31,7 @@ if TYPE_CHECKING:  # help and mistakes are shown without torch: what works impor
     from transformers import PreTrainedTokenizerBase
 
     from eval.analysis.ties import Choice, Comparison, Difference
-    from heads import BaseHead
 
-SCHEMA_VERSION = 1
 METHODS = (
     "{length: 4}",
     "{length: 8, verifier: block}",
@@ -46,7 +40,6 @@ METHODS = (
 )
 PLAIN = "plain"
 SHOWN_TOKENS = 24
-UNUSABLE = (ConfigError, VocabularyMismatchError, CacheNotRewindableError)
 
 
 def read_method(text: str) -> DecodeConfig:
@@ -76,15 +69,13 @@ def main(
     try:
         configs = {text: read_method(text) for text in given.method or METHODS}
         comparisons, tokenizer = _run(given, configs)
-        if given.json:
-            write_json(given.json, _stored(given, comparisons))
-    except (*UNUSABLE, OSError) as error:
+    except (ConfigError, VocabularyMismatchError, CacheNotRewindableError, OSError) as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {error}", markup=False)
         return 2
     console.print(table(comparisons))
     for comparison in comparisons:
         for difference in comparison.differences:
-            console.print(explain(difference, tokenizer))
+            console.print(explain(comparison.method, difference, tokenizer))
     return int(any(comparison.count("bug") for comparison in comparisons))
 
 
@@ -96,6 +87,7 @@ def _run(
     import torch
 
     from eval.analysis.ties import compare_sequences
+    from eval.decoder import SpeculativeDecoder
     from heads import BaseHead
     from specdata.models import (
         check_dtype,
@@ -132,10 +124,28 @@ def _run(
             head = BaseHead.from_pretrained(given.head)
         except (ValueError, OSError) as error:
             raise ConfigError(f"cannot load the head {given.head!r}: {error}") from error
-    methods = {
-        PLAIN: _decode(target, None, DecodeConfig(temperature=0.0), None, given),
-        **{text: _decode(target, draft, config, head, given) for text, config in configs.items()},
+    asked = {PLAIN: DecodeConfig(temperature=0.0), **configs}
+    decoders = {
+        name: SpeculativeDecoder.from_config(
+            target,
+            None if name == PLAIN else draft,
+            config,
+            head if config.stop.reads_head else None,
+            engine=given.engine,
+        )
+        for name, config in asked.items()
     }
+
+    def decoding(decoder: SpeculativeDecoder) -> Callable[[Tensor], Tensor]:
+        return lambda prompt: (
+            decoder.generate(
+                prompt,
+                max_new_tokens=given.max_new_tokens,
+                generator=torch.Generator().manual_seed(given.seed),
+            ).tokens
+        )
+
+    methods = {name: decoding(decoder) for name, decoder in decoders.items()}
     sequences = len(prompts) * (len(methods) + 1)
     with progress(sequences, "comparison", "sequence") as bar:
         comparisons = compare_sequences(
@@ -143,44 +153,9 @@ def _run(
             [torch.tensor(ids) for ids in prompts],
             methods,
             max_new_tokens=given.max_new_tokens,
-            exact=_in_float32(target),
             report=bar.update,
         )
     return comparisons, tokenizer
-
-
-def _decode(
-    target: Any,
-    draft: Any,
-    config: DecodeConfig,
-    head: BaseHead | None,
-    given: argparse.Namespace,
-) -> Callable[[Tensor], Tensor]:
-    import torch
-
-    from eval.decoder import SpeculativeDecoder
-
-    head = head if config.stop.reads_head else None
-    decoder = SpeculativeDecoder.from_config(target, draft, config, head, engine=given.engine)
-    return lambda prompt: (
-        decoder.generate(
-            prompt,
-            max_new_tokens=given.max_new_tokens,
-            generator=torch.Generator().manual_seed(given.seed),
-        ).tokens
-    )
-
-
-def _in_float32(model: Any) -> Any:
-    """The model in float32 beside it, if it is in half precision and there is memory for both."""
-    import torch
-
-    if model.dtype not in (torch.bfloat16, torch.float16):
-        return None
-    try:
-        return copy.deepcopy(model).float()
-    except (torch.OutOfMemoryError, MemoryError):
-        return None
 
 
 def table(comparisons: Sequence[Comparison]) -> Table:
@@ -197,20 +172,19 @@ def table(comparisons: Sequence[Comparison]) -> Table:
     return rows
 
 
-def explain(difference: Difference, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What differs, and why it is a tie or a bug, in rich's markup."""
+def explain(method: str, difference: Difference, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A difference, and why it is a tie or a bug, in rich's markup."""
 
     def described(choice: Choice | None) -> str:
         if choice is None:
             return "nothing (it has ended)"
         token, best = (repr(tokenizer.decode([token])) for token in (choice.token, choice.best))
-        exact = "" if choice.float32_gap is None else f", {choice.float32_gap:.3g} in float32"
         return escape(
             f"{choice.token} {token}, logit {choice.logit:.6g}; gap to the largest "
-            f"({choice.best} {best}) {choice.gap:.3g}{exact}; rounding noise {choice.noise:.3g}"
+            f"({choice.best} {best}) {choice.gap:.3g}; rounding noise {choice.noise:.3g}"
         )
 
-    head = f"{difference.method}, prompt {difference.prompt}, new token {difference.position}: "
+    head = f"{method}, prompt {difference.prompt}, new token {difference.position}: "
     colour = {"tie": "yellow", "bug": "red"}[difference.verdict]
     context = tokenizer.decode(list(difference.context[-SHOWN_TOKENS:]))
     lines = [
@@ -225,16 +199,6 @@ def explain(difference: Difference, tokenizer: PreTrainedTokenizerBase) -> str:
     if not difference.complete:
         lines.append("  it ends neither at the first end token nor at the budget")
     return "\n".join(lines)
-
-
-def _stored(given: argparse.Namespace, comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    settings = {key: value for key, value in vars(given).items() if key != "json"}
-    rows = []
-    for comparison in comparisons:
-        differences = [asdict(each) | {"verdict": each.verdict} for each in comparison.differences]
-        ties, bugs = comparison.count("tie"), comparison.count("bug")
-        rows.append(asdict(comparison) | {"ties": ties, "bugs": bugs, "differences": differences})
-    return {"schema_version": SCHEMA_VERSION, "settings": settings, "methods": rows}
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
@@ -255,7 +219,6 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("--max-new-tokens", type=int, default=64, help="longest continuation")
     add("--engine", choices=get_args(Engine), default="eager", help="see eval.runtime.graphs")
     add("--seed", type=int, default=0, help="of embedded prompts")
-    add("--json", type=Path, help="also write everything here")
     return parser
 
 
