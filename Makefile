@@ -55,9 +55,9 @@ fix: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Not heads.py and distill.py: they train dozens of heads and drafts, which takes one or two hours each.
+# Not head_figures and distill_figures: they train dozens of heads and drafts, for one or two hours each.
 bench: $(INSTALLED)
-	@for file in $(filter-out benchmarks/heads.py benchmarks/distill.py,$(wildcard benchmarks/*.py)); do $(RUN) $(BIN)/python $$file || exit 1; done
+	@for name in decode head_call rollouts verify; do $(RUN) $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 clean:
 	rm -rf runs

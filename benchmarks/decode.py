@@ -7,10 +7,6 @@ each prompt. A speed is tokens over seconds of all prompts, prompt processing in
 are 95 % bootstraps over prompts. By default the pair is the demo's (`make demo` makes it; without
 it, its first two stages are run).
 
-Efficiency is the share of decoding's time that is spent in forwards: what is left is drawing,
-verification, masks and bookkeeping. It is measured at V = 32768 on models of the pair's shapes
-with random weights, whose distributions nearly agree.
-
 With a GPU, `--shapes 7b` or `--shapes 1.1b` measures models of those shapes with a 68M draft in
 bfloat16: random weights that agree as often as `--acceptance` says (`benchmarks/shaped_pair.py`),
 against transformers' assisted generation and against the limit: tokens a round over the kernels'
@@ -30,19 +26,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from embedded import make_demo
+from embedded import DEMO, make_demo
 from rich.console import Console
 from rich.table import Table
 from shaped_pair import AGREEMENT, SHAPES, limits, prompts_of, shaped_pair
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder, make_drafters
+from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
 from eval.measuring.assisted import assisted_generate
 from eval.measuring.environment import describe_environment
 from eval.measuring.intervals import bootstrap_weights, interval
 from eval.runtime.engines import ENGINES, Engine
-from eval.runtime.model import CachedModel
 from specdata.models import load_model, load_tokenizer
 from specdata.probability import SamplingConfig
 from specdata.prompts.config import PromptSet
@@ -51,13 +46,7 @@ from specdata.sampling import generator_for, seed_for
 from specdata.storage.files import write_json
 
 SCHEMA_VERSION = 1
-TOY = Path("runs/toy")
 LENGTHS = (2, 4, 6, 8)
-# Speed of a chain over transformers' assisted generation with the same number of drafted tokens.
-ASSISTED_GOALS = {2: 1.6, 4: 1.8, 6: 2.7, 8: 3.0}
-BEST_GOAL, BEST_FIXED_GOAL, PLAIN_GOAL = 3.5, 1.1, 1.0
-EFFICIENCY_GOALS = {"chain": 0.93, "tree": 0.88}
-EFFICIENCY_V = 32768
 
 CHAINS = {f"K={length}": DecodeConfig(length=length) for length in LENGTHS}
 OTHERS = {
@@ -72,15 +61,6 @@ OTHERS = {
 }
 # With --shapes.
 SHAPE_LENGTHS, SHAPE_OTHERS = (4, 8), {"block K=8": OTHERS["block K=8"]}
-LIMIT_GOAL, SHAPE_ASSISTED_GOAL = 0.9, 2.0
-EFFICIENCY = {
-    "chain": {"K=4": CHAINS["K=4"], "K=8": CHAINS["K=8"], "block K=8": OTHERS["block K=8"]},
-    "tree": {
-        "traversal 4x2x2": DecodeConfig(verifier="traversal", drafter="tree", widths=(4, 2, 2)),
-        "rrs 4x2x2": DecodeConfig(verifier="rrs", drafter="tree", widths=(4, 2, 2)),
-    },
-}
-
 Decode = Callable[[Tensor, int, str], Generation]
 """(prompt (T,), most new tokens, what seeds the draws) -> the generation."""
 
@@ -120,13 +100,14 @@ def main() -> None:
         "repeats": options.repeats,
         "speeds": _speeds(pair, methods, options, console),
     }
-    if options.shapes == "pair":
-        report["goals"] = _goals(report["speeds"])
-        report["efficiency"] = _efficiencies(pair, options)
-    else:
+    if options.shapes != "pair":
         report["agreement"] = {"how": AGREEMENT, "acceptance": options.acceptance}
         report["limit"] = _limit(pair, options)
-        report["goals"] = _limit_goals(report["speeds"], report["limit"]["lengths"])
+        for name, row in report["limit"]["lengths"].items():
+            # Tokens a second with nothing between forwards, and the share of it that was reached.
+            speed = report["speeds"][name]
+            row["tokens_per_second"] = 1e3 * speed["tokens_per_round"] / row["round_ms"]
+            row["share"] = speed["tokens_per_second"]["value"] / row["tokens_per_second"]
     write_json(options.out, report)
     _show(report, Console(highlight=False, width=100))
     print(f"written: {options.out}")
@@ -136,8 +117,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--target", default=str(TOY / "pair" / "target"))
-    parser.add_argument("--draft", default=str(TOY / "draft" / "model"))
+    parser.add_argument("--target", default=str(DEMO / "pair" / "target"))
+    parser.add_argument("--draft", default=str(DEMO / "draft" / "model"))
     parser.add_argument("--engine", choices=ENGINES, default=_fastest())
     parser.add_argument("--shapes", choices=("pair", *SHAPES), default="pair")
     parser.add_argument(
@@ -163,7 +144,7 @@ def _fastest() -> Engine:
 
 
 def _load(options: argparse.Namespace) -> Pair:
-    if options.target.startswith(str(TOY)) and not Path(options.draft).exists():
+    if options.target.startswith(str(DEMO)) and not Path(options.draft).exists():
         make_demo("make_rollouts", "train_draft")
     target, draft = load_model(options.target), load_model(options.draft)
     sets = [
@@ -311,24 +292,6 @@ def _interval(sums: Any, weights: Any, base: Any = None) -> dict[str, float]:
     return {"value": float(value), "low": low, "high": high}
 
 
-def _goals(speeds: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    goals = [
-        (f"K={length} over transformers K={length}", goal, f"K={length}", "over_transformers")
-        for length, goal in ASSISTED_GOALS.items()
-    ]
-    ours = [name for name in speeds if not name.startswith(("transformers", "generate", "plain"))]
-    best = max(ours, key=lambda name: speeds[name]["tokens_per_second"]["value"])
-    goals += [
-        (f"best ({best}) over generate", BEST_GOAL, best, "over_generate"),
-        (f"best ({best}) over the best K=", BEST_FIXED_GOAL, best, "over_best_fixed"),
-        ("plain over generate", PLAIN_GOAL, "plain", "over_generate"),
-    ]
-    return [
-        {"what": what, "goal": goal, **speeds[name][key], "met": speeds[name][key]["value"] >= goal}
-        for what, goal, name, key in goals
-    ]
-
-
 def _limit(pair: Pair, options: argparse.Namespace) -> dict[str, Any]:
     """The time of a round's forwards without what lies between them."""
     context = len(pair.prompts[0][1]) + options.max_new_tokens // 2
@@ -342,89 +305,6 @@ def _limit(pair: Pair, options: argparse.Namespace) -> dict[str, Any]:
             ).items()
         },
     }
-
-
-def _limit_goals(
-    speeds: Mapping[str, Mapping[str, Any]], rounds: Mapping[str, Mapping[str, float]]
-) -> list[dict[str, Any]]:
-    goals = []
-    for name, row in rounds.items():
-        speed = speeds[name]
-        limit = 1e3 * speed["tokens_per_round"] / row["round_ms"]  # tokens a second
-        share = {end: value / limit for end, value in speed["tokens_per_second"].items()}
-        over = speed["over_transformers"]
-        goals += [
-            {"what": f"{name}: share of the limit of {limit:.0f} tokens/s", "goal": LIMIT_GOAL,
-             **share, "met": share["value"] >= LIMIT_GOAL},
-            {"what": f"{name} over transformers {name}", "goal": SHAPE_ASSISTED_GOAL, **over,
-             "met": over["value"] >= SHAPE_ASSISTED_GOAL},
-        ]  # fmt: skip
-    return goals
-
-
-class Timed(CachedModel):
-    """A model that adds up the time of its forwards."""
-
-    seconds = 0.0
-
-    def _run_single(self, *given: Any) -> tuple[Tensor, Tensor | None]:
-        begun = time.perf_counter()
-        out = super()._run_single(*given)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.seconds += time.perf_counter() - begun
-        return out
-
-
-def _efficiencies(pair: Pair, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Forward time over decoding time, at V = 32768, on models of the pair's shapes."""
-    models = [_like(model, seed) for seed, model in enumerate((pair.target, pair.draft))]
-    rows = []
-    for engine in dict.fromkeys(("eager", options.engine)):
-        for form, configs in EFFICIENCY.items():
-            for name, config in configs.items():
-                timed = [Timed(model, EFFICIENCY_V, engine=engine) for model in models]
-                decoder = SpeculativeDecoder(
-                    timed[0],
-                    config.sampling,
-                    make_drafters(config, timed[1:], None, frozenset()),
-                    config.make_verifier(),
-                    frozenset(),
-                    drafts=timed[1:],
-                )
-                shares = []
-                for repeat in range(4):  # the first makes the graphs
-                    before = sum(model.seconds for model in timed)
-                    out = decoder.generate(
-                        torch.arange(2, 62),
-                        max_new_tokens=options.max_new_tokens,
-                        generator=generator_for(options.seed, "efficiency", repeat),
-                    )
-                    inside = sum(model.seconds for model in timed) - before
-                    shares.append(inside / out.seconds)
-                goal = EFFICIENCY_GOALS[form]
-                share = float(np.median(shares[1:]))
-                rows.append(
-                    {
-                        "engine": engine,
-                        "method": name,
-                        "form": form,
-                        "vocabulary": EFFICIENCY_V,
-                        "efficiency": share,
-                        "low": min(shares[1:]),
-                        "high": max(shares[1:]),
-                        "goal": goal,
-                        "met": share >= goal,
-                    }
-                )
-    return rows
-
-
-def _like(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    """Random weights in a model's shapes, with a large vocabulary."""
-    config = type(model.config)(**{**model.config.to_dict(), "vocab_size": EFFICIENCY_V})
-    torch.manual_seed(seed)
-    return type(model)(config).eval()
 
 
 def _show(report: Mapping[str, Any], console: Console) -> None:
@@ -446,15 +326,9 @@ def _show(report: Mapping[str, Any], console: Console) -> None:
             ),
         )
     console.print(table)
-    for goal in report.get("goals", ()):
-        mark = "met" if goal["met"] else "MISSED"
-        console.print(f"{goal['what']}: {_shown(goal)} (goal {goal['goal']}: {mark})")
-    for row in report.get("efficiency", ()):
-        mark = "met" if row["met"] else "MISSED"
-        console.print(
-            f"efficiency at V={row['vocabulary']}, {row['engine']}, {row['method']}: "
-            f"{row['efficiency']:.3f} (goal {row['goal']}: {mark})"
-        )
+    for name, row in report.get("limit", {}).get("lengths", {}).items():
+        limit = row["tokens_per_second"]
+        console.print(f"{name}: {100 * row['share']:.0f} % of the limit of {limit:.0f} tokens/s")
 
 
 def _shown(interval: Mapping[str, float] | None) -> str:

@@ -17,6 +17,9 @@ from specdata.rollouts.backend import Request, TransformersBackend
 from specdata.storage.schema import Rollout
 
 PLAIN = SamplingConfig()
+CONFIG = "recipes/configs/toy-full.yaml"
+DEMO = Path("runs/toy-full")
+"""Its output."""
 BATCH, NEW_TOKENS, VOCABULARY = 64, 96, 2048
 
 
@@ -29,10 +32,11 @@ def pair(folder: Path) -> tuple[PreTrainedModel, PreTrainedModel, str]:
 
 
 def make_demo(*recipes: str) -> None:
-    """Run stages of the demo, in their order; those that are finished take no time."""
-    print("part of the demo is not there: making it (some minutes)", file=sys.stderr)
+    """Run stages of `CONFIG`, in their order; those that are finished take no time."""
+    print(f"part of {DEMO} is not there: making it (some minutes)", file=sys.stderr)
     for recipe in recipes:
-        subprocess.run([sys.executable, f"recipes/{recipe}.py"], check=True)
+        command = [sys.executable, f"recipes/{recipe}.py", "--config", CONFIG]
+        subprocess.run(command, check=True)
 
 
 def llama(width: int, layers: int, inner: int, *, seed: int) -> LlamaForCausalLM:

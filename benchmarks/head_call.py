@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from embedded import make_demo
+from embedded import DEMO, make_demo
 
 from eval.drafting.drafters import ChainDrafter
 from eval.drafting.stopping import STOPPING_RULES
@@ -31,7 +31,7 @@ from specdata.sampling import SamplingConfig
 from specdata.storage.files import write_json
 
 LENGTH, PROMPT = 8, 60
-DRAFT = "runs/toy/draft/model"
+DRAFT = str(DEMO / "draft" / "model")
 
 
 def heads_for(draft: Any) -> dict[str, BaseHead | None]:

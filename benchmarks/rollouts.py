@@ -1,13 +1,12 @@
 """Speed of rollouts and labels on the embedded pair, and where the time of a real target goes.
 
     python benchmarks/rollouts.py [--out runs/bench/rollouts.json]
-        [--parts speed processes accounting] [--target FOLDER] [--draft FOLDER] [--dtype bfloat16]
+        [--parts speed accounting] [--target FOLDER] [--draft FOLDER] [--dtype bfloat16]
 
 Speed: tokens/s of batched rollouts, of one-prompt-at-a-time `generate`, and of labels (completion
 tokens only) made with both models and, with top_k 50, again from 64 kept target logits; each with
-one and with two threads, of which the better counts. Processes: one and two that fill a dataset
-together, a thread each. Metrics are medians over repetitions with their range; goals are printed
-as met or missed.
+one and with two threads, of which the better counts. Metrics are medians over repetitions with
+their range.
 
 Accounting, of `--target` and `--draft` or of random weights of a 135M Llama's shape: rollouts as a
 share of the target's own forward of as many rows; labels as a share of forwards of 512 rows. The
@@ -18,60 +17,43 @@ blurs ratios little.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 import transformers
-from embedded import BATCH, NEW_TOKENS, PLAIN, VOCABULARY, pair, requests, rolled_out, row
+from embedded import BATCH, DEMO, NEW_TOKENS, PLAIN, pair, requests, rolled_out, row
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from eval.measuring.environment import describe_environment
-from specdata.labels.config import LabelsConfig
 from specdata.labels.labeller import (
     Labeller,
     kept_distributions,
     target_distributions,
     tokens_at_once,
 )
-from specdata.labels.make import make_labels
 from specdata.labels.top_logits import TopLogitDistributions
 from specdata.lm_head import find_lm_head
 from specdata.models import DTYPES, device, load_model
 from specdata.prepack import prepacked
 from specdata.probability import SamplingConfig, drawn_tokens
 from specdata.rollouts.backend import Request, TransformersBackend
-from specdata.storage.dataset import fill_dataset
 from specdata.storage.files import write_json
-from specdata.storage.manifest import read_manifest
-from specdata.storage.resume import Settings
-from specdata.storage.schema import ROLLOUTS, Rollout
+from specdata.storage.schema import Rollout
 
 SCHEMA_VERSION = 1
-PAIR = Path("runs/toy/pair")
+PAIR = DEMO / "pair"
 TOP_K, KEPT = SamplingConfig(top_k=50), 64
 # What is decoded: so many prompts in batches, and so many of them one at a time.
 PROMPTS, ALONE = 128, 6
-SHARD = 16  # prompts of one shard, where processes share the work
-PARTS = ("speed", "processes", "accounting")
+PARTS = ("speed", "accounting")
 # Accounting: rows decoded together, tokens of a prompt and new ones, rollouts that are labelled.
 BATCHES, PROMPT, NEW, LABELLED = (24, 64, 128), 90, 17, 8
 LARGE = 512  # rows of the forward that labels and distillation are compared with
-GOALS = {
-    "rollouts_per_generate": 5.0,
-    "labels_per_rollouts": 20.0,
-    "two_processes": 1.7,
-    "decode_share": 0.8,
-}
 
 
 def one_at_a_time(target: PreTrainedModel, asked: list[Request]) -> int:
@@ -175,82 +157,6 @@ def ceiling(target: PreTrainedModel, rows: list[Rollout]) -> float:
     a_token = 2 * sum(weight.numel() for weight in target.parameters() if weight.dim() == 2)
     through = tokens_of(rows) + sum(len(row["prompt_ids"]) for row in rows)
     return flops / a_token * tokens_of(rows) / through
-
-
-def processes(folder: Path, repeats: int) -> dict[str, Any]:
-    """Tokens/s of rollouts and labels with one and two processes of a thread each."""
-    rates: dict[str, Any] = {}
-    for kind in ("rollouts", "labels"):
-        medians = {}
-        for count in (1, 2):
-            runs = [together(folder, kind, count) for _ in range(repeats)]
-            medians[count] = statistics.median(runs)
-            rates[f"{kind}_{count}"] = {
-                "median": medians[count],
-                "low": min(runs),
-                "high": max(runs),
-            }
-            print(f"{kind:>9}, processes {count}: {medians[count]:.0f} tokens/s")
-        rates[kind] = medians[2] / medians[1]
-    return rates
-
-
-def together(folder: Path, kind: str, count: int) -> float:
-    """Tokens/s of `count` processes that fill one dataset; loading the models is not counted."""
-    with tempfile.TemporaryDirectory() as out:
-        workers = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--worker", kind, "--dataset", out, "--pair", folder],
-                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(count)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(count)
-        ]
-        for worker in workers:
-            assert worker.stdout is not None
-            assert worker.stdout.readline() == "ready\n"
-        begun = time.perf_counter()
-        for worker in workers:
-            assert worker.stdin is not None
-            worker.stdin.write("go\n")
-            worker.stdin.flush()
-        tokens = [int(worker.stdout.readline()) for worker in workers if worker.stdout]
-        seconds = time.perf_counter() - begun
-        for worker in workers:
-            worker.communicate()
-        return tokens[0] / seconds
-
-
-def worker(folder: Path, kind: str, out: Path) -> int:
-    """Fill the dataset as one of the processes, after a line on stdin says so."""
-    torch.set_num_threads(1)
-    target, draft, _ = pair(folder)
-    asked = requests(folder, 2 * PROMPTS)
-    draw = torch.Generator().manual_seed(1)
-    completions = torch.randint(3, VOCABULARY, (len(asked), 50), generator=draw).tolist()
-    source = datasets.Dataset.from_list(list(map(row, asked, completions)))
-    rolled_out(target, asked[:2])  # the first call of anything is slow
-    print("ready", flush=True)
-    sys.stdin.readline()
-    if kind == "rollouts":
-        starts = range(0, len(asked), SHARD)
-        shards = [partial(rolled_out, target, asked[start : start + SHARD]) for start in starts]
-        fill_dataset(out, ROLLOUTS, Settings({}), shards, lambda rows: None)
-    else:
-        make_labels(
-            target,
-            draft,
-            source,
-            out,
-            LabelsConfig(shard_size=SHARD),
-            sampling=PLAIN,
-            seed=0,
-            settings=Settings({}),
-            report=lambda rows: None,
-        )
-    return int(read_manifest(out)["counts"]["tokens"])
 
 
 def stand_in(layers: int, dtype: str) -> PreTrainedModel:
@@ -414,27 +320,6 @@ def labelling(target: PreTrainedModel, draft: PreTrainedModel, repeats: int) -> 
     }
 
 
-def goals(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was asked for, what came, and whether that is met; parts that were left out are not."""
-    cases = []
-    if speeds := record.get("speed"):
-        for name in ("rollouts_per_generate", "labels_per_rollouts"):
-            cases.append((name, speeds[name], GOALS[name]))
-    for kind in ("rollouts", "labels"):
-        if scaling := record.get("processes"):
-            cases.append((f"{kind}, two processes per one", scaling[kind], GOALS["two_processes"]))
-    for line in record.get("accounting", {}).get("rollouts", ()):
-        name = (
-            f"decoding per bare forward of {line['rows']}, {line['sampler']}, "
-            f"threads {line['threads']}"
-        )
-        cases.append((name, line["share"], GOALS["decode_share"]))
-    return [
-        {"name": name, "found": value, "goal": f"at least {goal:g}", "met": value >= goal}
-        for name, value, goal in cases
-    ]
-
-
 def main() -> None:
     """Run the parts and write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -445,26 +330,15 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="for the accounting")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--dataset", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     transformers.logging.disable_progress_bar()
-    if options.worker:
-        print(worker(options.pair, options.worker, options.dataset), flush=True)
-        return
     record: dict[str, Any] = {}
     if "speed" in options.parts:
         record["speed"] = speed(options.pair, options.repeats)
-    if "processes" in options.parts:
-        record["processes"] = processes(options.pair, options.repeats)
     if "accounting" in options.parts:
         record["accounting"] = accounting(
             options.target, options.draft, options.dtype, options.repeats
         )
-    record["goals"] = goals(record)
-    for entry in record["goals"]:
-        mark = "met" if entry["met"] else "MISSED"
-        print(f"goal {mark}: {entry['name']} {entry['found']:.2f}, {entry['goal']}")
     dtype = options.dtype if options.parts == ["accounting"] else "float32"
     environment = describe_environment(device=str(device()), dtype=dtype, batch_size=BATCH)
     record = {"schema_version": SCHEMA_VERSION, "environment": environment.model_dump(), **record}

@@ -26,7 +26,7 @@ FeatureName = Literal[
     "since_rejection",
 ]
 
-# What pays, by the ablation (`benchmarks/heads.py`): position and since_rejection do not.
+# What pays, by the ablation (`benchmarks/head_figures`): position and since_rejection do not.
 DEFAULT_FEATURES: tuple[FeatureName, ...] = (
     "hidden_before",
     "embedding",

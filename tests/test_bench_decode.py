@@ -15,6 +15,7 @@ from benchmarks.shaped_pair import PROMPT, TEXT, shaped_pair
 from specdata.probability import SamplingConfig, overlap, probabilities
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.exhaustive  # the laboratory
 
 
 @pytest.mark.parametrize("acceptance", [0.5, 0.8])
@@ -39,8 +40,6 @@ def test_a_tiny_pair_is_measured_against_transformers_and_the_limit(tmp_path: Pa
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     report = json.loads(out.read_text())
-    goals = [(goal["what"][:3], goal["goal"]) for goal in report["goals"]]
-    assert goals == [("K=4", 0.9), ("K=4", 2.0), ("K=8", 0.9), ("K=8", 2.0)]
     assert report["agreement"]["acceptance"] == 0.8
     assert "random weights" in report["agreement"]["how"]
     assert report["environment"]["hardware"]["cpu"]
@@ -48,4 +47,5 @@ def test_a_tiny_pair_is_measured_against_transformers_and_the_limit(tmp_path: Pa
         row = report["limit"]["lengths"][f"K={length}"]
         forwards = length * row["draft_step_ms"] + row["target_ms"]
         assert row["round_ms"] == pytest.approx(forwards)
+        assert row["share"] > 0
         assert 1 < report["speeds"][f"K={length}"]["tokens_per_round"] <= length + 1

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.embedded import make_demo
 from benchmarks.head_figures.data import DEMO_PAIR, DOMAINS, MAX_NEW_TOKENS, SEED, of_domains
 from recipes import make_rollouts
 from recipes.config import PipelineConfig, build
@@ -65,8 +64,7 @@ def prepare(*, run: Path, pair: Path, counts: Mapping[str, Mapping[str, int]]) -
         ConfigError: if `run` holds rollouts that were made with other settings.
     """
     if not pair.exists() and pair == DEMO_PAIR:
-        print("the demo's pair is not there: making it (some minutes)", file=sys.stderr)
-        subprocess.run([sys.executable, "recipes/make_rollouts.py"], check=True)
+        make_demo("make_rollouts")
     sets = [
         {"name": name, "split": split, "count": count}
         for split, of_split_ in counts.items()

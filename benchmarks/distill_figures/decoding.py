@@ -1,4 +1,4 @@
-"""Drafts in the project's decoder: tokens a round, and what a drafted token costs."""
+"""Drafts in the project's decoder: what a drafted token costs."""
 
 from __future__ import annotations
 
@@ -10,61 +10,17 @@ import numpy as np
 import torch
 
 from benchmarks.distill_figures.data import Data
-from benchmarks.distill_figures.judge import interval
 from eval.decode_config import DecodeConfig
 from eval.decoder import SpeculativeDecoder
-from eval.measuring.intervals import resamples
 from eval.runtime.engines import Engine
 from specdata.models import load_model
 from specdata.sampling import generator_for
 
 if TYPE_CHECKING:
-    import datasets
+    pass
 
 ENGINE: Engine = "captured"
-AT_ONCE = 32
 TIMED_LENGTH = 4
-
-
-def tokens_per_round(
-    data: Data,
-    draft: Path,
-    rows: datasets.Dataset,
-    *,
-    verifier: str,
-    length: int,
-    max_new_tokens: int,
-    repeats: int,
-) -> dict[str, float]:
-    """Decode every prompt: emitted tokens for each forward of the target, over prompts.
-
-    Args:
-        data: names the pair.
-        draft: folder of the draft.
-        rows: whose prompts are decoded.
-        verifier: "token" or "block".
-        length: drafted tokens of a round, K.
-        max_new_tokens: of each generation.
-        repeats: seeds of each prompt.
-    """
-    decoder = SpeculativeDecoder.from_config(
-        load_model(str(data.target), dtype="float32"),
-        load_model(str(draft), dtype="float32"),
-        DecodeConfig(verifier, length=length),
-    )
-    asked = [(index, repeat) for index in range(len(rows)) for repeat in range(repeats)]
-    prompts, names = rows["prompt_ids"], rows["example_id"]
-    generations = decoder.generate_batch(
-        [torch.tensor(prompts[index]) for index, _ in asked],
-        max_new_tokens=max_new_tokens,
-        generators=[generator_for(0, names[index], repeat) for index, repeat in asked],
-        size=AT_ONCE,
-    )
-    sums = np.zeros((2, len(rows)))
-    for (index, _), made in zip(asked, generations, strict=True):
-        sums[:, index] += len(made.tokens), len(made.rounds)
-    tokens, rounds = sums @ resamples(len(rows)).T
-    return interval(tokens / rounds)
 
 
 def draft_costs(

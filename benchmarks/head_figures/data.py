@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.embedded import DEMO, make_demo
 from heads import BaseHead
 from recipes import make_rollouts, train_head
 from recipes.config import PipelineConfig, build
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from heads.config import HeadConfig
 
 DOMAINS = ("instruct", "maths", "code")
-DEMO_PAIR = Path("runs/toy/pair")
+DEMO_PAIR = DEMO / "pair"
 SEED = 0
 MAX_NEW_TOKENS = 96
 
@@ -77,9 +76,7 @@ def prepare(
         ConfigError: if `run` holds what was made with other settings.
     """
     if not draft.exists() and pair == DEMO_PAIR:
-        print("the demo's pair is not there: making it (some minutes)", file=sys.stderr)
-        for recipe in ("make_rollouts", "train_draft"):
-            subprocess.run([sys.executable, f"recipes/{recipe}.py"], check=True)
+        make_demo("make_rollouts", "train_draft")
     sets = [
         {"name": name, "split": split, "count": count}
         for split, of_split_ in counts.items()

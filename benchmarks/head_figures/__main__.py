@@ -1,4 +1,18 @@
-"""Options, parts and the report of benchmarks/heads.py."""
+"""What acceptance heads save on the embedded pair, in replay by exact expectation and by the clock.
+
+    python -m benchmarks.head_figures [--run runs/heads] [--parts goals ablation clock] [--out FILE]
+
+Trains heads on labelled rollouts of the three embedded domains and replays them on held-out ones:
+against the best fixed draft length and every rule without training, with every threshold chosen on
+dev rows and judged on test rows. Intervals are 95 % bootstraps over prompts, with the same
+resamples for every comparison.
+
+`goals` trains the shipped head on all three domains and on instructions alone; `ablation` drops one
+ingredient at a time; `clock` decodes. What is missing is made: the pair and the draft (`--pair`,
+`--draft`; by default those of recipes/configs/toy-full.yaml), then rollouts, labels and heads in
+`--run`. Whatever is finished there is used again, so a killed benchmark goes on; parts that are not
+asked for stay in FILE as they are.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +40,6 @@ from benchmarks.head_figures.data import (
     prepare,
     train_shipped,
 )
-from benchmarks.head_figures.plots import draw_curve
 from benchmarks.head_figures.replay import (
     FEW,
     Recorded,
@@ -49,7 +62,6 @@ from benchmarks.head_figures.variants import (
 )
 from eval.analysis.savings import closes, saving
 from eval.measuring.environment import describe_environment
-from eval.measuring.intervals import Interval
 from heads import BaseHead
 from heads.inputs import Moment
 from heads.loss import soft_auroc
@@ -57,24 +69,15 @@ from recipes.run import prepare_libraries
 from specdata.storage.files import write_json
 
 SCHEMA_VERSION = 1
-PARTS = ("goals", "ablation", "curve", "clock")
+PARTS = ("goals", "ablation", "clock")
 RIVALS = ("margin", "logit", "cumulative")
-# Time saved by the shipped head against the best fixed length and against each rival, its AUROC,
-# and time saved by a head that was trained on instructions alone.
-GOALS = {
-    "saving_over_best_k": (0.09, 0.075, 0.09),
-    **{f"saving_over_{rival}": (0.04, 0.04, 0.04) for rival in RIVALS},
-    "auroc": (0.86, 0.85, 0.88),
-    "instructions_alone": (0.075, 0.045, 0.045),
-}
-
 Judged = Mapping[str, tuple[Recorded, Recorded]]
 """Domain -> its dev and test rows."""
 
 
-def main(description: str) -> None:
+def main() -> None:
     """Train, replay, decode, print, and write one JSON file."""
-    options = _options(description)
+    options = _options()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     prepare_libraries()
@@ -104,7 +107,6 @@ def main(description: str) -> None:
         "goals": lambda: _goals_part(data, judged, times, options),
         "clock": lambda: _clock_part(data, judged, times, options),
         "ablation": lambda: _ablation_part(data, judged, times, options, console),
-        "curve": lambda: _curve_part(data, judged, times, options, console),
     }
     for part, measure in parts.items():
         if part in options.parts:
@@ -113,15 +115,13 @@ def main(description: str) -> None:
             for grown in measure():  # kept at each step, so that a killed run loses little
                 report |= grown
                 write_json(options.out, report)
-    if "curve" in options.parts:
-        draw_curve(report["curve"]["points"], options.out.with_name("heads-curve.png"))
     _show(report, Console(highlight=False, width=110))
     print(f"written: {options.out}")
 
 
-def _options(description: str) -> argparse.Namespace:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--run", type=Path, default=Path("runs/heads"), help="what is made")
@@ -144,15 +144,6 @@ def _options(description: str) -> argparse.Namespace:
     parser.add_argument("--small", type=int, default=512, help="rollouts a domain of the ablation")
     parser.add_argument("--passes", type=int, default=3, help="of the ablation's training")
     parser.add_argument("--seeds", type=int, default=2, help="of each head of the ablation")
-    parser.add_argument(
-        "--curve",
-        type=int,
-        nargs="+",
-        default=(128, 256, 512, 1024),
-        metavar="N",
-        help="rollouts a domain; the last point is the shipped head on all (default: %(default)s)",
-    )
-    parser.add_argument("--curve-seeds", type=int, default=1, help="of each head of the curve")
     parser.add_argument("--prompts", type=int, default=128, help="decoded of each domain")
     parser.add_argument("--repeats", type=int, default=1, help="seeds of each decoded prompt")
     parser.add_argument(
@@ -202,7 +193,7 @@ def _about(options: argparse.Namespace, data: Data) -> dict[str, Any]:
 def _goals_part(
     data: Data, judged: Judged, times: Times, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """The shipped head, the one of instructions alone and every rule, and whether goals are met."""
+    """The shipped head, the one of instructions alone and every rule."""
     train = dict(zip(DOMAINS, options.train, strict=True))
     heads = {"head": train_shipped(data)} | {
         variant.name: trained(
@@ -211,7 +202,7 @@ def _goals_part(
         for variant in (ALONE, PUBLISHED)
     }
     domains = {domain: _domain(dev, test, heads, times) for domain, (dev, test) in judged.items()}
-    yield {"domains": domains, "goals": _goals(domains)}
+    yield {"domains": domains}
 
 
 def _domain(
@@ -261,20 +252,6 @@ def _aurocs(head: BaseHead, test: Recorded) -> dict[str, Any]:
 def _areas_of(logits: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those that judge a token, at each moment once it is drawn."""
     return {m: values for m, values in logits.items() if m != Moment.BEFORE.name.lower()}
-
-
-def _goals(domains: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {
-            "what": name,
-            "domain": domain,
-            "goal": goal,
-            **domains[domain][name],
-            "met": domains[domain][name]["value"] >= goal,
-        }
-        for name, goals in GOALS.items()
-        for domain, goal in zip(DOMAINS, goals, strict=True)
-    ]
 
 
 def _small(
@@ -362,43 +339,6 @@ def _ablation_part(
         yield {"ablation": {**about, "rows": rows}}
 
 
-def _curve_part(
-    data: Data, judged: Judged, times: Times, options: argparse.Namespace, console: Console
-) -> Iterator[dict[str, Any]]:
-    """AUROC and saving against rollouts."""
-    fixed = {domain: best_length(test.traces, times) for domain, (_, test) in judged.items()}
-    points = []
-    for rollouts in options.curve:
-        begun = time.perf_counter()
-        found = _small(FULL, rollouts, options.epochs, data, judged, times, options.curve_seeds)
-        points.append(_point(dict.fromkeys(DOMAINS, rollouts), found, fixed, judged, times))
-        console.print(f"curve, {rollouts}: {time.perf_counter() - begun:.0f} s")
-    found = _judged(train_shipped(data), judged, times)
-    every = dict(zip(DOMAINS, options.train, strict=True))
-    points.append(_point(every, found, fixed, judged, times))
-    yield {"curve": {"seeds": options.curve_seeds, "points": points}}
-
-
-def _point(
-    rollouts: Mapping[str, int],
-    found: Mapping[str, tuple[list[Replayed], list[float]]],
-    fixed: Mapping[str, Replayed],
-    judged: Judged,
-    times: Times,
-) -> dict[str, Any]:
-    """A point of the curve: domain -> its rollouts, the AUROC and what is saved."""
-    return {
-        domain: {
-            "rollouts": rollouts[domain],
-            "auroc": _mean(areas),
-            "saving_over_best_k": _against(
-                replayed, [fixed[domain]] * len(replayed), judged[domain][1], times
-            ),
-        }
-        for domain, (replayed, areas) in found.items()
-    }
-
-
 def _clock_part(
     data: Data, judged: Judged, times: Times, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
@@ -434,11 +374,6 @@ def _show(report: Mapping[str, Any], console: Console) -> None:
             found = [report["domains"][domain]["rules"][name] for domain in DOMAINS]
             rules.add_row(name, *(_percent(each["saving_over_best_k"]) for each in found))
         console.print(rules)
-        for goal in report["goals"]:
-            verdict = "met" if goal["met"] else "MISSED"
-            figure = Interval(goal["value"], goal["low"], goal["high"])
-            what = f"{goal['what']}, {goal['domain']}"
-            console.print(f"{verdict:7} {what:40} {figure}, goal {100 * goal['goal']:.3g} %")
     for row in report.get("ablation", {}).get("rows", ()):
         of_each = (row["domains"][domain] for domain in DOMAINS)
         shown = [
@@ -452,3 +387,7 @@ def _percent(figure: Mapping[str, float] | None) -> str:
     if figure is None:
         return ""
     return f"{100 * figure['value']:.1f} [{100 * figure['low']:.1f}, {100 * figure['high']:.1f}]"
+
+
+if __name__ == "__main__":
+    main()
