@@ -68,8 +68,8 @@ class HeadMetrics:
             a(1 - a) of acceptance itself; a perfect predictor scores 0.
         mean_accept: mean label.
         mean_predicted: mean prediction.
-        auroc_width: how wide the AUROC's 95 % interval is, about; None without an AUROC, with less
-            than one token of a kind, and for heads of earlier versions.
+        auroc_width: how wide the AUROC's 95 % interval is, about; None without an AUROC, or with
+            less than one token of a kind.
     """
 
     tokens: int
@@ -81,7 +81,7 @@ class HeadMetrics:
     brier: float
     mean_accept: float
     mean_predicted: float
-    auroc_width: float | None = None
+    auroc_width: float | None
 
 
 def binary_kl(logits: Tensor, accept: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ WARPED = SamplingConfig(temperature=0.8, top_k=3)
 SAMPLERS = {
     "plain": SamplingConfig(),
     "warped": WARPED,
-    "nucleus": SamplingConfig(temperature=1.3, top_p=0.7),
     "greedy": SamplingConfig(temperature=0.0),
 }
 

@@ -28,7 +28,6 @@ from distill.trainer import draft_trainer
 from distill.training import save_model, train_resumably
 from recipes.checks import check_lora
 from recipes.config import PipelineConfig, parse
-from specdata.draft_vocabulary import kept_tokens, reduce_vocabulary
 from specdata.errors import ConfigError, ManifestError
 from specdata.lm_head import find_lm_head
 from specdata.models import copy_tokenizer, load_generation, load_model, load_tokenizer
@@ -195,39 +194,11 @@ def changes_of(trained: Path, start: Path) -> dict[str, Tensor]:
     return {name: after[name] - before[name] for name in before}
 
 
-def test_checkpointed_activations_give_the_same_adapters(pair: Path, tmp_path: Path) -> None:
-    """Frozen embeddings give no gradient, where older checkpointing would drop all of them."""
-    for name in ("plain", "checkpointed"):
-        config = QUICK.model_copy(update={"gradient_checkpointing": name == "checkpointed"})
-        distilled(pair, tmp_path / name, config)
-    changes = changes_of(tmp_path / "checkpointed", pair / "draft")
-    for name, expected in changes_of(tmp_path / "plain", pair / "draft").items():
-        assert torch.equal(changes[name], expected)
-        assert expected.any() == ("_proj" in name)
-
-
 def test_adapters_of_a_forward_in_bfloat16_stay_in_float32(pair: Path, tmp_path: Path) -> None:
     distilled(pair, tmp_path / "draft", QUICK.model_copy(update={"precision": "bfloat16"}))
     change = changes_of(tmp_path / "draft", pair / "draft")["model.layers.0.mlp.up_proj.weight"]
     assert change.dtype == torch.float32
     assert torch.linalg.matrix_rank(change, rtol=1e-3) == LORA.rank
-
-
-def test_a_draft_with_a_reduced_vocabulary_takes_adapters(pair: Path, tmp_path: Path) -> None:
-    kept = list(range(0, 320, 2))
-    reduced = load_model(str(pair / "draft"))
-    reduce_vocabulary(reduced, kept)
-    save_model(reduced, tmp_path / "reduced")
-    copy_tokenizer(str(pair / "draft"), tmp_path / "reduced")
-    result = distilled(pair, tmp_path / "draft", draft=tmp_path / "reduced")
-    assert result.acceptance_after > result.acceptance_before
-    before, after = weights(tmp_path / "reduced"), weights(tmp_path / "draft")
-    assert before.keys() == after.keys()
-    for name in before:
-        assert torch.equal(after[name], before[name]) == ("_proj" not in name)
-    tokens = kept_tokens(load_model(str(tmp_path / "draft")))
-    assert tokens is not None
-    assert tokens.tolist() == kept
 
 
 def test_a_rank_beyond_the_hidden_size_is_refused(pair: Path) -> None:

@@ -42,7 +42,7 @@ def counts(out: Generation) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("size", [1, 3])
 def test_each_sequence_of_a_batch_is_what_decoding_it_alone_gives(name: str, size: int) -> None:
     """In float64, so that rounding cannot decide a draw."""
     target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(1, vocab=40)

@@ -150,7 +150,6 @@ def test_adapters_are_put_on_a_reduced_draft_and_merged(tmp_path: Path) -> None:
 
 
 EXACT = {
-    "token": (DecodeConfig(length=2), "eager"),
     "block": (DecodeConfig(verifier="block", length=2), "captured"),
     "tree": (DecodeConfig(verifier="rrs_wor", drafter="tree", widths=(2, 2)), "captured"),
 }
