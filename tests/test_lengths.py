@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from eval.measuring.metrics import speed_ratio_interval
-from eval.measuring.results import Results, Run
+from eval.measuring.pooled import pool
+from eval.measuring.results import Results
 from eval.reporting.lengths import longest_measured, measured_lengths
 from specdata.errors import ManifestError
 from tests.synthetic_results import synthetic_results
@@ -14,10 +14,6 @@ from tests.synthetic_results import synthetic_results
 @pytest.fixture(scope="module")
 def results() -> Results:
     return synthetic_results(datasets=("alpaca", "gsm8k"))
-
-
-def runs_of(results: Results, name: str) -> list[Run]:
-    return [run for run in results.runs if run.method == name]
 
 
 def test_the_best_length_of_each_engine_is_the_fastest_of_all_that_was_measured(
@@ -32,20 +28,15 @@ def test_the_best_length_of_each_engine_is_the_fastest_of_all_that_was_measured(
     ]
     ours = best["draftsmith"]
     assert ours is not None
-    speeds = {}
-    for name in ("fixed-2", "fixed-4", "fixed-6", "fixed-8", "fixed-12", "block-6"):
-        runs = runs_of(results, name)
-        speeds[name] = sum(r.tokens for r in runs) / sum(r.seconds["total"] for r in runs)
+    names = ("fixed-2", "fixed-4", "fixed-6", "fixed-8", "fixed-12", "block-6")
+    rows = {row.method: row for row in pool(results) if row.method in names}
+    speeds = {name: row.value("tokens_per_second") or 0.0 for name, row in rows.items()}
     first, second = sorted(speeds, key=speeds.__getitem__, reverse=True)[:2]
     assert (ours.method, ours.runner_up) == (first, second)
-    assert ours.speed == pytest.approx(speeds[first])
-    assert ours.interval[0] < ours.speed < ours.interval[1]
+    assert ours.speed.value == speeds[first]
+    assert ours.speed.low < ours.speed.value < ours.speed.high
     assert ours.measured == (2, 4, 6, 8, 12)
-    assert ours.ratio == pytest.approx(speeds[first] / speeds[second])
-    pooled = [
-        [g for run in runs_of(results, name) for g in run.generations] for name in (first, second)
-    ]
-    assert ours.ratio_interval == speed_ratio_interval(*pooled)
+    assert ours.ratio == rows[first].over(rows[second], "tokens_per_second")
 
 
 def test_transformers_has_the_best_of_its_own_lengths(results: Results) -> None:

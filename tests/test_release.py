@@ -188,8 +188,9 @@ def test_the_draft_card_names_the_best_length_of_each_engine_with_its_interval(
             continue
         (row,) = [line for line in card.splitlines() if line.startswith(f"| {engine} | K")]
         assert f"K = {best.length}" in row
-        low, high = best.interval
-        assert escape_markdown(f"{best.speed:.1f} [{low:.1f}, {high:.1f}]") in row
+        speed = best.speed
+        said = f"{speed.value:.1f} [{speed.low:.1f}, {speed.high:.1f}]"
+        assert escape_markdown(said) in row
         assert str(best.runner_up) in row
         assert ("not told apart" in row) == best.tied
 

@@ -16,8 +16,6 @@ import numpy as np
 from eval.measuring.intervals import Array, bootstrap_weights, interval
 from eval.measuring.records import PromptRecord, Strict, check_identity
 
-Interval = tuple[float, float]
-
 
 class Metrics(Strict):
     """The published metrics of one method on one dataset.
@@ -65,7 +63,7 @@ class Metrics(Strict):
     tokens_per_second: float | None
     speedup: float | None
     total_variation: float | None
-    intervals: dict[str, Interval]
+    intervals: dict[str, tuple[float, float]]
     seconds: dict[str, float]
 
 
@@ -158,7 +156,7 @@ def compute_metrics(
 
 def speed_ratio_interval(
     records: Sequence[PromptRecord], other: Sequence[PromptRecord], *, seed: int = 0
-) -> Interval:
+) -> tuple[float, float]:
     """Interval of tokens/s over `other`'s tokens/s, paired by prompt.
 
     Raises:
@@ -237,7 +235,7 @@ def _whole(sums: _Sums) -> _Sums:
     return sums.weighted(np.ones(len(sums.drafted)))
 
 
-def _ratio_interval(resampled: _Sums, base: _Sums) -> Interval:
+def _ratio_interval(resampled: _Sums, base: _Sums) -> tuple[float, float]:
     """Interval of a ratio of speeds; both were resampled with the same weights."""
     return interval(resampled.rate("tokens_per_second") / base.rate("tokens_per_second"))
 
@@ -305,7 +303,9 @@ def fit_latency(records: Sequence[PromptRecord]) -> LatencyFit | None:
     )
 
 
-def latency_intervals(records: Sequence[PromptRecord]) -> tuple[Interval, Interval]:
+def latency_intervals(
+    records: Sequence[PromptRecord],
+) -> tuple[tuple[float, float], tuple[float, float]]:
     """95 % intervals of t_draft and t_target of `fit_latency`, of which there must be a fit.
 
     Prompts are resampled with all their generations, whatever the method. Of two times that may not

@@ -17,7 +17,6 @@ from eval.drafting.stopping import STOPPING_RULES, StoppingRule
 from eval.measuring.environment import Environment
 from eval.measuring.methods import PLAIN
 from eval.measuring.metrics import (
-    Interval,
     LatencyFit,
     Metrics,
     compute_metrics,
@@ -107,7 +106,7 @@ class Run(Metrics, Method):
             dict(zip(stored, values, strict=True)) for values in zip(*stored.values(), strict=True)
         ]
 
-    def rate(self, name: str) -> tuple[float | None, Interval | None]:
+    def rate(self, name: str) -> tuple[float | None, tuple[float, float] | None]:
         """A rate and its interval; None for those that do not exist.
 
         Args:

@@ -7,11 +7,11 @@ cost other shares of a round. So an engine that was not measured has no best len
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from eval.measuring.metrics import Interval, compute_metrics, speed_ratio_interval
-from eval.measuring.records import PromptRecord
-from eval.measuring.results import Results, Run
+from eval.measuring.intervals import Interval
+from eval.measuring.pooled import PooledRow, pool
+from eval.measuring.results import Results
 from eval.reporting.rendering import NOT_MEASURED
 from specdata.errors import ManifestError
 
@@ -34,42 +34,36 @@ class MeasuredLength:
         method: the method that was fastest over all prompt sets together.
         verifier: its acceptance rule; None where the engine does not say.
         length: tokens it drafts a round.
-        speed: its tokens a second, over all prompt sets.
-        interval: of that speed, over prompts.
+        speed: its tokens a second, over all prompt sets, each counting alike.
         measured: every length that was measured with this engine, ascending.
         runner_up: the next fastest method; None if there was no other.
-        ratio: speed of the fastest over that of the runner-up.
-        ratio_interval: of that ratio, paired by prompt.
+        ratio: speed of the fastest over that of the runner-up, paired by prompt.
     """
 
     engine: str
     method: str
     verifier: str | None
     length: int
-    speed: float
-    interval: Interval
+    speed: Interval
     measured: tuple[int, ...]
     runner_up: str | None = None
-    ratio: float | None = None
-    ratio_interval: Interval | None = None
+    ratio: Interval | None = None
 
     @property
     def tied(self) -> bool:
         """Whether the runner-up may be as fast: the interval of the ratio contains 1."""
-        return self.ratio_interval is not None and self.ratio_interval[0] <= 1.0
+        return self.ratio is not None and self.ratio.low <= 1.0
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
         """Best length, speed, all measured lengths and the next best, as text."""
         best = f"K = {self.length}" + (f", {self.verifier} verification" if self.verifier else "")
-        low, high = self.interval
-        against = NOT_MEASURED
-        if self.ratio_interval is not None:
-            below, above = self.ratio_interval
-            against = f"{self.ratio:.2f}x [{below:.2f}, {above:.2f}] {self.runner_up}"
+        speed, ratio, against = self.speed, self.ratio, NOT_MEASURED
+        if ratio is not None:
+            against = f"{ratio.value:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}] {self.runner_up}"
             against += ": not told apart" if self.tied else ""
         lengths = f"K = {', '.join(map(str, self.measured))}"
-        return best, f"{self.speed:.1f} [{low:.1f}, {high:.1f}]", lengths, against
+        return best, f"{speed.value:.1f} [{speed.low:.1f}, {speed.high:.1f}]", lengths, against
 
 
 def measured_lengths(results: Results) -> dict[str, MeasuredLength | None]:
@@ -87,51 +81,32 @@ def longest_measured(results: Results) -> int:
         ManifestError: if none was.
     """
     drafters = [drafter for drafter in ENGINES.values() if drafter]
-    methods = [runs for drafter in drafters for runs in _of_drafter(results, drafter)]
+    methods = [row for drafter in drafters for row in _of_drafter(results, drafter)]
     if not methods:
         raise ManifestError(
             "the card of a draft needs a measured draft length: evaluate a method with a fixed"
             " length (stop: fixed) on every prompt set"
         )
-    return max(runs[0].length or 0 for runs in methods)
+    return max(row.runs[0].length or 0 for row in methods)
 
 
-def _of_drafter(results: Results, drafter: str) -> list[list[Run]]:
-    """The runs of each lossless method of a fixed length that was measured on every prompt set."""
-    methods: dict[str, list[Run]] = {}
-    for run in results.runs:
-        if run.drafter == drafter and run.fixed_length and run.lossless and run.length:
-            methods.setdefault(run.method, []).append(run)
-    return [runs for runs in methods.values() if len(runs) == len(results.datasets())]
+def _of_drafter(results: Results, drafter: str) -> list[PooledRow]:
+    """Each lossless method of a fixed length that was measured on every prompt set."""
+    rows = [row for row in pool(results) if row.drafter == drafter and row.lossless]
+    return [row for row in rows if row.runs[0].fixed_length and row.runs[0].length]
 
 
-def _best(engine: str, methods: Sequence[list[Run]]) -> MeasuredLength | None:
+def _best(engine: str, methods: Sequence[PooledRow]) -> MeasuredLength | None:
     if not methods:
         return None
-    speeds = {id(runs): compute_metrics(_generations(runs)) for runs in methods}
-    ranked = sorted(methods, key=lambda runs: -(speeds[id(runs)].tokens_per_second or 0.0))
-    first, best = ranked[0], speeds[id(ranked[0])]
-    assert best.tokens_per_second is not None  # `measured_lengths` asks timed results only
-    found = MeasuredLength(
+    first, *others = sorted(methods, key=lambda row: -(row.value("tokens_per_second") or 0.0))
+    return MeasuredLength(
         engine=engine,
-        method=first[0].method,
-        verifier=first[0].verifier,
-        length=first[0].length or 0,
-        speed=best.tokens_per_second,
-        interval=best.intervals["tokens_per_second"],
-        measured=tuple(sorted({runs[0].length or 0 for runs in methods})),
+        method=first.method,
+        verifier=first.runs[0].verifier,
+        length=first.runs[0].length or 0,
+        speed=Interval.of(first.rates["tokens_per_second"]),
+        measured=tuple(sorted({row.runs[0].length or 0 for row in methods})),
+        runner_up=others[0].method if others else None,
+        ratio=first.over(others[0], "tokens_per_second") if others else None,
     )
-    if len(ranked) == 1:
-        return found
-    second, speed = ranked[1], speeds[id(ranked[1])].tokens_per_second
-    assert speed is not None
-    return replace(
-        found,
-        runner_up=second[0].method,
-        ratio=best.tokens_per_second / speed,
-        ratio_interval=speed_ratio_interval(_generations(first), _generations(second)),
-    )
-
-
-def _generations(runs: Sequence[Run]) -> list[PromptRecord]:
-    return [record for run in runs for record in run.generations]
