@@ -25,10 +25,9 @@ from eval.analysis.head_verdict import HeadVerdict
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.results import Results, check_metrics, read_results
 from eval.reporting.lengths import measured_lengths
-from eval.reporting.metadata import About, hub_id, metadata, public_name
+from eval.reporting.metadata import About, check_repository, hub_id, metadata, public_name
 from eval.reporting.release import head_run, release_draft, release_head
 from eval.reporting.rendering import escape_markdown
-from eval.reporting.serving import acceptance_positions
 from eval.reporting.table import chosen
 from heads import AcceptanceHead, BaseHead, ImmediateHead
 from specdata.errors import ConfigError, ManifestError, VocabularyMismatchError
@@ -296,6 +295,12 @@ def test_a_licence_or_language_that_the_hub_refuses_is_refused(wrong: dict[str, 
         About(**wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["no-owner", "a/b/c", "a b/c", "../up"])
+def test_a_repository_is_owner_and_name(name: str) -> None:
+    with pytest.raises(ConfigError, match="OWNER/NAME"):
+        check_repository(name)
+
+
 def test_the_draft_card_generates_under_the_measured_sampling(pair: Pair, draft: Path) -> None:
     (code,) = code_blocks(ModelCard.load(draft / "README.md"), "python")
     for each in (code, uncommented(code)):
@@ -308,16 +313,14 @@ def test_the_draft_card_generates_under_the_measured_sampling(pair: Pair, draft:
     assert "custom_generate" in given
 
 
-def test_a_local_folder_is_no_base_model(pair: Pair, tmp_path: Path) -> None:
-    out = release_draft(pair.draft, tmp_path / "out", pair.results, About(str(pair.target)))
-    assert "base_model" not in ModelCard.load(out / "README.md").data.to_dict()
-
-
 @pytest.mark.parametrize("kind", ["draft", "head"])
 def test_every_number_of_the_table_is_in_the_results(
     pair: Pair, kind: str, request: pytest.FixtureRequest
 ) -> None:
-    text = ModelCard.load(request.getfixturevalue(kind) / "README.md").text
+    folder = request.getfixturevalue(kind)
+    text = ModelCard.load(folder / "README.md").text
+    is_rectangular(text)
+    check_metrics(read_results(folder / "results.json"))
     measured = text[text.index("## Measured") :]
     for name in chosen(pair.results):
         (row,) = [line for line in measured.splitlines() if re.match(rf"\| {name}( †)? \|", line)]
@@ -325,6 +328,9 @@ def test_every_number_of_the_table_is_in_the_results(
             low, high = run.intervals["speedup"]
             assert f"{run.speedup:.2f}x [{low:.2f}, {high:.2f}]" in row
     assert pair.results.environment.git_commit[:7] in text  # type: ignore[index]
+    if kind == "draft":
+        longest = next(r for r in pair.results.of("alpaca") if r.method == "fixed-12")
+        assert ", ".join(f"{share:.3f}" for share in longest.acceptance_by_position) in text
     assert "Prompts: alpaca 12, gsm8k 12" in text
     assert "95 %" in text
 
@@ -338,18 +344,6 @@ def is_rectangular(card: str) -> None:
             continue
         widths.append(len(re.findall(r"(?<!\\)\|", line)))
         assert widths[-1] == widths[0], line
-
-
-def test_datasets_of_a_card_are_rectangular(draft: Path, head: Path) -> None:
-    for folder in (draft, head):
-        is_rectangular((folder / "README.md").read_text())
-
-
-def test_the_draft_card_gives_acceptance_by_position(pair: Pair, draft: Path) -> None:
-    text = ModelCard.load(draft / "README.md").text
-    longest = next(r for r in pair.results.of("alpaca") if r.method == "fixed-12")
-    for share in longest.acceptance_by_position:
-        assert f"{share:.3f}" in text
 
 
 def test_engines_that_want_equal_output_sizes_are_left_out_for_others(tmp_path: Path) -> None:
@@ -451,11 +445,6 @@ def test_no_release_names_a_folder_of_this_machine(pair: Pair, draft: Path, head
                 assert str(pair.target.parent) not in path.read_text(encoding="utf-8"), path
 
 
-def test_a_release_carries_results_that_can_be_recomputed(draft: Path, head: Path) -> None:
-    check_metrics(read_results(draft / "results.json"))
-    check_metrics(read_results(head / "results.json"))
-
-
 def test_nothing_is_uploaded_unless_a_repository_is_named(pair: Pair, tmp_path: Path) -> None:
     # The tests run offline, so an attempt to reach the Hub shows as this error.
     out = tmp_path / "draft"
@@ -502,6 +491,7 @@ def stranger(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         return drive(out, orders, **environment)
 
 
+@pytest.mark.slow
 def test_repositories_on_the_hub_decode_with_transformers_alone_as_we_do(
     pair: Pair, stranger: dict[str, Any]
 ) -> None:
@@ -600,12 +590,6 @@ def test_another_tokenizer_is_refused(pair: Pair, tmp_path: Path) -> None:
         release_draft(pair.draft, tmp_path / "out", pair.results.model_copy(update={"runs": runs}))
 
 
-@pytest.mark.parametrize("name", ["no-owner", "a/b/c", "a b/c", "../up"])
-def test_a_repository_is_owner_and_name(pair: Pair, tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="OWNER/NAME"):
-        release_head(pair.head, tmp_path / "out", pair.results, push_to=name)
-
-
 def test_a_finished_release_is_not_overwritten(pair: Pair, draft: Path) -> None:
     with pytest.raises(FileExistsError):
         release_draft(pair.draft, draft, pair.results)
@@ -617,24 +601,3 @@ def test_names_are_escaped_in_markdown() -> None:
     assert public_name("acme/draft-160m") == "acme/draft-160m"
     assert public_name("/home/me/runs/toy/draft/model") == "draft"
     assert public_name("/home/me/target") == "target"
-
-
-def test_the_draft_card_gives_positions_of_token_verification_where_it_was_measured(
-    pair: Pair,
-) -> None:
-    longer = [
-        run.model_copy(
-            update={
-                "acceptance_by_position": [*run.acceptance_by_position, 0.123, 0.1],
-                "method": "block-longer",
-                "verifier": "block",
-            }
-        )
-        for run in pair.results.runs
-        if run.method == "fixed-12"
-    ]
-    results = pair.results.model_copy(update={"runs": [*pair.results.runs, *longer]})
-    positions = acceptance_positions(results)
-    assert {dataset: run.method for dataset, run in positions.items()} == dict.fromkeys(
-        results.datasets(), "fixed-12"
-    )

@@ -28,7 +28,16 @@ from eval.reporting.charts import (
     positions_of,
 )
 from eval.reporting.lengths import measured_lengths
-from eval.reporting.report import COLUMNS, Context, render_page, sections_of, terminal, write_report
+from eval.reporting.overall import overall
+from eval.reporting.report import (
+    ALL_SETS,
+    COLUMNS,
+    Context,
+    render_page,
+    sections_of,
+    terminal,
+    write_report,
+)
 from tests.synthetic_results import ENVIRONMENT, method, synthetic_results
 
 EVIL = "<script>alert('x')</script> $\\frac{1}{2}$ [bold]&amp; {{ 7 * 7 }}"
@@ -156,6 +165,15 @@ def test_the_page_shows_every_method_with_its_figures(page: Page, results: Resul
     for engine, best in measured_lengths(results).items():
         assert best is not None or engine in ("transformers", "vLLM", "SGLang", "llama.cpp")
         assert best is None or all(cell in text for cell in best.cells)
+
+
+def test_the_page_says_first_what_is_fastest_then_over_all_sets_then_over_each(
+    html: str, results: Results
+) -> None:
+    marks = ['class="finding"', 'class="caution"', 'id="results"', f"<strong>{ALL_SETS}"]
+    places = [html.index(mark) for mark in [*marks, "<strong>alpaca", "<strong>gsm8k"]]
+    assert places == sorted(places)
+    assert html.count('class="caution"') == len(overall(results).cautions) > 0
 
 
 def test_names_and_sample_texts_are_text_and_never_markup(html: str, results: Results) -> None:
