@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import io
 import os
 import sys
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
 LINE_SECONDS = 5.0
 _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 _LINE = "{desc}: {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-# What reports and tables hold besides ASCII, as it is written where the encoding lacks it.
-_ASCII = {"★": "*", "≈": "~", "\N{EN DASH}": "-", "…": "...", "²": "2"}
-_ERRORS = "draftsmith.ascii"
 
 
 def progress(
@@ -112,18 +108,10 @@ def visible(text: str) -> str:
 
 
 def accept_any_text() -> None:
-    """Make stdout and stderr take text that their encoding lacks, as ASCII in place of an error."""
-    codecs.register_error(_ERRORS, _as_ascii)
+    """Make stdout and stderr spell out what their encoding lacks, in place of an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=_ERRORS)
-
-
-def _as_ascii(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    letters = error.object[error.start : error.end]
-    return "".join(_ASCII.get(letter) or ascii(letter)[1:-1] for letter in letters), error.end
+            stream.reconfigure(errors="backslashreplace")
 
 
 def end_quietly_when_interrupted() -> None:

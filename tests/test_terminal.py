@@ -55,10 +55,10 @@ def test_progress_on_a_terminal_is_one_line_that_is_drawn_over() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("encoding", "expected"),
-    [("ascii", b"* ~ - \\xe9 ... \\u9f98"), ("latin-1", b"* ~ - \xe9 ... \\u9f98")],
+    [("ascii", rb"\u2605 \xe9"), ("latin-1", b"\\u2605 \xe9")],
 )
-def test_text_that_an_encoding_lacks_is_written_as_ascii(encoding: str, expected: bytes) -> None:
-    text = "\u2605 \u2248 \u2013 \u00e9 \u2026 \u9f98"
+def test_text_that_an_encoding_lacks_is_spelt_out(encoding: str, expected: bytes) -> None:
+    text = "\u2605 \u00e9"
     code = f"from specdata.terminal import accept_any_text as f; f(); print({text!a})"
     done = subprocess.run(
         [sys.executable, "-c", code],
