@@ -110,6 +110,7 @@ def test_output_distribution_is_the_target_distribution(
     assert total_variation(emitted, joint_distribution(p, (), case.depth + 1)) <= 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("verifier", "case"), over_cases())
 def test_verdict_is_a_distribution_without_impossible_tokens(
     verifier: Verifier, case: Case
@@ -163,6 +164,7 @@ def test_only_greedy_block_carries_a_residual() -> None:
 # --- sampling ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("verifier", "case"), over_kinds())
 def test_sampled_outcomes_follow_the_enumerated_distribution(
     verifier: Verifier, case: Case
@@ -308,7 +310,7 @@ def wide_draft(kind: str, distributions: Tensor, generator: torch.Generator) -> 
     )
 
 
-@pytest.mark.parametrize("vocabulary", [3000, 131072])
+@pytest.mark.parametrize("vocabulary", [3000, pytest.param(131072, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("verifier", EVERY_VERIFIER)
 def test_float32_agrees_with_float64(verifier: Verifier, vocabulary: int, request: Any) -> None:
     """Probabilities of stopping, and of what is emitted where it stops, to 2e-5."""

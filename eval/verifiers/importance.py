@@ -8,12 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eval.verifiers.multi_candidate import follow_if_drafted
+from eval.verifiers.multi_candidate import follow_if_drafted, token
 from eval.verifiers.rule import Candidates, NodeRule, Rng
-from eval.verifiers.selection.arrays import Array, Ids
-from eval.verifiers.selection.groups import largest
+from eval.verifiers.selection.groups import Array, Ids, largest
 from eval.verifiers.selection.solvers import Solver, selector
-from eval.verifiers.token import token
 from specdata.probability import residual
 
 # A drafted token has b > 0, but a product of tiny probabilities may round to 0.

@@ -1,4 +1,6 @@
-"""Several candidates for one position: naive sampling, recursive rejection, greedy drafts.
+"""Candidates for a position, one or several: `token`, `naive`, `rrs`, `rrs_wor`, `greedy_draft`.
+
+Beside them `batch`, whose rollouts compete for the first position only.
 
 A candidate counts as accepted whenever the emitted token equals it, also if that token was drawn
 from a residual: the next position is then verified below that candidate.
@@ -11,8 +13,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from eval.verifiers.rule import Candidates, Rng
+from eval.drafts import DraftTree
+from eval.verifiers.rule import Candidates, Outcome, Rng
 from specdata.probability import residual
+
+
+def token(p: Tensor, candidates: Candidates, rng: Rng) -> int | Tensor:
+    """Token verification: accept x with probability min(1, p(x)/q(x)), else draw from (p - q)+.
+
+    Implements Leviathan et al. 2023 (arXiv:2211.17192), Algorithm 1, and Chen et al. 2023
+    (arXiv:2302.01318), Algorithm 2. Lossless. Expected accepted length on a chain:
+    sum_l sum_{x^l} prod_i min(p, q)(x_i | x^{i-1}).
+    """
+    if rng.bernoulli(candidates.p[0] / candidates.q[0]):
+        return 0
+    return residual(p, candidates.distributions[0])
 
 
 def follow_if_drafted(distribution: Tensor, tokens: Sequence[int], rng: Rng) -> int | Tensor:
@@ -101,3 +116,22 @@ def _without(q: Tensor, tokens: Sequence[int]) -> Tensor:
     rest = q.index_fill(0, q.new_tensor(list(tokens)).long(), 0.0)
     mass = rest.sum()
     return rest / mass if float(mass) > 0 else rest
+
+
+def batch(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
+    """Recursive rejection over the first tokens, then token verification of the accepted rollout.
+
+    Implements Yin et al. 2024 (NeurIPS, arXiv:2411.00841), Algorithm 4. Paper symbols: the paper's
+    q is the target p here and its p the draft q. Lossless. A rollout that merely shares a prefix
+    with the accepted one is not used again. `eval.analysis.theory.batch_rejections` is its expected
+    number of rejections (Theorem 3); here a round that accepts a whole rollout adds a token drawn
+    from p.
+    """
+    node, children, rule = 0, tree.children_of[0], rrs
+    while children:
+        outcome = rule(target[node], Candidates.of(tree, children, target, tree.parent_list), rng)
+        if isinstance(outcome, Tensor):
+            return Outcome(node, outcome)
+        node, rule = children[outcome], token
+        children = tree.children_of[node]
+    return Outcome(node, target[node])

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from eval.verifiers.batch import batch
 from eval.verifiers.biased import biased_opt, biased_uno
 from eval.verifiers.block import block, greedy_block
 from eval.verifiers.importance import importance
 from eval.verifiers.kseq import kseq
-from eval.verifiers.multi_candidate import greedy_draft, naive, rrs, rrs_wor
+from eval.verifiers.multi_candidate import batch, greedy_draft, naive, rrs, rrs_wor, token
 from eval.verifiers.multipath_block import multipath_block
 from eval.verifiers.rule import Rule, walk
-from eval.verifiers.token import token
 from eval.verifiers.traversal import traversal
 
 RULES: Mapping[str, Callable[..., Rule]] = MappingProxyType(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from eval.verifiers.selection.arrays import Array, Ids
+Array = NDArray[np.float64]
+Ids = NDArray[np.int64]
 
 # Ratios p/q from 1/16 to 16 in steps of an eighth of an octave.
 OCTAVES, PER_OCTAVE = 4, 8

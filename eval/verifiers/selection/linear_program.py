@@ -9,7 +9,7 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-from eval.verifiers.selection.arrays import Array
+from eval.verifiers.selection.groups import Array
 
 # More pairs than this take minutes and gigabytes (630 tokens).
 MAX_PAIRS = 200_000

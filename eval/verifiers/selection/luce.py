@@ -16,8 +16,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eval.verifiers.selection.arrays import Array, Ids
-from eval.verifiers.selection.groups import BUCKETS, group_masses, groups_by_ratio, largest
+from eval.verifiers.selection.groups import (
+    BUCKETS,
+    Array,
+    Ids,
+    group_masses,
+    groups_by_ratio,
+    largest,
+)
 from eval.verifiers.selection.pairs import PairRule
 
 # Tokens with a theta of their own.

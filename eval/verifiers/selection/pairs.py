@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from eval.verifiers.selection.arrays import Array, Ids
-from eval.verifiers.selection.groups import group_masses
+from eval.verifiers.selection.groups import Array, Ids, group_masses
 
 NO_IDS: Ids = np.zeros(0, dtype=np.int64)
 

@@ -16,8 +16,14 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from eval.verifiers.selection.arrays import Array, Ids
-from eval.verifiers.selection.groups import BUCKETS, group_masses, groups_by_ratio, largest
+from eval.verifiers.selection.groups import (
+    BUCKETS,
+    Array,
+    Ids,
+    group_masses,
+    groups_by_ratio,
+    largest,
+)
 from eval.verifiers.selection.linear_program import solve_linear_program, solve_max_flow
 from eval.verifiers.selection.luce import fit_pair, fit_race
 from eval.verifiers.selection.pairs import NO_IDS, PairRule, constant_rule, pair_masses
