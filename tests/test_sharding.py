@@ -112,6 +112,12 @@ def start(
     ]
 
 
+def run_here(pair: Path, folder: Path) -> int:
+    """The recipe in this process; its exit status."""
+    output = str(folder / "out")
+    return RECIPE.run(["--config", str(pair / "pair.yaml"), "--output", output])
+
+
 def end(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     """Exit status and stderr of each."""
     errors = [process.communicate(timeout=120)[1] for process in processes]
@@ -130,7 +136,7 @@ def content(folder: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def alone(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("alone")
-    assert [status for status, _ in end(start(pair, folder, 1))] == [0]
+    assert run_here(pair, folder) == 0
     rows = load_stored(folder / "out" / "rollouts")
     keys = set(zip(rows["example_id"], rows["sample"], strict=True))
     assert len(keys) == len(rows) == 2 * PROMPTS
@@ -149,22 +155,18 @@ def test_several_processes_make_the_bytes_of_one(
 
 
 @pytest.mark.slow
-def test_rollouts_killed_at_any_moment_end_with_the_same_bytes(
+def test_rollouts_killed_in_two_processes_end_in_one_with_the_same_bytes(
     pair: Path, tmp_path: Path, alone: dict[str, bytes]
 ) -> None:
-    count = 2
     dataset = tmp_path / "out" / "rollouts"
-    moments = ("manifest.json", ".progress/shard-00006.parquet.json")
-    for moment, number in zip(moments, (signal.SIGKILL, signal.SIGTERM), strict=True):
-        processes = start(pair, tmp_path, count)
-        while not list(dataset.glob(moment)):
-            assert all(process.poll() is None for process in processes), "too late to kill it"
-        for process in processes:
-            process.send_signal(number)
-        expected = -signal.SIGKILL if number == signal.SIGKILL else 143
-        assert [status for status, _ in end(processes)] == [expected] * count
+    processes = start(pair, tmp_path, 2)
+    while not list(dataset.glob(".progress/shard-00006.parquet.json")):
+        assert all(process.poll() is None for process in processes), "too late to kill it"
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+    assert [status for status, _ in end(processes)] == [-signal.SIGKILL] * 2
     assert not json.loads((dataset / "manifest.json").read_text())["finished"]
-    assert [status for status, _ in end(start(pair, tmp_path, 3 - count))] == [0] * (3 - count)
+    assert run_here(pair, tmp_path) == 0
     assert content(tmp_path) == alone
 
 
@@ -207,20 +209,20 @@ def test_when_the_main_process_dies_the_other_finishes_the_shards_and_then_ends_
 
 @pytest.mark.slow
 def test_a_full_disk_is_named_and_the_same_command_goes_on(
-    pair: Path, tmp_path: Path, alone: dict[str, bytes]
+    pair: Path, tmp_path: Path, alone: dict[str, bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     with small_disk(disk, "96k"):
-        ((status, errors),) = end(start(pair, disk, 1))
-        assert status == 1
+        assert run_here(pair, disk) == 1
+        errors = capsys.readouterr().err
         assert "No space left on device" in errors
         assert "Nothing finished is lost: mend the cause and run the same command" in errors
         assert "Traceback" not in errors
         made = len(list((disk / "out" / "rollouts").glob("*.parquet")))
         assert 0 < made < PROMPTS / 4
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
-        assert [status for status, _ in end(start(pair, disk, 1))] == [0]
+        assert run_here(pair, disk) == 0
         assert content(disk) == alone
 
 

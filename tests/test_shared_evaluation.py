@@ -24,14 +24,12 @@ RUNS = {
     "eval-sampled": ["--eval.batch", "2"],
     TIMED: ["--eval.max_new_tokens", "6"],
 }
-PROMPTS = 20
+PROMPTS = 12
 PLAIN = {"name": "plain", "decoder": "plain"}
 METHODS = [
     PLAIN,
-    {"name": "K=3", "length": 3},
     {"name": "margin", "stop": "margin", "threshold": 0.5},
     {"name": "tree", "verifier": "traversal", "drafter": "tree", "widths": [2, 2]},
-    {"name": "biased", "verifier": "biased_uno", "verifier_args": {"epsilon": 0.2}, "length": 2},
 ]
 
 
@@ -73,7 +71,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "draft": None,
         "head": None,
         "rollouts": {"sets": [{"name": "maths", "split": "train", "count": 4}]},
-        "eval": {"sets": sets, "methods": METHODS, "max_new_tokens": 24, "warmup_tokens": 2},
+        "eval": {"sets": sets, "methods": METHODS, "max_new_tokens": 16, "warmup_tokens": 2},
     }
     (folder / "pair.yaml").write_text(yaml.safe_dump(config))
     return folder
