@@ -130,39 +130,26 @@ class Labeller:
         Raises:
             ConfigError: if a row is longer than a model's context.
         """
-        labels: dict[int, list[Label]] = {}
-        whole = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
-        for indices in by_length(whole, self.tokens_at_once):
-            chosen = [rows[index] for index in indices]
-            batch = Batch.of(chosen, self.seed, self.draws, self.draft.model.device)
-            lengths = [len(row["completion_ids"]) for row in batch.rows]
-            starts = accumulate(lengths[:-1], initial=0)
-            columns = self._columns(batch)
-            for index, begin, length in zip(indices, starts, lengths, strict=True):
-                mine = {name: values[begin : begin + length] for name, values in columns.items()}
-                if self.draws > 1 and rows[index]["split"] != "train":
-                    mine |= {name: torch.empty(length, 0) for name in MORE_DRAWS.names}
-                labels[index] = _decided_parts(rows[index], mine)
-            if self.part_done:
-                self.part_done(len(indices), sum(lengths))
-        return [part for index in range(len(rows)) for part in labels[index]]
+        labels = []
+        made = columns_of_rows(rows, self.tokens_at_once, self._columns, self.part_done)
+        for row, mine in zip(rows, made, strict=True):
+            if self.draws > 1 and row["split"] != "train":
+                mine |= {name: torch.empty(len(mine["log_q"]), 0) for name in MORE_DRAWS.names}
+            labels += _decided_parts(row, mine)
+        return labels
 
-    def _columns(self, batch: Batch) -> dict[str, Tensor]:
-        """(N, ...) values of every column at the batch's positions."""
+    def _columns(self, rows: Sequence[Rollout]) -> dict[str, Tensor]:
+        """(N, ...) values of every column at the rows' positions."""
+        batch = Batch.of(rows, self.seed, self.draws, self.draft.model.device)
         distributions, states = self.distributions(batch), batch.states(self.draft)
-        step = positions_at_once(states.device, self.vocabulary)
-        columns: dict[str, Tensor] = {}
-        for start in range(0, len(states), step):
-            here = slice(start, start + step)
+
+        def at(here: slice) -> dict[str, Tensor]:
             logits = to_vocabulary(self.draft.logits(states[here]), self.vocabulary)
             q = probabilities(logits, self.sampling)
             p, kept = distributions(here, q)
-            for name, piece in {**_compare(p, q, batch.uniforms[here]), **kept}.items():
-                # Small tensors kept one by one would cut up the memory that large ones leave.
-                if name not in columns:
-                    columns[name] = piece.new_empty(len(states), *piece.shape[1:])
-                columns[name][here] = piece
-        return {name: column.cpu() for name, column in columns.items()}
+            return {**_compare(p, q, batch.uniforms[here]), **kept}
+
+        return in_chunks(states, self.vocabulary, at)
 
 
 def _decided_parts(row: Rollout, columns: dict[str, Tensor]) -> list[Label]:
@@ -238,9 +225,54 @@ def target_states(target: LMHead, batch: Batch) -> Tensor:
     return batch.states(target)
 
 
-def positions_at_once(device: torch.device, vocabulary: int) -> int:
-    """Positions whose distributions over a vocabulary are held at once."""
-    return max(POSITIONS.get(device.type, POSITIONS["cpu"]), VALUES_AT_ONCE // vocabulary)
+def columns_of_rows(
+    rows: Sequence[Rollout],
+    tokens_at_once: int,
+    columns_of: Callable[[Sequence[Rollout]], dict[str, Tensor]],
+    part_done: PartDone | None,
+) -> list[dict[str, Tensor]]:
+    """(C, ...) columns of each row, in the order given, made of batches, longest first.
+
+    Args:
+        rows: to make columns for.
+        tokens_at_once: tokens of one forward; a longer row goes by itself.
+        columns_of: rows -> (N, ...) columns at all their positions, in a line.
+        part_done: told, after each batch, of its rows and of their positions.
+    """
+    made: dict[int, dict[str, Tensor]] = {}
+    whole = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
+    for indices in by_length(whole, tokens_at_once):
+        columns = columns_of([rows[index] for index in indices])
+        lengths = [len(rows[index]["completion_ids"]) for index in indices]
+        starts = accumulate(lengths[:-1], initial=0)
+        for index, begin, length in zip(indices, starts, lengths, strict=True):
+            made[index] = {name: each[begin : begin + length] for name, each in columns.items()}
+        if part_done:
+            part_done(len(indices), sum(lengths))
+    return [made[index] for index in range(len(rows))]
+
+
+def in_chunks(
+    states: Tensor, vocabulary: int, columns_at: Callable[[slice], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """(N, ...) columns on the CPU, made for as many positions at once as memory allows.
+
+    Args:
+        states: (N, H) of the positions.
+        vocabulary: V of the distributions that are made of them.
+        columns_at: makes the columns of some positions.
+    """
+    at_least = POSITIONS.get(states.device.type, POSITIONS["cpu"])
+    step = max(at_least, VALUES_AT_ONCE // vocabulary)
+    columns: dict[str, Tensor] = {}
+    for start in range(0, len(states), step):
+        here = slice(start, start + step)
+        for name, piece in columns_at(here).items():
+            # Small tensors kept one by one would cut up the memory that large ones leave.
+            if name not in columns:
+                columns[name] = piece.new_empty(len(states), *piece.shape[1:])
+            columns[name][here] = piece
+    return {name: column.cpu() for name, column in columns.items()}
 
 
 def kept_distributions(distributions: TopLogitDistributions, batch: Batch) -> DistributionsAt:

@@ -6,22 +6,22 @@ as a bound, depends on the sampler; `QUANTITIES`, which the manifest repeats, sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Protocol, cast
 
 import datasets
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdata.labels.labeller import (
     Batch,
     PartDone,
-    by_length,
-    positions_at_once,
+    columns_of_rows,
+    in_chunks,
     target_states,
     tokens_at_once,
 )
@@ -130,39 +130,24 @@ class ModelLogits:
     @torch.inference_mode()
     def __call__(self, rows: Sequence[Rollout]) -> list[Logits]:
         """See `Source`. Raises ConfigError if a rollout is longer than the target's context."""
-        made: dict[int, Logits] = {}
-        whole = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
-        for indices in by_length(whole, tokens_at_once(self.target)):
-            chosen = [rows[index] for index in indices]
-            for index, row in zip(indices, self._of_batch(chosen), strict=True):
-                made[index] = row
-            if self.part_done:
-                positions = sum(len(row["completion_ids"]) for row in chosen)
-                self.part_done(len(chosen), positions)
-        return [made[index] for index in range(len(rows))]
+        at_once = tokens_at_once(self.target)
+        made = columns_of_rows(rows, at_once, self._columns, self.part_done)
+        return [
+            cast(Logits, {**row, **{name: each.flatten().tolist() for name, each in mine.items()}})
+            for row, mine in zip(rows, made, strict=True)
+        ]
 
-    def _of_batch(self, rows: Sequence[Rollout]) -> Iterator[Logits]:
+    def _columns(self, rows: Sequence[Rollout]) -> dict[str, Tensor]:
         batch = Batch.of(rows, 0, 0, self.target.model.device)
         states = target_states(self.target, batch)
         text = torch.cat([torch.tensor(row["completion_ids"]) for row in rows]).to(states.device)
-        step = positions_at_once(states.device, self.vocabulary)
-        pieces = []
-        for start in range(0, len(states), step):
-            here = slice(start, start + step)
+
+        def at(here: slice) -> dict[str, Tensor]:
             logits = self.target.logits(states[here]).float()
             own = logits.gather(-1, text[here, None]).squeeze(-1)
-            kept = {**top_logits(logits, self.count), "text_logit": own}
-            pieces.append({name: values.cpu() for name, values in kept.items()})
-        columns = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-        lengths = [len(row["completion_ids"]) for row in rows]
-        for row, begin, length in zip(
-            rows, accumulate(lengths[:-1], initial=0), lengths, strict=True
-        ):
-            mine = {
-                name: values[begin : begin + length].flatten().tolist()
-                for name, values in columns.items()
-            }
-            yield cast(Logits, {**row, **mine})
+            return {**top_logits(logits, self.count), "text_logit": own}
+
+        return in_chunks(states, self.vocabulary, at)
 
 
 def logits_of_model(
