@@ -24,7 +24,7 @@ RUNS = {
     "eval-sampled": ["--eval.batch", "2"],
     TIMED: ["--eval.max_new_tokens", "6"],
 }
-PROMPTS = 12
+PROMPTS = 32
 PLAIN = {"name": "plain", "decoder": "plain"}
 METHODS = [
     PLAIN,
@@ -71,7 +71,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "draft": None,
         "head": None,
         "rollouts": {"sets": [{"name": "maths", "split": "train", "count": 4}]},
-        "eval": {"sets": sets, "methods": METHODS, "max_new_tokens": 16, "warmup_tokens": 2},
+        "eval": {"sets": sets, "methods": METHODS, "max_new_tokens": 24, "warmup_tokens": 2},
     }
     (folder / "pair.yaml").write_text(yaml.safe_dump(config))
     return folder
