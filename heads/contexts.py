@@ -22,8 +22,7 @@ from heads.immediate import ImmediateHead
 from heads.inputs import FEATURES, NUMBERS, DraftedTokens, HeadInputs, Moment, token_embeddings
 from heads.loss import loss_mass
 from heads.mixing import LabelRow, MixedBatch, MixedRow, mix
-from heads.target_context import TargetBatch, TargetRow, draws_of, target_row
-from heads.tree import tree_states
+from heads.target_context import TargetBatch, TargetRow, draws_of, target_row, tree_states
 from specdata.lm_head import hidden_states
 from specdata.models import known_ids
 from specdata.probability import probabilities

@@ -39,8 +39,7 @@ from heads.loss import HeadMetrics
 from heads.mixing import COLUMNS
 from heads.model import AcceptanceHead, BaseHead
 from heads.probe import probe_of
-from heads.target_context import TargetBatch, draws_of, target_row
-from heads.tree import check_tree_states
+from heads.target_context import TargetBatch, check_tree_states, draws_of, target_row
 from specdata.lm_head import check_hidden_states
 from specdata.models import positions
 from specdata.processes import is_main

@@ -29,8 +29,14 @@ from transformers import (
 
 from distill.batches import IGNORED
 from distill.config import FinetuneConfig, LoraConfig
-from distill.finetune import check_packing, finetune, finetune_trainer
-from distill.texts import Rows, collate_texts, make_rows
+from distill.finetune import (
+    Rows,
+    check_packing,
+    collate_texts,
+    finetune,
+    finetune_trainer,
+    make_rows,
+)
 from distill.toy import language_model
 from distill.training import save_model, train_resumably
 from recipes import train_draft

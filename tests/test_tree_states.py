@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from heads.tree import check_tree_states, tree_states
+from heads.target_context import check_tree_states, tree_states
 from specdata.errors import ConfigError
 from specdata.lm_head import hidden_states
 from tests.drive_head import VOCABULARY, tiny_draft

@@ -18,8 +18,7 @@ from eval.drafting.stopping.recorded import BOUND, RecordedHead, RecordedTokens,
 from heads import BaseHead
 from heads.inputs import FEATURES, DraftedTokens, HeadInputs, logits_of_states
 from heads.probe import check_head, warn_of_other_sampling
-from heads.target_context import simulated_rounds
-from heads.tree import check_tree_states, tree_states
+from heads.target_context import check_tree_states, simulated_rounds, tree_states
 from specdata.errors import ConfigError
 from specdata.labels.labeller import tokens_at_once
 from specdata.lm_head import find_lm_head, hidden_states
