@@ -67,7 +67,7 @@ class RecordedHead:
 class RecordedTokens:
     """What rules read of the drafted tokens of R rollouts; every array is (R, N).
 
-    What is None was not recorded: older labels lack it, and the draft was not run.
+    What is None was not recorded.
 
     Attributes:
         lengths: (R,) positions of each rollout, at least 1.
