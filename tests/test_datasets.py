@@ -134,20 +134,6 @@ def test_an_edited_truncated_or_missing_shard_is_named(tmp_path: Path) -> None:
         fill(tmp_path, shards([]))
 
 
-def test_damage_to_an_unfinished_dataset_is_named_before_any_work(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        fill(tmp_path, shards([], stop_at=1))
-    shard = tmp_path / "shard-00003.parquet"
-    shard.write_bytes(shard.read_bytes()[:-3])
-    made: list[int] = []
-    with pytest.raises(ManifestError, match=r"shard-00003\.parquet is not the file"):
-        fill(tmp_path, shards(made))
-    assert not made
-    shard.unlink()
-    fill(tmp_path, shards(made))
-    assert made == [3, 1, 0], "a shard that was taken away is made again"
-
-
 @pytest.mark.parametrize("name", ["shard-00001.parquet", "shard-00009.parquet", "thesis.txt"])
 def test_a_foreign_file_is_named_and_kept(tmp_path: Path, name: str) -> None:
     with pytest.raises(KeyboardInterrupt):
@@ -174,25 +160,6 @@ def test_a_manifest_of_another_program_or_version_is_refused(tmp_path: Path) -> 
         (tmp_path / "manifest.json").write_text(text)
         with pytest.raises(ManifestError, match="not a manifest"):
             load_stored(tmp_path)
-
-
-def test_a_shard_is_not_stored_in_a_dataset_that_was_replaced_while_it_was_made(
-    tmp_path: Path,
-) -> None:
-    def replace() -> list[Rollout]:
-        (tmp_path / "manifest.json").unlink()
-        (tmp_path / ".progress" / "shard-00003.parquet.json").unlink()
-        (tmp_path / "shard-00003.parquet").unlink()
-        fill_dataset(
-            tmp_path, ROLLOUTS, Settings({"seed": 1}), [lambda: [row(1)]], lambda rows: None
-        )
-        return [row(0)]
-
-    parts = shards([])
-    parts[2] = replace
-    with pytest.raises(ManifestError, match="seed: 1 -> 0"):
-        fill(tmp_path, parts)
-    assert load_stored(tmp_path)["example_id"][:] == ["id1"]
 
 
 def test_a_lock_is_held_by_one_and_free_when_its_holder_ends(tmp_path: Path) -> None:
@@ -303,19 +270,6 @@ def test_any_number_of_processes_makes_the_same_bytes_and_shares_the_work(
         range(drive_dataset.SHARDS)
     )
     assert content(tmp_path / "3") == whole
-
-
-@pytest.mark.exhaustive
-def test_the_others_take_over_from_a_process_that_dies(
-    tmp_path: Path, whole: dict[str, bytes]
-) -> None:
-    folder = tmp_path / "dataset"
-    first, second = driver(folder, 2, 0.1)
-    assert await_moment(folder, "shard-00006.parquet", [first, second])
-    first.send_signal(signal.SIGKILL)  # the main process, at that
-    first.wait()
-    assert second.wait() == 0
-    assert content(folder) == whole
 
 
 @contextmanager

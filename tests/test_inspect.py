@@ -125,22 +125,6 @@ def test_texts_are_those_of_the_targets_tokenizer_without_control_characters(
     assert "\x1b[31m" not in shown
 
 
-def test_a_tokenizer_that_is_not_the_datasets_is_not_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tokenizer().save_pretrained(tmp_path / "target")
-    stored(tmp_path / "rollouts", target=str(tmp_path / "target"), tokenizer="another")
-    assert main([str(tmp_path / "rollouts")]) == 0
-    assert "is not the one these rows were made with" in capsys.readouterr().out
-
-
-def test_dropped_prompts_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    entry = {"name": "a", "split": "train", "kept": 5, "read": 8, "dropped": {"duplicate": 3}}
-    stored(tmp_path, prompts=[entry])
-    assert main([str(tmp_path)]) == 0
-    assert "prompts of a/train: 5 of 8 kept; 3 duplicate" in capsys.readouterr().out
-
-
 def test_an_unfinished_dataset_is_shown_with_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,14 +64,6 @@ def test_a_prompt_files_path_is_taken_literally_whatever_it_holds(
         assert texts(load_prompts([PromptSet(source, "train", 0)], PLAIN, seed=0)) == [f"of {name}"]
 
 
-def test_a_prompt_folder_that_would_be_taken_for_a_pattern_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "p[1]"
-    parquet(folder / "test.parquet", [{"prompt": "good"}])
-    for wanted in (PromptSet(str(folder)), PromptSet("gsm8k", source=str(folder))):
-        with pytest.raises(ConfigError, match=r"not hold \*, \? or \[, got .*p\[1\]: rename it"):
-            check_sets([wanted], seed=0)
-
-
 def test_an_empty_question_is_not_made_a_prompt_by_its_template(tmp_path: Path) -> None:
     rows = [{"question": text, "answer": ""} for text in ("Why?", "?", "", None)]
     source = parquet(tmp_path / "copy.parquet", rows)

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from specdata import prepack, probability, terminal
-from specdata.labels.config import LabelsConfig
-from specdata.labels.make import make_labels
 from specdata.prepack import multiplies, prepacked
 from specdata.probability import SamplingConfig, inverse_cdf, inverse_cdfs, nucleus, probabilities
 from specdata.prompts.config import PromptSet
@@ -59,21 +57,6 @@ def test_the_nucleus_of_rows_that_miss_mass_is_that_of_a_sorted_vocabulary() -> 
         part = chances.topk(60).values
         part = mass * part / part.sum(dim=-1, keepdim=True)
         assert torch.equal(nucleus(part, 0.9), sorted_nucleus(part, 0.9))
-
-
-def test_only_tokens_that_may_matter_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    sort = Tensor.sort
-
-    def noted(self: Tensor, **options: bool | int) -> object:
-        sizes.append(self.shape[-1])
-        return sort(self, **options)
-
-    monkeypatch.setattr(Tensor, "sort", noted)
-    logits = torch.randn(3, 40_000, generator=torch.Generator().manual_seed(0))
-    probabilities(3 * logits, SamplingConfig(temperature=0.2, top_p=0.9))
-    assert sizes
-    assert max(sizes) < 400
 
 
 def test_running_sums_of_a_few_rows_at_a_time_draw_the_same_tokens(
@@ -221,30 +204,6 @@ def test_rollouts_that_were_interrupted_within_a_shard_end_as_if_they_had_not(
     assert whole == halted
 
 
-def test_labels_tell_of_every_batch_and_every_position(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rolled_out(tmp_path / "rollouts", [], [])
-    rollouts = load_stored(tmp_path / "rollouts")
-    monkeypatch.setattr("specdata.labels.labeller.TOKENS_AT_ONCE", {"cpu": 30})
-    parts: PART = []
-    make_labels(
-        tiny_llama(4, vocab=40),
-        tiny_llama(5, vocab=40),
-        rollouts,
-        tmp_path / "labels",
-        LabelsConfig(shard_size=64),
-        sampling=PLAIN,
-        seed=0,
-        settings=Settings({}),
-        report=lambda rows: None,
-        part_done=lambda rows, tokens: parts.append((rows, tokens)),
-    )
-    assert len(parts) > 3, "one shard, several batches"
-    assert sum(rows for rows, _ in parts) == 10
-    assert sum(tokens for _, tokens in parts) == sum(map(len, rollouts["completion_ids"]))
-
-
 def test_progress_shows_tokens_per_second_and_moves_within_a_shard(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,13 +220,3 @@ def test_progress_shows_tokens_per_second_and_moves_within_a_shard(
     assert {64, 70, 79} <= {*counts}
     assert counts[-1] == 100
     assert any(re.search(r"120 tokens, [\d,]+ tokens/s", line) for line in lines)
-
-
-def test_progress_that_is_not_shown_can_be_told_of_tokens(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with progress(5, "work", "row", is_shown=False) as bar:
-        shown = TokenProgress(bar)
-        shown.part(0.5, 3)
-        shown.update(5)
-    assert capsys.readouterr().err == ""

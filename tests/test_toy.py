@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from specdata.toy.corpus import FAMILIES, SPLITS, corpus, examples, library_texts, prompts, split_of
+from specdata.toy.corpus import FAMILIES, SPLITS, corpus, examples, prompts, split_of
 from specdata.toy.tokenizer import train_tokenizer
 
 SMALL = {"examples_per_family": 40, "library_characters": 8_000}
@@ -78,21 +78,6 @@ def test_tokenizer_is_deterministic_and_loses_nothing() -> None:
     odd = " \tüñ 漢字 🙂\r\n\n  x"
     assert tokenizer.decode(tokenizer(odd)["input_ids"]) == odd
     assert tokenizer.eos_token_id != tokenizer.pad_token_id
-
-
-def test_library_text_is_bounded_and_repeatable() -> None:
-    texts = library_texts(20_000)
-    assert 10_000 < sum(map(len, texts)) <= 20_000
-    assert texts == library_texts(20_000)
-
-
-def test_unknown_names_are_answered_with_the_choices() -> None:
-    with pytest.raises(ValueError, match="instruct, maths, code"):
-        examples("poems", 1, seed=0)
-    with pytest.raises(ValueError, match="train, dev, test"):
-        prompts("maths", "validation", 1, seed=0)
-    with pytest.raises(ValueError, match="vocab_size must be at least 258"):
-        train_tokenizer(["short"], vocab_size=5000)
 
 
 def test_asking_for_more_prompts_than_exist_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
