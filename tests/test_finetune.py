@@ -412,7 +412,8 @@ def shipped(pair: Path, tmp_path: Path, *arguments: str) -> list[str]:
         *("--config", str(REPOSITORY / "recipes/configs/vicuna-68m.yaml")),
         *("--output", str(tmp_path / "run")),
         *("--models.target", str(pair / "target"), "--models.draft", str(pair / "draft")),
-        *("--rollouts.sets", "[{name: maths, split: train, count: 1}]"),
+        "--rollouts.sets",
+        "[{name: maths, split: train, count: 1}, {name: maths, split: dev, count: 1}]",
         *arguments,
     ]
 
