@@ -90,7 +90,7 @@ def uninterrupted(labelled: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def checkpoint(folder: Path) -> int:
     """The step of the newest checkpoint; 0 before there is one."""
     paths = (folder / "out" / "head" / "model" / "checkpoints").glob("checkpoint-*/complete.json")
-    return max((int(path.stem.partition("-")[2]) for path in paths), default=0)
+    return max((int(path.parent.name.partition("-")[2]) for path in paths), default=0)
 
 
 def assert_same_head(ours: Path, theirs: Path) -> None:
