@@ -23,15 +23,11 @@ from specdata.errors import ManifestError
 from specdata.prompts.loading import dropped
 from specdata.sources import hub_source
 from specdata.storage.manifest import MANIFEST, read_manifest, verify
-from specdata.terminal import accept_any_text
+from specdata.terminal import accept_any_text, visible
 
 if TYPE_CHECKING:  # help is shown without them
-    import pyarrow.parquet as pq
     from transformers import PreTrainedTokenizerBase
 
-BINS = 20
-BAR = 30
-STRETCHES = 16  # rows that acceptance by position is shown in
 ROWS_AT_ONCE = 256
 
 
@@ -46,53 +42,19 @@ class Group:
     overlap: float = 0.0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Summary:
-    """A stored dataset in numbers; of labels also the acceptance, sum_x min(p(x), q(x)).
+    """A stored dataset in numbers.
 
     Attributes:
-        folder: where it is.
-        manifest: its manifest.
         groups: "set/split" -> its rows.
         samples: some whole rows, spread evenly over the dataset.
-        histogram: (BINS,) positions by acceptance.
-        sums: (longest,) acceptance summed over rows, by position in the completion.
-        counts: (longest,) rows that reach the position; empty for rollouts.
+        has_labels: rows have an acceptance, sum_x min(p(x), q(x)), at each position.
     """
 
-    folder: Path
-    manifest: Mapping[str, Any]
-    groups: dict[str, Group] = field(default_factory=dict)
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    histogram: Any = field(default_factory=lambda: np.zeros(BINS))
-    sums: Any = field(default_factory=lambda: np.zeros(0))
-    counts: Any = field(default_factory=lambda: np.zeros(0))
-
-    @property
-    def has_labels(self) -> bool:
-        """Whether rows have an acceptance."""
-        return len(self.counts) > 0
-
-    @property
-    def rows(self) -> int:
-        """Rows that were read."""
-        return sum(len(group.completions) for group in self.groups.values())
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Count a row."""
-        group = self.groups.setdefault(f"{row['dataset']}/{row['split']}", Group())
-        group.prompts.append(len(row["prompt_ids"]))
-        group.completions.append(len(row["completion_ids"]))
-        group.finish[row["finish"]] += 1
-        group.turns = max(group.turns, row["turn"] + 1)
-        if "overlap" in row:
-            values = np.array(row["overlap"])
-            group.overlap += values.sum()
-            self.histogram += np.histogram(values, bins=BINS, range=(0.0, 1.0))[0]
-            longer = (0, max(0, len(values) - len(self.sums)))
-            self.sums, self.counts = np.pad(self.sums, longer), np.pad(self.counts, longer)
-            self.sums[: len(values)] += values
-            self.counts[: len(values)] += 1
+    groups: dict[str, Group]
+    samples: list[dict[str, Any]]
+    has_labels: bool
 
 
 def summarise(folder: Path, samples: int = 0) -> Summary:
@@ -105,47 +67,48 @@ def summarise(folder: Path, samples: int = 0) -> Summary:
     Raises:
         ManifestError: if there is no dataset, or a shard is damaged or not of this program.
     """
-    summary = Summary(folder, manifest := read_manifest(folder))
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from specdata.storage.schema import ROLLOUTS
+
+    manifest = read_manifest(folder)
     paths = sorted(folder.glob("shard-*.parquet"))
     if manifest["finished"]:
         for record in manifest["shards"]:
             verify(folder, record)
         paths = [folder / record["file"] for record in manifest["shards"]]
-    files = [_open(path) for path in paths]
-    rows = sum(file.metadata.num_rows for file in files)
-    wanted = {int((index + 0.5) * rows / samples) for index in range(samples)}
-    number = 0
-    for file in files:
-        names = [name for name in file.schema_arrow.names if name in _columns()]
-        for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=names):
-            for row in batch.to_pylist():
-                summary.add(row)
-                if number in wanted:
-                    summary.samples.append(row)
-                number += 1
+    files = []
+    for path in paths:
+        try:
+            files.append(pq.ParquetFile(path))
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ManifestError(f"shard {path} is not readable parquet ({error})") from error
+        if missing := {*ROLLOUTS.names} - {*files[-1].schema_arrow.names}:
+            raise ManifestError(
+                f"shard {path} has no column {sorted(missing)[0]!r}: it holds neither rollouts nor "
+                "labels of this program"
+            )
+    total = sum(file.metadata.num_rows for file in files)
+    wanted = {int((index + 0.5) * total / samples) for index in range(samples)}
+    has_labels = any("overlap" in file.schema_arrow.names for file in files)
+    summary = Summary({}, [], has_labels)
+    columns = [*ROLLOUTS.names, *(["overlap"] if has_labels else [])]
+    batches = (
+        batch
+        for file in files
+        for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=columns)
+    )
+    for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+        group = summary.groups.setdefault(f"{row['dataset']}/{row['split']}", Group())
+        group.prompts.append(len(row["prompt_ids"]))
+        group.completions.append(len(row["completion_ids"]))
+        group.finish[row["finish"]] += 1
+        group.turns = max(group.turns, row["turn"] + 1)
+        group.overlap += sum(row.get("overlap", ()))
+        if number in wanted:
+            summary.samples.append(row)
     return summary
-
-
-def _columns() -> list[str]:
-    from specdata.storage.schema import ROLLOUTS
-
-    return [*ROLLOUTS.names, "overlap"]
-
-
-def _open(path: Path) -> pq.ParquetFile:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        file = pq.ParquetFile(path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise ManifestError(f"shard {path} is not readable parquet ({error})") from error
-    if missing := {*_columns()} - {*file.schema_arrow.names, "overlap"}:
-        raise ManifestError(
-            f"shard {path} has no column {sorted(missing)[0]!r}: it holds neither rollouts nor "
-            "labels of this program"
-        )
-    return file
 
 
 def main(
@@ -157,72 +120,69 @@ def main(
     parser.add_argument("--samples", type=int, default=3, help="rows whose text is shown")
     accept_any_text()
     options = parser.parse_args(arguments)
+    folder: Path = options.folder
     if options.samples < 0:
         parser.error(f"--samples must be 0 or larger, got {options.samples}")
     try:
-        summary = summarise(options.folder, options.samples)
+        summary = summarise(folder, options.samples)
         # A log file has no width, and a narrower one would cut the tables.
-        show(summary, Console(highlight=False, width=max(100, Console().width)))
+        show(folder, summary, Console(highlight=False, width=max(100, Console().width)))
     except (ManifestError, OSError) as error:
-        hint = _datasets_below(options.folder) if isinstance(error, ManifestError) else ""
+        hint = ""
+        if isinstance(error, ManifestError) and not (folder / MANIFEST).exists():
+            below = sorted(str(path.parent) for path in folder.glob(f"*/{MANIFEST}"))
+            if not folder.is_dir():
+                hint = f" ({folder} is not a folder)"
+            elif below:
+                hint = f"; datasets are in {', '.join(below)}"
         Console(stderr=True, soft_wrap=True).print(f"error: {error}{hint}", markup=False)
         return 2
     return 0
 
 
-def show(summary: Summary, console: Console) -> None:
-    """Print the summary of a dataset."""
-    _heading(summary, console)
-    if not summary.rows:
-        console.print("no rows")
-        return
-    console.print(_groups(summary))
-    if summary.has_labels:
-        console.print(_histogram(summary))
-        console.print(_by_position(summary))
-    _samples(summary, console)
-
-
-def _datasets_below(folder: Path) -> str:
-    """Where datasets are, if not in the folder itself."""
-    if (folder / MANIFEST).exists():
-        return ""
-    if not folder.is_dir():
-        return f" ({folder} is not a folder)"
-    below = sorted(str(path.parent) for path in folder.glob(f"*/{MANIFEST}"))
-    return f"; datasets are in {', '.join(below)}" if below else ""
-
-
-def _heading(summary: Summary, console: Console) -> None:
-    settings = summary.manifest["settings"]
+def show(folder: Path, summary: Summary, console: Console) -> None:
+    """Print the settings, the table of sets and the samples of a dataset."""
+    manifest = read_manifest(folder)
+    settings, groups = manifest["settings"], summary.groups
+    rows = sum(len(group.completions) for group in groups.values())
+    tokens = sum(sum(group.completions) for group in groups.values())
     kind = "labels" if summary.has_labels else "rollouts"
-    tokens = sum(sum(group.completions) for group in summary.groups.values())
     console.print(
-        f"[bold]{kind}[/] in {escape(str(summary.folder))}: {summary.rows} rows, {tokens} tokens",
-        soft_wrap=True,
+        f"[bold]{kind}[/] in {escape(str(folder))}: {rows} rows, {tokens} tokens", soft_wrap=True
     )
-    if not summary.manifest["finished"]:
+    if not manifest["finished"]:
         console.print("[bold yellow]warning: unfinished; this is what there is so far[/]")
     for name in ("target", "draft", "sampling"):
         if value := settings.get(name):
-            console.print(f"  {name}: {escape(_line(value))}", soft_wrap=True)
+            if isinstance(value, Mapping):
+                value = ", ".join(f"{key} {item}" for key, item in value.items())
+            console.print(f"  {name}: {escape(str(value))}", soft_wrap=True)
     for line in dropped(settings.get("prompts") or []):
         console.print(f"  {escape(line)}", soft_wrap=True)
+    if not rows:
+        console.print("no rows")
+        return
+    console.print(_table(summary))
+    tokenizer, why = _tokenizer(settings) if summary.samples else (None, "")
+    if why:
+        console.print(f"[yellow]token ids instead of texts: {escape(why)}[/]", soft_wrap=True)
+    for row in summary.samples:
+        place = f"{row['dataset']}/{row['split']}, turn {row['turn']}, ended by {row['finish']}"
+        console.print(f"\n[bold]sample[/] of {escape(place)}")
+        for name, style in (("prompt_ids", "dim"), ("completion_ids", "")):
+            ids = row[name]
+            text = " ".join(map(str, ids)) if tokenizer is None else str(tokenizer.decode(ids))
+            # Texts may hold anything: no markup, no control characters.
+            console.print(Text(visible(text), style=style))
 
 
-def _line(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {item}" for key, item in value.items())
-    return str(value)
-
-
-def _groups(summary: Summary) -> Table:
+def _table(summary: Summary) -> Table:
     """A line a set and split."""
     table = Table(title="sets (lengths: 5 %, median, 95 %)", title_justify="left")
     for name in ("set/split", "rows", "turns", "prompt", "completion", "finish"):
         table.add_column(name, justify="left" if name in ("set/split", "finish") else "right")
     if summary.has_labels:
-        table.add_column("acceptance", justify="right")
+        table.add_column("mean sum of min(p, q)", justify="right")
     for name, group in sorted(summary.groups.items()):
         rows = len(group.completions)
         finish = ", ".join(
@@ -240,55 +200,6 @@ def _groups(summary: Summary) -> Table:
             row.append(f"{group.overlap / max(1, sum(group.completions)):.3f}")
         table.add_row(*row)
     return table
-
-
-def _histogram(summary: Summary) -> Table:
-    mean = summary.sums.sum() / max(1.0, summary.counts.sum())
-    table = Table(title=f"sum of min(p, q): mean {mean:.3f}", title_justify="left", box=None)
-    table.add_column("from", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("")
-    shares = summary.histogram / max(1.0, summary.histogram.sum())
-    for index, share in enumerate(shares):
-        bar = "█" * round(BAR * share / max(shares.max(), 1e-9))
-        table.add_row(f"{index / BINS:.2f}", f"{share:.1%}", Text(bar, style="cyan"))
-    return table
-
-
-def _by_position(summary: Summary) -> Table:
-    """Means over stretches of positions, 0 being the first token of a completion."""
-    table = Table(title="mean acceptance by position", title_justify="left", box=None)
-    for name in ("positions", "rows", "mean", ""):
-        table.add_column(name, justify="right" if name else "left")
-    longest = len(summary.sums)
-    step = -(-longest // STRETCHES)
-    for start in range(0, longest, step):
-        here = slice(start, min(start + step, longest))
-        mean = summary.sums[here].sum() / max(1.0, summary.counts[here].sum())
-        span = f"{start}" if step == 1 else f"{start} to {here.stop - 1}"
-        bar = Text("█" * round(BAR * mean), style="cyan")
-        table.add_row(span, str(int(summary.counts[start])), f"{mean:.3f}", bar)
-    return table
-
-
-def _samples(summary: Summary, console: Console) -> None:
-    if not summary.samples:
-        return
-    tokenizer, why = _tokenizer(summary.manifest["settings"])
-    if tokenizer is None:
-        console.print(f"[yellow]token ids instead of texts: {escape(why)}[/]", soft_wrap=True)
-    for row in summary.samples:
-        place = f"{row['dataset']}/{row['split']}, turn {row['turn']}, ended by {row['finish']}"
-        console.print(f"\n[bold]sample[/] of {escape(place)}")
-        for name, style in (("prompt_ids", "dim"), ("completion_ids", "")):
-            ids = row[name]
-            text = " ".join(map(str, ids)) if tokenizer is None else str(tokenizer.decode(ids))
-            # Texts may hold anything: no markup, no control characters.
-            console.print(Text("".join(_shown(letter) for letter in text), style=style))
-
-
-def _shown(letter: str) -> str:
-    return letter if letter.isprintable() or letter == "\n" else f"\\x{ord(letter):02x}"
 
 
 def _tokenizer(settings: Mapping[str, Any]) -> tuple[PreTrainedTokenizerBase | None, str]:
