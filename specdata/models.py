@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from accelerate import dispatch_model, infer_auto_device_map
-from accelerate.utils import get_balanced_memory, get_max_memory
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.constants import CONFIG_NAME
 from huggingface_hub.errors import HfHubHTTPError
@@ -82,9 +80,14 @@ def load_model(name: str, *, dtype: str = "float32", load: Loading = ONE_DEVICE)
     check_bits(load.bits, "bits", name)
     check_tp_plan(load.tp_plan, "tp_plan", name)
     if base := base_of_adapters(name):
-        alone = Loading(device_map="cpu" if load.device_map else None)
+        if load.is_spread:
+            raise ConfigError(
+                f"device_map: {load.device_map} needs whole weights, and {name} holds adapters: "
+                "merge them first (merge_and_unload of PEFT) and give the merged model"
+            )
+        alone = Loading(device_map=load.device_map)
         model = _of_base(name, base, lambda: load_model(base, dtype=dtype, load=alone))
-        return _placed(merge_adapters(model, name, base), name, load).eval()
+        return merge_adapters(model, name, base).eval()
     source, revision = hub_source(name)
     model, info = from_hub("model", name, lambda: read_model(source, revision, DTYPES[dtype], load))
     check_complete(name, info)
@@ -148,40 +151,33 @@ def _options(load: Loading) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if load.attn_implementation:
         options["attn_implementation"] = load.attn_implementation
+    if load.bits == 8:  # LLM.int8 (arXiv:2208.07339)
+        options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+    elif load.bits == 4:  # NF4 as QLoRA has it (arXiv:2305.14314, section 3)
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
     if load.bits:
-        options |= {"quantization_config": _quantization(load.bits), "device_map": {"": device()}}
+        options["device_map"] = {"": device()}
     if load.tp_plan:
         join_processes()
         options["distributed_config"] = DistributedConfig(tp_plan=load.tp_plan)
     if load.device_map:
         options |= {"device_map": load.device_map, "offload_folder": load.offload_folder}
-        options["max_memory"] = _max_memory(load)
+    if load.max_memory is not None:  # accelerate takes GPUs by number
+        count = torch.cuda.device_count()
+        if absent := [key for key in load.max_memory if key.isdecimal() and int(key) >= count]:
+            raise ConfigError(
+                f"max_memory names GPU {absent[0]}, and this machine has {count or 'no'} "
+                f"GPU{'' if count == 1 else 's'} (numbered from 0): name those that it has, and cpu"
+            )
+        options["max_memory"] = {
+            int(key) if key.isdecimal() else key: size for key, size in load.max_memory.items()
+        }
     return options
-
-
-def _max_memory(load: Loading) -> dict[int | str, int | str] | None:
-    """The limits as accelerate takes them: GPUs by number. Raises ConfigError for one too many."""
-    if load.max_memory is None:
-        return None
-    count = torch.cuda.device_count()
-    if absent := [key for key in load.max_memory if key.isdecimal() and int(key) >= count]:
-        raise ConfigError(
-            f"max_memory names GPU {absent[0]}, and this machine has {count or 'no'} "
-            f"GPU{'' if count == 1 else 's'} (numbered from 0): name those that it has, and cpu"
-        )
-    return {int(key) if key.isdecimal() else key: size for key, size in load.max_memory.items()}
-
-
-def _quantization(bits: int) -> BitsAndBytesConfig:
-    """LLM.int8 (arXiv:2208.07339), or NF4 as QLoRA has it (arXiv:2305.14314, section 3)."""
-    if bits == 8:
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
 
 
 def _placed(model: Any, name: str, load: Loading) -> Any:
@@ -190,33 +186,12 @@ def _placed(model: Any, name: str, load: Loading) -> Any:
         return _in_lockstep(model, name)
     if load.device_map is None:
         return model if load.bits else model.to(device())
-    if load.is_spread and not hasattr(model, "hf_device_map"):
-        model = _spread(model, name, load)
     if model.device.type == "meta":
         raise ConfigError(
             f"no layer of {name} lies in memory: device_map: {load.device_map} put its first on "
             "the disk already; allow more in max_memory, or leave that out"
         )
     return model
-
-
-def _spread(model: Any, name: str, load: Loading) -> Any:
-    """Spread a model in memory as transformers spreads those whose weights it reads itself."""
-    memory, whole = _max_memory(load), list(model._no_split_modules or ())
-    if load.device_map == "sequential":
-        memory = get_max_memory(memory)
-    else:
-        low = load.device_map == "balanced_low_0"
-        memory = get_balanced_memory(model, memory, whole, low_zero=low)
-    places = infer_auto_device_map(model, memory, whole)
-    if "disk" in places.values() and load.offload_folder is None:
-        raise ConfigError(
-            f"{name} does not fit into the memory that device_map: {load.device_map} may use: "
-            "give offload_folder for the rest, or allow more in max_memory"
-        )
-    # What the cache holds stays where the layers are.
-    keys = model._skip_keys_device_placement
-    return dispatch_model(model, places, offload_dir=load.offload_folder, skip_keys=keys)
 
 
 def _in_lockstep(model: Any, name: str) -> Any:
@@ -309,7 +284,10 @@ def load_configs(name: str) -> tuple[PreTrainedConfig, GenerationConfig]:
 
     def load() -> tuple[PreTrainedConfig, GenerationConfig]:
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-        return config, _generation(source, revision, config)
+        try:
+            return config, GenerationConfig.from_pretrained(source, revision=revision)
+        except OSError:  # it has no generation_config.json
+            return config, GenerationConfig.from_model_config(config)
 
     return from_hub("model configuration", name, load)
 
@@ -372,13 +350,6 @@ def remote_code_refused(what: str, name: str) -> ConfigError:
         "tokenizer_config.json), and such code is never run here: give one whose architecture "
         "transformers itself has"
     )
-
-
-def _generation(source: str, revision: str | None, config: PreTrainedConfig) -> GenerationConfig:
-    try:
-        return GenerationConfig.from_pretrained(source, revision=revision)
-    except OSError:  # it has no generation_config.json
-        return GenerationConfig.from_model_config(config)
 
 
 def _ends(generation: GenerationConfig) -> frozenset[int]:

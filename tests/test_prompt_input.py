@@ -157,7 +157,7 @@ def bad_sets(folder: Path) -> list[tuple[PromptSet, str]]:
         (PromptSet(good, count=1, source="x.jsonl"), "`source` is where a catalogued set"),
         (PromptSet(good, count=1, chat=True), "has no chat template"),
         (PromptSet("instruct", "train", 0), "give a `count`"),
-        (PromptSet("library", "train", 10**6), "lower `count`"),
+        (PromptSet("maths", "train", 10**6), "lower `count`"),
         (
             PromptSet("owner/absent", "train", 1),
             r"not reached: connect, unset HF_HUB_OFFLINE, or name",

@@ -266,18 +266,3 @@ def test_any_file_with_prompts_or_messages_or_a_template_can_be_read(
     assert CHAT.decode(templated.ids[1:]) == "Q: Why? {not}\nA:"
     (asked,) = load_prompts([PromptSet(prompts, "train", 1, chat=True)], CHAT, seed=0).prompts
     assert asked.messages == ({"role": "user", "content": "One."},)
-
-
-def test_the_library_set_is_real_text_that_the_toy_pair_does_not_train_on() -> None:
-    from specdata.toy.corpus import library_texts
-
-    sets = [PromptSet("library", split, 40) for split in ("train", "dev", "test")]
-    loaded = load_prompts(sets, PLAIN, seed=0)
-    assert len(loaded.prompts) == 120
-    assert texts(loaded) == texts(load_prompts(sets, PLAIN, seed=0))
-    assert texts(loaded) != texts(load_prompts(sets, PLAIN, seed=1))
-    trained = "\n".join(library_texts(100_000))
-    for text in texts(loaded):
-        assert text.startswith(("def ", "async def "))
-        assert text.rstrip().endswith(('"""', "'''", '"', "'"))
-        assert text not in trained

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from specdata.prompts.natural import NATURAL
-from specdata.toy.corpus import FAMILIES, LIBRARY
+from specdata.toy.corpus import FAMILIES
 
-EMBEDDED = (*FAMILIES, LIBRARY, *NATURAL)
+EMBEDDED = (*FAMILIES, *NATURAL)
 # The Hub's own conversion, for repositories that hold a script, and how it names its files.
 PARQUET_EXPORT = "refs/convert/parquet"
 _EXPORTED = {name: f"*/{name}/*.parquet" for name in ("train", "validation", "test")}

@@ -14,7 +14,7 @@ class PromptSet:
 
     name: str = Field(
         description="embedded (natural, for chat models: chat-assistant, chat-maths, chat-code, "
-        "chat-letters; for the embedded pair: instruct, maths, code, library), catalogued (alpaca, "
+        "chat-letters; for the embedded pair: instruct, maths, code), catalogued (alpaca, "
         "gsm8k, ...), a JSONL, JSON or parquet file, a folder, or a Hub id OWNER/NAME[@REVISION]"
     )
     split: str = Field(default="test", description="train, dev or test; stored with each row")

@@ -29,7 +29,6 @@ from specdata.prompts.natural import NATURAL, natural_prompts
 from specdata.sampling import generator_for
 from specdata.sources import hub_source
 from specdata.storage.files import as_pattern
-from specdata.toy.corpus import LIBRARY, library_prompts
 from specdata.toy.corpus import prompts as embedded_prompts
 
 T = TypeVar("T")
@@ -154,11 +153,9 @@ def _first_rows(wanted: PromptSet, seed: int, _state: object) -> tuple[PromptRow
     Kept, because checks and several stages of a run read the same sets.
     """
     try:
-        if wanted.name == LIBRARY:
-            texts = library_prompts(wanted.split, wanted.count, seed=seed)
-        elif wanted.name in EMBEDDED and not wanted.count:
+        if wanted.name in EMBEDDED and not wanted.count:
             raise ConfigError(f"{wanted.name!r} is written from a seed without end: give a `count`")
-        elif wanted.name in NATURAL:
+        if wanted.name in NATURAL:
             texts = natural_prompts(wanted.name, wanted.split, wanted.count, seed=seed)
         elif wanted.name in EMBEDDED:
             texts = embedded_prompts(wanted.name, wanted.split, wanted.count, seed=seed)
