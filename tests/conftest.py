@@ -16,6 +16,20 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
+TRAINED_PAIR = {
+    "vocab_size": 400,
+    "examples_per_family": 60,
+    "library_characters": 8_000,
+    "block_size": 64,
+    "target_layers": 2,
+    "target_width": 32,
+    "target_steps": 40,
+    "draft_width": 16,
+    "draft_steps": 15,
+    "save_steps": 10,
+}
+"""Of the fixture `trained_pair`, whose seed is 0."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files with many slow tests first, so that no process waits for another's last file."""
@@ -35,28 +49,27 @@ def trained_pair() -> Path:
     from distill.toy import train_toy_pair
     from tests.made_once import made_once
 
-    config = ToyPairConfig(
-        vocab_size=400,
-        examples_per_family=60,
-        library_characters=8_000,
-        block_size=64,
-        target_layers=2,
-        target_width=32,
-        target_steps=40,
-        draft_width=16,
-        draft_steps=15,
-        save_steps=10,
-    )
+    config = ToyPairConfig(**TRAINED_PAIR)
     sources = "tests/conftest.py distill/toy.py distill/training.py specdata/toy/*.py"
     return made_once("pair", sources, lambda folder: train_toy_pair(folder, config, seed=0))
+
+
+@pytest.fixture(scope="session")
+def tiny_pair() -> Path:
+    """Tiny random models with one tokenizer (`tests.random_pair`), kept likewise."""
+    from tests.made_once import made_once
+    from tests.random_pair import random_pair
+
+    sources = "tests/random_pair.py distill/toy.py distill/training.py specdata/toy/*.py"
+    return made_once("random", sources, random_pair)
 
 
 @pytest.fixture(scope="session")
 def server() -> ForkServerContext:
     """Starts processes (`server.Process(target=, args=)`) with what they import already there.
 
-    Each is a process of its own, which can be killed; `tests.test_draft_resume.start_two` starts
-    a group of two. What they run must be a function at the top of a module.
+    Each is a process of its own, which can be killed; `tests.two_processes` starts a group of two.
+    What they run must be a function at the top of a module.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["distill.distillation", "distill.finetune", "heads.train"])

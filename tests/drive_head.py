@@ -1,6 +1,4 @@
-"""Train a head on a synthetic task; run by test_head_training.py in processes of its own.
-
-    accelerate launch --cpu --num_processes 2 tests/drive_head.py --out FOLDER [--epochs 3 ...]
+"""A synthetic task for heads.
 
 The draft is a tiny random Llama. A drafted token's acceptance is a function of the token alone,
 which the draft's hidden state reveals, and its overlap one of the target's token before it, so a
@@ -9,17 +7,12 @@ working head predicts both almost perfectly.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 
 import datasets
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-
-if __name__ == "__main__":  # as a script, only its own folder is on the path
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from heads.config import HeadConfig
 from heads.train import HeadResult, train_head
@@ -88,32 +81,3 @@ def drive(
         seed=seed,
         sampling=SamplingConfig(top_k=50),
     )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rows", type=int, default=50)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--micro-batch-size", type=int, default=8)
-    parser.add_argument("--save-steps", type=int, default=4)
-    parser.add_argument("--kind", default="specdec++")
-    parser.add_argument("--draws", type=int, default=1)
-    parser.add_argument("--cache", default="none")
-    options = parser.parse_args()
-    config = HeadConfig(
-        kind=options.kind,
-        depth=1,
-        **({"width": 16} if options.kind == "immediate" else {}),
-        batch_size=16,
-        learning_rate=3e-3,
-        epochs=options.epochs,
-        micro_batch_size=options.micro_batch_size,
-        save_steps=options.save_steps,
-        cache=options.cache,
-    )
-    drive(options.out, config, rows=options.rows, draws=options.draws)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from specdata.config import read_config
 from specdata.errors import ConfigError, ManifestError
 from specdata.labels import labeller as labelling
 from specdata.labels.config import LabelsConfig
@@ -135,19 +134,13 @@ def test_labels_align_with_their_rollouts_and_do_not_depend_on_shards(tmp_path: 
         assert lengths == {len(rolled["completion_ids"])}
 
 
-def test_a_row_in_a_batch_has_the_labels_it_has_alone() -> None:
-    target, draft = tiny_llama(0, vocab=40, layers=2), tiny_llama(1, vocab=40)
-    rows = rollouts(12, vocab=40)
-    work = labeller(target.float(), draft.float(), SamplingConfig())
-    close(work(rows), [work([row])[0] for row in rows])
-
-
-def test_the_size_of_a_piece_and_of_a_forward_change_no_label(
+def test_the_size_of_a_batch_of_a_piece_and_of_a_forward_change_no_label(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target, draft = tiny_llama(0, vocab=40), tiny_llama(1, vocab=40)
     rows, work = rollouts(12, vocab=40), labeller(target, draft, WARPED)
     whole = work(rows)
+    close(whole, [work([row])[0] for row in rows])
     monkeypatch.setattr(labelling, "VALUES_AT_ONCE", 1)
     monkeypatch.setattr(labelling, "POSITIONS", {"cpu": 3})
     close(whole, work(rows))
@@ -184,33 +177,21 @@ def test_a_rollout_longer_than_the_drafts_context_is_refused() -> None:
         labeller(target, draft, SamplingConfig())([rollout(0, [2] * 8)])
 
 
-def labelled(tmp_path: Path, sampling: SamplingConfig) -> Path:
+def test_labels_of_another_sampler_are_refused_with_the_difference(tmp_path: Path) -> None:
+    made = stored(tmp_path / "rollouts", [rollout(0, [2, 3])])
     make_labels(
         tiny_llama(0),
         tiny_llama(1),
-        load_stored(stored(tmp_path / "rollouts", [rollout(0, [2, 3])])),
+        load_stored(made),
         tmp_path / "labels",
         LabelsConfig(),
-        sampling=sampling,
+        sampling=WARPED,
         seed=0,
         settings=Settings({}),
         report=lambda rows: None,
     )
-    return tmp_path / "labels"
-
-
-def test_labels_of_another_sampler_are_refused_with_the_difference(tmp_path: Path) -> None:
-    folder = labelled(tmp_path, WARPED)
-    assert load_labels(folder, WARPED).num_rows == 1
+    assert load_labels(tmp_path / "labels", WARPED).num_rows == 1
     with pytest.raises(ManifestError, match=r"another sampler(.|\n)*top_k: 3 -> 0"):
-        load_labels(folder, SamplingConfig(temperature=0.8))
-
-
-def test_rollouts_are_no_labels_of_any_sampler(tmp_path: Path) -> None:
+        load_labels(tmp_path / "labels", SamplingConfig(temperature=0.8))
     with pytest.raises(ManifestError, match="another sampler"):
-        load_labels(stored(tmp_path / "rollouts", [rollout(0, [2, 3])]), SamplingConfig())
-
-
-def test_negative_counts_of_logits_are_refused() -> None:
-    with pytest.raises(ConfigError, match="top_logits: must be greater than or equal to 0"):
-        read_config(LabelsConfig, {"top_logits": -1})
+        load_labels(made, SamplingConfig())

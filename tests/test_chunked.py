@@ -86,9 +86,11 @@ def gradients(value: Tensor, states: Tensor, head: LMHead) -> list[Tensor]:
     return list(torch.autograd.grad(3 * value, inputs))
 
 
-@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize(
+    ("output", "dtype"),
+    [*((output, torch.float64) for output in OUTPUTS), ("bias", torch.float32)],
+)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_chunks_give_the_value_and_the_gradients_of_all_positions_at_once(
     name: str, output: str, dtype: torch.dtype
 ) -> None:
@@ -110,7 +112,7 @@ def test_chunks_give_the_value_and_the_gradients_of_all_positions_at_once(
     value, expected = plain_gradients(states, head, loss)
     # float32 rounds each of the few terms of a sum by 6e-8 of it.
     exact = {"rtol": 0.0, "atol": 1e-12 if dtype == torch.float64 else 2e-5}
-    for at_once in (1, 4, 13, 100, None):
+    for at_once in (1, 4, None):
         chunked = chunked_loss(states, head, loss, at_once=at_once)
         torch.testing.assert_close(chunked, value, **exact)
         for ours, theirs in zip(gradients(chunked, states, head), expected, strict=True):

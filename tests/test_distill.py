@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Mapping
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeVar, get_args
 
-import psutil
 import pytest
 import torch
+from accelerate import PartialState
 from datasets import Dataset
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -36,7 +34,6 @@ from distill.losses import LOSSES
 from distill.toy import train_toy_pair
 from distill.trainer import draft_trainer
 from distill.training import save_model, train_resumably
-from distill.watch import HeldOut
 from specdata.config import Config, read_config
 from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ManifestError, TrainingDivergedError, VocabularyMismatchError
@@ -45,38 +42,22 @@ from specdata.probability import SamplingConfig
 from specdata.storage.checkpoints import newest_checkpoint
 from specdata.storage.resume import Settings
 from specdata.toy.corpus import examples
+from tests.conftest import TRAINED_PAIR
+from tests.two_processes import ON_CPU, ZERO_2, ZERO_3, finish, kill, start_two, wait_for
 
 C = TypeVar("C", bound=Config)
-REPOSITORY = Path(__file__).parents[1]
-SMALL = ToyPairConfig(
-    vocab_size=400,
-    examples_per_family=60,
-    library_characters=8_000,
-    block_size=64,
-    target_layers=2,
-    target_width=32,
-    target_steps=40,
-    draft_width=16,
-    draft_steps=15,
-    save_steps=10,
-)
+TOY_PAIR = ToyPairConfig(**TRAINED_PAIR)
 QUICK = DistilConfig(epochs=2, learning_rate=5e-3, save_steps=4)
+
+
+@pytest.fixture(scope="module")
+def pair(trained_pair: Path) -> Path:
+    return trained_pair
 
 
 def changed(config: C, **changes: object) -> C:
     """The configuration with some settings changed, checked again."""
     return type(config)(**{**config.model_dump(), **changes})
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pair")
-    train_toy_pair(folder, SMALL, seed=0)
-    return folder
-
-
-def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.glob("tokenizer*")}
 
 
 def rollouts(pair: Path, count: int, seed: int) -> Dataset:
@@ -115,12 +96,6 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def mean_acceptance(
-    target: PreTrainedModel, draft: PreTrainedModel, rows: Dataset, sampling: SamplingConfig
-) -> float:
-    return HeldOut(target, rows, sampling).measure(draft).overall.acceptance
-
-
 def assert_same_weights(ours: Path, theirs: Path) -> None:
     """Bit for bit."""
     actual, expected = weights(ours), weights(theirs)
@@ -138,47 +113,25 @@ def test_the_pair_is_two_ordinary_folders_with_one_vocabulary(pair: Path) -> Non
         tokenizer = load_tokenizer(str(pair / name))
         assert model.generation_config.eos_token_id == tokenizer.eos_token_id
         assert model.generation_config.top_k == 0
-        assert len(tokenizer) == model.config.vocab_size == SMALL.vocab_size
-    assert tokenizer_files(pair / "draft") == tokenizer_files(pair / "target")
+        assert len(tokenizer) == model.config.vocab_size == TOY_PAIR.vocab_size
+    for path in (pair / "target").glob("tokenizer*"):
+        assert (pair / "draft" / path.name).read_bytes() == path.read_bytes()
     settings = json.loads((pair / "target" / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
-def test_a_finished_model_is_kept_and_a_missing_one_comes_out_the_same(
+def test_a_finished_model_is_kept_a_missing_one_comes_out_the_same_and_other_settings_are_refused(
     pair: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "target").symlink_to(pair / "target")
     before = (pair / "target" / "model.safetensors").stat()
-    train_toy_pair(tmp_path, SMALL, seed=0)
+    train_toy_pair(tmp_path, TOY_PAIR, seed=0)
     assert (pair / "target" / "model.safetensors").stat() == before
     assert_same_weights(tmp_path / "draft", pair / "draft")
-
-
-def test_a_model_trained_with_other_settings_is_refused(pair: Path) -> None:
     with pytest.raises(ManifestError, match="target_steps: 40 -> 41"):
-        train_toy_pair(pair, changed(SMALL, target_steps=41), seed=0)
+        train_toy_pair(pair, changed(TOY_PAIR, target_steps=41), seed=0)
     with pytest.raises(ManifestError, match="seed: 0 -> 1"):
-        train_toy_pair(pair, SMALL, seed=1)
-
-
-def test_distillation_raises_acceptance_on_rollouts_it_did_not_see(
-    pair: Path, tmp_path: Path
-) -> None:
-    result = distilled(pair, tmp_path / "draft", changed(QUICK, epochs=6))
-    assert result.acceptance_after > result.acceptance_before + 0.02
-    assert result.steps == 36
-    dev = rollouts(pair, 8, seed=2)
-    assert result.positions == sum(map(len, dev["completion_ids"]))
-    target, draft = load_model(str(pair / "target")), load_model(str(tmp_path / "draft"))
-    stored = mean_acceptance(target, draft, dev, SamplingConfig())
-    assert stored == pytest.approx(result.acceptance_after, abs=1e-6)
-    assert draft.config.use_cache
-    assert tokenizer_files(tmp_path / "draft") == tokenizer_files(pair / "target")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["draft"]
-    # A finished stage is read, not run again.
-    written = (tmp_path / "draft" / "model.safetensors").stat()
-    assert distilled(pair, tmp_path / "draft", changed(QUICK, epochs=6)) == result
-    assert (tmp_path / "draft" / "model.safetensors").stat() == written
+        train_toy_pair(pair, TOY_PAIR, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -188,38 +141,8 @@ def test_distillation_raises_acceptance_on_rollouts_it_did_not_see(
 def test_distillation_learns_the_distribution_that_serving_uses(
     pair: Path, tmp_path: Path, sampling: SamplingConfig
 ) -> None:
-    result = distilled(pair, tmp_path / "draft", changed(QUICK, epochs=3), sampling)
+    result = distilled(pair, tmp_path / "draft", QUICK, sampling, rows=24)
     assert result.acceptance_after > result.acceptance_before
-
-
-def test_mean_acceptance_counts_completion_positions_only(pair: Path) -> None:
-    target, draft = load_model(str(pair / "target")), load_model(str(pair / "draft"))
-    rows = rollouts(pair, 3, seed=4)
-    values = []
-    for row in rows:
-        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
-        with torch.no_grad():
-            p, q = target(ids).logits.softmax(-1)[0], draft(ids).logits.softmax(-1)[0]
-        begin = len(row["prompt_ids"])
-        for position in range(begin, ids.shape[1]):
-            # The token at `position` was drawn from the distribution one row earlier.
-            values.append(sum(map(min, p[position - 1].tolist(), q[position - 1].tolist())))
-    expected = sum(values) / len(values)
-    measured = mean_acceptance(target, draft, rows, SamplingConfig())
-    assert measured == pytest.approx(expected, abs=1e-5)
-    assert mean_acceptance(target, target, rows, SamplingConfig()) == pytest.approx(1.0, abs=1e-5)
-
-
-def test_collator_labels_the_completion_and_hides_the_padding() -> None:
-    rows = [
-        {"prompt_ids": [5, 6], "completion_ids": [7]},
-        {"prompt_ids": [8], "completion_ids": [9, 5, 6]},
-    ]
-    batch = collate(pad_id=1)(rows)
-    assert batch["rows"].tolist() == [0, 1]
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 1], [8, 9, 5, 6]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
-    assert batch["labels"].tolist() == [[IGNORED, IGNORED, 7, IGNORED], [IGNORED, 9, 5, 6]]
 
 
 def test_processes_divide_the_rows_of_a_batch_and_have_a_batch_without_labels_if_none_is_left() -> (
@@ -240,6 +163,8 @@ def test_rows_of_a_batch_are_ordered_by_length_and_known_by_their_place_in_the_g
     rows = [{"prompt_ids": [5] * length, "completion_ids": [6]} for length in (4, 2, 3, 1)]
     alone = collate(pad_id=1)(rows)
     assert alone["rows"].tolist() == [3, 1, 2, 0]
+    assert alone["input_ids"][:2].tolist() == [[5, 6, 1, 1, 1], [5, 5, 6, 1, 1]]
+    assert alone["labels"][0].tolist() == [IGNORED, 6, IGNORED, IGNORED, IGNORED]
     assert alone["attention_mask"].sum(dim=1).tolist() == [2, 3, 4, 5]
     shares = [collate(1, process=index, processes=2)(rows) for index in range(2)]
     assert [share["rows"].tolist() for share in shares] == [[3, 2], [1, 0]]
@@ -303,48 +228,28 @@ def assert_same_gradients(
 
 def test_accumulated_small_batches_equal_a_large_one(pair: Path, tmp_path: Path) -> None:
     whole = step_gradients(pair, tmp_path / "whole", batch_size=8, accumulation=1)
-    for batch_size in (1, 2):
-        parts = step_gradients(
-            pair,
-            tmp_path / f"of {batch_size}",
-            batch_size=batch_size,
-            accumulation=8 // batch_size,
-        )
-        assert_same_gradients(pair, whole, parts)
+    parts = step_gradients(pair, tmp_path / "parts", batch_size=2, accumulation=4)
+    assert_same_gradients(pair, whole, parts)
 
 
-GRADIENTS = """
-import sys
-from pathlib import Path
-import torch
-from accelerate import PartialState
-from safetensors.torch import save_file
-from tests.test_distill import step_gradients
-
-torch.set_num_threads(1)
-pair, out = map(Path, sys.argv[1:])
-gradients = step_gradients(pair, out.with_name("work"), batch_size=8, accumulation=1)
-if PartialState().is_main_process:
-    save_file(gradients, out)
-print("processes " + str(PartialState().num_processes) + chr(10), end="", flush=True)
-"""
+def stored_gradients(pair: Path, out: Path) -> None:
+    """As a process of a group: the gradients of a step, and how many processes there were."""
+    gradients = step_gradients(pair, out.with_name("work"), batch_size=8, accumulation=1)
+    state = PartialState()
+    save_file(gradients, out.with_name(f"{state.process_index} of {state.num_processes}"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_with_half_of_a_batch_each_have_its_gradients(
-    pair: Path, tmp_path: Path
+    pair: Path, tmp_path: Path, server: ForkServerContext
 ) -> None:
     whole = step_gradients(pair, tmp_path / "whole", batch_size=8, accumulation=1)
-    driver = tmp_path / "driver.py"
-    driver.write_text(GRADIENTS)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    out = tmp_path / "gradients.safetensors"
-    printed = launched(torchrun, [str(driver), str(pair), str(out)])
-    assert printed.count("processes 2") == 2
-    assert_same_gradients(pair, whole, load_file(out))
+    finish(start_two(server, stored_gradients, pair, tmp_path / "out", **ON_CPU))
+    for process in range(2):
+        assert_same_gradients(pair, whole, load_file(tmp_path / f"{process} of 2"))
 
 
-def test_unusable_inputs_are_named(pair: Path, tmp_path: Path) -> None:
+def test_unusable_inputs_are_named(pair: Path, tiny_pair: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="objective: must be 'forward_kl', 'reverse_kl', 'js'"):
         read_config(DistilConfig, {"objective": "kl"})
     with pytest.raises(ValueError, match=r"batch_size: must be greater .* 1 \(got 0\)"):
@@ -362,99 +267,25 @@ def test_unusable_inputs_are_named(pair: Path, tmp_path: Path) -> None:
     empty = arguments["dev"].select([])
     with pytest.raises(ValueError, match="dev must hold at least one rollout"):
         distil(**{**arguments, "dev": empty}, out=tmp_path / "draft")
-    other = tmp_path / "other"
-    train_toy_pair(other, changed(SMALL, vocab_size=390, target_steps=1, draft_steps=1), seed=0)
     with pytest.raises(VocabularyMismatchError):
-        distil(**{**arguments, "draft": other / "draft"}, out=tmp_path / "draft")
+        distil(**{**arguments, "draft": tiny_pair / "draft"}, out=tmp_path / "draft")
     assert not (tmp_path / "draft").exists()
 
 
-DRIVER = """
-import json, os, sys
-from pathlib import Path
-import torch
-from tests.test_distill import SMALL, DistilConfig, distilled, train_toy_pair
-from accelerate import PartialState
-from specdata.errors import TrainingDivergedError
-from specdata.processes import leave_processes
-
-torch.set_num_threads(1)
-stage, folder, out, config, rows = sys.argv[1:]
-if stage == "pair":
-    train_toy_pair(Path(out), SMALL, seed=0)
-else:
-    try:
-        distilled(Path(folder), Path(out), DistilConfig(**json.loads(config)), rows=int(rows))
-    except TrainingDivergedError as error:
-        PartialState().wait_for_everyone()  # so every process was told
-        print(error)
-    print("engine", PartialState().distributed_type.value, PartialState().num_processes)
-    leave_processes()  # as a recipe does
-"""
-
-
-def command(
-    stage: str, pair: Path, out: Path, config: DistilConfig = QUICK, rows: int = 48
-) -> list[str]:
-    driver = out.with_name("driver.py")
-    driver.write_text(DRIVER)
-    return [str(driver), stage, str(pair), str(out), config.model_dump_json(), str(rows)]
-
-
-def environment(**extra: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **extra}
-
-
-TWO_PROCESSES = ["-m", "accelerate.commands.launch", "--config_file", "launch/cpu-2.yaml"]
-DEEPSPEED = ["-m", "accelerate.commands.launch", "--use_deepspeed"]
-DEEPSPEED += ["--num_machines=1", "--num_processes=2", "--main_process_port=0"]
-DEEPSPEED += ["--mixed_precision=no", "--dynamo_backend=no"]
-
-
-def launched(launcher: list[str], arguments: list[str]) -> str:
-    """The output of the driver in the processes that a launcher starts."""
-    done = subprocess.run(
-        [sys.executable, *launcher, *arguments],
-        cwd=REPOSITORY,
-        env=environment(DS_ACCELERATOR="cpu"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def kill_after_checkpoint(arguments: list[str], work: Path) -> None:
-    """Start a run and `kill -9` all its processes once a complete checkpoint lies in `work`."""
-    with subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=REPOSITORY,
-        env=environment(),
-        stderr=subprocess.DEVNULL,
-    ) as process:
-        while not list(work.glob("checkpoint-*/complete.json")):
-            assert process.poll() is None, "the run ended before it could be killed"
-            time.sleep(0.001)
-        # A launcher's processes have sessions of their own.
-        launcher = psutil.Process(process.pid)
-        for each in (launcher, *launcher.children(recursive=True)):
-            each.kill()
-
-
-def tear(work: Path) -> None:
-    """Leave what a kill in the middle of a save leaves: a newer checkpoint without its end."""
-    (work / "checkpoint-9999").mkdir()
-    (work / "checkpoint-9999" / "model.safetensors").write_bytes(b"torn")
-
-
 @pytest.mark.exhaustive
-def test_a_killed_pair_training_ends_in_the_same_weights(pair: Path, tmp_path: Path) -> None:
+def test_a_killed_pair_training_ends_in_the_same_weights(
+    pair: Path, tmp_path: Path, server: ForkServerContext
+) -> None:
     out = tmp_path / "out"
-    kill_after_checkpoint(command("pair", pair, out), out / "target.training")
+    process = server.Process(target=train_toy_pair, args=(out, TOY_PAIR), kwargs={"seed": 0})
+    process.start()
+    wait_for(out / "target.training", "checkpoint-*/complete.json", [process])
+    kill([process])
     assert not (out / "target").exists()
-    tear(out / "target.training")
-    train_toy_pair(out, SMALL, seed=0)
+    # As a kill in the middle of a save leaves it: a newer checkpoint without its end.
+    (out / "target.training" / "checkpoint-9999").mkdir()
+    (out / "target.training" / "checkpoint-9999" / "model.safetensors").write_bytes(b"torn")
+    train_toy_pair(out, TOY_PAIR, seed=0)
     for name in ("target", "draft"):
         assert_same_weights(out / name, pair / name)
 
@@ -485,7 +316,7 @@ def with_untied_draft(pair: Path, folder: Path, kept: int | None = None) -> Path
     ],
 )
 def test_two_deepspeed_processes_train_the_same_draft_as_one(
-    pair: Path, tmp_path: Path, stage: int, kept: int | None
+    pair: Path, tmp_path: Path, server: ForkServerContext, stage: int, kept: int | None
 ) -> None:
     """Stage 3 divides the output matrix, too, which the loss reads without calling it.
 
@@ -495,9 +326,8 @@ def test_two_deepspeed_processes_train_the_same_draft_as_one(
     if stage == 3:
         pair = with_untied_draft(pair, tmp_path / "pair", kept)
     alone = distilled(pair, tmp_path / "alone", QUICK)
-    launcher = [*DEEPSPEED, f"--zero_stage={stage}", "--zero3_save_16bit_model=true"]
-    printed = launched(launcher, command("distil", pair, tmp_path / "two", QUICK))
-    assert "engine DEEPSPEED 2" in printed
+    engine = {2: ZERO_2, 3: ZERO_3}[stage]
+    finish(start_two(server, distilled, pair, tmp_path / "two", **engine))
     result = json.loads((tmp_path / "two" / "distillation.json").read_text())
     assert result["steps"] == alone.steps
     assert result["acceptance_after"] == pytest.approx(alone.acceptance_after, abs=1e-4)
@@ -512,7 +342,12 @@ def test_two_deepspeed_processes_train_the_same_draft_as_one(
     ids=["1 -> 2", "2 -> 1"],
 )
 def test_a_killed_distillation_goes_on_in_another_number_of_processes(
-    pair: Path, tmp_path: Path, processes: tuple[int, int], batch_size: int, epochs: int
+    pair: Path,
+    tmp_path: Path,
+    server: ForkServerContext,
+    processes: tuple[int, int],
+    batch_size: int,
+    epochs: int,
 ) -> None:
     """The steps and weights are those of an uninterrupted run in one process, up to rounding.
 
@@ -527,12 +362,19 @@ def test_a_killed_distillation_goes_on_in_another_number_of_processes(
     config = changed(QUICK, epochs=epochs, batch_size=batch_size)
     alone = distilled(pair, tmp_path / "alone", config)
     out = tmp_path / "out"
-    arguments = command("distil", pair, out, config)
-    first, second = (TWO_PROCESSES if count == 2 else [] for count in processes)
-    kill_after_checkpoint([*first, *arguments], tmp_path / "out.training")
+
+    def start(count: int) -> list[BaseProcess]:
+        if count == 2:
+            return start_two(server, distilled, pair, out, config, **ON_CPU)
+        process = server.Process(target=distilled, args=(pair, out, config))
+        process.start()
+        return [process]
+
+    started = start(processes[0])
+    wait_for(tmp_path / "out.training", "checkpoint-*/complete.json", started)
+    kill(started)
     assert not out.exists()
-    printed = launched(second, arguments)
-    assert printed.count(f"engine {'MULTI_CPU 2' if processes[1] == 2 else 'NO 1'}") == processes[1]
+    finish(start(processes[1]))
     result = json.loads((out / "distillation.json").read_text())
     assert result["steps"] == alone.steps
     assert result["acceptance_after"] == pytest.approx(alone.acceptance_after, abs=1e-5)
@@ -563,7 +405,21 @@ def test_a_training_that_diverges_ends_with_a_message_and_stores_nothing_that_is
     assert not out.exists()
     assert not list(work.glob("checkpoint-*"))
     shutil.rmtree(work)  # as the message says
-    assert distilled(pair, out, QUICK).acceptance_after > 0.5
+    assert distilled(pair, out, QUICK, rows=16).acceptance_after > 0.5
+
+
+def stepwise_trainer(pair: Path, folder: Path, *, steps: int) -> tuple[Trainer, Settings]:
+    """A trainer of 8 rollouts a step with a checkpoint every 4 steps, and any settings."""
+    trainer = draft_trainer(
+        load_model(str(pair / "target")),
+        load_model(str(pair / "draft")),
+        rollouts(pair, 8, seed=1),
+        folder / "out.training",
+        changed(QUICK, epochs=steps),
+        SamplingConfig(),
+        seed=0,
+    )
+    return trainer, Settings({"steps": steps}, remedy="train elsewhere")
 
 
 def test_weights_that_are_not_finite_are_not_stored_and_the_last_good_checkpoint_is_kept(
@@ -589,51 +445,15 @@ def test_weights_that_are_not_finite_are_not_stored_and_the_last_good_checkpoint
     assert newest_checkpoint(work, engine="PyTorch") == work / "checkpoint-4"
 
 
+def distilled_to_nothing(pair: Path, out: Path) -> None:
+    with pytest.raises(TrainingDivergedError, match=" is nan in steps 1 to 4, so the training div"):
+        distilled(pair, out, changed(QUICK, learning_rate=1e6))
+    PartialState().wait_for_everyone()  # so every process was told
+
+
 @pytest.mark.exhaustive
-def test_every_process_learns_that_the_training_diverged(pair: Path, tmp_path: Path) -> None:
-    config = changed(QUICK, learning_rate=1e6)
-    printed = launched(TWO_PROCESSES, command("distil", pair, tmp_path / "out", config))
-    assert printed.count(" is nan in steps 1 to 4, so the training diverged") == 2
-    assert not (tmp_path / "out").exists()
-
-
-# --- checkpoints
-
-
-def stepwise_trainer(pair: Path, folder: Path, *, steps: int) -> tuple[Trainer, Settings]:
-    """A trainer of 8 rollouts a step with a checkpoint every 4 steps, and any settings."""
-    trainer = draft_trainer(
-        load_model(str(pair / "target")),
-        load_model(str(pair / "draft")),
-        rollouts(pair, 8, seed=1),
-        folder / "out.training",
-        changed(QUICK, epochs=steps),
-        SamplingConfig(),
-        seed=0,
-    )
-    return trainer, Settings({"steps": steps}, remedy="train elsewhere")
-
-
-@pytest.fixture(scope="module")
-def checkpoints(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a training that was killed before its result was saved."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    trainer, settings = stepwise_trainer(pair, folder, steps=12)
-    train_resumably(trainer, folder / "out.training", settings, label="distilling the draft")
-    assert {path.name for path in (folder / "out.training").iterdir()} == {
-        "settings.json",
-        "checkpoint-8",
-        "checkpoint-12",
-    }
-    return folder / "out.training"
-
-
-def test_a_training_goes_on_from_the_checkpoint_before_a_damaged_one_to_the_same_weights(
-    pair: Path, checkpoints: Path, tmp_path: Path
+def test_every_process_learns_that_the_training_diverged(
+    pair: Path, tmp_path: Path, server: ForkServerContext
 ) -> None:
-    shutil.copytree(checkpoints, tmp_path / "out.training")
-    (tmp_path / "out.training" / "checkpoint-12" / "optimizer.pt").write_bytes(b"")
-    trainer, settings = stepwise_trainer(pair, tmp_path, steps=12)
-    train_resumably(trainer, tmp_path / "out.training", settings, label="distilling the draft")
-    assert trainer.state.global_step == 12
-    assert_same_weights(tmp_path / "out.training" / "checkpoint-12", checkpoints / "checkpoint-12")
+    finish(start_two(server, distilled_to_nothing, pair, tmp_path / "out", **ON_CPU))
+    assert not (tmp_path / "out").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from distill import teacher as teachers
 from distill import trainer as trainers
 from distill.batches import Numbered, check_context, collate, fitted
 from distill.config import DistilConfig
-from distill.distillation import distil
+from distill.distillation import DistilResult, distil
 from distill.losses import LOSSES
 from distill.teacher import Part, Teacher
 from distill.trainer import DistilTrainer, draft_trainer, learnt_part
@@ -24,17 +25,15 @@ from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.errors import ConfigError
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig
-from tests.random_pair import random_pair, texts_of
+from tests.random_pair import texts_of
 from tests.tiny import tiny_llama
 
 QUICK = DistilConfig(epochs=2, learning_rate=1e-3, report_to=[], eval_rollouts=2)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pair")
-    random_pair(folder)
-    return folder
+def pair(tiny_pair: Path) -> Path:
+    return tiny_pair
 
 
 def trainer_of(pair: Path, work: Path, rows: int = 8, **settings: object) -> DistilTrainer:
@@ -64,8 +63,9 @@ def gradients(trainer: DistilTrainer) -> dict[str, Tensor]:
 # --- a draft with a reduced vocabulary
 
 
-@pytest.mark.parametrize("objective", LOSSES)
-@pytest.mark.parametrize("temperature", [None, 0.5])
+@pytest.mark.parametrize(
+    ("objective", "temperature"), [*((name, 0.5) for name in LOSSES), ("lk_hybrid", None)]
+)
 def test_a_reduced_draft_learns_the_same_from_the_tokens_that_it_can_propose(
     pair: Path,
     tmp_path: Path,
@@ -104,24 +104,19 @@ def test_a_reduced_draft_learns_the_same_from_the_tokens_that_it_can_propose(
     assert max(float(gradient.abs().max()) for gradient in gradients_.values()) > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("warp", "sampling", "is_part"),
-    [
+def test_truncation_takes_the_whole_distribution_of_the_target(pair: Path) -> None:
+    draft = load_model(str(pair / "draft"))
+    assert learnt_part(draft, QUICK, SamplingConfig(0.2)) is None
+    reduce_vocabulary(draft, range(3, 40, 2))
+    for warp, sampling, is_part in (
         ("raw", SamplingConfig(0.2, top_p=0.9), True),
         ("sampler", SamplingConfig(0.2), True),
         ("sampler", SamplingConfig(0.2, top_p=0.9), False),
         ("sampler", SamplingConfig(1.0, top_k=20), False),
         ("sampler", SamplingConfig(0.0), False),
-    ],
-)
-def test_truncation_takes_the_whole_distribution_of_the_target(
-    pair: Path, warp: str, sampling: SamplingConfig, is_part: bool
-) -> None:
-    draft = load_model(str(pair / "draft"))
-    config = DistilConfig(**{**QUICK.model_dump(), "warp": warp})
-    assert learnt_part(draft, config, sampling) is None
-    reduce_vocabulary(draft, range(3, 40, 2))
-    assert (learnt_part(draft, config, sampling) is not None) == is_part
+    ):
+        config = DistilConfig(**{**QUICK.model_dump(), "warp": warp})
+        assert (learnt_part(draft, config, sampling) is not None) == is_part
 
 
 def test_a_row_without_labels_has_no_rest(pair: Path) -> None:
@@ -230,7 +225,7 @@ def test_rollouts_of_which_nothing_can_be_learnt_are_refused_before_a_model_is_l
     assert not list(tmp_path.iterdir())
 
 
-def run(pair: Path, out: Path, *, train: Dataset | None = None, **settings: object) -> object:
+def run(pair: Path, out: Path, *, train: Dataset | None = None, **settings: object) -> DistilResult:
     return distil(
         target=pair / "target",
         draft=pair / "draft",
@@ -244,12 +239,9 @@ def run(pair: Path, out: Path, *, train: Dataset | None = None, **settings: obje
 
 
 def test_the_result_says_what_was_cut_and_left_out(pair: Path, tmp_path: Path) -> None:
-    lengths = [len(row["prompt_ids"]) for row in texts_of(pair, 8, seed=1)]
-    shortest = min(lengths)
-    result = run(pair, tmp_path / "out", max_length=max(lengths) + 1, epochs=1)
+    longest = max(len(row["prompt_ids"]) for row in texts_of(pair, 8, seed=1))
+    result = run(pair, tmp_path / "out", max_length=longest + 1, epochs=1)
     assert (result.cut, result.left_out) == (8, 0)
-    assert result == run(pair, tmp_path / "out", max_length=max(lengths) + 1, epochs=1)
-    assert shortest > 0
 
 
 def test_a_context_that_is_too_short_is_refused_with_both_numbers(
@@ -264,16 +256,15 @@ def test_a_context_that_is_too_short_is_refused_with_both_numbers(
         "the longest rollout has 10 tokens, but the draft (small) has positions for 8: set "
         "draft.max_length to at most 8, or take a draft with more positions"
     )
+    shutil.copytree(pair, tmp_path / "pair")
     for role in ("target", "draft"):
-        path = pair / role / "config.json"
+        path = tmp_path / "pair" / role / "config.json"
         before = path.read_text()
         path.write_text(json.dumps({**json.loads(before), "max_position_embeddings": 6}))
-        try:
-            with pytest.raises(ConfigError, match=f"but the {role} .* has positions for 6"):
-                run(pair, tmp_path / "out")
-        finally:
-            path.write_text(before)
-    assert not list(tmp_path.iterdir())
+        with pytest.raises(ConfigError, match=f"but the {role} .* has positions for 6"):
+            run(tmp_path / "pair", tmp_path / "out")
+        path.write_text(before)
+    assert not list(tmp_path.glob("out*"))
 
 
 # --- memory and precision
@@ -314,13 +305,3 @@ def test_bfloat16_is_of_the_forward_and_the_weights_that_move_are_float32(
         if name in norms:
             assert moved.abs().max() < 1 / 512
             assert torch.equal(parameter.bfloat16(), before[name].bfloat16())
-
-
-def test_bfloat16_gradients_are_those_of_float32_up_to_its_rounding(
-    pair: Path, tmp_path: Path
-) -> None:
-    wide = gradients(trainer_of(pair, tmp_path / "wide"))
-    narrow = gradients(trainer_of(pair, tmp_path / "narrow", precision="bfloat16"))
-    for name, gradient in wide.items():
-        error = (narrow[name] - gradient).norm() / gradient.norm()
-        assert 0 < error < 0.05, (name, float(error))  # bfloat16 rounds by up to 0.4%

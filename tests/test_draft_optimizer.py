@@ -23,7 +23,7 @@ from specdata.lm_head import hidden_states
 from specdata.models import load_model
 from specdata.sampling import SamplingConfig
 from tests.families import tiny
-from tests.random_pair import random_pair, texts_of
+from tests.random_pair import texts_of
 
 ROWS = Dataset.from_list(
     [
@@ -37,10 +37,8 @@ ROWS = Dataset.from_list(
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pair")
-    random_pair(folder)
-    return folder
+def pair(tiny_pair: Path) -> Path:
+    return tiny_pair
 
 
 def states_of(model: PreTrainedModel) -> torch.Tensor:
@@ -55,8 +53,9 @@ def states_of(model: PreTrainedModel) -> torch.Tensor:
 # --- aligned output matrices
 
 
-@pytest.mark.parametrize("family", ["llama", "granite", "gpt2"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("llama", False), ("llama", True), ("granite", True), ("gpt2", False)]
+)
 def test_an_aligned_output_is_the_targets_after_the_least_squares_map_of_the_states(
     family: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,20 +1,14 @@
 """Every training of a draft, killed and continued, ends in the weights of an uninterrupted one.
 
-Bit for bit, on the CPU. The killed process ends by SIGKILL right after a checkpoint; processes are
-forked off one that has imported what they need.
+Bit for bit, on the CPU. The killed process ends by SIGKILL right after a checkpoint.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import signal
-import socket
-import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +20,8 @@ from distill.distillation import distil
 from distill.finetune import finetune
 from specdata.interruption import Interrupted, stopping_on_signals
 from specdata.sampling import SamplingConfig
-from tests.random_pair import random_pair, texts_of
+from tests.random_pair import texts_of
+from tests.two_processes import ON_CPU, ZERO_2, ZERO_3, finish, kill, start_two, wait_for
 
 BASE: dict[str, Any] = {
     "epochs": 6,
@@ -84,28 +79,8 @@ COMBINED = {**LORA, "epochs": 3, "on_policy": {"share": 0.5, "text": "blocks"}, 
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pair")
-    random_pair(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server() -> ForkServerContext:
-    """Starts processes that need not import anything: it has itself, and has run nothing."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.test_draft_resume"])
-    return context
-
-
-def wait_for_checkpoint(work: Path, runs: Callable[[], bool]) -> None:
-    wait_for(work, "checkpoint-*/complete.json", runs)
-
-
-def wait_for(work: Path, pattern: str, runs: Callable[[], bool]) -> None:
-    while not list(work.glob(pattern)):
-        assert runs(), "the training ended before it could be killed"
-        time.sleep(0.001)
+def pair(tiny_pair: Path) -> Path:
+    return tiny_pair
 
 
 def assert_same_draft(ours: Path, theirs: Path) -> None:
@@ -133,10 +108,8 @@ def test_a_killed_training_ends_in_the_same_weights(
     out, work = tmp_path / "out", tmp_path / "out.training"
     process = server.Process(target=train, args=(pair, out, changes))
     process.start()
-    wait_for_checkpoint(work, process.is_alive)
-    process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    wait_for(work, "checkpoint-*/complete.json", [process])
+    kill([process])
     assert not out.exists()
     train(pair, out, changes)
     assert_same_draft(out, tmp_path / "whole")
@@ -144,40 +117,6 @@ def test_a_killed_training_ends_in_the_same_weights(
 
 
 # --- two processes
-
-
-def as_rank(rank: int, environment: dict[str, str], train: Train, *arguments: Any) -> None:
-    """What a launcher's process is told, and its work."""
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    train(*arguments)
-
-
-def start_two(
-    server: ForkServerContext, train: Train, *arguments: Any, **environment: str
-) -> list[BaseProcess]:
-    """Start a group of two processes, as `accelerate launch` does."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **environment}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes: list[BaseProcess] = [
-        server.Process(target=as_rank, args=(rank, common, train, *arguments)) for rank in (0, 1)
-    ]
-    for process in processes:
-        process.start()
-    return processes
-
-
-def finish(processes: list[BaseProcess]) -> None:
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-
-
-ON_CPU = {"ACCELERATE_USE_CPU": "true"}
-ZERO_2 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
-ZERO_2 |= {"DS_ACCELERATOR": "cpu"}
 
 
 def trained_until_interrupted(pair: Path, out: Path, changes: dict[str, Any]) -> None:
@@ -197,7 +136,7 @@ def test_an_interrupted_and_killed_training_in_two_processes_ends_in_the_same_we
     finish(start_two(server, trained, pair, tmp_path / "whole", COMBINED, **engine))
     out, work = tmp_path / "out", tmp_path / "out.training"
     processes = start_two(server, trained_until_interrupted, pair, out, COMBINED, **engine)
-    wait_for(work, "best-0", lambda: all(process.is_alive() for process in processes))
+    wait_for(work, "best-0", processes)
     processes[1].terminate()  # one of them alone, yet both stop after the same step
     for process in processes:
         process.join()
@@ -205,21 +144,14 @@ def test_an_interrupted_and_killed_training_in_two_processes_ends_in_the_same_we
     (stopped,) = work.glob("checkpoint-*/complete.json")
     assert json.loads(stopped.read_text())["step"] < 5
     processes = start_two(server, trained, pair, out, COMBINED, **engine)
-    wait_for(work, "checkpoint-5/complete.json", lambda: all(p.is_alive() for p in processes))
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.join()
+    wait_for(work, "checkpoint-5/complete.json", processes)
+    kill(processes)
     assert not out.exists()
     (checkpoint, *_) = work.glob("checkpoint-*/complete.json")
     written_under = json.loads(checkpoint.read_text())["engine"]
     assert written_under == ("PyTorch" if engine is ON_CPU else "DeepSpeed in 2 processes")
     finish(start_two(server, trained, pair, out, COMBINED, **engine))
     assert_same_draft(out, tmp_path / "whole")
-
-
-ZERO_3 = {**ZERO_2, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
-ZERO_3 |= {"ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true"}
 
 
 @pytest.mark.exhaustive

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
-import subprocess
-import sys
 from itertools import chain
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from transformers import (
 )
 
 from distill.batches import IGNORED
-from distill.config import FinetuneConfig, LoraConfig
+from distill.config import FinetuneConfig
 from distill.finetune import (
     Rows,
     check_packing,
@@ -49,7 +47,8 @@ from specdata.models import load_model, load_tokenizer
 from specdata.prompts.chat_templates import assistant_mask, chat_ids
 from specdata.toy.corpus import examples
 from tests.chats import chat_tokenizer
-from tests.light_imports import run_without_heavy_libraries
+from tests.test_distill import GradientRecorder
+from tests.two_processes import ON_CPU, finish, start_two
 
 REPOSITORY = Path(__file__).parents[1]
 TALK = [
@@ -156,17 +155,13 @@ def test_only_what_the_assistant_says_is_learnt(family: str, tmp_path: Path) -> 
     (row,) = rows.dataset
     for token, label in zip(row["input_ids"], row["labels"], strict=True):
         assert label in (IGNORED, token)
-    assert rows.account["tokens"] == len(row["input_ids"])
-    assert rows.account["assistant_tokens"] == sum(label != IGNORED for label in row["labels"])
-
-
-def test_sharegpt_files_are_read_as_they_are(tmp_path: Path) -> None:
     names = {"user": "human", "assistant": "gpt"}
     turns = [{"from": names[turn["role"]], "value": turn["content"]} for turn in TALK]
     path = tmp_path / "sharegpt.json"
     path.write_text(json.dumps([{"id": "a_0", "conversations": turns}]))
-    ours = made(config(lines(tmp_path / "a.jsonl", [{"messages": TALK}])))
-    assert made(config(path)).dataset[:] == ours.dataset[:]
+    assert made(config(path), family).dataset[:] == rows.dataset[:]
+    assert rows.account["tokens"] == len(row["input_ids"])
+    assert rows.account["assistant_tokens"] == sum(label != IGNORED for label in row["labels"])
 
 
 def test_of_rollouts_only_the_completion_is_learnt() -> None:
@@ -177,18 +172,6 @@ def test_of_rollouts_only_the_completion_is_learnt() -> None:
         assert row["labels"] == [IGNORED] * len(rollout["prompt_ids"]) + rollout["completion_ids"]
 
 
-class GradientRecorder(TrainerCallback):
-    """Keeps the gradients that the first optimizer step is about to use."""
-
-    def __init__(self) -> None:
-        self.gradients: dict[str, Tensor] = {}
-
-    def on_pre_optimizer_step(self, *_: object, model: torch.nn.Module, **__: object) -> None:
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None
-            self.gradients.setdefault(name.removeprefix("module."), parameter.grad.clone())
-
-
 def step_gradients(pair: Path, work: Path, config: FinetuneConfig) -> dict[str, Tensor]:
     """Gradients of a step on all texts, through the trainer that `finetune` uses."""
     student, recorder = load_model(str(pair / "draft")), GradientRecorder()
@@ -197,7 +180,7 @@ def step_gradients(pair: Path, work: Path, config: FinetuneConfig) -> dict[str, 
     trainer.add_callback(recorder)
     trainer.train()
     assert trainer.state.global_step == 1
-    return recorder.gradients
+    return {name.removeprefix("module."): each for name, each in recorder.gradients.items()}
 
 
 def assert_same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
@@ -209,7 +192,7 @@ def assert_same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) ->
         assert difference <= 2000 * torch.finfo(torch.float32).eps, (name, float(difference))
 
 
-def test_packed_texts_give_the_gradient_of_separate_ones(
+def test_packed_and_accumulated_texts_give_the_gradient_of_separate_ones(
     pair: Path, file: Path, tmp_path: Path
 ) -> None:
     once = {"epochs": 1, "batch_size": 64}
@@ -218,17 +201,9 @@ def test_packed_texts_give_the_gradient_of_separate_ones(
     assert made(packed).account["rows"] < 0.6 * made(apart).account["rows"]
     alone = step_gradients(pair, tmp_path / "apart", apart)
     assert_same_gradients(alone, step_gradients(pair, tmp_path / "packed", packed))
-
-
-@pytest.mark.slow
-def test_accumulated_small_batches_equal_a_large_one(
-    pair: Path, file: Path, tmp_path: Path
-) -> None:
-    rows = made(config(file)).account["rows"]
-    whole = config(file, epochs=1, batch_size=rows)
+    rows = made(packed).account["rows"]
     parts = config(file, epochs=1, batch_size=1, accumulation=rows)
-    whole_step = step_gradients(pair, tmp_path / "whole", whole)
-    assert_same_gradients(whole_step, step_gradients(pair, tmp_path / "parts", parts))
+    assert_same_gradients(alone, step_gradients(pair, tmp_path / "parts", parts))
 
 
 def test_models_in_which_packed_texts_see_each_other_are_refused(file: Path) -> None:
@@ -327,17 +302,6 @@ def test_unusable_texts_are_refused_with_the_reason(pair: Path, tmp_path: Path) 
     assert not list(tmp_path.glob("out*"))
 
 
-def weights(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def assert_same_weights(ours: Path, theirs: Path) -> None:
-    actual, expected = weights(ours), weights(theirs)
-    assert actual.keys() == expected.keys()
-    for name in expected:
-        assert torch.equal(actual[name], expected[name]), name
-
-
 @pytest.mark.slow
 def test_a_draft_learns_conversations_and_becomes_an_ordinary_folder(
     pair: Path, file: Path, tmp_path: Path
@@ -394,18 +358,6 @@ def test_a_draft_with_a_reduced_vocabulary_learns_what_it_can_propose(
     assert torch.equal(kept_tokens(tuned_draft), torch.tensor(kept))
 
 
-@pytest.mark.slow
-def test_adapters_are_trained_and_merged(pair: Path, file: Path, tmp_path: Path) -> None:
-    given = {"target": pair / "target", "draft": pair / "draft", "rollouts": None, "seed": 0}
-    lora = LoraConfig(rank=4)
-    result = finetune(**given, out=tmp_path / "out", config=config(file, epochs=6), lora=lora)
-    assert result["loss_last"] < result["loss_first"]
-    before, after = weights(pair / "draft"), weights(tmp_path / "out")
-    assert before.keys() == after.keys()
-    changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
-    assert changed == {name for name in after if "_proj" in name}
-
-
 def shipped(pair: Path, tmp_path: Path, *arguments: str) -> list[str]:
     """The shipped configuration on a pair that is here."""
     return [
@@ -436,10 +388,12 @@ def test_vicunas_template_is_fastchats_and_hides_no_answer() -> None:
     assert tokenizer.decode(chat_ids(tokenizer, TALK[:3])).endswith("<eos>USER: Why? ASSISTANT:")
 
 
-def test_the_shipped_configuration_is_planned_without_a_network_or_heavy_libraries() -> None:
-    planned = run_without_heavy_libraries(
-        "recipes/train_draft.py", "--config", "recipes/configs/vicuna-68m.yaml", "--plan"
-    )
+def test_the_shipped_configuration_is_planned_without_a_network(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shipped = str(REPOSITORY / "recipes/configs/vicuna-68m.yaml")
+    assert train_draft.RECIPE.run(["--config", shipped, "--plan"]) == 0
+    planned = capsys.readouterr().out
     assert "runs/vicuna-68m/finetuned" in planned
     assert "anon8231489123/ShareGPT_Vicuna_unfiltered" in planned
 
@@ -448,8 +402,6 @@ def test_the_shipped_configuration_is_planned_without_a_network_or_heavy_librari
     ("arguments", "message"),
     [
         (["--draft.finetune.max_length", "1025"], "max_length must be at most 1024, the positions"),
-        (["--draft.finetune.conversations", "[instruct]"], "'instruct' holds prompts"),
-        (["--draft.finetune.conversations", "[nowhere]"], "unknown prompt set 'nowhere'"),
         (["--draft.finetune.conversations", "[{path}]"], "none of 2 can be trained on: 2 without"),
         (["--models.target", "{pair}/draft"], "draft has none: save one beside its tokenizer"),
     ],
@@ -519,31 +471,20 @@ def interrupted(pair: Path, out: Path, config: FinetuneConfig, *, step: int) -> 
     assert len(list(out.with_name(f"{out.name}.training").glob("checkpoint-*"))) == 1
 
 
-DRIVER = """
-import sys
-from pathlib import Path
-import torch
-from distill.config import FinetuneConfig
-from specdata.processes import leave_processes
-from tests.test_finetune import interrupted, step_gradients, tuned
-
-torch.set_num_threads(1)
-pair, folder = map(Path, sys.argv[1:3])
-wanted, step = map(FinetuneConfig.model_validate_json, sys.argv[3:])
-gradients = step_gradients(pair, folder / "step", step)
-torch.save(gradients, folder / f"gradients-{torch.distributed.get_rank()}")
-tuned(pair, folder / "whole", wanted)
-interrupted(pair, folder / "out", wanted, step=wanted.save_steps + 1)
-tuned(pair, folder / "out", wanted)
-print("processes:", torch.distributed.get_world_size())
-leave_processes()  # as a recipe does
-"""
-TWO = ["-m", "accelerate.commands.launch", "--config_file", "launch/cpu-2.yaml"]
+def stepped_tuned_and_interrupted(
+    pair: Path, folder: Path, wanted: FinetuneConfig, step: FinetuneConfig
+) -> None:
+    """As a process of a group."""
+    gradients = step_gradients(pair, folder / "step", step)
+    torch.save(gradients, folder / f"gradients-{torch.distributed.get_rank()}")
+    tuned(pair, folder / "whole", wanted)
+    interrupted(pair, folder / "out", wanted, step=wanted.save_steps + 1)
+    tuned(pair, folder / "out", wanted)
 
 
 @pytest.mark.exhaustive
 def test_two_processes_take_the_steps_of_one_also_after_an_interruption(
-    pair: Path, file: Path, tmp_path: Path
+    pair: Path, file: Path, tmp_path: Path, server: ForkServerContext
 ) -> None:
     # Rows do not divide evenly, and the last batch of an epoch is short.
     wanted = config(file, batch_size=3, save_steps=5)
@@ -551,21 +492,11 @@ def test_two_processes_take_the_steps_of_one_also_after_an_interruption(
     assert rows % 2
     step = config(file, batch_size=rows, epochs=1)
     alone = tuned(pair, tmp_path / "alone", wanted)
-    driver = tmp_path / "driver.py"
-    driver.write_text(DRIVER)
-    texts = [wanted.model_dump_json(), step.model_dump_json()]
-    arguments = [*map(str, (driver, pair, tmp_path)), *texts]
-    done = subprocess.run(
-        [sys.executable, *TWO, *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "processes: 2" in done.stdout
-    assert_same_weights(tmp_path / "out", tmp_path / "whole")
+    work = (stepped_tuned_and_interrupted, pair, tmp_path, wanted, step)
+    finish(start_two(server, *work, **ON_CPU))
+    out, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "whole"))
+    assert out.keys() == whole.keys()
+    assert all(torch.equal(out[name], whole[name]) for name in whole)
     gradients = step_gradients(pair, tmp_path / "step", step)
     for process in range(2):
         theirs = torch.load(tmp_path / f"gradients-{process}", weights_only=True)

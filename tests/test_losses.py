@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distill.losses import LOSSES, Loss, neg_log_overlap, tv, tvd_plus_plus
+from distill.losses import LOSSES, Loss, tv, tvd_plus_plus
 from specdata.probability import overlap
 
 # p = (1/2, 1/4, 1/4), q = (1/4, 1/4, 1/2)
@@ -41,13 +41,12 @@ def gradient(loss: Loss, draft: Tensor, target: Tensor) -> Tensor:
     return result
 
 
-def test_every_loss_has_a_value_by_hand() -> None:
-    assert set(BY_HAND) == set(LOSSES)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_value_by_hand(name: str) -> None:
-    value = LOSSES[name](Q.log(), P.log(), torch.tensor(True))
+    target = P.log().requires_grad_()
+    value = LOSSES[name](Q.log().requires_grad_(), target, torch.tensor(True))
+    value.backward()  # type: ignore[no-untyped-call]
+    assert target.grad is None
     assert value.item() == pytest.approx(BY_HAND[name], abs=1e-12)
 
 
@@ -63,7 +62,7 @@ def test_gradient_agrees_with_finite_differences(name: str) -> None:
     assert torch.autograd.gradcheck(lambda z: LOSSES[name](z, target, mask), draft)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_gradient_identities(seed: int) -> None:
     draft, target = random_logits(7, seed=seed), random_logits(7, seed=seed + 100)
     p, q = target.softmax(-1), draft.softmax(-1)
@@ -196,14 +195,6 @@ def test_a_position_whose_only_token_the_draft_cannot_propose_teaches_nothing_in
         assert found.abs().max() < 1e-6
 
 
-def test_neg_log_overlap_is_cross_entropy_for_a_one_hot_target() -> None:
-    draft = random_logits(5, seed=3)
-    target = torch.full((5,), -torch.inf, dtype=torch.float64)
-    target[2] = 0.0
-    value = neg_log_overlap(draft, target, torch.tensor(True))
-    assert value.item() == pytest.approx(-draft.log_softmax(-1)[2].item())
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_distributions_give_zero_and_other_distributions_more(name: str) -> None:
     draft, target = random_logits(20, 9, seed=4), random_logits(20, 9, seed=5)
@@ -241,17 +232,3 @@ def test_masked_positions_count_for_nothing(name: str) -> None:
     chosen = LOSSES[name](draft[mask], target[mask], torch.ones(5))
     torch.testing.assert_close(LOSSES[name](draft, target, mask), chosen)
     assert LOSSES[name](draft, target, torch.zeros(2, 5)).item() == 0.0
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_gradient_reaches_the_target(name: str) -> None:
-    draft = random_logits(3, 4, seed=8).requires_grad_()
-    target = random_logits(3, 4, seed=9).requires_grad_()
-    LOSSES[name](draft, target, torch.ones(3)).backward()  # type: ignore[no-untyped-call]
-    assert target.grad is None
-
-
-def test_tv_is_one_minus_the_acceptance_of_a_drafted_token() -> None:
-    draft, target = random_logits(30, 12, seed=10), random_logits(30, 12, seed=11)
-    acceptance = overlap(target.softmax(-1), draft.softmax(-1)).mean()
-    torch.testing.assert_close(tv(draft, target, torch.ones(30)), 1 - acceptance)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -32,12 +34,14 @@ from distill.training import train_resumably
 from specdata.config import read_config
 from specdata.draft_vocabulary import reduce_vocabulary
 from specdata.probability import SamplingConfig, inverse_cdf, probabilities
+from specdata.processes import join_processes
 from specdata.rollouts.backend import sample_batch
 from specdata.sampling import generator_for
 from specdata.storage.resume import Settings
 from tests.chi_square import p_value
-from tests.test_distill import TWO_PROCESSES, GradientRecorder, launched
+from tests.test_distill import GradientRecorder
 from tests.tiny import END, joint_distribution, tiny_llama
+from tests.two_processes import ON_CPU, finish, start_two
 
 with warnings.catch_warnings():
     # It says that experimental parts of TRL may change.
@@ -84,34 +88,28 @@ def tiny_gpt2(positions: int) -> GPT2LMHeadModel:
 # --- which rows
 
 
-@pytest.mark.parametrize("share", [0.25, 0.5, 0.3, 1.0])
-@pytest.mark.parametrize("count", [1, 8, 13])
-def test_of_n_rows_the_draft_writes_n_times_the_share_rounded_up_or_down(
-    share: float, count: int
+@pytest.mark.parametrize("share", [0.25, 0.3, 1.0])
+def test_of_n_rows_the_draft_writes_n_times_the_share_rounded_and_each_is_as_likely(
+    share: float,
 ) -> None:
-    drawn = texts(OnPolicyConfig(share=share))
-    for step in range(50):
-        carried = sum(drawn.carries(step, index) for index in range(count))
-        assert int(share * count) <= carried <= -int(-share * count // 1)
-
-
-def test_every_row_is_as_likely_to_carry_the_drafts_text() -> None:
-    drawn = texts(OnPolicyConfig(share=0.3))
-    steps = 2000
-    for index in range(7):
-        carried = sum(drawn.carries(step, index) for step in range(steps))
-        assert p_value({True: carried, False: steps - carried}, {True: 0.3, False: 0.7}) > 1e-6
+    drawn, steps = texts(OnPolicyConfig(share=share)), 1000
+    written = [[drawn.carries(step, index) for index in range(13)] for step in range(steps)]
+    for count in (1, 8, 13):
+        least, most = int(share * count), -int(-share * count // 1)
+        assert all(least <= sum(row[:count]) <= most for row in written)
+    for carried in map(sum, zip(*written, strict=True)):
+        counts = {True: carried, False: steps - carried}
+        assert share == 1.0 or p_value(counts, {True: share, False: 1 - share}) > 1e-6
 
 
 # --- what it writes
 
 
-@pytest.mark.parametrize("sampling", [SamplingConfig(), WARPED], ids=["plain", "warped"])
-def test_completions_have_the_drafts_joint_distribution(sampling: SamplingConfig) -> None:
-    draft = tiny_llama(0)
+def test_completions_have_the_drafts_joint_distribution() -> None:
+    draft, sampling = tiny_llama(0), SamplingConfig(0.7, 3)
     row = {"prompt_ids": [2, 3], "completion_ids": [2, 2, 3]}
     drawn = texts(OnPolicyConfig(share=1.0, text="completions"), sampling=sampling, vocabulary=4)
-    written = drawn.write(draft, [row] * 4000, range(4000), step=3)
+    written = drawn.write(draft, [row] * 1000, range(1000), step=3)
     assert {tuple(one["prompt_ids"]) for (one,) in written} == {(2, 3)}
     counts = Counter(tuple(one["completion_ids"]) for (one,) in written)
     assert p_value(counts, joint_distribution(draft, [2, 3], 3, sampling)) > 1e-6
@@ -153,14 +151,6 @@ def test_a_block_follows_the_targets_text_and_each_token_is_drawn_from_q_after_t
                 q = probabilities(draft(input_ids=torch.tensor([ids])).logits[0, -1], WARPED)
             assert token == inverse_cdf(q, uniform)
             ids = [*ids, token]
-
-
-def test_each_token_of_a_completion_is_equally_likely_to_be_where_a_block_begins() -> None:
-    row = {"prompt_ids": [2], "completion_ids": [3] * 5}
-    drawn = texts(OnPolicyConfig(share=1.0, length=1, cuts=1), ends=frozenset())
-    written = drawn.write(tiny_llama(1, vocab=V), [row] * 3000, range(3000), step=0)
-    counts = Counter(len(new["completion_ids"]) - 1 for (new,) in written)
-    assert p_value(counts, dict.fromkeys(range(5), 0.2)) > 1e-6
 
 
 def test_of_several_blocks_each_has_its_own_text_before_it_and_no_token_counts_twice() -> None:
@@ -321,13 +311,12 @@ def assert_equal_gradients(ours: Mapping[str, Tensor], theirs: Mapping[str, Tens
         assert difference <= 200 * torch.finfo(torch.float32).eps, (name, float(difference))
 
 
-@pytest.mark.parametrize("on_policy", [BLOCKS, COMPLETIONS], ids=["blocks", "completions"])
 def test_a_step_is_one_on_a_data_set_of_the_texts_however_it_is_accumulated(
-    tmp_path: Path, on_policy: dict[str, Any]
+    tmp_path: Path,
 ) -> None:
     def drafting(batch_size: int) -> Trainer:
         settings = {"epochs": 1, "batch_size": batch_size, "accumulation": 8 // batch_size}
-        return trainer(tmp_path / "work", config(**settings, on_policy=on_policy), rollouts(8))
+        return trainer(tmp_path / "work", config(**settings, on_policy=BLOCKS), rollouts(8))
 
     (batch,), _ = step_batches(drafting(8), 1)
     written = rows_of(batch)
@@ -348,18 +337,13 @@ def test_any_split_of_a_step_into_batches_and_processes_has_the_same_texts(
     shares = [collate(0, process=index, processes=3)(rows) for index in range(3)]
     divided = [row for share in shares for row in rows_of(*drawn.into([share], draft, step=4))]
     assert sorted(map(repr, divided)) == expected
+    (nothing,) = drawn.into([collate(0, process=2, processes=3)(rows[:2])], draft, step=4)
+    assert nothing["labels"].eq(IGNORED).all()
+    assert nothing["rows"].tolist() == [-1]
     halves = texts(OnPolicyConfig(share=0.5), batch_size=4).into(
         [collate(0)(rows[:4]), collate(0)(rows[4:])], draft, step=4
     )
     assert sorted(repr(row) for half in halves for row in rows_of(half)) == expected
-
-
-def test_a_share_of_a_batch_without_rows_stays_empty() -> None:
-    (batch,) = texts(OnPolicyConfig(share=1.0)).into(
-        [collate(0, process=2, processes=3)(rollouts(2))], tiny_llama(9, vocab=V), step=0
-    )
-    assert batch["labels"].eq(IGNORED).all()
-    assert batch["rows"].tolist() == [-1]
 
 
 def test_writing_leaves_the_drafts_mode_its_gradients_and_torchs_random_state(
@@ -371,7 +355,7 @@ def test_writing_leaves_the_drafts_mode_its_gradients_and_torchs_random_state(
     loader = iter(one.get_train_dataloader())
     for training in (True, False):
         one.model.train(training)
-        batches = [next(loader)] if training else [*collate_all(rollouts(8))]
+        batches = [next(loader)] if training else [collate(0)(rollouts(8))]
         state = torch.get_rng_state()
         (batch,), _ = one.get_batch_samples(iter(batches), 1, torch.device("cpu"))
         assert torch.equal(torch.get_rng_state(), state)
@@ -379,18 +363,11 @@ def test_writing_leaves_the_drafts_mode_its_gradients_and_torchs_random_state(
         assert one.model.is_activation_checkpointing
         assert all(parameter.grad is None for parameter in one.model.parameters())
         assert not any(value.is_inference() for value in batch.values())
-
-
-def test_the_draft_writes_without_dropout_in_any_mode() -> None:
-    draft = tiny_gpt2(64)
-    assert draft.config.resid_pdrop > 0
+    with_dropout = tiny_gpt2(64)
+    assert with_dropout.config.resid_pdrop > 0
     drawn, rows = texts(OnPolicyConfig(share=1.0), longest=64), rollouts(8)
-    asked = drawn.write(draft, rows, range(8), step=0)
-    assert drawn.write(draft.train(), rows, range(8), step=0) == asked
-
-
-def collate_all(rows: Sequence[Row]) -> Iterator[dict[str, Tensor]]:
-    yield collate(0)(rows)
+    written = drawn.write(with_dropout, rows, range(8), step=0)
+    assert drawn.write(with_dropout.train(), rows, range(8), step=0) == written
 
 
 def test_a_share_of_0_trains_the_very_weights_of_a_training_without_the_drafts_text(
@@ -398,13 +375,13 @@ def test_a_share_of_0_trains_the_very_weights_of_a_training_without_the_drafts_t
 ) -> None:
     states = []
     for name, on_policy in (("none", {}), ("share 0", {**BLOCKS, "share": 0.0})):
-        one = trainer(tmp_path / name, config(on_policy=on_policy), rollouts(16))
+        one = trainer(tmp_path / name, config(epochs=2, on_policy=on_policy), rollouts(8))
         one.train()
         states.append((one.model.state_dict(), torch.get_rng_state()))
     (plain, random), (zero, random_zero) = states
     assert torch.equal(random, random_zero)
     assert all(torch.equal(plain[name], zero[name]) for name in plain)
-    drafting = trainer(tmp_path / "drafting", config(on_policy=BLOCKS), rollouts(16))
+    drafting = trainer(tmp_path / "drafting", config(epochs=2, on_policy=BLOCKS), rollouts(8))
     drafting.train()
     assert any(not torch.equal(plain[name], drafting.model.state_dict()[name]) for name in plain)
 
@@ -435,47 +412,30 @@ def trained(
     return weights
 
 
-def assert_resumes_to_the_same_bits(folder: Path, settings: DistilConfig) -> dict[str, Tensor]:
-    whole = trained(folder / "whole", settings)
-    with pytest.raises(KeyboardInterrupt):
-        trained(folder / "parts", settings, stop_after=5)
-    resumed = trained(folder / "parts", settings)
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    return whole
-
-
 # 21 rollouts in batches of 4: the last one of an epoch is a single rollout.
 RESUMED = config(
     epochs=2, save_steps=4, batch_size=4, on_policy={"share": 0.5, "length": 3, "cuts": 2}
 )
 
 
-DRIVER = """
-import sys
-from pathlib import Path
-import torch
-from accelerate import PartialState
-from specdata.processes import join_processes, leave_processes
-from tests.test_on_policy import RESUMED, assert_resumes_to_the_same_bits
-
-torch.set_num_threads(1)
-join_processes()
-weights = assert_resumes_to_the_same_bits(Path(sys.argv[1]), RESUMED)
-if PartialState().is_main_process:
-    torch.save(weights, Path(sys.argv[1]) / "weights.pt")
-state = PartialState()
-sys.stdout.write(f"engine {state.distributed_type.value} {state.num_processes}\\n")  # at once
-leave_processes()
-"""
+def resumed_to_the_same_bits(folder: Path) -> None:
+    """As a process of a group."""
+    join_processes()
+    whole = trained(folder / "whole", RESUMED)
+    with pytest.raises(KeyboardInterrupt):
+        trained(folder / "parts", RESUMED, stop_after=5)
+    resumed = trained(folder / "parts", RESUMED)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    if PartialState().is_main_process:
+        torch.save(whole, folder / "weights.pt")
 
 
 @pytest.mark.exhaustive
-def test_two_processes_write_the_texts_of_one_and_resume_to_the_same_bits(tmp_path: Path) -> None:
+def test_two_processes_write_the_texts_of_one_and_resume_to_the_same_bits(
+    tmp_path: Path, server: ForkServerContext
+) -> None:
     """Gradients of two processes are summed in another order, in float64: nothing flips a draw."""
-    driver = tmp_path / "driver.py"
-    driver.write_text(DRIVER)
-    printed = launched(TWO_PROCESSES, [str(driver), str(tmp_path)])
-    assert printed.count("engine MULTI_CPU 2") == 2
+    finish(start_two(server, resumed_to_the_same_bits, tmp_path, **ON_CPU))
     both = torch.load(tmp_path / "weights.pt")
     alone = trained(tmp_path / "alone", RESUMED)
     for name, weight in alone.items():

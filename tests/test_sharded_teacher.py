@@ -35,29 +35,10 @@ from specdata.processes import join_processes, largest_of_all, leave_processes
 from specdata.sampling import SamplingConfig
 from specdata.sharded import load_sharded
 from tests.random_pair import texts_of
-from tests.test_draft_resume import (
-    BASE,
-    ON_CPU,
-    ZERO_2,
-    ZERO_3,
-    assert_same_draft,
-    finish,
-    pair,
-    server,
-    start_two,
-    trained,
-    wait_for_checkpoint,
-)
+from tests.test_draft_resume import BASE, assert_same_draft, pair, trained
+from tests.two_processes import FSDP_2, ON_CPU, ZERO_2, ZERO_3, finish, kill, start_two, wait_for
 
-__all__ = ["pair", "server"]  # fixtures
-FSDP_2 = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-}
+__all__ = ["pair"]  # a fixture
 ENGINES = {"DDP": ON_CPU, "ZeRO-2": ZERO_2, "ZeRO-3": ZERO_3, "FSDP2": FSDP_2}
 # 24 rollouts in batches of 23: of the last batch of an epoch one process has none. What the target
 # says is kept from 3 epochs on; on_policy makes rows that are read all the same, here or there.
@@ -242,11 +223,8 @@ def test_a_killed_training_in_parts_goes_on_in_parts_alone_and_ends_in_the_same_
     finish(start_two(server, trained, pair, tmp_path / "whole", LONG, **FSDP_2))
     out, work = tmp_path / "out", tmp_path / "out.training"
     processes = start_two(server, trained, pair, out, LONG, **FSDP_2)
-    wait_for_checkpoint(work, lambda: all(process.is_alive() for process in processes))
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.join()
+    wait_for(work, "checkpoint-*/complete.json", processes)
+    kill(processes)
     assert not out.exists()
     with pytest.raises(ManifestError, match="written under FSDP2 and cannot be read under PyTorch"):
         trained(pair, out, LONG)

@@ -73,18 +73,14 @@ def test_the_grid_is_trained_on_few_rollouts_and_its_fastest_head_on_all(
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_unusable_arguments_end_with_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [str(tmp_path / "labels"), "--draft", "d", "--out", str(tmp_path / "out")]
+    for flags, message in (
         (["--draft-seconds", "0"], "must be positive"),
         (["--rows", "0"], "at least one rollout"),
-        (["--depths", "-1"], "depth"),
-    ],
-)
-def test_unusable_arguments_end_with_status_2(
-    flags: list[str], message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = [str(folder / "labels"), "--draft", str(folder / "draft"), "--out", str(tmp_path)]
-    assert main([*command, *flags]) == 2
-    assert message in capsys.readouterr().err
+    ):
+        assert main([*command, *flags]) == 2
+        assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

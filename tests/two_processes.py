@@ -1,0 +1,77 @@
+"""Processes forked off one that has imported what trainings need: two in a group, or one to kill.
+
+A group is told what `accelerate launch` tells its processes; the launcher itself and its profiles
+are tested in test_pipeline.py and test_launch_profiles.py. `server` is the fixture of conftest.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+Work = Callable[..., object]
+ON_CPU = {"ACCELERATE_USE_CPU": "true"}
+ZERO_2 = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+ZERO_2 |= {"DS_ACCELERATOR": "cpu"}
+ZERO_3 = {**ZERO_2, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
+ZERO_3 |= {"ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true"}
+FSDP_2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+
+
+def as_rank(rank: int, environment: dict[str, str], work: Work, *arguments: Any) -> None:
+    """Do some work as a launcher's process."""
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    work(*arguments)
+
+
+def start_two(
+    server: ForkServerContext, work: Work, *arguments: Any, **environment: str
+) -> list[BaseProcess]:
+    """Start a group of two processes that do the same work, a function at the top of a module."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **environment}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes: list[BaseProcess] = [
+        server.Process(target=as_rank, args=(rank, common, work, *arguments)) for rank in (0, 1)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def finish(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+
+
+def wait_for(work: Path, pattern: str, processes: list[BaseProcess]) -> None:
+    """Wait until a file or folder lies in `work`, while the processes run."""
+    while not list(work.glob(pattern)):
+        assert all(each.is_alive() for each in processes), "it ended before it could be killed"
+        time.sleep(0.001)
+
+
+def kill(processes: list[BaseProcess]) -> None:
+    """`kill -9`."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
