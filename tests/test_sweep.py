@@ -73,14 +73,10 @@ def test_the_grid_is_trained_on_few_rollouts_and_its_fastest_head_on_all(
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_unusable_arguments_end_with_status_2(
+def test_times_that_are_not_positive_end_with_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = [str(tmp_path / "labels"), "--draft", "d", "--out", str(tmp_path / "out")]
-    for flags, message in (
-        (["--draft-seconds", "0"], "must be positive"),
-        (["--rows", "0"], "at least one rollout"),
-    ):
-        assert main([*command, *flags]) == 2
-        assert message in capsys.readouterr().err
+    assert main([*command, "--draft-seconds", "0"]) == 2
+    assert "must be positive" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
