@@ -134,7 +134,7 @@ def test_an_edited_truncated_or_missing_shard_is_named(tmp_path: Path) -> None:
         fill(tmp_path, shards([]))
 
 
-@pytest.mark.parametrize("name", ["shard-00001.parquet", "shard-00009.parquet", "thesis.txt"])
+@pytest.mark.parametrize("name", ["shard-00001.parquet", "thesis.txt"])
 def test_a_foreign_file_is_named_and_kept(tmp_path: Path, name: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         fill(tmp_path, shards([], stop_at=1))
@@ -160,15 +160,6 @@ def test_a_manifest_of_another_program_or_version_is_refused(tmp_path: Path) -> 
         (tmp_path / "manifest.json").write_text(text)
         with pytest.raises(ManifestError, match="not a manifest"):
             load_stored(tmp_path)
-
-
-def test_a_lock_is_held_by_one_and_free_when_its_holder_ends(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    with try_locked(path) as first, try_locked(path) as second:
-        assert first
-        assert not second
-    with try_locked(path) as third:
-        assert third
 
 
 def test_a_lock_is_taken_although_its_folder_is_removed_again_and_again(tmp_path: Path) -> None:

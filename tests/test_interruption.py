@@ -181,7 +181,7 @@ class AtStep(TrainerCallback):  # type: ignore[misc]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [0, 9])
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.exhaustive), 9])
 def test_a_draft_that_is_interrupted_at_any_step_ends_in_the_weights_of_an_uninterrupted_one(
     pair: Path, tmp_path: Path, step: int
 ) -> None:

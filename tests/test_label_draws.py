@@ -12,12 +12,10 @@ import datasets
 import pytest
 import torch
 
-from recipes.checks import check_draft_sets
-from recipes.config import parse
 from specdata.errors import ConfigError
 from specdata.labels.config import LabelsConfig
 from specdata.labels.make import labels_from_cache, make_labels
-from specdata.probability import SamplingConfig, inverse_cdf, inverse_cdfs, probabilities
+from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import load_stored, of_split
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings
@@ -27,7 +25,6 @@ from tests.test_acceptance import SAMPLERS, close, labeller, rollout, rollouts, 
 from tests.tiny import tiny_llama
 
 V = 40
-NEW = ("log_q_second", "entropy", "log_mass_above")
 
 
 def label(
@@ -78,27 +75,6 @@ def test_the_drafts_own_numbers_are_those_of_its_distribution(sampling: Sampling
     assert (one_hot == 100) == (sampling.temperature == 0)
 
 
-def test_of_two_most_probable_tokens_the_second_is_as_probable_and_none_is_above() -> None:
-    target, draft = tiny_llama(0, vocab=12), tiny_llama(1, vocab=12)
-    with torch.no_grad():
-        draft.lm_head.weight.zero_()  # every token is as probable as every other
-    row = labeller(target, draft, SamplingConfig())([rollout(0, [4, 5, 6])])[0]
-    assert row["log_q_second"] == row["log_q_max"] == pytest.approx([-math.log(12)] * 3)
-    assert row["entropy"] == pytest.approx([math.log(12)] * 3)
-    assert row["log_mass_above"] == [-math.inf] * 3
-
-
-def test_several_uniforms_of_a_row_give_the_tokens_that_each_gives_alone() -> None:
-    generator = torch.Generator().manual_seed(0)
-    probs = torch.rand(50, 30, generator=generator) * (
-        torch.rand(50, 30, generator=generator) < 0.5
-    )
-    uniforms = torch.rand(50, 7, generator=generator, dtype=torch.float64)
-    together = inverse_cdfs(probs, uniforms)
-    for draw in range(7):
-        assert torch.equal(together[:, draw], inverse_cdf(probs, uniforms[:, draw]))
-
-
 def test_draws_do_not_depend_on_how_many_there_are_nor_on_the_shards(tmp_path: Path) -> None:
     one = label(tmp_path, "one", LabelsConfig(shard_size=4))
     assert not {*MORE_DRAWS.names} & one[0].keys()
@@ -122,25 +98,7 @@ def test_draws_do_not_depend_on_how_many_there_are_nor_on_the_shards(tmp_path: P
     assert trained == 12
 
 
-def test_labels_that_were_interrupted_go_on_to_the_bytes_of_those_that_were_not(
-    tmp_path: Path,
-) -> None:
-    config = LabelsConfig(shard_size=3, draws=3)
-
-    def interrupt(rows: int) -> None:
-        raise KeyboardInterrupt
-
-    label(tmp_path, "whole", config)
-    with pytest.raises(KeyboardInterrupt):
-        label(tmp_path, "again", config, report=interrupt)
-    assert len(list((tmp_path / "again").glob("shard-*"))) == 1
-    label(tmp_path, "again", config)
-    shards = sorted((tmp_path / "whole").glob("shard-*"))
-    assert len(shards) == 3
-    for shard in shards:
-        assert shard.read_bytes() == (tmp_path / "again" / shard.name).read_bytes()
-
-
+@pytest.mark.exhaustive
 def test_draws_at_a_position_are_independent_and_each_has_the_drafts_distribution() -> None:
     """The joint distribution of three draws is q x q x q, over 1,500 rows of one sequence."""
     target, draft = tiny_llama(0), tiny_llama(1)
@@ -160,26 +118,6 @@ def test_draws_at_a_position_are_independent_and_each_has_the_drafts_distributio
         assert row["more_accept_prob"] == pytest.approx(  # type: ignore[typeddict-item]
             (p / q)[drawn].clamp(max=1.0).tolist(), abs=1e-6
         )
-
-
-def test_the_mean_acceptance_of_many_draws_approaches_the_overlap() -> None:
-    """At every position within five standard errors, and over all within five of theirs.
-
-    With 400 draws of 40 positions the mean over all has a standard error below .004: a bias of .04
-    would be found with certainty (ten standard errors), one of .02 with power .5.
-    """
-    target, draft = tiny_llama(0, vocab=12), tiny_llama(1, vocab=12)
-    work = labeller(target, draft, SamplingConfig(), draws=400)
-    (row,) = work([rollout(0, [2 + n % 10 for n in range(40)])])
-    first = torch.tensor(row["accept_prob"]).unsqueeze(-1)
-    more = torch.tensor(row["more_accept_prob"]).view(40, 399)  # type: ignore[typeddict-item]
-    every = torch.cat([first, more], dim=-1)
-    gap = every.mean(dim=-1) - torch.tensor(row["overlap"])
-    error = every.std(dim=-1) / 400**0.5
-    assert bool((gap.abs() <= 5 * error + 1e-6).all())
-    whole = float(error.square().sum().sqrt()) / 40
-    assert whole < 0.004
-    assert abs(float(gap.mean())) <= 5 * whole
 
 
 def test_at_temperature_0_there_is_one_draw_because_all_are_equal(tmp_path: Path) -> None:
@@ -225,18 +163,3 @@ def test_rows_of_a_split_can_be_those_of_some_sets() -> None:
     with pytest.raises(ConfigError, match="here has no rows of split 'dev' of a or c"):
         of_split(table, "dev", Path("here"), sets=["a", "c"])
     assert {*table.column_names} == {*ROLLOUTS.names}
-
-
-@pytest.mark.parametrize(
-    ("sets", "message"),
-    [
-        ("[instrct]", "draft.sets must name sets of rollouts.sets, got 'instrct': did you mean"),
-        ("[code]", r"draft.sets names no set of split train or dev \(code\)"),
-    ],
-)
-def test_sets_that_the_draft_cannot_be_trained_on_are_refused(sets: str, message: str) -> None:
-    wanted = "[{name: instruct, split: train}, {name: instruct, split: dev}, {name: code}]"
-    asked = ["--rollouts.sets", wanted]
-    check_draft_sets(parse([*asked, "--draft.sets", "[instruct]"]).config)
-    with pytest.raises(ConfigError, match=message):
-        check_draft_sets(parse([*asked, "--draft.sets", sets]).config)

@@ -50,6 +50,7 @@ def content(dataset: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in files}
 
 
+@pytest.mark.exhaustive
 def test_labels_by_two_processes_have_the_bytes_of_those_by_one(
     labelled: Path, tmp_path: Path
 ) -> None:

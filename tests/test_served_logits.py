@@ -318,30 +318,6 @@ def test_an_answer_that_is_not_the_targets_logits_is_refused(kind: Kind) -> None
                 served(rows)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_refusals_are_final_and_passing_troubles_are_tried_again(kind: Kind) -> None:
-    rows = rollouts(1, vocab=V)
-    with serving(target(), troubles=(400,)) as server, source(server, kind) as served:
-        with pytest.raises(ConfigError, match=r"status 400.*greater than max allowed"):
-            served(rows)
-        assert len(server.bodies) == 1
-    with (
-        serving(target(), troubles=(503, -1)) as server,
-        source(server, kind, retries=3) as served,
-    ):
-        assert len(served(rows)) == 1
-        assert len(server.bodies) == 3
-
-
-def test_more_log_probabilities_than_vllm_allows_are_refused_in_its_words() -> None:
-    with (
-        serving(target(), most=5) as server,
-        source(server, "vllm") as served,
-        pytest.raises(ConfigError, match="greater than max allowed"),
-    ):
-        served(rollouts(1, vocab=V))
-
-
 def test_a_text_must_leave_the_server_room_for_a_token() -> None:
     rows = {"prompt_ids": [[1, 2, 3]], "completion_ids": [[4, 5]]}
     check_lengths(rows, None)

@@ -68,13 +68,8 @@ def alone(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "DDP" else pytest.mark.exhaustive)
-        for name in ENGINES
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_target_in_parts_teaches_what_a_whole_one_does(
     pair: Path, tmp_path: Path, server: ForkServerContext, alone: Path, engine: str
 ) -> None:
@@ -262,6 +257,7 @@ def test_processes_wait_for_the_main_one_for_longer_than_a_collective_may_take(
 # --- refusals
 
 
+@pytest.mark.slow
 def test_one_process_keeps_the_target_whole_and_says_so(
     pair: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

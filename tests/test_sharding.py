@@ -21,7 +21,6 @@ from transformers import PreTrainedTokenizerFast
 from recipes.make_rollouts import RECIPE
 from specdata.storage.dataset import load_stored
 from tests.test_datasets import small_disk
-from tests.test_vllm import serving
 from tests.tiny import tiny_llama
 
 ROOT = Path(__file__).parent.parent
@@ -146,15 +145,7 @@ def alone(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, byt
     return content(folder)
 
 
-@pytest.mark.slow
-def test_several_processes_make_the_bytes_of_one(
-    pair: Path, tmp_path: Path, alone: dict[str, bytes]
-) -> None:
-    assert [status for status, _ in end(start(pair, tmp_path, 2))] == [0, 0]
-    assert content(tmp_path) == alone
-
-
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rollouts_killed_in_two_processes_end_in_one_with_the_same_bytes(
     pair: Path, tmp_path: Path, alone: dict[str, bytes]
 ) -> None:
@@ -167,19 +158,6 @@ def test_rollouts_killed_in_two_processes_end_in_one_with_the_same_bytes(
     assert [status for status, _ in end(processes)] == [-signal.SIGKILL] * 2
     assert not json.loads((dataset / "manifest.json").read_text())["finished"]
     assert run_here(pair, tmp_path) == 0
-    assert content(tmp_path) == alone
-
-
-@pytest.mark.exhaustive
-def test_when_one_process_dies_the_main_one_does_its_work(
-    pair: Path, tmp_path: Path, alone: dict[str, bytes]
-) -> None:
-    main, other = start(pair, tmp_path, 2)
-    dataset = tmp_path / "out" / "rollouts"
-    while not list(dataset.glob("shard-00010.parquet")):
-        assert main.poll() is None
-    other.send_signal(signal.SIGKILL)
-    assert [status for status, _ in end([main, other])] == [0, -signal.SIGKILL]
     assert content(tmp_path) == alone
 
 
@@ -246,21 +224,3 @@ def test_what_cannot_work_is_refused_with_what_to_do(
     whole = ["--config", str(pair / "pair.yaml"), "--output", str(tmp_path / "out"), *arguments]
     assert RECIPE.run(whole) == 2
     assert message in capsys.readouterr().err
-
-
-def test_the_recipe_asks_a_vllm_server_that_the_configuration_names(
-    pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = ["--config", str(pair / "pair.yaml"), "--output", str(tmp_path / "out")]
-    whole += ["--rollouts.backend=vllm", "--rollouts.vllm.retries=1"]
-    whole += ["--rollouts.max_new_tokens", "20"]
-    with serving() as server:
-        whole += ["--rollouts.vllm.url", server.url]
-        assert RECIPE.run(whole) == 2
-        assert f"serves 'served', not '{pair}/target'" in capsys.readouterr().err
-        whole += ["--rollouts.vllm.model", "served"]
-        assert RECIPE.run(whole) == 0
-        assert len(server.bodies) == 2 * PROMPTS
-    assert len(load_stored(tmp_path / "out" / "rollouts")) == 2 * PROMPTS
-    assert RECIPE.run([*whole, "--output", str(tmp_path / "gone")]) == 1
-    assert "did not answer /v1/models in 1 tries" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from specdata.errors import ConfigError
 from specdata.labels.config import LabelsConfig
 from specdata.labels.make import labels_from_cache, make_labels
 from specdata.labels.top_logits import TopLogitDistributions, top_logits
-from specdata.probability import SamplingConfig, accept_probability, overlap, probabilities
+from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import load_stored
 from specdata.storage.resume import Settings
 from specdata.storage.schema import Label
@@ -107,11 +107,6 @@ def test_a_nucleus_that_reaches_outside_is_refused_with_the_number_of_positions(
         kept(tmp_path, SamplingConfig(top_p=0.999), 2, N)
 
 
-def test_labels_without_logits_cannot_be_made_again(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="keeps no target logits"):
-        kept(tmp_path, EXACT["top-k"], 2, 0)
-
-
 def test_a_bound_is_exact_inside_and_an_upper_bound_of_the_overlap(tmp_path: Path) -> None:
     again = kept(tmp_path, SamplingConfig(), 2, N, bound=True)
     inside = outside = 0
@@ -128,20 +123,6 @@ def test_a_bound_is_exact_inside_and_an_upper_bound_of_the_overlap(tmp_path: Pat
                 outside += 1
     assert inside > 10
     assert outside > 10
-
-
-def test_the_mean_acceptance_of_tokens_outside_is_bounded_from_above() -> None:
-    draw = torch.Generator().manual_seed(0)
-    logits, q_logits = (3 * torch.randn(200, V, generator=draw) for _ in range(2))
-    p, q = logits.softmax(-1), q_logits.softmax(-1)
-    columns = {name: value.view(len(logits), -1) for name, value in top_logits(logits, N).items()}
-    bound = TopLogitDistributions(N, V, SamplingConfig(), bound=True).distribution(columns, q)
-    assert bound.sum(-1) == pytest.approx(torch.ones(200).numpy(), abs=1e-5)
-    outside = q.scatter(-1, columns["top_ids"], 0.0)
-    mean_true = (outside * accept_probability(p, q)).sum(-1)
-    mean_bound = (outside * accept_probability(bound, q)).sum(-1)
-    assert bool((mean_bound >= mean_true - 1e-6).all())
-    assert bool((overlap(bound, q) >= overlap(p, q) - 1e-6).all())
 
 
 def test_what_is_kept_of_the_logits_sums_up_to_all_of_them() -> None:
