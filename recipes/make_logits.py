@@ -17,7 +17,7 @@ from recipes.config import PipelineConfig
 from recipes.layout import folder, loaded
 from recipes.recipe import CommandLine, Recipe, steps_to_draft
 from recipes.run import Stage, Step, say
-from recipes.sizes import LOGITS_TOKEN, PAIR, ROLLOUT_TOKEN, rows_size
+from recipes.sizes import PAIR, ROLLOUT_TOKEN, rows_size
 from specdata.processes import is_main
 from specdata.terminal import TokenProgress, progress
 
@@ -50,8 +50,9 @@ class Logits(Stage):
     def size(self) -> str:
         """As many rows as rollouts."""
         assert self.config.logits is not None
-        token = ROLLOUT_TOKEN + PAIR * self.config.logits.top_logits + LOGITS_TOKEN
-        return rows_size(self.config, lambda _split: token)
+        # Three numbers a token beside the logits.
+        token = ROLLOUT_TOKEN + PAIR * self.config.logits.top_logits + 12
+        return rows_size(self.config, {"": token})
 
     def check(self) -> None:
         """Refuse a target that cannot be loaded so."""

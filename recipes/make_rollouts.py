@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from recipes.checks import check_kept, check_rollouts, is_shared
@@ -16,7 +15,7 @@ from recipes.config import PipelineConfig
 from recipes.layout import sampled
 from recipes.recipe import CommandLine, Recipe, steps_to_draft
 from recipes.run import Stage, Step, absolute, finished, say
-from recipes.sizes import pair_size, rollout_bytes, rows_size
+from recipes.sizes import ROLLOUT_TOKEN, in_bytes, parameters, rows_size, sizes_of, width_of
 from specdata.errors import ConfigError
 from specdata.processes import is_main, process_count
 from specdata.prompts.reading import prompt_inputs
@@ -44,7 +43,9 @@ class Pair(Stage):
     @property
     def size(self) -> str:
         """The weights of both."""
-        return pair_size(self.config)
+        models = (self.config.models.target, str(self.config.models.draft))
+        weights = sum(parameters(sizes_of(self.config, each)) or 0 for each in models)
+        return f"target and draft, {in_bytes(4 * weights)} of weights"
 
     def check(self) -> None:
         """Refuse models that are elsewhere, and several processes."""
@@ -95,7 +96,11 @@ class Rollouts(Stage):
     @property
     def size(self) -> str:
         """Completions, tokens and bytes."""
-        return rows_size(self.config, partial(rollout_bytes, self.config))
+        token, models = ROLLOUT_TOKEN, self.config.models
+        if self.config.rollouts.keep_states:
+            width = width_of(sizes_of(self.config, models.target)) or 0
+            token += width * (4 if models.dtype_of("target") == "float32" else 2)
+        return rows_size(self.config, {"": token})
 
     def check(self) -> None:
         """Refuse prompts, lengths and loadings that cannot be used."""

@@ -20,7 +20,7 @@ from recipes.config import PipelineConfig
 from recipes.layout import RESULTS, draft_in_use, eval_folder, folder, head_in_use
 from recipes.recipe import HUB_ID, CommandLine, Recipe, load_draft, load_head
 from recipes.run import Stage, Step, remove_caches, say, stage_record
-from recipes.sizes import described, draft_size, head_size, source_model
+from recipes.sizes import described, draft_size, source_model
 from specdata.errors import ConfigError, ManifestError
 from specdata.prompts.config import PromptSet
 from specdata.prompts.reading import source_of
@@ -52,12 +52,9 @@ class Release(Stage):
     @property
     def size(self) -> str:
         """The copies."""
-        parts = []
-        if self.config.draft:
-            parts.append(f"a copy of {draft_size(self.config)}")
-        if self.config.head:
-            parts.append(f"a copy of {head_size(self.config).partition(';')[0]}")
-        return "; ".join([*parts, "with model cards"]) if parts else "nothing: nothing is trained"
+        parts = [draft_size(self.config)] if self.config.draft else []
+        parts += ["the head"] if self.config.head else []
+        return f"copies of {' and '.join(parts)}, with model cards" if parts else "nothing"
 
     def check(self) -> None:
         """Find what could not be published before it is trained."""

@@ -80,14 +80,19 @@ class Recipe:
         if is_whole and not is_made:
             check_weights(config)
             check_hub(config)
+        answers = []
         for stage in stages:
             results = run_stage(stage)
-            if is_main():
+            if is_whole and stage.is_answer:
+                answers.append((stage, results))
+            elif is_main():
                 stage.show(results)
-        if is_whole and is_made:
-            say(f"pipeline: everything was already made, in {config.output}")
-        elif is_whole:
-            say(f"pipeline: {time.perf_counter() - begun:.0f} s in all")
+        if is_whole:
+            took = f"in {time.perf_counter() - begun:.0f} s"
+            names = ", ".join(stage.name for stage in stages)
+            say(f"\nmade {'before' if is_made else took}, in {config.output}: {names}")
+        for stage, results in answers if is_main() else ():
+            stage.show(results)
 
     def check(self, stages: Sequence[Stage]) -> None:
         """Refuse what cannot be made. Raises ConfigError."""
@@ -135,11 +140,8 @@ class Recipe:
                 show_plan(read, stages)
             else:
                 self.main(config)
-                steps = self.asked(config)[-1].next(CommandLine(given, program))
-                if steps:
-                    say("what next:")
-                for step in steps:
-                    say(f"  {step.purpose:<8} {step.line}")
+                for step in self.asked(config)[-1].next(CommandLine(given, program)):
+                    say(f"{step.purpose:<8} {step.line}")
         except USER_ERRORS as error:
             print(f"error: {visible(without_passwords(str(error)))}", file=sys.stderr)
             return 2

@@ -91,6 +91,7 @@ class Stage(ABC):
         sections: keys of the configuration that it reads, its own first.
         is_alone: whether the main process does it, and the others go on.
         is_copy: whether it is made again, and not refused, of other inputs or settings.
+        is_answer: whether a run of several recipes shows its results last.
     """
 
     config: PipelineConfig
@@ -99,6 +100,7 @@ class Stage(ABC):
     sections: ClassVar[tuple[str, ...]]
     is_alone: ClassVar[bool] = False
     is_copy: ClassVar[bool] = False
+    is_answer: ClassVar[bool] = False
 
     @property
     def is_asked(self) -> bool:

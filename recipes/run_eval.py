@@ -33,7 +33,7 @@ from recipes.config import PipelineConfig
 from recipes.layout import RESULTS, draft_in_use, eval_folder, folder, head_in_use, sampled
 from recipes.recipe import CommandLine, Recipe
 from recipes.run import RUN, Stage, Step, all_stages, console, finished, say, stage_record
-from recipes.sizes import eval_size
+from recipes.sizes import in_bytes
 from specdata.errors import ConfigError, without_passwords
 from specdata.processes import is_main, local_process_count, local_rank, process_count, rank
 from specdata.prompts.reading import prompt_inputs
@@ -55,6 +55,7 @@ class Eval(Stage):
     """Measure every method."""
 
     name, recipe, sections = "eval", "run_eval", ("eval",)
+    is_answer = True
 
     @property
     def folder(self) -> Path:
@@ -96,7 +97,15 @@ class Eval(Stage):
     @property
     def size(self) -> str:
         """Generations and bytes."""
-        return eval_size(self.config)
+        sets, methods = self.config.eval.sets, len(self.config.eval.methods)
+        if not all(wanted.count for wanted in sets):
+            return f"results, samples and report.html, {in_bytes(2500 * methods)} a prompt"
+        prompts = sum(wanted.count for wanted in sets)
+        return (
+            f"results, samples and report.html: {prompts:,} prompts x {methods} methods = "
+            f"{prompts * methods:,} generations of at most {self.config.eval.max_new_tokens} "
+            f"tokens, {in_bytes(2500 * prompts * methods + 2_800_000)}"
+        )
 
     def check(self) -> None:
         """Refuse methods that cannot be measured here."""

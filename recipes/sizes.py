@@ -1,9 +1,9 @@
-"""The sizes of models, from their config.json, and of what stages write; torch is not imported."""
+"""What models' config.json say, and the sizes of what stages write; torch is not imported."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,9 @@ from specdata.sources import base_of_adapters, hub_source
 
 # A model's weights, or adapters', as transformers and PEFT save them.
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
-# Bytes a stored token takes at most, measured on the demo: an id; an id, a drafted id and eight
-# numbers; an id and a number for each further draw or kept logit. A prompt's own ids come on top.
-ROLLOUT_TOKEN, LABEL_TOKEN, PAIR = 4, 40, 8
-# Three numbers beside the kept logits.
-LOGITS_TOKEN = 12
-# results.json and what it is made of, a generation; the report with its plots.
-GENERATION, REPORT = 2500, 2_800_000
-# Features of heads that are as wide as the draft; the others are numbers.
-VECTORS = ("hidden_before", "embedding", "hidden")
+# Bytes a stored token takes at most: an id; an id and a number for a further draw or kept logit.
+# A prompt's own ids come on top.
+ROLLOUT_TOKEN, PAIR = 4, 8
 # What the weights of a decoder follow from.
 NAMES = (
     "hidden_size",
@@ -131,20 +125,6 @@ def parameters(known: Mapping[str, Any], kept: int | None = None) -> int | None:
     return int(width * (vocabulary + output) + layers * layer + width)
 
 
-def pair_size(config: PipelineConfig) -> str:
-    """The weights of the embedded pair."""
-    models = (config.models.target, str(config.models.draft))
-    return f"target and draft, {_weights(sum(_parameters(config, each) for each in models))}"
-
-
-def _parameters(config: PipelineConfig, model: str) -> int:
-    return parameters(sizes_of(config, model)) or 0
-
-
-def _weights(count: int) -> str:
-    return f"{in_bytes(4 * count)} of weights"  # trained and stored in float32
-
-
 def source_model(config: PipelineConfig) -> str:
     """The model that the draft has its hidden size from, if it is not a fresh one."""
     kind = config.draft.init.kind if config.draft else "model"
@@ -157,112 +137,56 @@ def draft_width(config: PipelineConfig) -> int | None:
     """The draft's hidden size, if it is known on this machine."""
     if config.draft and config.draft.init.kind == "fresh":
         return ARCHITECTURES[config.draft.init.architecture].hidden_size
-    return _width(sizes_of(config, source_model(config)))
+    return width_of(sizes_of(config, source_model(config)))
 
 
-def _width(known: Mapping[str, Any]) -> int | None:
+def width_of(known: Mapping[str, Any]) -> int | None:
+    """The hidden size, if config.json says it."""
     return next((known[name] for name in ("hidden_size", "n_embd") if name in known), None)
 
 
 def draft_size(config: PipelineConfig) -> str:
-    """The size of the draft, if it is on this machine or will be made here."""
+    """The size of the draft as it is stored, in float32."""
     init = config.draft.init if config.draft else None
     known = dict(sizes_of(config, source_model(config)))
-    if init is None or (init.kind == "model" and not init.vocabulary):
-        assert config.models.draft is not None  # the configuration's own check
-        model = base_of_adapters(config.models.draft) or config.models.draft
-        here = on_this_machine(model)
-        stored = sum(path.stat().st_size for path in here.glob("*.safetensors")) if here else 0
-        if stored:
-            return f"the draft, {in_bytes(stored)}"
-    elif init.kind == "fresh":
+    if init is not None and init.kind == "fresh":
         known = {
             "vocab_size": sizes_of(config, config.models.target).get("vocab_size"),
             "rms_norm_eps": 0.0,
             "tie_word_embeddings": init.architecture == "toy",
             **asdict(ARCHITECTURES[init.architecture]),
         }
-    elif init.kind == "target":
-        count = init.layers if isinstance(init.layers, int) else len(init.layers)
-        known["num_hidden_layers"] = count
+    elif init is not None and init.kind == "target":
+        known["num_hidden_layers"] = (
+            init.layers if isinstance(init.layers, int) else len(init.layers)
+        )
         if init.align:
             known["tie_word_embeddings"] = False
-    made = parameters(known, init.vocabulary if init else None)
-    if made is None:
+    count = parameters(known, init.vocabulary if init else None)
+    if count is None:
         return f"the draft, whose size follows from {source_model(config)}"
-    return f"the draft, {_weights(made)}"
+    return f"the draft, {in_bytes(4 * count)} of weights"
 
 
-def head_size(config: PipelineConfig) -> str:
-    """The size of the head, and of what its training keeps until it is done."""
-    assert config.head is not None
-    width, head = draft_width(config), config.head
-    if width is None:
-        return f"the head, of depth {head.depth}; its width is that of {source_model(config)}"
-    if head.kind == "specdec++":
-        weights = head.depth * (width * width + width) + width + 1
-    else:
-        vectors = sum(name in VECTORS for name in head.features)
-        numbers = len(head.features) - vectors
-        # Each vector has a norm's two rows and a matrix, each number and each of three moments a
-        # row. A block is a norm and two matrices with biases, of twice the width inside.
-        weights = vectors * width * (head.width + 2) + (numbers + 3) * head.width
-        weights += head.depth * head.width * (4 * head.width + 4) + 2 * head.width + 1
-    size = f"the head, {_weights(weights)}"
-    trained = [wanted for wanted in config.rollouts.sets if wanted.split == "train"]
-    if head.cache == "disk" and all(wanted.count for wanted in trained):
-        labels = sum(wanted.count or 0 for wanted in trained) * config.rollouts.samples
-        labels *= config.rollouts.max_new_tokens
-        states = 1 + config.labels.draws * ("consumed" in head.moments)
-        kept = in_bytes(2 * labels * states * width)  # in bfloat16
-        size += f"; until it is done, the draft's states along the training rollouts, {kept}"
-    return size
+def rows_size(config: PipelineConfig, token_bytes: Mapping[str, int]) -> str:
+    """How much is stored of rollouts, or of what has as many rows.
 
-
-def rows_size(config: PipelineConfig, token_bytes: Callable[[str], int]) -> str:
-    """How much is stored of rollouts, or of labels, which have as many rows.
-
-    `token_bytes` gives the bytes of a completion token in rows of a split.
+    Args:
+        config: the run's.
+        token_bytes: split -> bytes of a completion token; "" stands for every other split.
     """
     rollouts = config.rollouts
     most = rollouts.samples * rollouts.max_new_tokens  # tokens of a prompt's completions
     if not all(wanted.count for wanted in rollouts.sets):
-        largest = max(token_bytes(wanted.split) for wanted in rollouts.sets)
+        largest = max(token_bytes.values())
         return f"at most {most:,} tokens a prompt, {in_bytes(most * largest)}"
     prompts = sum(wanted.count for wanted in rollouts.sets)
-    stored = most * sum(wanted.count * token_bytes(wanted.split) for wanted in rollouts.sets)
+    stored = most * sum(
+        wanted.count * token_bytes.get(wanted.split, token_bytes[""]) for wanted in rollouts.sets
+    )
     # Only conversations have later turns, and embedded sets hold none.
     more = " (more with later turns)" if any(map(source_of, rollouts.sets)) else ""
     return (
         f"{rollouts.samples * prompts:,} completions{more}, at most {most * prompts:,} tokens, "
         f"{in_bytes(stored)}"
-    )
-
-
-def rollout_bytes(config: PipelineConfig, _split: str) -> int:
-    """Bytes of a token of rollouts, with its state if that is stored and its width known."""
-    if not config.rollouts.keep_states:
-        return ROLLOUT_TOKEN
-    width = _width(sizes_of(config, config.models.target)) or 0
-    return ROLLOUT_TOKEN + width * (4 if config.models.dtype_of("target") == "float32" else 2)
-
-
-def label_bytes(config: PipelineConfig, split: str) -> int:
-    """Bytes that the labels of one completion token take at most, in rows of a split."""
-    several = split == "train" and config.sampling.temperature > 0
-    draws = config.labels.draws - 1 if several else 0
-    return LABEL_TOKEN + PAIR * (draws + config.labels.top_logits)
-
-
-def eval_size(config: PipelineConfig) -> str:
-    """How much an evaluation writes."""
-    sets, methods = config.eval.sets, len(config.eval.methods)
-    if not all(wanted.count for wanted in sets):
-        return f"results, samples and report.html, {in_bytes(methods * GENERATION)} a prompt"
-    prompts = sum(wanted.count for wanted in sets)
-    generations = prompts * methods
-    return (
-        f"results, samples and report.html: {prompts:,} prompts x {methods} methods = "
-        f"{generations:,} generations of at most {config.eval.max_new_tokens} tokens, "
-        f"{in_bytes(generations * GENERATION + REPORT)}"
     )

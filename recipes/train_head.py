@@ -18,7 +18,7 @@ from recipes.checks import check_labels, check_training_splits, is_shared
 from recipes.layout import draft_in_use, folder, loaded, sampled, spared, spared_setting
 from recipes.recipe import CommandLine, Recipe, load_head
 from recipes.run import Stage, Step, say
-from recipes.sizes import head_size, label_bytes, rows_size
+from recipes.sizes import PAIR, draft_width, in_bytes, rows_size
 from specdata.processes import is_main, refuse_fsdp
 from specdata.terminal import TokenProgress, progress
 
@@ -57,7 +57,13 @@ class Labels(Stage):
     @property
     def size(self) -> str:
         """As many rows as rollouts."""
-        return rows_size(self.config, partial(label_bytes, self.config))
+        labels = self.config.labels
+        # An id, a drafted id and eight numbers; of training rollouts a pair for each further draw.
+        token = 40 + PAIR * labels.top_logits
+        drawn = self.config.sampling.temperature > 0
+        return rows_size(
+            self.config, {"": token, "train": token + PAIR * drawn * (labels.draws - 1)}
+        )
 
     def check(self) -> None:
         """Refuse labels that cannot be made."""
@@ -120,8 +126,8 @@ class Labels(Stage):
 
     def show(self, results: dict[str, Any]) -> None:
         """Print the draft's acceptance."""
-        for name, share in results["acceptance"].items():
-            say(f"  acceptance of the draft along {name}: {share:.3f}")
+        shares = (f"{name} {share:.3f}" for name, share in results["acceptance"].items())
+        say(f"  acceptance of the draft along {', '.join(shares)}")
 
 
 class Head(Stage):
@@ -144,7 +150,17 @@ class Head(Stage):
     @property
     def size(self) -> str:
         """The head, and what its training keeps for a while."""
-        return head_size(self.config)
+        rollouts, width = self.config.rollouts, draft_width(self.config)
+        counts = [wanted.count for wanted in rollouts.sets if wanted.split == "train"]
+        assert self.config.head is not None
+        if self.config.head.cache != "disk" or width is None or not all(counts):
+            return "the head"
+        tokens = sum(filter(None, counts)) * rollouts.samples * rollouts.max_new_tokens
+        states = 1 + self.config.labels.draws * ("consumed" in self.config.head.moments)
+        return (
+            "the head; until it is done, the draft's states along the training rollouts, "
+            + in_bytes(2 * tokens * states * width)  # in bfloat16
+        )
 
     def check(self) -> None:
         """Refuse a launch that divides the weights."""

@@ -29,12 +29,7 @@ from specdata.storage.files import write_json
 
 SCHEMA_VERSION: Literal[1] = 1
 
-
 REMEDY = "restore it, or remove its folder and measure again"
-
-
-class LostResultsError(ManifestError):
-    """There is no results.json, or what there is cannot be read; the evaluation makes it again."""
 
 
 class Method(Strict):
@@ -260,16 +255,16 @@ def read_results(path: Path) -> Results:
     """Read and validate results.json.
 
     Raises:
-        LostResultsError: if the file is missing, damaged, or of another schema version.
+        ManifestError: if the file is missing, damaged, or of another schema version.
     """
     try:
         return Results.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
-        raise LostResultsError(f"no results at {path}; run the evaluation first") from error
+        raise ManifestError(f"no results at {path}; run the evaluation first") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise LostResultsError(
+        raise ManifestError(
             f"{path} must be a results.json of schema version {SCHEMA_VERSION}: {where}:"
             f" {first['msg']} ({error.error_count()} problems in all); run the evaluation again"
         ) from error
