@@ -9,16 +9,19 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.caches import made_of
-from recipes.checks import check_logits, is_shared
+from recipes.checks import check_loading, is_shared, named
 from recipes.config import PipelineConfig
 from recipes.layout import folder, loaded
 from recipes.recipe import CommandLine, Recipe, steps_to_draft
-from recipes.run import Stage, Step, say
-from recipes.sizes import PAIR, ROLLOUT_TOKEN, rows_size
+from recipes.run import Stage, Step, absolute, say
+from recipes.sizes import PAIR, ROLLOUT_TOKEN, rows_size, sizes_of
+from specdata.errors import ConfigError
 from specdata.processes import is_main
+from specdata.storage.files import fingerprint
+from specdata.storage.resume import differences
 from specdata.terminal import TokenProgress, progress
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from specdata.labels.labeller import PartDone
+    from specdata.labels.top_logits import KeptLogits
 
 
 class Logits(Stage):
@@ -56,7 +60,7 @@ class Logits(Stage):
 
     def check(self) -> None:
         """Refuse a target that cannot be loaded so."""
-        check_logits(self.config)
+        check_loading(self.config, "logits")
 
     def run(self) -> dict[str, Any]:
         """Run the target, or ask its server, along the rollouts."""
@@ -119,6 +123,99 @@ def _maker(
     count = min(wanted.top_logits, vocabulary)
     source = ServedLogits(client, wanted.backend, served, count, vocabulary, part_done)
     return partial(make_logits, source), {"served": served}
+
+
+def made_of(config: PipelineConfig, tokenizer: str) -> dict[str, Any]:
+    """What labels and kept logits are made of, beside the draft.
+
+    Args:
+        config: the run's.
+        tokenizer: the fingerprint of the target's.
+    """
+    return {
+        "target": identity(config.models.target),
+        "tokenizer": tokenizer,
+        "rollouts": fingerprint(str(folder(config, "rollouts"))),
+        "dtype": config.models.dtype,
+    }
+
+
+def identity(name: str) -> dict[str, str]:
+    """A model's name, and its commit on the Hub or what its folder holds."""
+    from specdata.models import revision_of
+
+    return {"name": name, "revision": revision_of(name)}
+
+
+def cached_rows(
+    config: PipelineConfig, cache: str, key: str, source: dict[str, Any], wanted: Dataset
+) -> Dataset:
+    """The rows of a dataset with kept logits that belong to some of this run's rollouts.
+
+    Args:
+        config: the run's.
+        cache: the dataset's folder.
+        key: the setting that names it, for messages.
+        source: what it must have been made of (`made_of`).
+        wanted: rollouts of this run.
+
+    Raises:
+        ConfigError: if it was made of other rollouts or by another target, or lacks some of them.
+        ManifestError: if it cannot be read.
+    """
+    from specdata.labels.top_logits import KeptLogits
+    from specdata.storage.dataset import load_stored
+    from specdata.storage.manifest import read_manifest
+
+    stored = dict(read_manifest(Path(cache))["settings"])
+    stored |= stored.get("load", {}).get("target", {})
+    load = config.models.loading("target")
+    source = {**source, "dtype": load.dtype, "bits": load.bits}
+    made = {name: stored.get(name) for name in source}
+    if changed := differences(made, source, ("target.name",)):
+        raise ConfigError(
+            f"{key} {cache} was made of other rollouts or by another target: leave it out, or name "
+            "one of the same. Stored -> this run's:\n  " + "\n  ".join(changed)
+        )
+    KeptLogits.of(Path(cache))
+    rows = load_stored(Path(cache))
+    places = {name: place for place, name in enumerate(_names(rows))}
+    names = _names(wanted)
+    if missing := sum(name not in places for name in names):
+        raise ConfigError(
+            f"{key} {cache} lacks {missing} of {len(names)} rollouts that are needed (labels of a "
+            "run with draft.spared hold only that share): make one of all rollouts with "
+            "draftsmith make-logits"
+        )
+    return rows.select([places[name] for name in names])
+
+
+def _names(rows: Dataset) -> list[tuple[Any, ...]]:
+    """What tells the rows of one dataset apart."""
+    return list(zip(rows["example_id"], rows["sample"], rows["turn"], strict=True))
+
+
+def check_cache(config: PipelineConfig, key: str, cache: str, *, bound: bool) -> None:
+    """Refuse kept logits that a stage cannot learn from, as far as is known. Raises ConfigError."""
+    if (kept := _kept_logits(config, key, cache)) is not None:
+        with named(key):
+            kept.distributions(config.sampling, bound=bound)
+
+
+def _kept_logits(config: PipelineConfig, key: str, cache: str) -> KeptLogits | None:
+    """What a cache keeps, or will keep if this run makes it; None if that is not known yet."""
+    from specdata.labels.top_logits import KeptLogits  # here: it needs torch
+
+    if config.logits and absolute(cache) == absolute(folder(config, "logits")):
+        size = sizes_of(config, config.models.target).get("vocab_size")
+        return None if size is None else KeptLogits(min(config.logits.top_logits, size), size)
+    if not Path(cache).is_dir():
+        raise ConfigError(
+            f"{key} must be a folder with kept target logits, and {cache} is none: make it with "
+            "draftsmith make-logits (section logits), or leave it out"
+        )
+    with named(key):
+        return KeptLogits.of(Path(cache))
 
 
 RECIPE = Recipe("Keep the target's largest logits along its rollouts.", (Logits,))

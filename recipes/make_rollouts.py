@@ -10,7 +10,7 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from recipes.checks import check_kept, check_rollouts, is_shared
+from recipes.checks import check_loading, check_room, is_shared
 from recipes.config import PipelineConfig
 from recipes.layout import sampled
 from recipes.recipe import CommandLine, Recipe, steps_to_draft
@@ -19,6 +19,7 @@ from recipes.sizes import ROLLOUT_TOKEN, in_bytes, parameters, rows_size, sizes_
 from specdata.errors import ConfigError
 from specdata.processes import is_main, process_count
 from specdata.prompts.reading import prompt_inputs
+from specdata.rollouts.config import check_samples
 from specdata.terminal import TokenProgress, progress
 
 if TYPE_CHECKING:
@@ -104,7 +105,18 @@ class Rollouts(Stage):
 
     def check(self) -> None:
         """Refuse prompts, lengths and loadings that cannot be used."""
-        check_rollouts(self.config)
+        from specdata.prompts.loading import check_sets
+
+        config, wanted = self.config, self.config.rollouts
+        if not wanted.sets:
+            raise ConfigError(
+                "rollouts.sets must name at least one prompt set, such as "
+                "{name: instruct, split: train, count: 512}; got []"
+            )
+        check_samples(wanted, config.sampling)
+        check_loading(config, "rollouts")
+        check_room(config, "rollouts", wanted.max_new_tokens, [config.models.target])
+        check_sets(wanted.sets, config.seed, here_alone=True)
 
     def run(self) -> dict[str, Any]:
         """Complete with every process there is."""
@@ -133,7 +145,14 @@ class Rollouts(Stage):
             loaded = load_prompts(wanted.sets, tokenizer, seed=config.seed, max_tokens=longest)
             if not loaded.prompts:
                 raise ConfigError("rollouts.sets must hold at least one prompt")
-            check_kept(config, loaded.report)
+            for split in ("train", "dev") if config.draft or config.head else ():
+                found = [account for account in loaded.report if account["split"] == split]
+                if found and not any(account["kept"] for account in found):
+                    raise ConfigError(
+                        f"rollouts.sets must hold prompts of split {split} to train on, and all of "
+                        f"them were dropped: {'; '.join(dropped(found))} (a duplicate equals an "
+                        "earlier prompt, of any set). Give other prompts"
+                    )
             for line in dropped(loaded.report):
                 say(f"  {line}")
             made_of = {

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 from eval.analysis.head_verdict import VERDICT, HeadVerdict, head_verdict, not_measured
 from eval.measuring.methods import (
     EvalConfig,
+    check_machine,
+    check_methods,
     fit_rules,
     needs_fit,
     path_drafts,
@@ -28,7 +30,7 @@ from eval.measuring.methods import (
 from eval.measuring.results import read_results, write_results
 from eval.measuring.samples import SAMPLES, make_samples, read_samples, write_samples
 from eval.reporting.report import Context, terminal, write_report
-from recipes.checks import check_evaluation
+from recipes.checks import check_loading, check_room, given_models
 from recipes.config import PipelineConfig
 from recipes.layout import RESULTS, draft_in_use, eval_folder, folder, head_in_use, sampled
 from recipes.recipe import CommandLine, Recipe
@@ -109,7 +111,42 @@ class Eval(Stage):
 
     def check(self) -> None:
         """Refuse methods that cannot be measured here."""
-        check_evaluation(self.config)
+        from specdata.prompts.loading import check_sets
+
+        config = self.config
+        check_machine(config.eval)
+        check_methods(config.eval, config.sampling, head=config.head is not None)
+        check_loading(config, "eval")
+        for role in ("target", "draft"):
+            load = config.models.load.of(role)
+            if load.is_spread and config.eval.engine != "eager":
+                raise ConfigError(
+                    f"eval.engine {config.eval.engine!r} captures the forward of a model on one "
+                    f"device, and models.load.{role}.device_map: {load.device_map} spreads it over "
+                    "several: set eval.engine to eager, or leave device_map out"
+                )
+            if load.bits and config.eval.engine != "eager":
+                raise ConfigError(
+                    f"eval.engine {config.eval.engine!r} captures products of plain matrices, and "
+                    f"models.load.{role}.bits: {load.bits} packs them: set eval.engine to eager"
+                )
+            if "flash" not in (load.attn_implementation or ""):
+                continue
+            flash = f"models.load.{role}.attn_implementation: {load.attn_implementation}"
+            if config.eval.batch > 1:
+                raise ConfigError(
+                    f"{flash} takes no mask, which sequences of a batch need: set eval.batch to "
+                    "1, or take sdpa"
+                )
+            for method in config.eval.methods:
+                if method.drafter != "chain" and (role == "draft" or method.tree_attention):
+                    raise ConfigError(
+                        f"{flash} takes no tree mask, which the method {method.name!r} needs "
+                        f"(drafter: {method.drafter}): take sdpa, or draft chains"
+                    )
+        models = [*given_models(config), *path_drafts(config.eval)]
+        check_room(config, "eval", config.eval.max_new_tokens, models)
+        check_sets(config.eval.sets, config.seed, here_alone=True)
 
     def run(self) -> dict[str, Any]:
         """Measure with every process that can, and report in the main one."""

@@ -12,8 +12,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.caches import cached_rows, made_of
-from recipes.checks import check_draft, check_draft_cache, check_training_splits
+from recipes.checks import (
+    check_loading,
+    check_room,
+    check_training_splits,
+    has_chat_template,
+    named,
+    positions_of,
+)
 from recipes.config import PipelineConfig
 from recipes.layout import (
     draft_to_distil,
@@ -23,11 +29,14 @@ from recipes.layout import (
     sampled,
     spared_setting,
 )
+from recipes.make_logits import cached_rows, check_cache, made_of
 from recipes.recipe import CommandLine, Recipe, load_draft, steps_to_head
 from recipes.run import Stage, Step, say
-from recipes.sizes import described, draft_size
-from specdata.loading import Loading
-from specdata.prompts.conversations import conversation_inputs
+from recipes.sizes import described, draft_size, draft_width, sizes_of, source_model
+from specdata.config import nearest
+from specdata.errors import ConfigError
+from specdata.loading import Loading, check_bits, check_shardable
+from specdata.prompts.conversations import check_conversations, conversation_inputs
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -187,8 +196,27 @@ class Draft(Stage):
     def check(self) -> None:
         """Refuse a draft that cannot be made, fine-tuned or distilled."""
         check_training_splits(self.config)
-        check_draft(self.config)
-        check_draft_cache(self.config)
+        config, draft = self.config, self.config.draft
+        if draft is None:
+            return
+        check_draft_sets(config)
+        check_loading(config, "draft")
+        check_finetuning(config)
+        check_initial(config)
+        check_lora(config)
+        if draft.shard_teacher and not draft.cache:
+            check_shardable(config.models.target, config.models.load.target)
+        if draft.report_to:
+            from distill.callbacks import reporters  # here: it needs torch
+
+            reporters(draft.report_to, Path())
+        if config.models.draft and draft.init.kind == "model":
+            limit = positions_of(config, config.models.draft)
+            if limit is None or limit < (draft.max_length or sys.maxsize):
+                new = config.rollouts.max_new_tokens
+                check_room(config, "rollouts", new, [config.models.draft])
+        if draft.cache:
+            check_cache(config, "draft.cache", draft.cache, bound=True)
 
     def run(self) -> dict[str, Any]:
         """Distil, on the target's distributions or on kept logits."""
@@ -255,6 +283,103 @@ def _rollouts(config: PipelineConfig, split: str) -> Dataset:
     sets = None if wanted is None else [short_name(name) for name in wanted]
     spared = config.draft.spared if split == "train" else 0.0
     return of_split(load_stored(source), split, source, sets=sets, spared=spared)
+
+
+def check_draft_sets(config: PipelineConfig) -> None:
+    """Refuse prompt sets for the draft that no rollouts are made of. Raises ConfigError."""
+    if config.draft is None or config.draft.sets is None:
+        return
+    chosen, known = config.draft.sets, [wanted.name for wanted in config.rollouts.sets]
+    for name in chosen:
+        if name not in known:
+            raise ConfigError(
+                f"draft.sets must name sets of rollouts.sets, got {name!r}: "
+                f"{nearest(name, dict.fromkeys(known))}"
+            )
+    splits = {wanted.split for wanted in config.rollouts.sets if wanted.name in chosen}
+    if missing := [split for split in ("train", "dev") if split not in splits]:
+        raise ConfigError(
+            f"draft.sets names no set of split {' or '.join(missing)} ({', '.join(chosen)}): the "
+            "draft is trained on train and measured on dev; name a set of each"
+        )
+
+
+def check_initial(config: PipelineConfig) -> None:
+    """Refuse a draft that `draft.init` cannot make, as far as is known here. Raises ConfigError."""
+    if config.draft is None:
+        return
+    init, target = config.draft.init, config.models.target
+    if init.kind == "target":
+        known = sizes_of(config, target)
+        layers = known.get("num_hidden_layers", known.get("n_layer"))
+        wanted = init.layers if isinstance(init.layers, int) else init.layers[-1] + 1
+        if layers is not None and wanted > layers:
+            numbers = f"0 to {layers - 1}" if isinstance(init.layers, list) else f"1 to {layers}"
+            raise ConfigError(
+                f"draft.init.layers must be {numbers}, because {target} has {layers} layers; got "
+                f"{init.layers}"
+            )
+    if init.vocabulary is None:
+        return
+    source = config.models.draft if init.kind == "model" else target
+    known = sizes_of(config, str(source))
+    if (had := known.get("draft_vocab_size")) is not None:
+        raise ConfigError(
+            f"{source} can propose {had} tokens already: leave draft.init.vocabulary out, or give "
+            "the draft that it was made of"
+        )
+    size = known.get("vocab_size")
+    if size is not None and init.vocabulary > size:
+        raise ConfigError(
+            f"draft.init.vocabulary must be at most {size}, the vocabulary of {source}, got "
+            f"{init.vocabulary}"
+        )
+
+
+def check_lora(config: PipelineConfig) -> None:
+    """Refuse adapters that cannot be trained, or would train nothing. Raises ConfigError."""
+    if config.draft is None or (lora := config.draft.lora) is None:
+        return
+    if config.draft.init.kind == "fresh":
+        raise ConfigError(
+            "draft.lora trains adapters beside frozen weights, and those of draft.init.kind fresh "
+            "are random: leave out draft.lora, or start from a model or from layers of the target"
+        )
+    given = config.models.draft if config.draft.init.kind == "model" else None
+    check_bits(lora.bits, "draft.lora.bits", given)
+    width = draft_width(config)
+    if width is not None and lora.rank > width:
+        raise ConfigError(
+            f"draft.lora.rank must not exceed the draft's hidden size, {width}, got {lora.rank}: "
+            "lower it, or leave out draft.lora to train all weights"
+        )
+
+
+def check_finetuning(config: PipelineConfig) -> None:
+    """Refuse conversations that cannot be trained on, and rows longer than a draft's context.
+
+    Of conversations on the Hub only the names are checked. Raises ConfigError.
+    """
+    if config.draft is None or config.draft.finetune is None:
+        return
+    tuning = config.draft.finetune
+    with named("draft.finetune.conversations"):
+        check_conversations(tuning.conversations, config.seed, here_alone=True)
+    if tuning.conversations and has_chat_template(config) is False:
+        raise ConfigError(
+            f"draft.finetune.conversations are rendered with the target's chat template, and "
+            f"{config.models.target} has none: save one beside its tokenizer (chat_template.jinja; "
+            "recipes/configs/vicuna.jinja is Vicuna's), take a target that was tuned to chat, or "
+            "leave conversations out to train on the target's rollouts"
+        )
+    # A draft that is made has the context of what it is made of, a fresh one its target's.
+    source = config.models.target if config.draft.init.kind == "fresh" else source_model(config)
+    limit = positions_of(config, source)
+    if limit is not None and tuning.max_length > limit:
+        raise ConfigError(
+            f"draft.finetune.max_length must be at most {limit}, the positions of {source}, got "
+            f"{tuning.max_length}: lower it, or take a draft with a longer context"
+        )
 
 
 RECIPE = Recipe("Distil the draft on the target's rollouts.", (Initial, Finetuned, Draft))

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recipes.caches import cached_rows, identity, made_of
-from recipes.checks import check_labels, check_training_splits, is_shared
+from recipes.checks import check_loading, check_training_splits, is_shared
 from recipes.layout import draft_in_use, folder, loaded, sampled, spared, spared_setting
+from recipes.make_logits import cached_rows, check_cache, identity, made_of
 from recipes.recipe import CommandLine, Recipe, load_head
 from recipes.run import Stage, Step, say
 from recipes.sizes import PAIR, draft_width, in_bytes, rows_size
@@ -68,7 +68,9 @@ class Labels(Stage):
     def check(self) -> None:
         """Refuse labels that cannot be made."""
         check_training_splits(self.config)
-        check_labels(self.config)
+        check_loading(self.config, "labels")
+        if (cache := self.config.labels.cache) and self.config.head:
+            check_cache(self.config, "labels.cache", cache, bound=self.config.labels.bound)
 
     def run(self) -> dict[str, Any]:
         """Run target and draft along the rollouts, in every process."""

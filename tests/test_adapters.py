@@ -27,8 +27,8 @@ from distill.distillation import DistilResult, distil
 from distill.toy import language_model
 from distill.trainer import draft_trainer
 from distill.training import save_model
-from recipes.checks import check_lora
 from recipes.config import PipelineConfig, parse
+from recipes.train_draft import check_lora
 from specdata.errors import ConfigError, ManifestError
 from specdata.lm_head import find_lm_head
 from specdata.models import copy_tokenizer, load_generation, load_model, load_tokenizer

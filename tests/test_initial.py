@@ -22,10 +22,10 @@ from distill.initial import (
     frequent_tokens,
     make_initial,
 )
-from recipes.checks import check_draft
 from recipes.config import parse
 from recipes.pipeline import RECIPE
 from recipes.sizes import draft_width
+from recipes.train_draft import Draft
 from specdata.errors import ConfigError, OtherSettingsError, VocabularyMismatchError
 from specdata.models import load_model, load_tokenizer
 from specdata.sampling import SamplingConfig
@@ -293,7 +293,7 @@ def test_what_the_target_lacks_is_refused_before_anything_runs(
 ) -> None:
     config = parse(arguments(target, "--draft.init.kind", "target", *more)).config
     with pytest.raises(ConfigError, match=said):
-        check_draft(config)
+        Draft(config).check()
 
 
 def test_a_given_draft_must_have_room_for_the_rollouts(tmp_path: Path) -> None:
@@ -301,5 +301,5 @@ def test_a_given_draft_must_have_room_for_the_rollouts(tmp_path: Path) -> None:
     target = stored(tmp_path / "target")
     asked = arguments(target, "--models.draft", str(draft), "--rollouts.max_new_tokens", "40")
     with pytest.raises(ConfigError, match="positions for 32"):
-        check_draft(parse(asked).config)
-    check_draft(parse([*asked, "--draft.max_length", "32"]).config)
+        Draft(parse(asked).config).check()
+    Draft(parse([*asked, "--draft.max_length", "32"]).config).check()

@@ -19,10 +19,10 @@ from transformers.utils import is_bitsandbytes_available
 
 from distill.teacher import Part, Teacher
 from recipes import make_rollouts, train_head
-from recipes.checks import check_draft, check_evaluation, check_labels, check_rollouts
 from recipes.config import PipelineConfig, build
 from recipes.make_rollouts import Rollouts
 from recipes.run_eval import Eval
+from recipes.train_draft import Draft
 from recipes.train_head import Head, Labels
 from specdata.errors import ConfigError, OtherSettingsError
 from specdata.labels.make import load_labels
@@ -195,10 +195,10 @@ def test_a_missing_gpu_is_refused(models: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 CHECKS = {
-    "rollouts": check_rollouts,
-    "draft": check_draft,
-    "labels": check_labels,
-    "eval": check_evaluation,
+    "rollouts": Rollouts,
+    "draft": Draft,
+    "labels": Labels,
+    "eval": Eval,
 }
 FLASH = {"attn_implementation": "flash_attention_2", "dtype": "bfloat16"}
 TREES = [
@@ -236,11 +236,11 @@ def test_what_a_stage_cannot_do_with_a_loading_is_refused_with_the_remedy(
         tree[section] = {**(tree.get(section) or {}), **values}
     config = build(tree)
     with pytest.raises(ConfigError, match=message):
-        CHECKS[stage](config)
+        CHECKS[stage](config).check()
     # What does not load the model has nothing against it.
     if stage == "rollouts":
         served = config.rollouts.model_copy(update={"backend": "vllm"})
-        check_rollouts(config.model_copy(update={"rollouts": served}))
+        Rollouts(config.model_copy(update={"rollouts": served})).check()
 
 
 @pytest.mark.parametrize(
@@ -262,17 +262,17 @@ def test_what_several_processes_cannot_do_is_refused(
     odd = {"num_attention_heads": 3, "max_position_embeddings": 256}
     (tmp_path / "target" / "config.json").write_text(json.dumps(odd))
     with pytest.raises(ConfigError, match=message):
-        check_rollouts(built(tmp_path, load={"target": load}))
+        Rollouts(built(tmp_path, load={"target": load})).check()
     if "device_map" in load:  # one process on each of two machines
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-        check_rollouts(built(tmp_path, load={"target": load}))
+        Rollouts(built(tmp_path, load={"target": load})).check()
 
 
 @pytest.mark.skipif(is_bitsandbytes_available(), reason="bitsandbytes is installed")
 def test_few_bits_without_bitsandbytes_are_refused_before_a_model_is_loaded(models: Path) -> None:
     needs = r"bits: 4 needs bitsandbytes, .*draftsmith\[qlora\]"
     with pytest.raises(ConfigError, match=needs):
-        check_evaluation(built(models, load={"draft": {"bits": 4}}))
+        Eval(built(models, load={"draft": {"bits": 4}})).check()
     with pytest.raises(ConfigError, match=needs):
         load_model("no model", load=Loading(bits=4))
 

@@ -213,6 +213,7 @@ def test_an_evaluation_in_batches_measures_counts_and_is_published(
     for name in ("draft", "head"):
         card = (tmp_path / "out" / "release" / name / "README.md").read_text()
         assert "two drafts" not in card
+        assert "Speeds were **not measured**: 4 prompts were decoded together." in card
 
 
 def test_a_head_is_evaluated_under_another_sampler_than_its_labels(
