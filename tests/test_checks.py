@@ -152,7 +152,8 @@ def test_completions_longer_than_a_context_are_found_in_config_json_alone(
     out = tmp_path / "out"
     flags = own(out, target, draft)
     message = f"eval.max_new_tokens must leave room for a prompt: {tmp_path / shortest} has"
-    refuse(pipeline.RECIPE, [*flags, "--eval.max_new_tokens=64"], message, out, capsys)
+    short = [*flags, "--rollouts.max_new_tokens=8", "--eval.max_new_tokens=64"]
+    refuse(pipeline.RECIPE, short, message, out, capsys)
     room = ["--eval.max_new_tokens=63", "--rollouts.max_new_tokens=63"]
     assert pipeline.RECIPE.run([*flags, *room, "--plan"]) == 0
 
