@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,7 +180,12 @@ def parse(
     tree = _read(Path(known.config))
     for key, info in _options(PipelineConfig, ""):
         if (text := vars(known)[key]) is not None:
-            _put(tree, key.split("."), text if _is_literal(info, text) else _value(key, text))
+            section, (*path, last) = tree, key.split(".")
+            for name in path:
+                if not isinstance(section.get(name), dict):
+                    section[name] = {}
+                section = section[name]
+            section[last] = text if _is_literal(info, text) else _value(key, text)
     if known.method and "eval" not in sections:
         raise ConfigError(
             "--method chooses what an evaluation measures, and this recipe measures nothing: leave "
@@ -200,21 +204,13 @@ def build(tree: Mapping[str, Any]) -> PipelineConfig:
 def _parser(
     description: str, sections: Sequence[str], program: str | None
 ) -> argparse.ArgumentParser:
-    others = not set(PipelineConfig.model_fields) <= set(sections)
     parser = argparse.ArgumentParser(
         program,
         "%(prog)s [--config FILE] [--KEY VALUE ...] [--plan]",
         description,
         allow_abbrev=False,
-        epilog="\n".join(
-            [
-                *(_methods_help() if "eval" in sections else []),
-                "Every other key of the file can be given, too: see `draftsmith pipeline --help`."
-                if others
-                else "",
-            ]
-        ),
-        formatter_class=_HelpFormatter,
+        epilog="\n".join(_epilog(sections)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", default=str(TOY), help="YAML file (default: the toy pair)")
     parser.add_argument(
@@ -238,52 +234,32 @@ def _parser(
     }
     for key, info in _options(PipelineConfig, ""):
         name = key.split(".")[0]
+        metavar = "YAML" if section_type(info.annotation) else "VALUE"
+        if get_origin(info.annotation) is Literal:
+            metavar = "|".join(map(str, get_args(info.annotation)))
         groups.get(name, parser).add_argument(
             f"--{key}",
             dest=key,
-            metavar=_metavar(info),
+            metavar=metavar,
             help=_help(info) if name in sections else argparse.SUPPRESS,
         )
     return parser
 
 
-class _HelpFormatter(argparse.HelpFormatter):
-    """argparse's own, with the epilog as it is written."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        if "\n" not in text:
-            return super()._fill_text(text, width, indent)
-        return text
-
-
-def _methods_help() -> Iterator[str]:
-    """What a method holds: its keys, the verifiers, and the stopping rules with theirs."""
-    yield "A method (of eval.methods or --method), such as {name: K=4, verifier: block, length: 4}:"
-    for name, info in MethodConfig.model_fields.items():
-        if name == "verifier":
-            yield from _listed("  verifier", f"acceptance rule: {', '.join(VERIFIERS)}")
-        elif name != "stop":
-            yield from _listed(f"  {name}", _help(info))
-    yield "  stop: the stopping rule, with its own keys beside it:"
-    for rule in STOPPING_RULES.values():
-        keys = (
-            f"{name} {json.dumps(info.get_default())}" for name, info in rule.model_fields.items()
-        )
-        yield from _listed(f"    {rule.name}", ", ".join(keys))
-    yield ""
-
-
-def _listed(name: str, text: str) -> list[str]:
-    """A line of help, as many as it needs."""
-    lines = textwrap.wrap(text.replace("%%", "%"), 74)
-    first = f"{name:<23} {lines[0]}" if len(name) < 23 else f"{name}\n{'':<24}{lines[0]}"
-    return [first, *(f"{'':<24}{line}" for line in lines[1:])]
-
-
-def _metavar(info: FieldInfo) -> str:
-    if get_origin(info.annotation) is Literal:
-        return "|".join(map(str, get_args(info.annotation)))
-    return "YAML" if section_type(info.annotation) else "VALUE"
+def _epilog(sections: Sequence[str]) -> Iterator[str]:
+    """The keys of a method, the verifiers, and the stopping rules with theirs."""
+    if "eval" in sections:
+        yield "A method (of eval.methods or --method), such as {name: K=4, length: 4}:"
+        for name, info in MethodConfig.model_fields.items():
+            if name not in ("verifier", "stop"):
+                yield f"  {name}: {_help(info).replace('%%', '%')}"
+        yield f"  verifier: {', '.join(VERIFIERS)}"
+        yield "  stop: the stopping rule, with its own keys beside it:"
+        for rule in STOPPING_RULES.values():
+            keys = (f"{n} {json.dumps(i.get_default())}" for n, i in rule.model_fields.items())
+            yield f"    {rule.name}: {', '.join(keys)}"
+    if not set(PipelineConfig.model_fields) <= set(sections):
+        yield "Every other key of the file can be given, too: see `draftsmith pipeline --help`."
 
 
 def _help(info: FieldInfo) -> str:
@@ -359,24 +335,6 @@ def _value(key: str, text: str) -> Any:
         raise ConfigError(f"--{key}: {text!r} is not a YAML value") from error
 
 
-def _put(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Set a nested value, making the sections on the way."""
-    for name in path[:-1]:
-        if not isinstance(tree.get(name), dict):
-            tree[name] = {}
-        tree = tree[name]
-    tree[path[-1]] = value
-
-
-def _check_method(text: str, method: Mapping[str, Any]) -> None:
-    """Raise ConfigError, naming the option, for a new method that `build` would refuse."""
-    try:
-        MethodConfig.model_validate(method)
-    except ValidationError as error:
-        reasons = "; ".join(mistakes(error, MethodConfig))
-        raise ConfigError(f"--method {text!r}: {reasons}") from error
-
-
 def _choose_methods(tree: dict[str, Any], wanted: Sequence[str]) -> None:
     """Leave of eval.methods the plain one and those wanted, in that order.
 
@@ -394,7 +352,11 @@ def _choose_methods(tree: dict[str, Any], wanted: Sequence[str]) -> None:
         if not isinstance(method, dict):
             raise ConfigError(f"unknown method {text!r}: {nearest(text, by_name)}")
         if text not in by_name:
-            _check_method(text, method)
+            try:  # here, to name the option
+                MethodConfig.model_validate(method)
+            except ValidationError as error:
+                reasons = "; ".join(mistakes(error, MethodConfig))
+                raise ConfigError(f"--method {text!r}: {reasons}") from error
         if method not in chosen:
             chosen.append(method)
     tree["eval"] = {**tree["eval"], "methods": chosen}
