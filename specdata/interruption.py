@@ -5,35 +5,28 @@ written is written whole or not at all, so nothing that is finished is lost. A t
 the steps since its last checkpoint. Within `until_checkpoint` the signal is therefore only noted;
 the training asks after each step (`asked_of_any`), and all its processes stop after the same one.
 
-A second signal ends the process at once, even where the interpreter waits for a library: a thread
-hears the signals. It also ends a process that the first did not end within `PATIENCE` seconds. One
-request often arrives several times: a terminal signals every process of its group, SLURM every
-process of a job, and a launcher passes on what it got itself. So a signal counts as the second only
-if it comes `REPEAT` seconds or more after the first. A launcher ends at its second signal and
-passes none on; processes that were signalled end when they see that it is gone.
+A second signal ends the process at once. One request often arrives several times: a terminal
+signals every process of its group, SLURM every process of a job, and a launcher passes on what it
+got itself. So a signal counts as the second only if it comes `REPEAT` seconds or more after the
+first.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import NoReturn
 
 from specdata.processes import largest_of_all, process_count, rank
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Seconds from the first signal to one that counts as the second.
 REPEAT = 2.0
-# Seconds that a process may take to end where no checkpoint is awaited. It may be in a collective,
-# waiting for another that has ended already.
-PATIENCE = 10.0
 
 
 class Interrupted(KeyboardInterrupt):
@@ -52,9 +45,10 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass(slots=True)
 class _Request:
-    """What this process was asked: the first signal's number, 0 before it; whether it must wait."""
+    """The first signal and when it came, 0 before it; whether it must wait for a checkpoint."""
 
     number: int = 0
+    begun: float = 0.0
     waits: bool = False
     is_heard: bool = False
 
@@ -74,11 +68,6 @@ def stopping_on_signals() -> Iterator[None]:
         return
     former = {number: signal.getsignal(number) for number in SIGNALS}
     former = {number: known for number, known in former.items() if known != signal.SIG_IGN}
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    watch = threading.Thread(target=_watch, args=(reader,), daemon=True)
-    watch.start()
-    wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     _request.is_heard = True
     for number in former:
         signal.signal(number, _ask)
@@ -87,10 +76,6 @@ def stopping_on_signals() -> Iterator[None]:
     finally:
         for number, known in former.items():
             signal.signal(number, known)
-        signal.set_wakeup_fd(wakeup)
-        writer.close()
-        watch.join()
-        reader.close()
         _request.number, _request.waits, _request.is_heard = 0, False, False
 
 
@@ -126,52 +111,18 @@ def stop_if_asked() -> None:
 
 
 def _ask(number: int, _frame: FrameType | None) -> None:
-    if _request.number:
-        return
-    _request.number = number
-    if not _request.waits:
-        raise Interrupted(number)
-    _tell(
-        f"{signal.Signals(number).name}: stopping at the next checkpoint, after this step; "
-        "press Ctrl-C or send it again to stop at once"
-    )
-
-
-def _watch(signals: socket.socket) -> None:
-    """End the process at the second signal, or if the first does not; told of each by a byte."""
-    launcher = os.getppid() if process_count() > 1 else None
-    first = 0
-    while not first:
-        heard = _hear(signals)
-        if heard is None:
-            return
-        first = heard
-    begun = free_since = time.monotonic()
-    signals.settimeout(0.5)
-    while (heard := _hear(signals)) is not None:
-        now = time.monotonic()
-        if heard and now - begun >= REPEAT:
-            _end(first, "stopped at once")
-        if launcher is not None and os.getppid() != launcher:
-            _end(first, "the launcher is gone: stopped at once")
-        if _request.waits:
-            free_since = now
-        elif now - free_since >= PATIENCE:
-            _end(first, "interrupted: run the same command again to continue")
-
-
-def _hear(signals: socket.socket) -> int | None:
-    """The next signal's number; 0 if none came in time, None when the handlers are gone."""
-    try:
-        numbers = signals.recv(16)
-    except TimeoutError:
-        return 0
-    return next((number for number in numbers if number in SIGNALS), 0) if numbers else None
-
-
-def _end(number: int, text: str) -> NoReturn:
-    _tell(text)
-    os._exit(128 + number)
+    now = time.monotonic()
+    if not _request.number:
+        _request.number, _request.begun = number, now
+        if not _request.waits:
+            raise Interrupted(number)
+        _tell(
+            f"{signal.Signals(number).name}: stopping at the next checkpoint, after this step; "
+            "press Ctrl-C or send it again to stop at once"
+        )
+    elif now - _request.begun >= REPEAT:
+        _tell("stopped at once")
+        os._exit(128 + _request.number)
 
 
 def _tell(text: str) -> None:
@@ -183,7 +134,6 @@ def _tell(text: str) -> None:
 def _forget() -> None:
     """In a forked child, whose signals are its own business."""
     if _request.is_heard:
-        signal.set_wakeup_fd(-1)
         for number in SIGNALS:
             if signal.getsignal(number) is _ask:
                 signal.signal(number, signal.SIG_DFL)

@@ -85,7 +85,7 @@ def test_a_recipe_ends_with_the_status_of_the_signal(number: int, status: int) -
 
 @pytest.mark.slow
 def test_a_second_signal_ends_the_process_within_a_step_and_one_passed_on_does_not() -> None:
-    process = program(STEP.replace("STEPS", "1").replace("COUNT", str(10**9)))
+    process = program(STEP.replace("STEPS", "1000").replace("COUNT", str(10**5)))
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)  # of two that are pending together the last would be handled first
     process.send_signal(signal.SIGTERM)  # by a launcher, which was signalled itself
@@ -94,38 +94,8 @@ def test_a_second_signal_ends_the_process_within_a_step_and_one_passed_on_does_n
     process.send_signal(signal.SIGTERM)
     shown, said = process.communicate(timeout=10)
     assert process.returncode == 130, "the status is that of the first"
-    assert shown == ""
+    assert set(shown.split()) == {"asked"}
     assert said.endswith("\nstopped at once\n")
-
-
-@pytest.mark.exhaustive
-def test_a_process_that_a_library_keeps_from_ending_is_ended() -> None:
-    stuck = RECIPE.replace("time.sleep(60)", "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)")
-    process = program(
-        f"import hashlib, specdata.interruption; specdata.interruption.PATIENCE = 1.0\n{stuck}"
-    )
-    time.sleep(0.3)  # until it is in there; else it ends as any does
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=20)
-    assert process.returncode == 143
-    assert said == "\ninterrupted: run the same command again to continue\n"
-
-
-@pytest.mark.exhaustive
-def test_a_process_that_was_signalled_ends_when_its_launcher_does() -> None:
-    step = STEP.replace("STEPS", "1").replace("COUNT", str(10**9))
-    launcher = program(
-        "import subprocess, sys; subprocess.run([sys.executable, '-c', "
-        f"'import os, sys; print(os.getpid(), file=sys.stderr, flush=True)' + {step!r}], "
-        "env={'WORLD_SIZE': '2', 'RANK': '1', 'PYTHONPATH': '.'})"
-    )
-    assert launcher.stderr is not None
-    os.kill(int(launcher.stderr.readline()), signal.SIGTERM)
-    with pytest.raises(subprocess.TimeoutExpired):
-        launcher.wait(1.0)
-    launcher.kill()
-    _, said = launcher.communicate(timeout=20)  # until the other, which has its pipes, has ended
-    assert said.endswith("\nrank 1: the launcher is gone: stopped at once\n")
 
 
 @pytest.mark.slow
