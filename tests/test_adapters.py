@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -252,26 +251,17 @@ def renamed(adapters: Path, base: object) -> None:
     path.write_text(json.dumps(changed))
 
 
-def test_adapters_of_another_base_are_refused_with_both_names(pair: Path, tmp_path: Path) -> None:
-    adapters = tmp_path / "adapters"
-    randomly_adapted(pair / "target", adapters)
-    both = f"adapters in {adapters} do not fit their base, {pair / 'draft'}: "
-    renamed(adapters, str(pair / "draft"))
-    with pytest.raises(ConfigError) as refusal:  # the draft has one layer, and another width
-        load_model(str(adapters))
-    assert both in str(refusal.value)
-    assert "size mismatch for base_model.model.model.layers.0." in str(refusal.value)
-    with pytest.raises(ConfigError, match=both):
-        distilled(pair, tmp_path / "draft", draft=adapters)
-    assert not (tmp_path / "draft").exists()
-
-
-def test_adapters_of_more_or_fewer_layers_than_the_base_has_are_refused(
+def test_adapters_that_do_not_fit_their_base_are_refused_with_both_names(
     pair: Path, tmp_path: Path
 ) -> None:
     """PEFT would leave out what it does not find and say nothing."""
     adapters = tmp_path / "adapters"
     randomly_adapted(pair / "target", adapters)
+    both = f"adapters in {adapters} do not fit their base, {pair / 'draft'}: "
+    renamed(adapters, str(pair / "draft"))
+    with pytest.raises(ConfigError, match=both):  # it has one layer, and another width
+        distilled(pair, tmp_path / "draft", draft=adapters)
+    assert not (tmp_path / "draft").exists()
     shorter = load_model(str(pair / "target"))
     shorter.model.layers = shorter.model.layers[:1]
     shorter.config.num_hidden_layers = 1
@@ -279,18 +269,6 @@ def test_adapters_of_more_or_fewer_layers_than_the_base_has_are_refused(
     renamed(adapters, str(tmp_path / "shorter"))
     with pytest.raises(ConfigError, match=r"names are in one alone \(first: .*layers\.1\..*adapt"):
         load_model(str(adapters))
-    randomly_adapted(tmp_path / "shorter", tmp_path / "fewer")
-    path = tmp_path / "fewer" / "adapter_config.json"
-    named = {**json.loads(path.read_text()), "target_modules": ["q_proj", "v_proj"]}
-    path.write_text(json.dumps(named))
-    renamed(tmp_path / "fewer", str(pair / "target"))
-    with pytest.raises(ConfigError, match="names are in one alone"):
-        load_model(str(tmp_path / "fewer"))
-
-
-def test_adapters_whose_base_is_missing_or_unnamed_are_refused(pair: Path, tmp_path: Path) -> None:
-    adapters = tmp_path / "adapters"
-    randomly_adapted(pair / "draft", adapters)
     gone = tmp_path / "gone"
     renamed(adapters, str(gone))
     for load in (load_model, load_tokenizer, load_generation):
@@ -299,4 +277,3 @@ def test_adapters_whose_base_is_missing_or_unnamed_are_refused(pair: Path, tmp_p
     renamed(adapters, None)
     with pytest.raises(ConfigError, match="names no base model"):
         load_model(str(adapters))
-    shutil.rmtree(adapters)
