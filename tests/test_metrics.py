@@ -14,8 +14,6 @@ from eval.measuring.metrics import (
     LatencyFit,
     compute_metrics,
     fit_latency,
-    latency_intervals,
-    speed_ratio_interval,
 )
 from eval.measuring.records import PromptRecord, check_identity, record_prompt
 from eval.measuring.results import (
@@ -23,9 +21,7 @@ from eval.measuring.results import (
     build_results,
     check_metrics,
     fit_latencies,
-    fitted,
     read_results,
-    recompute,
     write_results,
 )
 from eval.rounds import Round
@@ -158,28 +154,6 @@ def test_a_speedup_needs_the_same_prompts() -> None:
         compute_metrics(by_hand(), other)
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        one_round(2, 3),
-        one_round(2, 1, emitted=3),
-        one_round(2, 1, emitted=0),
-        one_round(2, 1, depth=4),
-        one_round(0, 0, emitted=0),
-    ],
-)
-def test_a_round_with_contradicting_counts_is_refused(broken: Round) -> None:
-    with pytest.raises(ValueError, match="round 0"):
-        record_prompt("a", [broken], seconds=1.0, finish="length")
-
-
-def test_only_the_last_round_may_leave_out_the_bonus() -> None:
-    cut = one_round(2, 2, emitted=2)
-    record_prompt("a", [one_round(2, 0), cut], seconds=1.0, finish="eos")
-    with pytest.raises(ValueError, match="round 0"):
-        record_prompt("a", [cut, one_round(2, 0)], seconds=1.0, finish="eos")
-
-
 def test_every_token_is_paid_for_by_a_drafted_token_or_a_target_forward(results: Results) -> None:
     for run in results.runs:
         for record in run.generations:
@@ -191,10 +165,8 @@ def test_every_token_is_paid_for_by_a_drafted_token_or_a_target_forward(results:
         check_identity(wrong)
 
 
-def test_intervals_are_deterministic_and_contain_the_figure(results: Results) -> None:
+def test_intervals_contain_the_figure(results: Results) -> None:
     for run in results.runs:
-        again = recompute(run, results.plain(run.dataset))
-        assert again.intervals == run.intervals
         for name, (low, high) in run.intervals.items():
             assert low <= getattr(run, name) <= high, (run.method, name)
 
@@ -222,9 +194,6 @@ def test_pairing_by_prompt_narrows_the_speedup_interval() -> None:
         scale = float(rng.uniform(0.5, 5.0))  # prompts differ far more than methods do
         fast.append(record_prompt(str(i), [one_round(1, 1)] * 9, seconds=scale, finish="length"))
         slow.append(record_prompt(str(i), [one_round(0, 0)] * 9, seconds=scale, finish="length"))
-    low, high = speed_ratio_interval(fast, slow)
-    assert low == pytest.approx(2.0)
-    assert high == pytest.approx(2.0)
     assert compute_metrics(fast, list(reversed(slow))).intervals["speedup"] == pytest.approx(
         (2.0, 2.0)
     )
@@ -251,34 +220,6 @@ def test_fitted_latency_predicts_the_seconds_of_a_token_by_equation_5_1() -> Non
     # The rearrangement is exact: it only uses N_draft = N + N_discarded - N_target.
     direct = (fit.t_draft * metrics.n_draft + fit.t_target * metrics.n_target) / metrics.tokens
     assert predicted == pytest.approx(direct)
-
-
-def test_the_interval_of_the_fitted_times_contains_the_fit_and_the_machine(
-    results: Results,
-) -> None:
-    for dataset, fit in results.latency.items():
-        assert fit is not None
-        draft, target = latency_intervals(fitted(results, dataset))
-        assert draft[0] <= fit.t_draft <= draft[1]
-        assert target[0] <= fit.t_target <= target[1]
-        assert draft[1] - draft[0] < 0.2 * T_DRAFT
-        assert target[1] - target[0] < 0.2 * T_TARGET
-
-
-def test_resampled_times_are_those_of_least_squares_without_negative_ones() -> None:
-    rng = np.random.default_rng(1)
-    once = [simulate(rng, "0", lengths=(i, i), ease=0.5) for i in range(8)]
-    for change in (
-        lambda r: r,
-        lambda r: dataclasses.replace(r, seconds=10.0 / (1 + r.n_draft)),
-        lambda r: dataclasses.replace(r, seconds=r.n_draft**2 / (1 + r.rounds)),
-    ):
-        records = [change(record) for record in once]
-        fit = fit_latency(records)
-        assert fit is not None
-        # One prompt: every resample is the prompt itself.
-        assert latency_intervals(records)[0] == pytest.approx((fit.t_draft, fit.t_draft))
-        assert latency_intervals(records)[1] == pytest.approx((fit.t_target, fit.t_target))
 
 
 def test_latency_fit_is_none_when_the_two_times_cannot_be_told_apart() -> None:

@@ -15,7 +15,8 @@ from PIL import Image
 from rich.console import Console
 
 from eval.measuring.methods import PLAIN
-from eval.measuring.results import Results, build_results, check_metrics, fastest
+from eval.measuring.pooled import PooledRow, fastest, pool
+from eval.measuring.results import Results, build_results, check_metrics
 from eval.measuring.samples import Sample, Samples
 from eval.reporting.charts import (
     LOOKS,
@@ -82,6 +83,12 @@ def sample(dataset: str, method: str, text: str) -> Sample:
     return Sample(dataset=dataset, prompt_id="p", prompt=f"Prompt {text}", methods={method: text})
 
 
+def fastest_of(results: Results, dataset: str) -> tuple[PooledRow, list[PooledRow]]:
+    found = fastest(pool(results, [dataset]))
+    assert found is not None
+    return found
+
+
 @pytest.fixture(scope="module")
 def results() -> Results:
     return synthetic_results(datasets=("alpaca", "gsm8k"))
@@ -90,8 +97,7 @@ def results() -> Results:
 @pytest.fixture(scope="module")
 def folder(results: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    best = fastest(results.of("gsm8k"))
-    assert best is not None
+    best = fastest_of(results, "gsm8k")
     context = Context(
         "A pair",
         {"draft": 12.5},
@@ -186,8 +192,7 @@ def test_names_and_sample_texts_are_text_and_never_markup(html: str, results: Re
 
 
 def test_samples_show_the_text_of_the_best_method_folded(page: Page, results: Results) -> None:
-    best = fastest(results.of("gsm8k"))
-    assert best is not None
+    best = fastest_of(results, "gsm8k")
     text = "".join(page.text)
     shown = text[text.index("Samples") :]
     assert f"Prompt {EVIL}" in shown
@@ -201,25 +206,32 @@ def test_samples_show_the_text_of_the_best_method_folded(page: Page, results: Re
 def test_the_fastest_method_is_lossless_and_ties_are_named(results: Results) -> None:
     for dataset in results.datasets():
         runs = results.of(dataset)
-        winner = fastest(runs)
-        assert winner is not None
-        best, ties = winner
+        best, ties = fastest_of(results, dataset)
         assert best.lossless
-        assert best.tokens_per_second == max(r.tokens_per_second for r in runs if r.lossless)
-        assert all(run.lossless and run is not best for run in ties)
-    section = sections_of(results)[0]
+        speeds = {run.method: run.tokens_per_second for run in runs if run.lossless}
+        assert speeds[best.method] == max(speeds.values())  # type: ignore[type-var]
+        assert all(row.lossless and row is not best for row in ties)
+    section = sections_of(results)[1]
     assert [row.mark for row in section.rows].count("★") == 1
     run = results.of("alpaca")[3]
     again = run.model_copy(update={"method": "again"})
-    assert fastest([run, again]) == (run, [again])
+    best, ties = fastest_of(results.model_copy(update={"runs": [run, again]}), "alpaca")
+    assert (best.method, [tie.method for tie in ties]) == (run.method, ["again"])
 
 
 def test_a_measured_bias_is_shown_with_its_interval(results: Results) -> None:
-    (row,) = [row for row in sections_of(results)[0].rows if row.method.startswith("biased")]
+    (row,) = [row for row in sections_of(results)[1].rows if row.method.startswith("biased")]
     assert re.fullmatch(r"† TV 0\.041 \[0\.041, 0\.041\]", row.note)
-    assert "TV: total variation" in sections_of(results)[0].footnote
-    runs = [run.model_copy(update={"total_variation": None}) for run in results.runs]
-    section = sections_of(results.model_copy(update={"runs": runs}))[0]
+    assert "TV: total variation" in sections_of(results)[1].footnote
+    unmeasured = [
+        run.model_copy(
+            update={
+                "generations": [dataclasses.replace(g, variation_tokens=0) for g in run.generations]
+            }
+        )
+        for run in results.of("alpaca")
+    ]
+    (section,) = sections_of(results.model_copy(update={"runs": unmeasured}))
     assert [row.note for row in section.rows if row.note] == ["†"]
     assert "TV: total variation" not in section.footnote
 
@@ -233,12 +245,13 @@ def test_a_draft_that_makes_decoding_slower_is_reported_as_no_gain(results: Resu
         (method(PLAIN, "alpaca", **nothing), plain.generations),
         (method("slow", "alpaca"), slow),
     ]
-    assert "No method was faster" in sections_of(build_results(ENVIRONMENT, measured))[0].summary
+    said = sections_of(build_results(ENVIRONMENT, measured))[0].summary
+    assert said.startswith("Nothing is faster than the target alone: the best method, slow,")
 
 
 def test_without_plain_decoding_the_report_shows_tokens_per_second(results: Results) -> None:
     alone = build_results(ENVIRONMENT, [(method("only", "alpaca"), results.runs[2].generations)])
-    assert sections_of(alone)[0].rows[0].cells[0] == "\N{EN DASH}"
+    assert sections_of(alone)[0].rows[0].figures[0] == ("\N{EN DASH}", "")
     figure = plot("speedup", alone, ["alpaca"])
     assert isinstance(figure, Figure)
     assert figure.axes[0].get_xlabel() == "tokens per second"
@@ -249,18 +262,18 @@ def test_plain_decoding_alone_makes_a_report(results: Results, tmp_path: Path) -
     only = [results.runs[0]]
     alone = results.model_copy(update={"runs": only, "latency": {"alpaca": None}})
     page = Page(write_report(alone, tmp_path).read_text(encoding="utf-8"))
-    assert "No method was faster than the target alone." in " ".join(page.text)
+    assert "Only the target alone was measured." in " ".join(page.text)
 
 
 def test_without_times_tables_say_so_and_drawings_need_none(tmp_path: Path) -> None:
     untimed = synthetic_results(datasets=("alpaca",), timed=False)
     check_metrics(untimed)
     assert kinds(untimed) == ["efficiency", "acceptance"]
-    assert fastest(untimed.runs) is None
+    assert fastest(pool(untimed)) is None
     (section,) = sections_of(untimed)
-    assert all(row.cells[:2] == ("not measured", "not measured") for row in section.rows)
+    assert all(row.figures[:2] == (("not measured", ""),) * 2 for row in section.rows)
     assert not any(row.mark for row in section.rows)
-    assert section.summary.startswith("Speeds were not measured: 4 prompts were decoded together.")
+    assert section.summary.startswith("Speeds were not measured (4 prompts were decoded together)")
     lossless = [run for run in untimed.runs if run.lossless]
     best = max(lossless, key=lambda run: run.block_efficiency)
     assert f"{best.method}, {best.block_efficiency:.2f}" in section.summary
@@ -288,7 +301,6 @@ def test_the_terminal_has_the_answer_and_one_table_that_cuts_nothing(results: Re
 
 DRAWN = {
     "speedup": {"plain", "fixed", "head", "rule", "tree", "transformers"},
-    "lengths": {"plain", "fixed"},
     "acceptance": {"fixed", "tree"},
 }
 
@@ -358,11 +370,5 @@ def test_every_run_has_a_look_and_looks_differ(results: Results) -> None:
 def test_the_figures_of_a_position_are_those_of_the_generations(results: Results) -> None:
     for run in results.of("alpaca")[1:]:
         for place, found in enumerate(positions_of(run)):
-            drafted = sum(
-                g.drafted_by_position[place]
-                for g in run.generations
-                if place < len(g.drafted_by_position)
-            )
-            assert found.drafted == drafted
-            assert found.accepted == pytest.approx(run.acceptance_by_position[place])
-            assert found.low <= found.accepted <= found.high
+            assert found.value == pytest.approx(run.acceptance_by_position[place])
+            assert found.low <= found.value <= found.high

@@ -1,4 +1,4 @@
-"""Every method over all prompt sets together.
+"""Every method over one prompt set, or over several that count alike.
 
 Each set counts as much as any other: its sums are divided by its emitted tokens, so the pooled
 rates are those of a text with equally many tokens of every set. The mix is then the same for every
@@ -11,22 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
-from eval.measuring.intervals import Array, Interval, interval, resamples
+from eval.measuring.intervals import Array, Interval
 from eval.measuring.methods import PLAIN
-from eval.measuring.metrics import RATES
+from eval.measuring.metrics import COUNTS, prompt_ids, rates_of, resampled_counts
 from eval.measuring.results import Results, Run
 
 ALL_SETS = "all prompt sets"
-COLUMNS = sorted(set(chain.from_iterable(RATES.values())))
 
 
 @dataclass(frozen=True, slots=True)
 class PooledRow:
-    """One method over all sets that were measured.
+    """One method over one or several prompt sets.
 
     Args:
         runs: what was measured of it, one run a set.
@@ -56,76 +54,64 @@ class PooledRow:
         """One rate; None if it does not exist."""
         return float(self.rates[name][0]) if name in self.rates else None
 
-    def rate(self, name: str) -> tuple[float | None, tuple[float, float] | None]:
-        """A rate and its interval; None for those that do not exist."""
-        value = self.value(name)
-        return value, None if value is None else self.interval(name)
+    def rate(self, name: str) -> Interval | None:
+        """A rate with its interval; None if it does not exist."""
+        return Interval.of(self.rates[name]) if name in self.rates else None
 
-    def interval(self, name: str) -> tuple[float, float]:
-        """The 95 % interval of a rate that exists."""
-        return interval(self.rates[name][1:])
+    def speed(self) -> float:
+        """Tokens a second; 0 if it was not timed."""
+        return self.value("tokens_per_second") or 0.0
 
     def over(self, other: PooledRow, name: str) -> Interval:
         """A rate over that of another method, paired by prompt."""
         return Interval.of(self.rates[name] / other.rates[name])
 
 
-def pool(results: Results) -> list[PooledRow]:
-    """One row for each method that every set has, in the order they were run."""
-    datasets = results.datasets()
-    by_set = [{run.method: run for run in results.of(dataset)} for dataset in datasets]
-    methods = [name for name in by_set[0] if all(name in runs for runs in by_set)]
-    runs = {name: tuple(of_set[name] for of_set in by_set) for name in methods}
-    rates = {name: _rates(each) for name, each in runs.items()}
-    if results.timed and PLAIN in rates:
-        for each in rates.values():
-            each["speedup"] = each["tokens_per_second"] / rates[PLAIN]["tokens_per_second"]
-    return [PooledRow(runs[name], rates[name]) for name in methods]
+def pool(results: Results, datasets: Sequence[str] = ()) -> list[PooledRow]:
+    """One row for each method that every set has, in the order they were run.
+
+    Args:
+        results: of one evaluation.
+        datasets: some of its sets; by default all.
+    """
+    by_set = [
+        {run.method: run for run in results.of(dataset)}
+        for dataset in datasets or results.datasets()
+    ]
+    rows = {}
+    for method in by_set[0]:
+        if not all(method in runs for runs in by_set):
+            continue
+        runs = tuple(of_set[method] for of_set in by_set)
+        # Sets are resampled independently, methods alike.
+        sums = [
+            resampled_counts(run.generations, prompt_ids(run.generations), seed)
+            for seed, run in enumerate(runs)
+        ]
+        a_token = {
+            name: np.sum([each[name] / each["tokens"] for each in sums], axis=0) for name in COUNTS
+        }
+        rows[method] = PooledRow(runs, rates_of(a_token))
+    if results.timed and PLAIN in rows:
+        plain = rows[PLAIN].rates["tokens_per_second"]
+        for row in rows.values():
+            row.rates["speedup"] = row.rates["tokens_per_second"] / plain
+    return list(rows.values())
 
 
-def fastest_pooled(rows: Sequence[PooledRow]) -> tuple[PooledRow, list[PooledRow]] | None:
+def fastest(rows: Sequence[PooledRow]) -> tuple[PooledRow, list[PooledRow]] | None:
     """The lossless method with the most tokens a second, and those not told apart from it.
 
+    A method ties if the interval of its speed over the fastest one's, paired by prompt, contains 1.
     None if no lossless method was timed.
     """
     timed = [row for row in rows if row.lossless and "tokens_per_second" in row.rates]
     if not timed:
         return None
-    best = max(timed, key=lambda row: row.value("tokens_per_second") or 0.0)
+    best = max(timed, key=PooledRow.speed)
     ties = []
     for row in timed:
         ratio = row.over(best, "tokens_per_second")
         if row is not best and ratio.low <= 1 <= ratio.high:
             ties.append(row)
     return best, ties
-
-
-def _rates(runs: Sequence[Run]) -> dict[str, Array]:
-    """Every rate of RATES that the sets together have."""
-    shares = [_a_token(run, seed) for seed, run in enumerate(runs)]
-    sums = {name: sum(share[name] for share in shares) for name in COLUMNS}
-    rates = {}
-    for name, (above, below) in RATES.items():
-        counted = np.asarray(sums[below], float)
-        quotient = np.divide(
-            sums[above], counted, out=np.full(counted.shape, np.nan), where=counted > 0
-        )
-        if not np.isnan(quotient[0]):
-            rates[name] = quotient
-    return rates
-
-
-def _a_token(run: Run, seed: int) -> dict[str, Array]:
-    """Sums an emitted token of one set: (1 + RESAMPLES,), the first over its prompts as they are.
-
-    Args:
-        run: one method on the set.
-        seed: of the set's bootstrap: sets are resampled independently, methods alike.
-    """
-    names = list(dict.fromkeys(each.prompt_id for each in run.generations))
-    row = {name: index for index, name in enumerate(names)}
-    columns = np.zeros((len(COLUMNS), len(names)))
-    for each in run.generations:
-        columns[:, row[each.prompt_id]] += [getattr(each, name) for name in COLUMNS]
-    sums = dict(zip(COLUMNS, columns @ resamples(len(names), seed).T, strict=True))
-    return {name: column / sums["tokens"] for name, column in sums.items()}

@@ -16,13 +16,7 @@ from pydantic import Field, ValidationError, field_validator
 from eval.drafting.stopping import STOPPING_RULES, StoppingRule
 from eval.measuring.environment import Environment
 from eval.measuring.methods import PLAIN
-from eval.measuring.metrics import (
-    LatencyFit,
-    Metrics,
-    compute_metrics,
-    fit_latency,
-    speed_ratio_interval,
-)
+from eval.measuring.metrics import LatencyFit, Metrics, compute_metrics, fit_latency
 from eval.measuring.records import PromptRecord, Strict
 from specdata.errors import ManifestError
 from specdata.storage.files import write_json
@@ -101,15 +95,6 @@ class Run(Metrics, Method):
             dict(zip(stored, values, strict=True)) for values in zip(*stored.values(), strict=True)
         ]
 
-    def rate(self, name: str) -> tuple[float | None, tuple[float, float] | None]:
-        """A rate and its interval; None for those that do not exist.
-
-        Args:
-            name: a field of `Metrics` that is one number.
-        """
-        value: float | None = getattr(self, name)
-        return value, self.intervals.get(name)
-
 
 class Results(Strict):
     """The whole file."""
@@ -178,46 +163,11 @@ def fit_latencies(results: Results) -> dict[str, LatencyFit | None]:
     Trees are left out: their N_draft counts nodes, many of which share one draft forward. So is
     transformers, whose loop has costs of its own.
     """
-    return {dataset: fit_latency(fitted(results, dataset)) for dataset in results.datasets()}
-
-
-def fitted(results: Results, dataset: str) -> list[PromptRecord]:
-    """The generations of a dataset whose times `fit_latencies` fits."""
-    return [
-        generation
-        for run in results.of(dataset)
-        if run.drafter in (None, "chain")
-        for generation in run.generations
-    ]
-
-
-def fastest(runs: Sequence[Run]) -> tuple[Run, list[Run]] | None:
-    """The lossless run with the most tokens a second, and those it cannot be told apart from.
-
-    A run ties if the interval of its speed over the fastest one's, paired by prompt, contains 1.
-    Returns None if no lossless run was timed. All runs must cover the same prompts.
-    """
-    lossless = [run for run in runs if run.lossless and run.tokens_per_second is not None]
-    if not lossless:
-        return None
-    best = max(lossless, key=lambda run: run.tokens_per_second or 0.0)
-    ties = []
-    for run in lossless:
-        if run is not best:
-            low, high = speed_ratio_interval(run.generations, best.generations)
-            if low <= 1 <= high:
-                ties.append(run)
-    return best, ties
-
-
-def recompute(run: Run, plain: Run | None = None) -> Metrics:
-    """Every metric of a run from its raw generations.
-
-    Args:
-        run: the run.
-        plain: plain decoding of the same dataset; without it there is no speed-up.
-    """
-    return compute_metrics(run.generations, None if plain is None else plain.generations)
+    chains: dict[str, list[PromptRecord]] = {dataset: [] for dataset in results.datasets()}
+    for run in results.runs:
+        if run.drafter in (None, "chain"):
+            chains[run.dataset] += run.generations
+    return {dataset: fit_latency(records) for dataset, records in chains.items()}
 
 
 def check_metrics(results: Results, path: Path = Path("results.json")) -> None:
@@ -233,7 +183,9 @@ def check_metrics(results: Results, path: Path = Path("results.json")) -> None:
     for run in results.runs:
         where = f"{run.dataset}, {run.method}"
         try:
-            expected = recompute(run, results.plain(run.dataset)).model_dump()
+            plain = results.plain(run.dataset)
+            base = None if plain is None else plain.generations
+            expected = compute_metrics(run.generations, base).model_dump()
         except ValueError as error:
             raise ManifestError(
                 f"{path} was changed: {where}: unusable generations: {error}; {REMEDY}"

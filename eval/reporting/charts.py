@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from eval.measuring.intervals import Array, bootstrap_weights, interval
-from eval.measuring.results import Results, Run, fastest
+from eval.measuring.intervals import Interval, resamples
+from eval.measuring.metrics import divide, prompt_ids
+from eval.measuring.pooled import fastest, pool
+from eval.measuring.results import Results, Run
 from specdata.storage.files import atomic_write
 
 INK, GRID = "#24292f", "#d0d7de"
@@ -95,16 +96,18 @@ def label(name: str, width: int = 30) -> str:
 # --- one dataset on one pair of axes ---
 
 
-def draw_bars(axes: Axes, runs: Sequence[Run], name: str, heading: str) -> None:
-    """One bar a run with the interval of that figure, the largest on top.
+def draw_bars(axes: Axes, results: Results, dataset: str) -> None:
+    """One bar a method with its interval, the largest on top.
 
-    Args:
-        axes: to draw on.
-        runs: of one dataset.
-        name: of the figure in `Run`.
-        heading: of the axis.
+    Of the speed-up; of tokens a second where plain decoding was not run, of block efficiency where
+    nothing was timed.
     """
-    runs = sorted(runs, key=lambda run: float(getattr(run, name)))
+    name, heading = "speedup", "speed-up over the target alone"
+    if not results.timed:
+        name, heading = "block_efficiency", "tokens per forward of the target"
+    elif results.plain(dataset) is None:
+        name, heading = "tokens_per_second", "tokens per second"
+    runs = sorted(results.of(dataset), key=lambda run: float(getattr(run, name)))
     values = np.array([getattr(run, name) for run in runs], float)
     bounds = np.array([run.intervals[name] for run in runs])
     rows = np.arange(len(runs))
@@ -121,9 +124,9 @@ def draw_bars(axes: Axes, runs: Sequence[Run], name: str, heading: str) -> None:
             bar.set(hatch="////", edgecolor="white", linewidth=0)
     errors = np.abs(bounds.T - values)
     axes.errorbar(values, rows, xerr=errors, fmt="none", ecolor=INK, elinewidth=1.1, capsize=2.5)
-    winner = fastest(runs)
+    winner = fastest(pool(results, [dataset]))
     for row, run, value, high in zip(rows, runs, values, bounds[:, 1], strict=True):
-        best = winner is not None and run is winner[0]
+        best = winner is not None and run.method == winner[0].method
         text = f"{value:.0f}" if name == "tokens_per_second" else f"{value:.2f}"
         text += "x" if name == "speedup" else ""
         axes.annotate(
@@ -143,48 +146,6 @@ def draw_bars(axes: Axes, runs: Sequence[Run], name: str, heading: str) -> None:
     axes.grid(axis="y", visible=False)
 
 
-def draw_speed(axes: Axes, results: Results, dataset: str) -> None:
-    """Bars of the speed-up over plain decoding (tokens/s where plain was not run)."""
-    if results.plain(dataset) is None:
-        draw_bars(axes, results.of(dataset), "tokens_per_second", "tokens per second")
-    else:
-        draw_bars(axes, results.of(dataset), "speedup", "speed-up over the target alone")
-
-
-def draw_efficiency(axes: Axes, results: Results, dataset: str) -> None:
-    """Bars of the block efficiency, for methods that were not timed."""
-    heading = "tokens per forward of the target"
-    draw_bars(axes, results.of(dataset), "block_efficiency", heading)
-
-
-def draw_lengths(axes: Axes, results: Results, dataset: str) -> None:
-    """Tokens a second of chains of fixed length against that length, a line a verifier."""
-    for marker, runs in zip(cycle("osD^vP"), fixed_lengths(results.of(dataset)).values()):
-        look, x = look_of(runs[0]), [run.length or 0 for run in runs]
-        values = np.array([run.tokens_per_second for run in runs], float)
-        bounds = np.array([run.intervals["tokens_per_second"] for run in runs])
-        verifier = runs[0].verifier or "transformers' own"
-        axes.errorbar(
-            x,
-            values,
-            yerr=np.abs(bounds.T - values),
-            color=look.colour,
-            marker=marker,
-            markerfacecolor=look.colour if runs[0].lossless else "none",
-            linestyle=_style(axes, look),
-            capsize=2.5,
-            label=label(f"{verifier} verification"),
-        )
-    plain = results.plain(dataset)
-    if plain is not None and plain.tokens_per_second is not None:
-        grey = LOOKS["plain"]
-        axes.axhline(plain.tokens_per_second, color=grey.colour, label=grey.label)
-    axes.axhline(0, color=INK, linewidth=0.9)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("drafted tokens a round, K")
-    axes.set_ylabel("tokens per second")
-
-
 def fixed_lengths(runs: Sequence[Run]) -> dict[tuple[str | None, ...], list[Run]]:
     """Chains of fixed length by draft and verifier, each by length."""
     groups: dict[tuple[str | None, ...], list[Run]] = {}
@@ -195,44 +156,22 @@ def fixed_lengths(runs: Sequence[Run]) -> dict[tuple[str | None, ...], list[Run]
     return groups
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Acceptance at one drafted position of one run.
+def positions_of(run: Run) -> list[Interval]:
+    """Share of the rounds drafting each position that accepted it and all before it.
 
-    Args:
-        drafted: rounds that drafted it.
-        accepted: share of `drafted` that accepted it and all before it.
-        low: lower end of the 95 % interval of `accepted`, over prompts.
-        high: upper end.
+    Positions that fewer than MIN_ROUNDS rounds drafted are left out.
     """
-
-    drafted: int
-    accepted: float
-    low: float
-    high: float
-
-
-def positions_of(run: Run) -> list[Position]:
-    """Each position that was drafted in at least MIN_ROUNDS rounds, the first one first."""
-    prompts = list(dict.fromkeys(each.prompt_id for each in run.generations))
+    prompts = prompt_ids(run.generations)
     row = {name: index for index, name in enumerate(prompts)}
-    deepest = len(run.acceptance_by_position)
-    drafted, accepted = np.zeros((2, len(prompts), deepest))
+    drafted, accepted = np.zeros((2, len(prompts), len(run.acceptance_by_position)))
     for each in run.generations:
         depth = len(each.drafted_by_position)
         drafted[row[each.prompt_id], :depth] += each.drafted_by_position
         accepted[row[each.prompt_id], :depth] += each.accepted_by_position
-    weights = bootstrap_weights(len(prompts))
-    found = []
-    for place in range(deepest):
-        count = int(drafted[:, place].sum())
-        if count < MIN_ROUNDS:
-            break
-        above, below = weights @ accepted[:, place], weights @ drafted[:, place]
-        # NaN in resamples in which the position was not drafted.
-        shares: Array = np.divide(above, below, out=np.full(above.shape, np.nan), where=below > 0)
-        found.append(Position(count, float(accepted[:, place].sum() / count), *interval(shares)))
-    return found
+    enough = int((drafted.sum(axis=0) >= MIN_ROUNDS).sum())  # deeper ones are drafted less often
+    weights = resamples(len(prompts))
+    shares = divide(weights @ accepted, weights @ drafted)
+    return [Interval.of(shares[:, place]) for place in range(enough)]
 
 
 def draw_positions(axes: Axes, results: Results, dataset: str) -> None:
@@ -248,7 +187,7 @@ def draw_positions(axes: Axes, results: Results, dataset: str) -> None:
         places = range(1, len(found) + 1)
         axes.plot(
             places,
-            [each.accepted for each in found],
+            [each.value for each in found],
             color=look.colour,
             marker=look.marker,
             markersize=4.5,
@@ -302,7 +241,7 @@ PLOTS = {
         "Speed-up",
         "Longer is faster. Whiskers are 95 % bootstrap intervals over prompts; ★ marks the fastest"
         " lossless method; hatched bars change the target's distribution.",
-        draw_speed,
+        draw_bars,
         per_method=True,
     ),
     "efficiency": Plot(
@@ -310,15 +249,8 @@ PLOTS = {
         "Tokens per forward of the target; longer is better, but says nothing of what the draft"
         " costs: times were not measured. Whiskers are 95 % bootstrap intervals over prompts;"
         " hatched bars change the target's distribution.",
-        draw_efficiency,
+        draw_bars,
         per_method=True,
-    ),
-    "lengths": Plot(
-        "Speed by draft length",
-        "Chains that draft K tokens in every round; higher is faster. Whiskers are 95 % bootstrap"
-        " intervals over prompts.",
-        draw_lengths,
-        per_method=False,
     ),
     "acceptance": Plot(
         "Acceptance by position",
@@ -333,15 +265,8 @@ PLOTS = {
 
 def kinds(results: Results) -> list[str]:
     """The keys of PLOTS that these results can fill."""
-    chains = fixed_lengths(results.runs)
-    fixed = any(run.fixed_length for run in results.runs)
-    fills = {
-        "speedup": results.timed,
-        "efficiency": not results.timed,
-        "lengths": results.timed and any(len({r.length for r in c}) > 1 for c in chains.values()),
-        "acceptance": fixed,
-    }
-    return [kind for kind in PLOTS if fills[kind]]
+    bars = "speedup" if results.timed else "efficiency"
+    return [bars, *(["acceptance"] if any(run.fixed_length for run in results.runs) else [])]
 
 
 def plot(kind: str, results: Results, datasets: Sequence[str]) -> Figure:

@@ -99,7 +99,7 @@ def _of_drafter(results: Results, drafter: str) -> list[PooledRow]:
 def _best(engine: str, methods: Sequence[PooledRow]) -> MeasuredLength | None:
     if not methods:
         return None
-    first, *others = sorted(methods, key=lambda row: -(row.value("tokens_per_second") or 0.0))
+    first, *others = sorted(methods, key=PooledRow.speed, reverse=True)
     return MeasuredLength(
         engine=engine,
         method=first.method,

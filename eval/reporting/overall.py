@@ -1,14 +1,12 @@
-"""What a report says first: what is fastest, by how much, how sure that is, if it is exact.
-
-Over all prompt sets together, each counting as much as any other (`eval.measuring.pooled`).
-"""
+"""First lines of a report: what is fastest, by how much, how sure that is, if it is exact."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eval.measuring.pooled import PooledRow, fastest_pooled, pool
+from eval.measuring.intervals import Interval
+from eval.measuring.pooled import PooledRow, fastest, pool
 from eval.measuring.results import Results
 
 FEW_PROMPTS = 24
@@ -21,7 +19,7 @@ MOST_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class Overall:
-    """The first lines of a report.
+    """The first lines, over all prompt sets together (`eval.measuring.pooled`).
 
     Args:
         finding: what is fastest and by how much, with intervals.
@@ -37,98 +35,91 @@ class Overall:
 
 
 def overall(results: Results) -> Overall:
-    """Say first what matters, in a few plain sentences."""
+    """The answer in a few plain sentences."""
     rows = pool(results)
-    plain = next((row for row in rows if row.drafter is None), None)
-    if results.timed:
-        winner = fastest_pooled(rows)
-        drafting = [row for row in rows if row.lossless and row.drafter is not None]
-        best = max(drafting, key=_speed, default=None)
-        finding = "No lossless method was measured."
-        if best is None and plain is not None:
-            finding = "Only the target alone was measured."
-        elif best is not None and winner is not None:
-            finding = _finding(best, plain, winner[1])
-            finding += _against_transformers(best, rows)
-    else:
-        best = max(
-            (row for row in rows if row.lossless and row.drafter is not None),
-            key=lambda row: row.value("block_efficiency") or 0.0,
-            default=None,
-        )
-        finding = _finding_of_counts(best, results.environment.batch_size)
+    best = best_of(rows)
     return Overall(
-        finding,
+        finding(rows, batch=results.environment.batch_size),
         _exactness(best, rows),
         _basis(results),
-        (*_few(results), *_wide(results), *_uncertain(best, plain), *_with_head(results, best)),
+        tuple(_cautions(results, best)),
     )
 
 
-def _speed(row: PooledRow) -> float:
-    return row.value("tokens_per_second") or 0.0
+def best_of(rows: Sequence[PooledRow]) -> PooledRow | None:
+    """The lossless drafting method of most tokens a second, or a forward where none is timed."""
+    drafting = [row for row in rows if row.lossless and row.drafter is not None]
+    return max(
+        drafting, key=lambda r: (r.speed(), r.value("block_efficiency") or 0.0), default=None
+    )
 
 
-def _finding(best: PooledRow, plain: PooledRow | None, ties: Sequence[PooledRow]) -> str:
-    """The fastest method that drafts, over the target alone."""
+def finding(rows: Sequence[PooledRow], batch: int) -> str:
+    """The fastest method that drafts, over the target alone and over transformers' own loop.
+
+    Args:
+        rows: methods on the same prompt sets.
+        batch: prompts that were decoded together; times of more than one are not measured.
+    """
+    best, winner = best_of(rows), fastest(rows)
+    if best is None:
+        alone = any(row.drafter is None for row in rows)
+        return f"{'Only the target alone' if alone else 'No lossless method'} was measured."
+    if winner is None:
+        said = "Speeds were not measured"
+        said += f" ({batch} prompts were decoded together)" if batch > 1 else ""
+        tokens = best.rate("block_efficiency")
+        assert tokens is not None
+        return (
+            f"{said}: counts alone, which say nothing of the draft's cost. Most tokens a forward of"
+            f" the target: {best.method}, {tokens.value:.2f} {_within(tokens)}."
+        )
+    plain = next((row for row in rows if row.drafter is None), None)
     who = f"transformers' own {best.method}" if best.drafter == "transformers" else best.method
     if plain is None:
-        return (
-            f"{who} is fastest, {_speed(best):.1f} tokens/s; the target alone was not measured, so"
+        text = (
+            f"{who} is fastest, {best.speed():.1f} tokens/s; the target alone was not measured, so"
             " there is no speed-up."
         )
-    ratio = best.over(plain, "tokens_per_second")
-    value, within = ratio.value, (ratio.low, ratio.high)
-    if within[1] < 1:
+    else:
+        text = _over_plain(who, best.over(plain, "tokens_per_second"), winner[1])
+    assisted = [row for row in rows if row.drafter == "transformers"]
+    theirs = max(assisted, key=PooledRow.speed, default=None)
+    if theirs is best:
+        ours = best_of([row for row in rows if row.drafter != "transformers"])
+        if ours is not None:
+            ratio = ours.over(theirs, "tokens_per_second")
+            text += f" The best of ours, {ours.method}, runs at {ratio.value:.2f} times its speed"
+            text += f" {_within(ratio)}."
+    elif theirs is not None:
+        ratio = best.over(theirs, "tokens_per_second")
+        told = "" if ratio.low > 1 else "; the two are not told apart"
+        text += (
+            f" Against transformers' own assisted generation at its best ({theirs.method}) it is"
+            f" {ratio.value:.2f} times as fast {_within(ratio)}{told}."
+        )
+    return text
+
+
+def _over_plain(who: str, ratio: Interval, ties: Sequence[PooledRow]) -> str:
+    """The best method over the target alone, and the methods that may be as fast."""
+    if ratio.high < 1:
         return (
             f"Nothing is faster than the target alone: the best method, {who}, is slower, at"
-            f" {value:.2f} times its speed {_interval(within)}."
+            f" {ratio.value:.2f} times its speed {_within(ratio)}."
         )
-    if within[0] <= 1:
+    if ratio.low <= 1:
         return (
             f"No method is shown to be faster than the target alone: the best, {who}, ran at"
-            f" {value:.2f} times its speed {_interval(within)}."
+            f" {ratio.value:.2f} times its speed {_within(ratio)}."
         )
-    text = f"{who} is fastest: {value:.2f} times the speed of the target alone {_interval(within)}."
-    others = [row.method for row in ties if row.drafter is not None]
-    if others:
+    text = f"{who} is fastest: {ratio.value:.2f} times the speed of the target alone"
+    text += f" {_within(ratio)}."
+    if others := [row.method for row in ties if row.drafter is not None]:
         named = ", ".join(others[:MOST_NAMED])
         more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
         text += f" Not told apart from it: {named}{more}."
     return text
-
-
-def _against_transformers(best: PooledRow, rows: Sequence[PooledRow]) -> str:
-    """The best method over transformers' own best, if that was measured and is another."""
-    theirs = max((r for r in rows if r.drafter == "transformers"), key=_speed, default=None)
-    if theirs is None:
-        return ""
-    if theirs is best:
-        ours = [r for r in rows if r.lossless and r.drafter not in (None, "transformers")]
-        if not ours:
-            return ""
-        best = max(ours, key=_speed)
-        ratio = best.over(theirs, "tokens_per_second")
-        return f" The best of ours, {best.method}, runs at {ratio.value:.2f} times its speed" + (
-            f" {_interval((ratio.low, ratio.high))}."
-        )
-    ratio = best.over(theirs, "tokens_per_second")
-    told = "" if ratio.low > 1 else "; the two are not told apart"
-    return (
-        f" Against transformers' own assisted generation at its best ({theirs.method}) it is"
-        f" {ratio.value:.2f} times as fast {_interval((ratio.low, ratio.high))}{told}."
-    )
-
-
-def _finding_of_counts(best: PooledRow | None, batch: int) -> str:
-    text = f"Speeds were not measured ({batch} prompts were decoded together)"
-    if best is None:
-        return text + "."
-    value, within = best.value("block_efficiency"), best.interval("block_efficiency")
-    return (
-        f"{text}: counts alone, which say nothing of the draft's cost. Most tokens a forward of"
-        f" the target: {best.method}, {value:.2f} {_interval(within)}."
-    )
 
 
 def _exactness(best: PooledRow | None, rows: Sequence[PooledRow]) -> str:
@@ -142,98 +133,72 @@ def _exactness(best: PooledRow | None, rows: Sequence[PooledRow]) -> str:
     for row in rows:
         if row.lossless:
             continue
-        speed = row.value("speedup")
+        speed, bias = row.value("speedup"), row.rate("total_variation")
         ran = "" if speed is None else f" ran at {speed:.2f} times the target's speed, but"
         text += f" Not exact: {row.method}{ran} changes the target's distribution"
-        if (bias := row.value("total_variation")) is not None:
-            low, high = row.interval("total_variation")
-            text += f" (total variation {bias:.3f} a token, 95 % interval {low:.3f} to {high:.3f})"
+        if bias is not None:
+            text += f" (total variation {bias.value:.3f} a token,"
+            text += f" 95 % interval {bias.low:.3f} to {bias.high:.3f})"
         text += "."
     return text.strip()
 
 
 def _basis(results: Results) -> str:
     """On what, with which models and sampler, where."""
-    first, where = results.runs[0], results.environment
+    where, sampling = results.environment, results.runs[0].sampling
     sets = [f"{results.of(name)[0].prompts} of {name}" for name in results.datasets()]
     equally = ", each set counting alike" if len(sets) > 1 else ""
-    sampling = dict(first.sampling)
     temperature = sampling.get("temperature")
     sampler = "greedily" if temperature == 0 else f"at temperature {temperature}"
     if temperature != 0:
-        if sampling.get("top_k"):
-            sampler += f", top-k {sampling['top_k']}"
-        if sampling.get("top_p") not in (None, 1.0, 1):
-            sampler += f", top-p {sampling['top_p']}"
-    hardware = where.hardware
-    machine = hardware.get("gpu") if where.device.startswith("cuda") else hardware.get("cpu")
-    threads = hardware.get("threads") if not where.device.startswith("cuda") else None
-    methods = {run.method for run in results.runs}
+        sampler += f", top-k {sampling['top_k']}" if sampling.get("top_k") else ""
+        sampler += f", top-p {sampling['top_p']}" if sampling.get("top_p") not in (None, 1) else ""
     drawn = sampling.get("max_new_tokens")
     limit = "" if drawn is None else f", at most {drawn} new tokens"
+    machine, threads = where.hardware.get("gpu"), None
+    if not where.device.startswith("cuda"):
+        machine, threads = (where.hardware.get(name) for name in ("cpu", "threads"))
     return (
         f"Measured on the same prompts for all ({', '.join(sets)}{equally}), {sampler}{limit};"
         f" {where.dtype} on {machine or where.device}"
         + (f", {threads} thread{'' if threads == 1 else 's'}" if threads else "")
-        + f". Intervals are 95 %, paired by prompt; {len(methods)} methods were"
-        " compared, and the fastest is chosen on the prompts it is judged on."
+        + f". Intervals are 95 %, paired by prompt; {len({run.method for run in results.runs})}"
+        " methods were compared, and the fastest is chosen on the prompts it is judged on."
     )
 
 
-def _few(results: Results) -> list[str]:
-    few = few_prompts(results)
-    if not few:
-        return []
-    named = ", ".join(f"{name} {count}" for name, count in few.items())
-    return [
-        f"Few prompts ({named}; fewer than {FEW_PROMPTS} a set): intervals over so few prompts are"
-        " rough and tend to be too narrow; do not generalise from them."
-    ]
-
-
-def few_prompts(results: Results) -> dict[str, int]:
-    """Set -> prompts, of the sets with fewer than FEW_PROMPTS."""
-    counts = {name: results.of(name)[0].prompts for name in results.datasets()}
-    return {name: count for name, count in counts.items() if count < FEW_PROMPTS}
-
-
-def is_wide(value: float | None, within: tuple[float, float] | None) -> bool:
+def is_wide(speedup: Interval | None) -> bool:
     """Whether an interval is wider than WIDE of its value."""
-    return bool(value and within and within[1] - within[0] > WIDE * value)
+    return speedup is not None and speedup.high - speedup.low > WIDE * speedup.value
 
 
-def _wide(results: Results) -> list[str]:
+def _cautions(results: Results, best: PooledRow | None) -> list[str]:
+    """Few prompts, wide intervals, and a head that was not judged here."""
+    said = []
+    counts = {name: results.of(name)[0].prompts for name in results.datasets()}
+    if few := [f"{name} {count}" for name, count in counts.items() if count < FEW_PROMPTS]:
+        said.append(
+            f"Few prompts ({', '.join(few)}; fewer than {FEW_PROMPTS} a set): intervals over so few"
+            " prompts are rough and tend to be too narrow; do not generalise from them."
+        )
     wide = [
         f"{run.method} on {run.dataset}"
         for run in results.runs
-        if is_wide(run.speedup, run.intervals.get("speedup"))
+        if run.speedup is not None and is_wide(Interval(run.speedup, *run.intervals["speedup"]))
     ]
-    if not wide:
-        return []
-    named = wide[0] if len(wide) == 1 else f"{len(wide)} of {len(results.runs)} speed-ups"
-    return [
-        f"Wide intervals ({named}): wider than {100 * WIDE:.0f} % of the value, marked ~ in the"
-        " tables; more prompts would narrow them."
-    ]
+    if wide:
+        named = wide[0] if len(wide) == 1 else f"{len(wide)} of {len(results.runs)} speed-ups"
+        said.append(
+            f"Wide intervals ({named}): wider than {100 * WIDE:.0f} % of the value, marked ~ in the"
+            " tables; more prompts would narrow them."
+        )
+    if results.timed and best is not None and best.runs[0].head is not None:
+        said.append(
+            f"The fastest on these prompts, {best.method}, stops by a head. Whether the head pays"
+            " is judged on other prompts, too, and can come out otherwise."
+        )
+    return said
 
 
-def _uncertain(best: PooledRow | None, plain: PooledRow | None) -> list[str]:
-    if best is None or plain is None or "speedup" not in best.rates:
-        return []
-    low, high = best.interval("speedup")
-    if low <= 1 <= high:
-        return ["Too uncertain to tell whether anything is gained: the interval contains 1."]
-    return []
-
-
-def _with_head(results: Results, best: PooledRow | None) -> list[str]:
-    if not results.timed or best is None or best.runs[0].head is None:
-        return []
-    return [
-        f"The fastest on these prompts, {best.method}, stops by a head. Whether the head pays is"
-        " judged on other prompts, too, and can come out otherwise."
-    ]
-
-
-def _interval(within: tuple[float, float]) -> str:
-    return f"(95 % interval {within[0]:.2f} to {within[1]:.2f})"
+def _within(ratio: Interval) -> str:
+    return f"(95 % interval {ratio.low:.2f} to {ratio.high:.2f})"

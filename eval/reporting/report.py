@@ -13,12 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from eval.analysis.head_verdict import QUALITY_COLUMNS, HeadVerdict
-from eval.measuring.metrics import latency_intervals
-from eval.measuring.pooled import ALL_SETS, PooledRow, fastest_pooled, pool
-from eval.measuring.results import Results, Run, fastest, fitted
+from eval.measuring.pooled import ALL_SETS, PooledRow, fastest, pool
+from eval.measuring.results import Results
 from eval.measuring.samples import Samples
 from eval.reporting.lengths import measured_lengths
-from eval.reporting.overall import FEW_PROMPTS, WIDE, is_wide, overall
+from eval.reporting.overall import FEW_PROMPTS, WIDE, finding, is_wide, overall
 from eval.reporting.rendering import NOT_MEASURED, render
 from eval.reporting.table import chosen
 from eval.reporting.what_if import what_if
@@ -91,47 +90,25 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """One figure of a table, as text.
-
-    Args:
-        value: the figure.
-        interval: its 95 % interval in brackets, with a "~" if it is wide; empty if it has none.
-    """
-
-    value: str
-    interval: str = ""
-
-    def __str__(self) -> str:
-        """The figure and its interval."""
-        return f"{self.value} {self.interval}".rstrip()
-
-
-@dataclass(frozen=True, slots=True)
 class ReportRow:
-    """One method in the table of a dataset.
+    """One method in the table of a section.
 
     Args:
         method: its name.
-        figures: its metrics, in the order of COLUMNS.
+        figures: its metrics as text in the order of COLUMNS, each with its 95 % interval in
+            brackets, and a "~" if that is wide; the interval is empty where there is none.
         mark: "★" for the fastest method, "≈" for one that cannot be told apart from it.
         note: "†" for a biased verifier, with its measured bias; else empty.
     """
 
     method: str
-    figures: tuple[Figure, ...]
+    figures: tuple[tuple[str, str], ...]
     mark: str
     note: str
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """Its metrics as text where there is little room: the speed-up alone with its interval."""
-        first, *others = self.figures
-        return (str(first), *(figure.value for figure in others))
-
 
 @dataclass(frozen=True, slots=True)
-class DatasetSection:
+class Section:
     """One dataset, or all together, as a report presents it.
 
     Args:
@@ -147,60 +124,57 @@ class DatasetSection:
     footnote: str
 
 
-def sections_of(results: Results) -> list[DatasetSection]:
-    """The words and numbers of a report, one section a dataset."""
-    return [_section(results, dataset) for dataset in results.datasets()]
+def sections_of(results: Results) -> list[Section]:
+    """The words and numbers of a report: all sets together if there are several, then each."""
+    sections, sets = [], results.datasets()
+    if len(sets) > 1:
+        rows = _rows(pool(results))
+        prompts = sum(results.of(name)[0].prompts for name in sets)
+        footnote = f"{prompts} prompts of {len(sets)} sets." + _marks(rows)
+        sections.append(Section(ALL_SETS, POOLING, rows, footnote))
+    for name in sets:
+        pooled, run = pool(results, [name]), results.of(name)[0]
+        rows = _rows(pooled)
+        settings = ", ".join(f"{key} {value}" for key, value in run.sampling.items())
+        footnote = f"{run.prompts} prompts, {settings}."
+        if run.prompts < FEW_PROMPTS:
+            footnote += f" Fewer than {FEW_PROMPTS} prompts: intervals are rough."
+        footnote += _marks(rows)
+        if (fit := results.latency.get(name)) is not None:
+            footnote += (
+                f" Fitted times: {1000 * fit.t_draft:.2f} ms a drafted token,"
+                f" {1000 * fit.t_target:.2f} ms a target forward (R² = {fit.r_squared:.3f})."
+            )
+        summary = finding(pooled, batch=results.environment.batch_size)
+        sections.append(Section(name, summary, rows, footnote))
+    return sections
 
 
-def pooled_section(results: Results) -> DatasetSection | None:
-    """All prompt sets together; None if there is but one."""
-    if len(results.datasets()) < 2:
-        return None
-    pooled = pool(results)
-    rows = _rows(pooled, fastest_pooled(pooled))
-    prompts = sum(results.of(name)[0].prompts for name in results.datasets())
-    footnote = f"{prompts} prompts of {len(results.datasets())} sets."
-    return DatasetSection(ALL_SETS, POOLING, rows, footnote + _marks(rows))
-
-
-def _section(results: Results, dataset: str) -> DatasetSection:
-    runs = results.of(dataset)
-    rows = _rows(runs, fastest(runs))
-    settings = ", ".join(f"{name} {value}" for name, value in runs[0].sampling.items())
-    footnote = f"{runs[0].prompts} prompts, {settings}."
-    if runs[0].prompts < FEW_PROMPTS:
-        footnote += f" Fewer than {FEW_PROMPTS} prompts: intervals are rough."
-    footnote += _marks(rows)
-    fit = results.latency.get(dataset)
-    if fit is not None:
-        draft, target = latency_intervals(fitted(results, dataset))
-        footnote += (
-            f" Fitted times: {_milliseconds(fit.t_draft, draft)} a drafted token,"
-            f" {_milliseconds(fit.t_target, target)} a target forward (R² = {fit.r_squared:.3f})."
-        )
-    return DatasetSection(dataset, _summary(results, dataset), tuple(rows), footnote)
-
-
-def _milliseconds(seconds: float, within: tuple[float, float]) -> str:
-    low, high = (1000 * end for end in within)
-    return f"{1000 * seconds:.2f} ms [{low:.2f}, {high:.2f}]"
-
-
-def _rows(
-    runs: Sequence[Run | PooledRow], winner: tuple[object, Sequence[object]] | None
-) -> tuple[ReportRow, ...]:
+def _rows(pooled: Sequence[PooledRow]) -> tuple[ReportRow, ...]:
+    best, ties = fastest(pooled) or (None, [])
     rows = []
-    for run in runs:
-        mark = ""
-        if winner is not None:
-            best, ties = winner
-            mark = "★" if run is best else "≈" if any(run is tie for tie in ties) else ""
-        rows.append(ReportRow(run.method, _figures(run), mark, _note(run)))
+    for row in pooled:
+        mark = "★" if row is best else "≈" if any(row is tie for tie in ties) else ""
+        note, bias = "" if row.lossless else "†", row.rate("total_variation")
+        if note and bias is not None:
+            note += f" TV {bias.value:.3f} [{bias.low:.3f}, {bias.high:.3f}]"
+        figures = []
+        for name, decimals in RATES_SHOWN.items():
+            rate, is_speed = row.rate(name), name in ("speedup", "tokens_per_second")
+            if rate is None:
+                untimed = is_speed and row.rate("tokens_per_second") is None
+                figures.append((UNTIMED if untimed else NOT_MEASURED, ""))
+                continue
+            unit = "x" if name == "speedup" else ""
+            wide = "~" if name == "speedup" and is_wide(rate) else ""
+            within = f"[{rate.low:.{decimals}f}, {rate.high:.{decimals}f}]{wide}"
+            figures.append((f"{rate.value:.{decimals}f}{unit}", within))
+        rows.append(ReportRow(row.method, tuple(figures), mark, note))
     return tuple(rows)
 
 
 def _marks(rows: Sequence[ReportRow]) -> str:
-    """What the marks in a table mean."""
+    """The meaning of the marks in a table."""
     text = ""
     if any(row.mark for row in rows):
         text += " ★ fastest lossless method;"
@@ -212,79 +186,9 @@ def _marks(rows: Sequence[ReportRow]) -> str:
             " TV: total variation between the distribution of an emitted token and the target's,"
             " given the tokens before it, on average; brackets hold its 95 % bootstrap interval."
         )
-    if any("~" in figure.interval for row in rows for figure in row.figures):
+    if any("~" in within for row in rows for _, within in row.figures):
         text += f" ~ interval wider than {100 * WIDE:.0f} % of the value."
     return text
-
-
-def _summary(results: Results, dataset: str) -> str:
-    """The finding in one sentence."""
-    if not results.timed:
-        return _summary_of_counts(results, dataset)
-    winner, plain = fastest(results.of(dataset)), results.plain(dataset)
-    if winner is None:
-        return "No lossless method was measured."
-    best, ties = winner
-    if best is plain:
-        return "No method was faster than the target alone."
-    text = f"Fastest lossless method: {best.method}, {best.tokens_per_second:.1f} tokens/s"
-    if best.speedup is not None:
-        low, high = best.intervals["speedup"]
-        text += f", {best.speedup:.2f}x the target alone (95 % interval {low:.2f} to {high:.2f})"
-        if low <= 1:
-            text += ", which may be no gain at all"
-    if ties:
-        text += f"; {len(ties)} other method{'s are' if len(ties) > 1 else ' is'} as fast"
-        text += " within the measurement"
-    return text + "."
-
-
-def _summary_of_counts(results: Results, dataset: str) -> str:
-    """The finding where nothing was timed."""
-    batch = results.environment.batch_size
-    text = f"Speeds were not measured: {batch} prompts were decoded together."
-    drafting = [run for run in results.of(dataset) if run.lossless and run.drafter is not None]
-    if not drafting:
-        return text
-    best = max(drafting, key=lambda run: run.block_efficiency)
-    low, high = best.intervals["block_efficiency"]
-    return (
-        f"{text} Most tokens a forward of the target among lossless methods: {best.method},"
-        f" {best.block_efficiency:.2f} (95 % interval {low:.2f} to {high:.2f})."
-    )
-
-
-def _note(run: Run | PooledRow) -> str:
-    """The mark of a biased verifier, with its measured bias."""
-    if run.lossless:
-        return ""
-    value, within = run.rate("total_variation")
-    if value is None:
-        return "†"
-    note = f"† TV {value:.3f}"
-    if within is not None:
-        note += f" [{within[0]:.3f}, {within[1]:.3f}]"
-    return note
-
-
-def _figures(run: Run | PooledRow) -> tuple[Figure, ...]:
-    """Metrics as text, in the order of COLUMNS."""
-    timed = run.rate("tokens_per_second")[0] is not None
-    figures = []
-    for name, decimals in RATES_SHOWN.items():
-        value, within = run.rate(name)
-        unit = "x" if name == "speedup" else ""
-        if value is None:
-            is_speed = name in ("speedup", "tokens_per_second")
-            figures.append(Figure(UNTIMED if is_speed and not timed else NOT_MEASURED))
-        elif within is None:
-            figures.append(Figure(f"{value:.{decimals}f}{unit}"))
-        else:
-            low, high = within
-            wide = "~" if name == "speedup" and is_wide(value, within) else ""
-            text = f"[{low:.{decimals}f}, {high:.{decimals}f}]{wide}"
-            figures.append(Figure(f"{value:.{decimals}f}{unit}", text))
-    return tuple(figures)
 
 
 def terminal(results: Results, context: Context | None = None) -> Group:
@@ -292,7 +196,7 @@ def terminal(results: Results, context: Context | None = None) -> Group:
 
     The table is over all prompt sets; of many methods it shows the best setting of each kind.
     """
-    section = pooled_section(results) or sections_of(results)[0]
+    section = sections_of(results)[0]
     shown = chosen(results)
     rows = [row for row in section.rows if row.method in shown]
     table = Table(
@@ -308,7 +212,10 @@ def terminal(results: Results, context: Context | None = None) -> Group:
         style = "bold green" if row.mark == "★" else ""
         # Text, not str: a name may hold what rich would take for markup.
         method = Text(" ".join(filter(None, (row.method, row.mark, row.note))), style=style)
-        table.add_row(method, *(Text(cell, style=style) for cell in row.cells[:SHORT]))
+        # There is room for one interval.
+        first, *others = row.figures[:SHORT]
+        cells = [" ".join(first).rstrip(), *(value for value, _ in others)]
+        table.add_row(method, *(Text(cell, style=style) for cell in cells))
     said = [overall(results).finding]
     if context and context.verdict:
         said.append(context.verdict.sentence)
@@ -336,18 +243,21 @@ def render_page(results: Results, context: Context) -> str:
     """One self-contained HTML page: no script, no font, no image outside it."""
     from eval.reporting.charts import PLOTS, drawings, kinds  # imports matplotlib
 
-    pooled = pooled_section(results)
+    models = {
+        role: dict.fromkeys(filter(None, (getattr(run, role) for run in results.runs)))
+        for role in ("target", "draft", "head")
+    }
     return render(
         "report.html.jinja",
         context=context,
         overall=overall(results),
-        sections=[*([pooled] if pooled else []), *sections_of(results)],
+        sections=sections_of(results),
         columns=COLUMNS,
         # Safe: the words of a drawing are drawn as paths or escaped.
         plots=[(PLOTS[kind], map(Markup, drawings(kind, results))) for kind in kinds(results)],
         lengths=[best for best in measured_lengths(results).values() if best],
         environment=environment_rows(results),
-        models=_models(results),
+        models=[(role, ", ".join(names)) for role, names in models.items() if names],
         quality_columns=QUALITY_COLUMNS,
         what_if=what_if(results),
         texts=_texts(context.samples, results) if context.samples else [],
@@ -366,17 +276,6 @@ def _texts(samples: Samples, results: Results) -> list[tuple[str, str, str, str]
                 text = sample.methods[made[0]]
                 texts.append((dataset, sample.prompt, made[0], text))
     return texts
-
-
-def _models(results: Results) -> list[tuple[str, str]]:
-    """Role and names of the models, in the order they were run."""
-    runs = results.runs
-    roles = {
-        "target": dict.fromkeys(run.target for run in runs),
-        "draft": dict.fromkeys(run.draft for run in runs if run.draft is not None),
-        "head": dict.fromkeys(run.head for run in runs if run.head is not None),
-    }
-    return [(role, ", ".join(names)) for role, names in roles.items() if names]
 
 
 def environment_rows(results: Results) -> list[tuple[str, str]]:
