@@ -48,5 +48,4 @@ def synthetic_verdict(
         traces(0, skill=skill),
         test,
         prompts=[f"prompt {i}" for i in range(len(test.accept))],
-        names=[names[i % len(names)] for i in range(len(test.accept))],
     )

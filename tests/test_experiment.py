@@ -109,7 +109,7 @@ def test_a_batched_evaluation_states_no_speed(timed: Results, untimed: Path) -> 
         assert (run.tokens_per_second, run.speedup) == (None, None)
         assert set(run.intervals).isdisjoint({"tokens_per_second", "speedup"})
         assert set(run.seconds.values()) == {0.0}
-    assert "Speeds were not measured (2 prompts" in sections_of(results)[0].summary
+    assert "Speeds were not measured (2 prompts" in sections_of(results)[1].summary
 
 
 def test_an_interrupted_batched_evaluation_ends_as_it_would_have(untimed: Path) -> None:

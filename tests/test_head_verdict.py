@@ -26,15 +26,13 @@ from eval.analysis.head_verdict import (
     measured_times,
     rule_of,
 )
-from eval.analysis.replay import COST_RULE, RuleResult, cost_rule_counts
-from eval.analysis.savings import saving
+from eval.analysis.replay import COST_RULE, RuleResult, cost_rule_counts, saving
 from eval.analysis.traces import acceptance_traces
 from eval.drafting.stopping import STOPPING_RULES
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.logistic import fit_calibration
 from eval.drafting.stopping.recorded import constant_length
 from eval.measuring.intervals import Interval
-from eval.measuring.pooled import ALL_SETS
 from eval.measuring.results import Results, Run
 from heads import AcceptanceHead, ImmediateHead
 from heads.loss import head_metrics
@@ -76,15 +74,13 @@ def judged(labels: Dataset, head: AcceptanceHead | ImmediateHead) -> HeadVerdict
     return head_verdict(synthetic_results(datasets=("d",)), labels, draft, head, sampling=SAMPLING)
 
 
-def one(made: HeadVerdict, dataset: str, predictor: str, moment: str = "drawn") -> Prediction:
-    key = dataset, predictor, moment
-    (found,) = [p for p in made.predictions if (p.dataset, p.predictor, p.moment) == key]
+def one(made: HeadVerdict, predictor: str, moment: str = "drawn") -> Prediction:
+    (found,) = [p for p in made.predictions if (p.predictor, p.moment) == (predictor, moment)]
     return found
 
 
-def moments(made: HeadVerdict, dataset: str) -> list[str]:
-    of_head = [p for p in made.predictions if (p.dataset, p.predictor) == (dataset, "head")]
-    return [p.moment for p in of_head]
+def moments(made: HeadVerdict) -> list[str]:
+    return [p.moment for p in made.predictions if p.predictor == "head"]
 
 
 def test_a_published_head_is_judged_after_the_token_and_against_rivals_fitted_on_dev(
@@ -93,9 +89,8 @@ def test_a_published_head_is_judged_after_the_token_and_against_rivals_fitted_on
     torch.manual_seed(0)
     head = AcceptanceHead(hidden_size=16, depth=1, rejection_weight=6.0).eval()
     made = judged(labels, head)
-    assert list(dict.fromkeys(p.dataset for p in made.predictions)) == [ALL_SETS, "code", "maths"]
     assert (made.judged_on, made.rollouts) == ("test", {"dev": 6, "test": 8})
-    assert moments(made, "maths") == ["consumed"]
+    assert moments(made) == ["consumed"]
     draft = tiny_llama(1, vocab=VOCABULARY).float()
     rows = {s: labels.filter(lambda row, s=s: row["split"] == s) for s in ("dev", "test")}
     test = acceptance_traces(rows["test"], draft=draft, sampling=SAMPLING, head=head)
@@ -105,31 +100,28 @@ def test_a_published_head_is_judged_after_the_token_and_against_rivals_fitted_on
     known = head_metrics(
         torch.from_numpy(raw[test.inside]), torch.from_numpy(test.accept[test.inside]), 6.0
     )
-    found = one(made, ALL_SETS, "head", "consumed").scores
+    found = one(made, "head", "consumed").scores
     assert found.tokens == known.tokens == 8 * 11
     assert found.kl.value == pytest.approx(known.kl), "of the calibrated probability"
     assert found.auroc is not None
     assert found.auroc.value == pytest.approx(known.auroc)
     # Rivals know dev alone.
     dev = acceptance_traces(rows["dev"])
-    constant = one(made, "maths", "constant").scores
+    constant = one(made, "constant").scores
     assert constant.mean_predicted == pytest.approx(dev.mean_accept())
     assert constant.mean_accept != pytest.approx(dev.mean_accept())
     fitted = fit_calibration(dev.accept[dev.inside], dev.tokens.q_max[dev.inside])
     logit = fitted.accept_all(test.tokens.q_max[test.inside])
-    assert one(made, ALL_SETS, "logit").scores.mean_predicted == pytest.approx(logit.mean())
-    assert one(made, ALL_SETS, "numbers").scores.tokens == 88
-    cumulative = one(made, ALL_SETS, "cumulative").scores
+    assert one(made, "logit").scores.mean_predicted == pytest.approx(logit.mean())
+    assert one(made, "numbers").scores.tokens == 88
+    cumulative = one(made, "cumulative").scores
     assert cumulative.mean_predicted == pytest.approx(test.tokens.q[test.inside].mean())
-    for predictor in ("constant", "logit", "margin", "numbers"):
-        whole, *sets = (one(made, name, predictor).scores for name in (ALL_SETS, "code", "maths"))
-        assert whole.tokens == sum(each.tokens for each in sets)
 
 
 def test_a_head_without_lag_is_judged_at_each_of_its_moments(labels: Dataset) -> None:
     torch.manual_seed(0)
     made = judged(labels, ImmediateHead(hidden_size=16, width=8, depth=1).eval())
-    assert moments(made, ALL_SETS) == ["drawn", "consumed", "before"]
+    assert moments(made) == ["drawn", "consumed", "before"]
 
 
 def test_before_a_token_is_drawn_its_mean_acceptance_is_predicted(results: Results) -> None:
@@ -139,10 +131,9 @@ def test_before_a_token_is_drawn_its_mean_acceptance_is_predicted(results: Resul
         traces(0),
         Traces(test.tokens, test.accept, np.full_like(test.accept, 0.25)),
         prompts=[str(i) for i in range(len(test.accept))],
-        names=["d"] * len(test.accept),
     )
-    assert one(made, "d", "head", "before").scores.mean_accept == pytest.approx(0.25)
-    assert one(made, "d", "head").scores.mean_accept > 0.5
+    assert one(made, "head", "before").scores.mean_accept == pytest.approx(0.25)
+    assert one(made, "head").scores.mean_accept > 0.5
     # Without times nothing is replayed, and why is said.
     assert (made.status, made.replay, made.clock) == ("not measured", [], [])
     assert made.sentence.endswith("was not measured: speeds were not measured.")
@@ -150,11 +141,11 @@ def test_before_a_token_is_drawn_its_mean_acceptance_is_predicted(results: Resul
 
 def test_a_head_that_knows_more_is_found_better_and_saves_more() -> None:
     good, poor = synthetic_verdict(), synthetic_verdict(skill=0.3)
-    ours, theirs = (one(made, ALL_SETS, "head").scores.auroc for made in (good, poor))
+    ours, theirs = (one(made, "head").scores.auroc for made in (good, poor))
     assert ours is not None
     assert theirs is not None
     assert ours.low > theirs.high
-    assert good.replay[0].overall.value > poor.replay[0].overall.value
+    assert good.replay[0].saved.value > poor.replay[0].saved.value
     assert good.replay[0].rule == "fixed"
 
 
@@ -172,7 +163,6 @@ def test_no_prompt_set_crowds_out_another(labels: Dataset, monkeypatch: pytest.M
     monkeypatch.setattr(module, "ROLLOUTS", 3)
     made = judged(labels, AcceptanceHead(hidden_size=16, depth=0).eval())
     assert made.rollouts == {"dev": 3, "test": 6}
-    assert one(made, "code", "logit").scores.tokens == one(made, "maths", "logit").scores.tokens
 
 
 def test_a_stored_verdict_is_read_again_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
@@ -249,7 +239,6 @@ def test_a_cost_rule_that_measured_its_costs_is_replayed_with_those_of_the_evalu
 
 
 PROMPTS = ["a", "a", "b", "c", "d", "e"]
-NAMES = ["maths", "maths", "maths", "code", "code", "code"]
 TIMES = {"draft_seconds": 0.1, "target_seconds": 1.0}
 
 
@@ -285,7 +274,7 @@ TEST = [
 
 
 def test_settings_are_chosen_on_dev_and_judged_on_test() -> None:
-    found = compare(DEV, TEST, PROMPTS, NAMES, **TIMES)
+    found = compare(DEV, TEST, PROMPTS, **TIMES)
     assert found["replay_setting"] == "h=0.7"
     # Entropy was not replayed on test; the oracle and a perfect head are no rivals.
     rivals = found["replay"]
@@ -294,27 +283,18 @@ def test_settings_are_chosen_on_dev_and_judged_on_test() -> None:
         ("logit", "logit h=0.7", 1),
     ]
     head, fixed = TEST[4].counts, TEST[2].counts
-    assert rivals[0].overall == saving(head, fixed, **TIMES, prompts=PROMPTS)
-    assert list(rivals[0].saved) == [ALL_SETS, "maths", "code"]
-    code = slice(3, 6)
-    by_hand = 1 - head.n_target[code].sum() / fixed.n_target[code].sum()
-    assert rivals[0].saved["code"].value == pytest.approx(by_hand)
-    # Two rollouts of one prompt: only two prompts to resample, not three.
-    pair = [Counts(*(x[:3] for x in (c.tokens, c.n_target, c.n_draft, c.n_discarded)))
-            for c in (head, fixed)]  # fmt: skip
-    assert rivals[0].saved["maths"] == saving(*pair, **TIMES, prompts=["a", "a", "b"])
+    assert rivals[0].saved == saving(head, fixed, **TIMES, prompts=PROMPTS)
     for left_out in ("head", "fixed"):
         dev = [r for r in DEV if r.family != left_out]
-        assert compare(dev, TEST, PROMPTS, NAMES, **TIMES) == {}
+        assert compare(dev, TEST, PROMPTS, **TIMES) == {}
 
 
 def test_the_fixed_length_comes_first_and_then_the_hardest_to_beat() -> None:
     more = [("confidence", 9.5), ("cumulative", 8.0), ("margin", 8.2)]
     rivals = [result(name, "1", seconds) for name, seconds in more]
-    found = compare([*DEV, *rivals], [*TEST, *rivals], PROMPTS, ["maths"] * 6, **TIMES)
+    found = compare([*DEV, *rivals], [*TEST, *rivals], PROMPTS, **TIMES)
     rules = [r.rule for r in found["replay"]]
     assert rules == ["fixed", "cumulative", "margin", "logit", "confidence"]
-    assert list(found["replay"][0].saved) == ["maths"]
 
 
 def runs_of(results: Results, name: str) -> list[Run]:
@@ -345,15 +325,12 @@ def test_the_clock_judges_on_the_prompts_what_was_chosen_on_dev(results: Results
     assert sorted(settings) == ["assisted", "confidence", "entropy", "fixed", "logit"]
     assert settings["fixed"] == "fixed-4"  # block-6 verifies otherwise
     saved = found["clock"][0].saved
-    assert set(saved) == {ALL_SETS, "alpaca", "gsm8k"}
-    seconds = [
-        sum(r.seconds["total"] for r in (run,)) / run.tokens
+    seconds = [  # of a token, each set counting alike
+        sum(run.seconds["total"] / run.tokens for run in runs_of(results, name))
         for name in ("head-0.5", "fixed-4")
-        for run in runs_of(results, name)
-        if run.dataset == "gsm8k"
     ]
-    assert saved["gsm8k"].value == pytest.approx(1 - seconds[0] / seconds[1])
-    assert saved["gsm8k"].low < saved["gsm8k"].value < saved["gsm8k"].high
+    assert saved.value == pytest.approx(1 - seconds[0] / seconds[1])
+    assert saved.low < saved.value < saved.high
 
 
 @pytest.mark.parametrize(
@@ -383,7 +360,7 @@ def test_by_the_clock_a_head_pays_only_if_its_interval_says_so_against_every_riv
     changed = results.model_copy(update={"runs": [timed_as(run) for run in kept]})
     clock = by_clock(changed, EXPECTED)["clock"]
     assert _decide([], clock, "")[0] == status
-    assert clock[0].overall.value == pytest.approx(1 - sum(factors) / 2, abs=0.05)
+    assert clock[0].saved.value == pytest.approx(1 - sum(factors) / 2, abs=0.05)
 
 
 def test_what_is_missing_is_said_and_never_guessed(results: Results) -> None:
@@ -416,7 +393,7 @@ MAYBE_SAVES, MAYBE_LOSES = Interval(0.01, -0.01, 0.02), Interval(-0.01, -0.02, 0
 
 def rivals(fixed: Interval, margin: Interval, *names: str) -> list[Rival]:
     return [
-        Rival(rule=rule, setting=setting, candidates=3, saved={ALL_SETS: saved})
+        Rival(rule=rule, setting=setting, candidates=3, saved=saved)
         for rule, setting, saved in zip(("fixed", "margin"), names, (fixed, margin), strict=True)
     ]
 
@@ -478,7 +455,7 @@ def test_one_table_has_both_judgements_of_every_rule_positive_where_the_head_is_
         update={"replay": replayed(SAVES, SAVES), "clock": clocked(SAVES, LOSES)[:1]}
     )
     assert made.columns() == ["saved on held-out rollouts", "saved by the clock"]
-    assert [(row.rule, row.cells) for row in made.rows()] == [
+    assert made.rows() == [
         ("fixed length", ("6.0 % [5.0, 7.0] (K=6)", "6.0 % [5.0, 7.0] (K=4)")),
         ("margin", ("6.0 % [5.0, 7.0] (margin h=.7)", "-")),
     ]
@@ -487,6 +464,6 @@ def test_one_table_has_both_judgements_of_every_rule_positive_where_the_head_is_
     assert "All settings were chosen on 24 dev rollouts." in basis
     rows = dict(made.quality_rows())
     assert rows["head (as soon as the token is drawn)"][0].startswith(
-        f"{one(made, ALL_SETS, 'head').scores.auroc.value:.3f} ["  # type: ignore[union-attr]
+        f"{one(made, 'head').scores.auroc.value:.3f} ["  # type: ignore[union-attr]
     )
     assert len(rows) == 7

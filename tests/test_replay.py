@@ -16,7 +16,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from eval.analysis.expectation import Traces
-from eval.analysis.replay import best_settings, main, replay_rules, result_rows
+from eval.analysis.replay import best_settings, bounds, main, replay_rules, result_rows
 from eval.analysis.traces import acceptance_traces
 from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule
 from eval.drafting.stopping.recorded import BOUND, RecordedHead, RecordedTokens
@@ -303,9 +303,13 @@ def simulated_traces(generator: torch.Generator) -> Traces:
     return Traces(RecordedTokens(lengths=lengths, q=accept, q_max=accept), accept)
 
 
+TIMES = {"draft_seconds": 0.1, "target_seconds": 1.0}
+
+
 def test_no_rule_is_faster_than_the_oracle_and_a_perfect_head_beats_every_fixed_length() -> None:
     traces = simulated_traces(torch.Generator().manual_seed(0))
-    rows = result_rows(replay_rules(traces, {}, draft_seconds=0.1, target_seconds=1.0), 0.1, 1.0)
+    results = [*bounds(traces, **TIMES), *replay_rules(traces, {}, **TIMES)]
+    rows = result_rows(results, **TIMES)
     assert max(rows, key=lambda row: row["of_the_oracles_speed"])["rule"] == "oracle"
     best = {row["rule"]: row for row in best_settings(rows, rows) if row["setting"] != "cost rule"}
     cost = {r["rule"]: r["seconds_per_token"] for r in rows if r["setting"] == "cost rule"}
@@ -322,9 +326,8 @@ def test_replay_compares_a_head_as_the_decoder_does_raw_and_one_token_late() -> 
     def drafted(weight: float) -> dict[tuple[str, str], float]:
         recorded = RecordedHead(consumed=logits, rejection_weight=weight)
         tokens = replace(traces.tokens, head=recorded)
-        results = replay_rules(
-            replace(traces, tokens=tokens), {}, draft_seconds=0.1, target_seconds=1.0
-        )
+        traced = replace(traces, tokens=tokens)
+        results = [*bounds(traced, **TIMES), *replay_rules(traced, {}, **TIMES)]
         return {(r.family, r.setting): float(r.counts.n_draft.sum()) for r in results}
 
     plain, weighted = drafted(1.0), drafted(6.0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eval.analysis.expectation import Counts
-from eval.analysis.savings import closes, saving
+from eval.analysis.replay import saving
 from eval.drafting.stopping.recorded import Reals
 from eval.measuring.intervals import Interval, resamples
 
@@ -76,18 +76,6 @@ def test_rollouts_of_one_prompt_are_resampled_together() -> None:
         assert getattr(grouped, name) == pytest.approx(getattr(once, name))
     apart = saving(copied(rule), copied(rival), **TIMES)
     assert apart.high - apart.low < 0.6 * (once.high - once.low)
-
-
-def test_a_rule_between_rival_and_best_closes_its_share_of_the_way() -> None:
-    rival = random_counts(0)
-    best = counts(rival.n_target * 0.5, rival.n_draft * 0.5)
-    rule = counts(rival.n_target * 0.9, rival.n_draft * 0.9)
-    found = closes(rule, rival, best, **TIMES)
-    assert (found.value, found.low, found.high) == pytest.approx((0.2, 0.2, 0.2))
-    assert closes(rival, rival, best, **TIMES).value == 0
-    assert closes(best, rival, best, **TIMES).value == 1
-    with pytest.raises(ValueError, match="no way to go"):
-        closes(rule, best, best, **TIMES)
 
 
 def test_other_rollouts_are_not_compared() -> None:

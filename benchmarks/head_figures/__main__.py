@@ -46,6 +46,7 @@ from benchmarks.head_figures.replay import (
     Replayed,
     Times,
     best_length,
+    closes,
     every_rule,
     figures,
     of_rules,
@@ -60,7 +61,7 @@ from benchmarks.head_figures.variants import (
     Variant,
     trained,
 )
-from eval.analysis.savings import closes, saving
+from eval.analysis.replay import saving
 from eval.measuring.environment import describe_environment
 from heads import BaseHead
 from heads.inputs import Moment
@@ -227,7 +228,7 @@ def _domain(
             f"saving_over_{name}": figures(saving(ours, rules[name].counts, **cost))
             for name in (*RIVALS, "numbers", PUBLISHED.name)
         },
-        "closes_logit_to_oracle": figures(closes(ours, rules["logit"].counts, oracle, **cost)),
+        "closes_logit_to_oracle": figures(closes(ours, rules["logit"].counts, oracle, times)),
         **_aurocs(shipped, test),
         "instructions_alone": figures(saving(rules[ALONE.name].counts, fixed.counts, **cost)),
         "auroc_of": {

@@ -10,7 +10,6 @@ positive means that the head takes less.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,17 +23,16 @@ from eval.analysis.replay import (
     RuleResult,
     cost_rule_counts,
     fit_all_rules,
-    prompt_sets,
     replay_rules,
+    saving,
 )
-from eval.analysis.savings import saving
 from eval.drafting.stopping import STOPPING_RULES, StoppingRule
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.logistic import UNFITTED, Calibration, fit_logistic
 from eval.drafting.stopping.numbers import Network, recorded_numbers
 from eval.measuring.intervals import Interval
 from eval.measuring.metrics import LatencyFit, fit_latency
-from eval.measuring.pooled import ALL_SETS, PooledRow, pool
+from eval.measuring.pooled import PooledRow, pool
 from eval.measuring.records import Strict
 from eval.measuring.results import Results, Run
 from specdata.errors import ManifestError
@@ -87,10 +85,9 @@ Status = Literal["pays", "does not pay", "cannot tell", "not measured"]
 
 
 class Prediction(Strict):
-    """A predictor of acceptance on one prompt set.
+    """A predictor of acceptance, judged on all prompt sets together.
 
     Attributes:
-        dataset: the prompt set; `ALL_SETS` for all together.
         predictor: "head" or one of `PREDICTORS`, each fitted on dev.
         moment: what is known of the token: "before" it is drawn, when the label is the ex-ante
             sum of min(p, q); "drawn"; or "consumed" by the draft, one drafted token later. Then the
@@ -98,7 +95,6 @@ class Prediction(Strict):
         scores: of its calibrated probabilities.
     """
 
-    dataset: str
     predictor: str
     moment: Moment
     scores: Scores
@@ -112,26 +108,14 @@ class Rival(Strict):
         setting: the one that took the least time on dev rollouts, named with its rule; by the clock
             a measured method.
         candidates: how many it was chosen from.
-        saved: prompt set -> the share of this rule's time that stopping by the head saves; all
-            sets together first. Negative where the head takes longer.
+        saved: the share of this rule's time that stopping by the head saves, over all prompt sets
+            together; negative where the head takes longer.
     """
 
     rule: str
     setting: str
     candidates: int
-    saved: dict[str, Interval]
-
-    @property
-    def overall(self) -> Interval:
-        """Over all prompt sets together."""
-        return next(iter(self.saved.values()))
-
-
-class VerdictRow(Strict):
-    """A rule without a head, and what the head saves over it; cells in the order of the columns."""
-
-    rule: str
-    cells: tuple[str, ...]
+    saved: Interval
 
 
 class HeadVerdict(Strict):
@@ -144,7 +128,7 @@ class HeadVerdict(Strict):
         judged_on: the split that figures are of: test, or dev where labels have no test rollouts,
             so that rivals and settings look better than they are.
         rollouts: split -> how many were read.
-        predictions: one for each prompt set, predictor and moment.
+        predictions: one for each predictor and moment.
         draft_seconds: t_d, seconds of a drafted token, as the evaluation measured it.
         target_seconds: t_t, seconds of a round.
         replay_setting: the head's threshold that is best on dev of a grid.
@@ -178,16 +162,19 @@ class HeadVerdict(Strict):
         exact = ["saved on held-out rollouts"] if self.replay else []
         return exact + (["saved by the clock"] if self.clock else [])
 
-    def rows(self) -> list[VerdictRow]:
-        """The table of rivals; settings may differ between the two judgements."""
+    def rows(self) -> list[tuple[str, tuple[str, ...]]]:
+        """The table of rivals: rule, and cells in the order of the columns.
+
+        Settings may differ between the two judgements.
+        """
         judged = [
             {rival.rule: rival for rival in each} for each in (self.replay, self.clock) if each
         ]
         return [
-            VerdictRow(
-                rule="fixed length" if rule == "fixed" else rule,
-                cells=tuple(
-                    f"{each[rule].overall} ({each[rule].setting})" if rule in each else "-"
+            (
+                "fixed length" if rule == "fixed" else rule,
+                tuple(
+                    f"{each[rule].saved} ({each[rule].setting})" if rule in each else "-"
                     for each in judged
                 ),
             )
@@ -224,17 +211,15 @@ class HeadVerdict(Strict):
     def quality_rows(self) -> list[tuple[str, tuple[str, ...]]]:
         """The table of predictors over all prompt sets: name, and cells of `QUALITY_COLUMNS`."""
         found = []
-        first = self.predictions[0].dataset if self.predictions else None
         for each in self.predictions:
-            if each.dataset == first:
-                judged = each.scores
-                cells = tuple(
-                    "-" if x is None else f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}]"
-                    for x in (judged.auroc, judged.kl, judged.ece)
-                )
-                means = f"{judged.mean_predicted:.3f} / {judged.mean_accept:.3f}"
-                name = f"{each.predictor} ({PREDICTORS.get(each.predictor, MOMENTS[each.moment])})"
-                found.append((name, (*cells, means)))
+            judged = each.scores
+            cells = tuple(
+                "-" if x is None else f"{x.value:.3f} [{x.low:.3f}, {x.high:.3f}]"
+                for x in (judged.auroc, judged.kl, judged.ece)
+            )
+            means = f"{judged.mean_predicted:.3f} / {judged.mean_accept:.3f}"
+            name = f"{each.predictor} ({PREDICTORS.get(each.predictor, MOMENTS[each.moment])})"
+            found.append((name, (*cells, means)))
         return found
 
     def write(self, path: Path) -> None:
@@ -299,13 +284,7 @@ def head_verdict(
     if "dev" not in traces:
         return not_measured("no held-out labels to choose the threshold on")
     judged = rows.get("test", rows["dev"])
-    return judge_head(
-        results,
-        traces["dev"],
-        traces.get("test"),
-        prompts=judged["example_id"][:],
-        names=judged["dataset"][:],
-    )
+    return judge_head(results, traces["dev"], traces.get("test"), prompts=judged["example_id"][:])
 
 
 def judge_head(
@@ -314,7 +293,6 @@ def judge_head(
     test: Traces | None,
     *,
     prompts: Sequence[str],
-    names: Sequence[str],
 ) -> HeadVerdict:
     """Judge a head by traces that it was recorded in, and by an evaluation.
 
@@ -323,14 +301,13 @@ def judge_head(
         dev: what rivals are fitted and settings chosen on.
         test: what is judged on; None judges on dev.
         prompts: which prompt each rollout is of that is judged on.
-        names: its prompt set.
     """
     judged = dev if test is None else test
     fitted = fit_all_rules(dev)
     known: dict[str, Any] = {
         "judged_on": "dev" if test is None else "test",
         "rollouts": {"dev": len(dev.accept)} | ({"test": len(test.accept)} if test else {}),
-        "predictions": list(_predictions(dev, judged, fitted, prompts, names)),
+        "predictions": list(_predictions(dev, judged, fitted, prompts)),
     }
     fit = measured_times(results)
     if fit is None:
@@ -341,7 +318,7 @@ def judge_head(
             replay_rules(traces, fitted, draft_seconds=fit.t_draft, target_seconds=fit.t_target)
             for traces in (dev, judged)
         )
-        known |= times | compare(on_dev, on_judged, prompts, names, **times)
+        known |= times | compare(on_dev, on_judged, prompts, **times)
         by_clock, reason = _by_clock(results, expected_seconds(results, dev, fit))
         known |= by_clock
     replay, clock = known.get("replay", []), known.get("clock", [])
@@ -394,7 +371,6 @@ def compare(
     dev: Sequence[RuleResult],
     judged: Sequence[RuleResult],
     prompts: Sequence[str],
-    names: Sequence[str],
     *,
     draft_seconds: float,
     target_seconds: float,
@@ -405,7 +381,6 @@ def compare(
         dev: rules at all their settings, replayed on dev rollouts.
         judged: the same on the R rollouts that are judged on.
         prompts: (R,) equal for rollouts of one prompt, which are resampled together.
-        names: (R,) prompt sets.
         draft_seconds: t_d.
         target_seconds: t_t.
 
@@ -426,38 +401,28 @@ def compare(
     }
     if HEAD not in best or "fixed" not in best:
         return {}
-    sets = prompt_sets(names)
-
-    def saved(family: str, rows: Any) -> Interval:
-        ours, theirs = (known[best[name].family, best[name].setting] for name in (HEAD, family))
-        mine, its = (
-            Counts(**{name: values[rows] for name, values in asdict(each).items()})
-            for each in (ours, theirs)
-        )
-        return saving(
-            mine,
-            its,
-            draft_seconds=draft_seconds,
-            target_seconds=target_seconds,
-            prompts=np.asarray(prompts)[rows].tolist(),
-        )
-
+    head = best[HEAD]
     rivals = [
         Rival(
             rule=family,
             setting=(f"{family} " if family != "fixed" else "") + best[family].setting,
             candidates=len(each),
-            saved={name: saved(family, rows) for name, rows in sets.items()},
+            saved=saving(
+                known[head.family, head.setting],
+                known[family, best[family].setting],
+                **times,
+                prompts=prompts,
+            ),
         )
         for family, each in settings.items()
         if family in RIVALS
     ]
-    return {"replay_setting": best[HEAD].setting, "replay": _hardest_first(rivals)}
+    return {"replay_setting": head.setting, "replay": _hardest_first(rivals)}
 
 
 def _hardest_first(rivals: Sequence[Rival]) -> list[Rival]:
     """The fixed length, then the others from the hardest to beat."""
-    return sorted(rivals, key=lambda rival: (rival.rule != "fixed", rival.overall.value))
+    return sorted(rivals, key=lambda rival: (rival.rule != "fixed", rival.saved.value))
 
 
 def _by_clock(results: Results, expected: Mapping[str, float]) -> tuple[dict[str, Any], str]:
@@ -466,13 +431,8 @@ def _by_clock(results: Results, expected: Mapping[str, float]) -> tuple[dict[str
     Compared are lossless chains that were measured on every prompt set: the head's own rule, rules
     that read no head, and transformers' own loop.
     """
-    sets = {
-        name: pool(results.model_copy(update={"runs": results.of(name)}))
-        for name in results.datasets()
-    }
-    sets = {ALL_SETS: pool(results), **sets} if len(sets) > 1 else sets
     families: dict[str, dict[str, PooledRow]] = {}
-    for row in next(iter(sets.values())):
+    for row in pool(results):
         run = row.runs[0]
         if not run.lossless or run.rule is None or run.drafter not in ("chain", "transformers"):
             continue
@@ -492,13 +452,6 @@ def _by_clock(results: Results, expected: Mapping[str, float]) -> tuple[dict[str
     if method is None:
         return {}, "no threshold was measured that held-out labels can rank"
     mine = heads[method].runs[0]
-
-    def saved(rows: Sequence[PooledRow], rival: str) -> Interval:
-        """Shares of time from the ratio of speeds."""
-        by_name = {row.method: row for row in rows}
-        ratio = by_name[method].over(by_name[rival], "tokens_per_second")
-        return Interval(*(1.0 - 1.0 / x for x in (ratio.value, ratio.low, ratio.high)))
-
     rivals, left_out = [], []
     for rule, settings in families.items():
         # Transformers' own loop has no other verifier than its own.
@@ -509,7 +462,8 @@ def _by_clock(results: Results, expected: Mapping[str, float]) -> tuple[dict[str
         }
         rival = chosen(same)
         if rival is not None:
-            share = {name: saved(rows, rival) for name, rows in sets.items()}
+            ratio = heads[method].over(same[rival], "tokens_per_second")
+            share = Interval(*(1.0 - 1.0 / x for x in (ratio.value, ratio.low, ratio.high)))
             rivals.append(Rival(rule=rule, setting=rival, candidates=len(same), saved=share))
         elif same:
             left_out.append(rule)
@@ -536,14 +490,14 @@ def _decide(replay: Sequence[Rival], clock: Sequence[Rival], reason: str) -> tup
     if not clock:
         numbers += f" (by the clock: not measured, {reason})"
     for each, where in judged:
-        if lost := [rival.setting for rival in each if rival.overall.high < 0.0]:
+        if lost := [rival.setting for rival in each if rival.saved.high < 0.0]:
             takes = "takes" if len(lost) == 1 else "take"
             why = f"{_list(lost)} {takes} less time without it {where}"
             return "does not pay", f"The head does not pay, because {why}: {numbers}."
     # An exact expectation counts no time for the head itself: the clock has to confirm its sign
     # over the best fixed length and the hardest other rule. Without one, the clock decides alone.
-    tied = [rival for rival in replay or clock if rival.overall.low <= 0.0]
-    slower = [rival for rival in clock[:2] if rival.overall.value < 0.0]
+    tied = [rival for rival in replay or clock if rival.saved.low <= 0.0]
+    slower = [rival for rival in clock[:2] if rival.saved.value < 0.0]
     if tied or slower:
         where = "on held-out rollouts" if tied and replay else "by the clock"
         names = _list([rival.setting for rival in tied or slower])
@@ -554,7 +508,7 @@ def _decide(replay: Sequence[Rival], clock: Sequence[Rival], reason: str) -> tup
 
 def _saves(rivals: Sequence[Rival]) -> str:
     """Such as: saves 6.1 % [4.9, 7.2] over K=6 and -2.0 % [-2.9, -1.1] over margin h=0.7."""
-    return "saves " + _list([f"{rival.overall} over {rival.setting}" for rival in rivals])
+    return "saves " + _list([f"{rival.saved} over {rival.setting}" for rival in rivals])
 
 
 def _list(names: Sequence[str]) -> str:
@@ -562,24 +516,17 @@ def _list(names: Sequence[str]) -> str:
 
 
 def _predictions(
-    dev: Traces,
-    judged: Traces,
-    fitted: Mapping[str, Any],
-    prompts: Sequence[str],
-    names: Sequence[str],
+    dev: Traces, judged: Traces, fitted: Mapping[str, Any], prompts: Sequence[str]
 ) -> Iterator[Prediction]:
-    """Every predictor on every prompt set."""
-    inside, predictors = judged.inside, _predictors(dev, judged, fitted)
-    # Rollouts of one prompt are resampled together.
+    """Every predictor; rollouts of one prompt are resampled together."""
+    inside = judged.inside
     number = np.unique(prompts, return_inverse=True)[1].astype(np.int64)
     prompt = np.broadcast_to(number[:, None], inside.shape)
-    for dataset, rows in prompt_sets(names).items():
-        chosen = inside & rows[:, None]
-        for predictor, moment, predicted in predictors:
-            label = judged.overlap if moment == "before" else judged.accept
-            assert label is not None
-            found = scores(label[chosen], predicted[chosen], prompt[chosen])
-            yield Prediction(dataset=dataset, predictor=predictor, moment=moment, scores=found)
+    for predictor, moment, predicted in _predictors(dev, judged, fitted):
+        label = judged.overlap if moment == "before" else judged.accept
+        assert label is not None
+        found = scores(label[inside], predicted[inside], prompt[inside])
+        yield Prediction(predictor=predictor, moment=moment, scores=found)
 
 
 def _predictors(

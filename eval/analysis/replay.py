@@ -14,19 +14,17 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from eval.analysis.expectation import Counts, Traces, dinkelbach, expected_counts, oracle_counts
-from eval.analysis.savings import saving
 from eval.drafting.stopping import STOPPING_RULES, StoppingRule
 from eval.drafting.stopping.cost import Cost
 from eval.drafting.stopping.recorded import (
@@ -36,7 +34,7 @@ from eval.drafting.stopping.recorded import (
     until_product_below,
 )
 from eval.drafting.stopping.thresholds import Confidence, Cumulative, Entropy, Fixed
-from eval.measuring.intervals import Interval
+from eval.measuring.intervals import Interval, resamples
 from eval.measuring.pooled import ALL_SETS
 from specdata.errors import ConfigError, ManifestError
 from specdata.storage.files import write_json
@@ -60,7 +58,6 @@ GRIDS: dict[type[StoppingRule], tuple[str, tuple[float, ...]]] = {
 """Rules that compare something else than the probability h of a rejection."""
 COST_RULE = "cost rule"
 LENGTHS = range(1, 21)
-PERFECT_LATE, PERFECT_NOW, PERFECT_BEFORE = "perfect head", "perfect, no lag", "perfect, ex ante"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +93,6 @@ def fit_all_rules(traces: Traces) -> dict[str, Any]:
     return values
 
 
-def prompt_sets(names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
-    """Prompt set -> (R,) which rollouts are of it; `ALL_SETS` first, if there are several."""
-    sets = {name: np.asarray(names) == name for name in dict.fromkeys(names)}
-    return {ALL_SETS: np.ones(len(names), dtype=bool), **sets} if len(sets) > 1 else sets
-
-
 def replay_rules(
     traces: Traces,
     fitted: Mapping[str, Any],
@@ -112,33 +103,107 @@ def replay_rules(
 ) -> list[RuleResult]:
     """Replay every rule at every setting, each as the decoder applies it.
 
-    Three are what a head would be without error: "perfect head" is SpecDec++'s rule with the
-    acceptance probabilities themselves, one token late; "perfect, no lag" knows that of the newest
-    token, too; "perfect, ex ante" knows sum_x min(p(x), q(x)) of each token, but not which it is.
-
     Args:
         traces: of at least one rollout.
         fitted: values of what rules fit on labels; see `fit_all_rules`.
         draft_seconds: t_d.
         target_seconds: t_t.
-        limit: most tokens of a draft whose length a rule decides; the oracle has no limit.
+        limit: most tokens of a draft whose length a rule decides.
     """
-    tokens = traces.tokens
-    results = [
-        RuleResult("oracle", "", oracle_counts(traces)),
-        RuleResult("plain", "", expected_counts(traces, constant_length(tokens, 0))),
-    ]
-    for rule, setting in _settings(fitted, limit):
+    tokens, results = traces.tokens, []
+    settings: list[tuple[StoppingRule, str]]
+    settings = [(Fixed(length=length), f"K={length}") for length in LENGTHS]
+    for kind in STOPPING_RULES.values():
+        if "threshold" in kind.model_fields:
+            name, thresholds = GRIDS.get(kind, ("h=", THRESHOLDS))
+            for threshold in thresholds:
+                rule = kind.model_validate({"threshold": threshold, "limit": limit})
+                settings.append((rule.with_fit(fitted), f"{name}{threshold:g}"))
+    for rule, setting in settings:
         lengths = rule.recorded_lengths(tokens)
         if lengths is not None:
             results.append(RuleResult(rule.name, setting, expected_counts(traces, lengths)))
     times = {"draft_seconds": draft_seconds, "target_seconds": target_seconds}
     for family, in_use in (("logit", False), ("head", True)):
-        rule = Cost(head=in_use, limit=limit).with_fit(fitted)
-        counts = cost_rule_counts(rule, traces, **times)
+        cost = Cost(head=in_use, limit=limit).with_fit(fitted)
+        counts = cost_rule_counts(cost, traces, **times)
         if counts is not None and (tokens.head is not None or not in_use):
             results.append(RuleResult(family, COST_RULE, counts))
-    return results + _perfect(traces, limit=limit, **times)
+    return results
+
+
+def bounds(
+    traces: Traces, *, draft_seconds: float, target_seconds: float, limit: int = 20
+) -> list[RuleResult]:
+    """What no rule reaches, and the target alone.
+
+    The oracle knows which tokens will be accepted, and has no limit. Three rules are what a head
+    would be without error: "perfect head" is SpecDec++'s rule with the acceptance probabilities
+    themselves, one token late; "perfect, no lag" knows that of the newest token, too; "perfect, ex
+    ante" knows sum_x min(p(x), q(x)) of each token, but not which it is. Arguments as above.
+    """
+    tokens, mean = traces.tokens, traces.mean_accept()
+    results = [
+        RuleResult("oracle", "", oracle_counts(traces)),
+        RuleResult("plain", "", expected_counts(traces, constant_length(tokens, 0))),
+    ]
+    known = [("perfect head", traces.accept, 1), ("perfect, no lag", traces.accept, 0)]
+    if traces.overlap is not None:
+        known.append(("perfect, ex ante", traces.overlap, 0))
+    for family, estimates, lag in known:
+        for h in THRESHOLDS:
+            lengths = until_product_below(tokens, estimates, 1 - h, limit=limit, lag=lag)
+            results.append(RuleResult(family, f"h={h:g}", expected_counts(traces, lengths)))
+        if lag:
+            continue
+
+        def pays(seconds: float, estimates: Reals = estimates) -> Lengths:
+            least = draft_seconds / (seconds * mean)
+            return until_product_below(tokens, estimates, least, limit=limit)
+
+        counts, _ = dinkelbach(
+            traces, pays, draft_seconds=draft_seconds, target_seconds=target_seconds
+        )
+        results.append(RuleResult(family, COST_RULE, counts))
+    return results
+
+
+def saving(
+    rule: Counts,
+    rival: Counts,
+    *,
+    draft_seconds: float,
+    target_seconds: float,
+    prompts: Sequence[str] | None = None,
+) -> Interval:
+    """The share of the rival's time a token that a rule saves: 1 - t(rule) / t(rival).
+
+    Both are replayed on the same rollouts, so their times are paired: a resample draws prompts, and
+    both are judged on those.
+
+    Args:
+        rule: expected counts of R rollouts.
+        rival: of the same rollouts under another rule.
+        draft_seconds: t_d.
+        target_seconds: t_t.
+        prompts: (R,) which prompt each rollout is of; those of one are resampled together. Each of
+            its own by default.
+
+    Raises:
+        ValueError: if the counts are not of the same rollouts.
+    """
+    if not np.array_equal(rule.tokens, rival.tokens):
+        raise ValueError("rules are compared on the same rollouts, and these emit other tokens")
+    if prompts is not None and len(prompts) != len(rule.tokens):
+        raise ValueError(f"{len(prompts)} prompts were named for {len(rule.tokens)} rollouts")
+    names = np.arange(len(rule.tokens)) if prompts is None else prompts
+    _, group = np.unique(names, return_inverse=True)
+    ours, theirs = (
+        resamples(int(group.max()) + 1)
+        @ np.bincount(group, each.seconds(draft_seconds, target_seconds))
+        for each in (rule, rival)
+    )
+    return Interval.of(1.0 - ours / theirs)
 
 
 def cost_rule_counts(
@@ -164,55 +229,10 @@ def cost_rule_counts(
 
     if lengths(target_seconds) is None:
         return None
-
-    def recorded(seconds: float) -> Lengths:
-        found = lengths(seconds)
-        assert found is not None
-        return found
-
+    recorded = cast("Callable[[float], Lengths]", lengths)  # it reads the same at every cost
     return dinkelbach(traces, recorded, draft_seconds=draft_seconds, target_seconds=target_seconds)[
         0
     ]
-
-
-def _perfect(
-    traces: Traces, *, draft_seconds: float, target_seconds: float, limit: int
-) -> list[RuleResult]:
-    """Rules that read the acceptance probabilities themselves."""
-    tokens, mean = traces.tokens, traces.mean_accept()
-    known = [(PERFECT_LATE, traces.accept, 1), (PERFECT_NOW, traces.accept, 0)]
-    if traces.overlap is not None:
-        known.append((PERFECT_BEFORE, traces.overlap, 0))
-    results = []
-    for family, estimates, lag in known:
-        for h in THRESHOLDS:
-            lengths = until_product_below(tokens, estimates, 1 - h, limit=limit, lag=lag)
-            results.append(RuleResult(family, f"h={h:g}", expected_counts(traces, lengths)))
-        if lag:
-            continue
-
-        def pays(seconds: float, estimates: Reals = estimates) -> Lengths:
-            least = draft_seconds / (seconds * mean)
-            return until_product_below(tokens, estimates, least, limit=limit)
-
-        counts, _ = dinkelbach(
-            traces, pays, draft_seconds=draft_seconds, target_seconds=target_seconds
-        )
-        results.append(RuleResult(family, COST_RULE, counts))
-    return results
-
-
-def _settings(fitted: Mapping[str, Any], limit: int) -> Iterator[tuple[StoppingRule, str]]:
-    """Each rule at each setting that is replayed, and what the setting is called."""
-    for length in LENGTHS:
-        yield Fixed(length=length), f"K={length}"
-    for kind in STOPPING_RULES.values():
-        if "threshold" not in kind.model_fields:
-            continue
-        name, thresholds = GRIDS.get(kind, ("h=", THRESHOLDS))
-        for threshold in thresholds:
-            rule = kind.model_validate({"threshold": threshold, "limit": limit})
-            yield rule.with_fit(fitted), f"{name}{threshold:g}"
 
 
 def result_rows(
@@ -224,10 +244,10 @@ def result_rows(
     """The rows that are printed and stored; the first result must be the oracle's.
 
     Args:
-        results: from `replay_rules`.
+        results: from `bounds` and `replay_rules`.
         draft_seconds: t_d.
         target_seconds: t_t.
-        prompts: which prompt each rollout is of, for the intervals; see `savings`.
+        prompts: which prompt each rollout is of, for the intervals; see `saving`.
     """
     times = {"draft_seconds": draft_seconds, "target_seconds": target_seconds}
 
@@ -335,7 +355,9 @@ def _run(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
     def rows_of(traces: Traces, rows: datasets.Dataset, name: str) -> list[dict[str, Any]]:
         chosen = np.array([name in (ALL_SETS, own) for own in rows["dataset"]])
-        results = replay_rules(traces.select(chosen), fitted, limit=given.limit, **costs)
+        here = traces.select(chosen)
+        results = bounds(here, limit=given.limit, **costs)
+        results += replay_rules(here, fitted, limit=given.limit, **costs)
         prompts = np.array(rows["example_id"])[chosen].tolist()
         return result_rows(results, **costs, prompts=prompts)
 

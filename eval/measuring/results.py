@@ -1,7 +1,7 @@
 """results.json: what was run, every metric, and the raw counts that each metric is made of.
 
-A metric in the file is never trusted alone: `recompute` derives it again from the generations, and
-`check_metrics` refuses a file in which the two differ.
+A metric in the file is never trusted alone: `check_metrics` derives it again from the generations
+and refuses a file in which the two differ.
 """
 
 from __future__ import annotations
