@@ -389,8 +389,8 @@ def test_the_head_card_and_its_json_give_the_verdict(
     assert f"**{escape_markdown(verdict.sentence)}**" in card
     assert f"threshold={verdict.threshold},  # chosen on held-out rollouts" in card
     assert escape_markdown(verdict.basis()) in card
-    for row in verdict.rows():
-        assert f"| {row.rule} | " + " | ".join(map(escape_markdown, row.cells)) in card
+    for rule, cells in verdict.rows():
+        assert f"| {rule} | " + " | ".join(map(escape_markdown, cells)) in card
     for _, cells in verdict.quality_rows():
         assert " | ".join(cells) in card
     assert "on 512 rollouts of instruct, code with 6 drafted tokens a position" in card
