@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from eval.measuring.intervals import Interval
 from eval.measuring.methods import PLAIN
+from eval.measuring.pooled import PooledRow, pool
 from eval.measuring.results import Results, check_metrics, read_results, write_results
 from eval.reporting.rendering import NOT_MEASURED
 from eval.reporting.table import ROWS, chosen, main, readme_table
 from tests.synthetic_results import synthetic_results
 
 ROOT = Path(__file__).parent.parent
-REAL = "docs/real/results.json"
+REAL, AT_ONE = "docs/real/results.json", "docs/real/temperature-1/results.json"
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +107,32 @@ def test_unusable_input_is_said_on_the_error_stream(
     assert (tmp_path / "results.json").read_bytes() == before
 
 
-def test_tables_in_the_readme_are_what_the_command_prints() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    tables = re.findall(r"<!-- table of (\S+) -->\n(.*?)<!-- end of table -->", readme, re.DOTALL)
-    assert REAL in dict(tables), f"the README must show the table of {REAL}"
-    for path, stands in tables:
+def test_tables_in_the_documents_are_what_the_command_prints() -> None:
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/real/README.md")]
+    table = r"<!-- table of (\S+) -->\n(.*?)<!-- end of table -->"
+    found = [each for page in pages for each in re.findall(table, page, re.DOTALL)]
+    assert [path for path, _ in found] == [REAL, AT_ONE]
+    for path, stands in found:
         results = read_results(ROOT / path)
         shown = [name.removesuffix(" †").replace("\\", "") for name in list(cells(stands))[2:]]
         assert stands in (readme_table(results), readme_table(results, shown))
         assert (ROOT / path).stat().st_size < 5_000_000
+
+
+def test_sentences_about_all_prompt_sets_are_what_the_results_give() -> None:
+    real, warm = ({row.method: row for row in pool(read_results(ROOT / p))} for p in (REAL, AT_ONE))
+
+    def said(figure: Interval) -> str:
+        return f"{figure.value:.2f}x [{figure.low:.2f}, {figure.high:.2f}]"
+
+    def speedup(row: PooledRow) -> str:
+        return said(Interval.of(row.rates["speedup"]))
+
+    assisted = said(real["K=4"].over(real["transformers K=4"], "tokens_per_second"))
+    for name in ("README.md", "docs/real/README.md"):
+        page = " ".join((ROOT / name).read_text().split())
+        assert speedup(real["dynamic tree"]) in page
+        assert max(map(speedup, real.values())) == speedup(real["dynamic tree"])
+        assert speedup(warm["confidence .4"]) in page
+        assert max(map(speedup, warm.values())) == speedup(warm["confidence .4"])
+        assert assisted in page

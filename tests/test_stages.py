@@ -113,7 +113,7 @@ def result(stage: Stage) -> dict[str, Any]:
         runs = read_results(stage.folder / "results.json").runs
         return {f"{run.method} {run.dataset}": (run.tokens, run.n_target) for run in runs}
     weights = [*stage.folder.rglob("*.parquet"), *stage.folder.rglob("model.safetensors")]
-    found = [*weights, *stage.folder.glob("[ab].json")]
+    found = weights or {*stage.folder.glob("*.json")} - {stage.folder / "run.json"}
     return {str(path.relative_to(stage.folder)): fingerprint(str(path)) for path in found}
 
 
