@@ -40,7 +40,7 @@ SHARED = ("output", "seed", "models", "sampling")
 class ModelsConfig(Config):
     """The pair."""
 
-    target: str = Field(min_length=1, description="folder, GGUF file or Hub id of the target")
+    target: str = Field(min_length=1, description="folder or Hub id of the target")
     draft: str | None = Field(
         default=None,
         min_length=1,

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
-import heads.inputs
-from eval.decoder import DecodeConfig, SpeculativeDecoder
-from eval.drafting.stopping import STOPPING_RULES, DraftedToken
-from eval.measuring.methods import MethodConfig, check_methods
+from eval.drafting.stopping import STOPPING_RULES
+from eval.measuring.methods import check_methods
 from eval.verifiers import VERIFIERS
-from heads.inputs import DraftedTokens, HeadInputs
-from recipes.command import RECIPES, TOOLS
+from recipes.command import RECIPES, TOOLS, main
 from recipes.config import build
 from recipes.launcher import PROFILES
-from specdata.config import read_config
 from specdata.processes import TIMEOUT
-from tests.tiny import tiny_llama
 
 ROOT = Path(__file__).parent.parent
+ROOM = ("recipes", "specdata", "distill", "heads", "eval", "benchmarks")
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 README = (ROOT / "README.md").read_text()
-EXTENDING = (ROOT / "docs" / "extending.md").read_text()
 
 
 def blocks(document: str, language: str) -> list[str]:
@@ -66,62 +59,53 @@ def test_every_command_of_the_documents_exists() -> None:
 
 
 def test_every_file_that_the_documents_name_exists() -> None:
-    rooms = "recipes|specdata|distill|heads|eval|benchmarks|tests|launch"
+    rooms = "|".join((*ROOM, "tests", "launch"))
     path = re.compile(rf"\b((?:{rooms})/[\w/.-]+\.(?:py|yaml|md))(?![.\w])")
     named = [(page, name) for page in DOCUMENTS for name in path.findall(page.read_text())]
+    sources = [path for room in ROOM for path in (ROOT / room).rglob("*.py")]
+    of_tests = re.compile(r"\btests/\w+\.py")
+    named += [(path, name) for path in sources for name in of_tests.findall(path.read_text())]
+    # docs/extending.md has them made.
+    new = {*re.findall(r"^New file `(.*)`", (ROOT / "docs/extending.md").read_text(), re.M)}
     missing = [(page.name, name) for page, name in named if not (ROOT / name).is_file()]
     assert len(named) > 50
+    assert [each for each in missing if each[1] not in new] == []
+
+
+def test_every_option_in_a_command_of_the_documents_exists(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = re.compile(r"draftsmith ([a-z][a-z-]+)((?:[^`\n#|]|\\\n)*)")
+    named = {
+        (command, option)
+        for document in DOCUMENTS
+        for command, rest in line.findall(document.read_text())
+        for option in re.findall(r"(?<!\S)--([a-z][\w.-]*)", rest)
+        if command in {*RECIPES, *TOOLS} - {"launch", "profile"}
+    }
+    helps = {}
+    for command in {command for command, _ in named}:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        helps[command] = capsys.readouterr().out
+    missing = [each for each in named if not re.search(rf"--{each[1]}\b", helps[each[0]])]
+    assert len(named) > 10
     assert not missing
 
 
-def test_the_stopping_rule_in_extending_is_a_whole_file_that_decodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (example,) = re.findall(r"```python\n(from.*?class Patience.*?)```", EXTENDING, re.DOTALL)
-    (tmp_path / "patience_of_the_document.py").write_text(example)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    rule = importlib.import_module("patience_of_the_document").Patience
-    monkeypatch.setitem(STOPPING_RULES, rule.name, rule)
-    # As the document writes it in YAML.
-    flat = yaml.safe_load("{name: mine, stop: patience, patience: 2}")
-    assert read_config(MethodConfig, flat).stop == rule(patience=2)
-
-    active = rule(patience=2).start(None)
-    active.begin()
-    should_stop = active.should_stop
-    q = torch.tensor([0.75, 0.25])
-    answers = [should_stop(DraftedToken(token, q, None)) for token in (1, 0, 0, 1)]
-    assert answers == [False, False, False, True]
-
-    target, draft = tiny_llama(0, vocab=40), tiny_llama(1, vocab=40)
-    mean_drafted = {}
-    for patience in (1, 3):
-        config = DecodeConfig(stop="patience", patience=patience, limit=6)
-        decoder = SpeculativeDecoder.from_config(target, draft, config)
-        generator = torch.Generator().manual_seed(0)
-        out = decoder.generate(torch.tensor([2, 3]), max_new_tokens=40, generator=generator)
-        lengths = [turn.drafted for turn in out.rounds]
-        assert max(lengths) <= 6
-        mean_drafted[patience] = sum(lengths) / len(lengths)
-    # An end token or the budget ends some drafts earlier, a probable token lengthens some.
-    assert mean_drafted[1] < 2 < mean_drafted[3]
-
-
-def test_the_head_feature_in_extending_is_whether_the_token_is_the_most_probable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (example,) = re.findall(r"```python\n(def is_best.*?)```", EXTENDING, re.DOTALL)
-    monkeypatch.setattr(heads.inputs, "FEATURES", dict(heads.inputs.FEATURES))
-    exec(compile(example, "extending.md", "exec"), vars(heads.inputs).copy())
-    drafted = DraftedTokens(
-        tokens=torch.tensor([[1, 0]]),
-        before=lambda: pytest.fail("not read"),
-        after=lambda: pytest.fail("not read"),
-        distributions=lambda: torch.tensor([[[0.75, 0.25], [0.5, 0.5]]]),
-    )
-    inputs = HeadInputs.of(["is_best"], drafted)
-    assert inputs["is_best"].tolist() == [[0.0, 1.0]]
-    assert inputs.moment is heads.inputs.Moment.DRAWN
+def test_every_file_function_and_test_that_papers_names_exists() -> None:
+    papers = (ROOT / "PAPERS.md").read_text()
+    tests = {*re.findall(r"\b(test_\w+\.py)", papers)}
+    assert len(tests) > 30
+    assert [name for name in tests if not (ROOT / "tests" / name).is_file()] == []
+    paths = {*re.findall(r"`([a-z_]+/[\w/.-]+)`", papers)}
+    assert len(paths) > 30
+    assert [name for name in paths if not (ROOT / name).exists()] == []
+    named = re.findall(r"`([\w/]+\.py)` `(\w+)`", papers)
+    theory = re.findall(r"`theory\.(\w+)`", papers)
+    for path, name in [*named, *(("eval/analysis/theory.py", name) for name in theory)]:
+        defined = re.search(rf"^(def|class) {name.rstrip('_*')}", (ROOT / path).read_text(), re.M)
+        assert defined, (path, name)
 
 
 def test_every_verifier_has_its_row_in_papers() -> None:

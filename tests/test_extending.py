@@ -56,7 +56,7 @@ def before(source: str, where: str, block: str) -> str:
 
 
 def into(source: str, name: str, block: str) -> str:
-    """The block as the last entry of a table: the longest tuple, list or dict of an assignment."""
+    """The block as the last entry of a table: the outermost tuple, list or dict that NAME is."""
     (assigned,) = (
         node
         for node in ast.parse(source).body
@@ -64,12 +64,12 @@ def into(source: str, name: str, block: str) -> str:
         and name in ast.unparse(node).split("=")[0].split(":")[0].split()
     )
     assert assigned.value is not None
-    tables: list[list[ast.expr]] = [
-        each.values if isinstance(each, ast.Dict) else each.elts
+    table = next(
+        each
         for each in ast.walk(assigned.value)
         if isinstance(each, ast.Tuple | ast.List | ast.Dict)
-    ]
-    last = max(tables, key=len)[-1]
+    )
+    last = (table.values if isinstance(table, ast.Dict) else table.elts)[-1]
     lines = source.splitlines(keepends=True)
     assert last.end_lineno is not None
     line, end = lines[last.end_lineno - 1], last.end_col_offset
