@@ -3,7 +3,7 @@
 A small draft takes half a millisecond a token on a CPU, and there the head's network as torch
 operations takes as long: 40 calls with a microsecond of arithmetic each. `NumpyJudge` gives the
 same logits in a tenth of that time. It is the one second copy of the features and of the network of
-`ImmediateHead`; `tests/test_immediate_head.py` keeps it equal to them.
+`ImmediateHead`; `tests/test_head_inputs.py` keeps it equal to them.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from heads.inputs import (
     logits_of_states,
     token_embeddings,
 )
-from heads.judge import NumpyJudge, TorchJudge, judge_of
+from heads.judge import COPIED, NumpyJudge, TorchJudge, judge_of
 from specdata.lm_head import hidden_states
 from specdata.sampling import SamplingConfig
 from tests.drive_head import VOCABULARY, synthetic_rows, tiny_draft
@@ -418,7 +418,7 @@ def test_the_kind_in_the_configuration_decides(tmp_path: Path) -> None:
 
 
 READS = {
-    "all": [*FEATURES],
+    "all": [name for name in FEATURES if name in COPIED],
     "numbers": ["log_q", "log_q_max", "margin", "entropy", "log_mass_above"],
     "vectors": ["hidden_before", "embedding"],
     "some": ["position", "hidden", "since_rejection"],
