@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from specdata.errors import ConfigError
-from specdata.prompts.catalogue import CATALOGUE, EMBEDDED, Form
+from specdata.prompts.catalogue import CATALOGUE, EMBEDDED
 from specdata.prompts.chat_templates import Message
 from specdata.prompts.config import PromptSet
+from specdata.prompts.forms import MESSAGES, is_unicode, messages_of
 from specdata.prompts.reading import (
-    MESSAGES,
     check_names,
     check_split,
     is_remote,
-    messages_of,
     prompt_inputs,
     read_rows,
 )
@@ -113,7 +111,16 @@ def read_conversations(name: str, seed: int) -> Iterator[tuple[int, list[Message
                 f"conversations {name!r}, row {number}, has no column {form.messages!r}; it has "
                 f"{', '.join(map(repr, row)) or 'none'}. Each row must hold {_FORMS}"
             )
-        yield number, _usable(row[form.messages], form)
+        messages = messages_of(row[form.messages], form)
+        texts = "".join(message["content"] for message in messages or ())
+        if messages is None or not is_unicode(texts):
+            yield number, "undecodable"
+        elif row[form.messages] and not messages:
+            yield number, "unknown_role"
+        elif all(message["role"] != "assistant" for message in messages):
+            yield number, "no_assistant_turn"
+        else:
+            yield number, messages
 
 
 def check_conversations(names: Sequence[str], seed: int, *, here_alone: bool = False) -> None:
@@ -151,18 +158,3 @@ def _checked(name: str) -> PromptSet:
         )
     check_split(wanted := PromptSet(name, "train", 0))
     return wanted
-
-
-def _usable(recorded: Any, form: Form) -> list[Message] | str:
-    messages = messages_of(recorded, form)
-    try:
-        "".join(message["content"] for message in messages or ()).encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return "undecodable"
-    if messages is None:
-        return "undecodable"
-    if recorded and not messages:
-        return "unknown_role"
-    if all(message["role"] != "assistant" for message in messages):
-        return "no_assistant_turn"
-    return messages

@@ -12,8 +12,8 @@ from specdata.errors import ConfigError
 from specdata.prompts.catalogue import CATALOGUE
 from specdata.prompts.chat_templates import Message, TemplateRefusedError, chat_ids
 from specdata.prompts.config import PromptSet
+from specdata.prompts.forms import RawPrompt, is_unicode
 from specdata.prompts.reading import (
-    RawPrompt,
     check_names,
     check_split,
     is_remote,
@@ -98,9 +98,10 @@ def load_prompts(
         account = _new_account(wanted)
         for prompt in raw_prompts(wanted, seed, bool(tokenizer.chat_template)):
             account["read"] += 1
-            reason = prompt if isinstance(prompt, str) else _problem(prompt)
-            if not reason:
-                assert isinstance(prompt, RawPrompt)
+            reason: str | None
+            if isinstance(prompt, str):
+                reason = prompt
+            else:
                 reason = _keep(prompt, wanted, tokenizer, seen, max_tokens, account)
             if reason:
                 account["dropped"][reason] += 1
@@ -187,7 +188,16 @@ def _keep(
     account: dict[str, Any],
 ) -> str | None:
     """Add a prompt, or return the reason why not."""
-    example_id = _id(prompt)
+    texts = [message["content"] for message in prompt.messages] or [prompt.text]
+    if not is_unicode("".join([*texts, *prompt.follow_ups])):
+        return "undecodable"
+    if not any(map(str.isalnum, texts[-1])):
+        return "near_empty"
+    identity = prompt.text
+    if prompt.messages:
+        turns = [[message["role"], message["content"]] for message in prompt.messages]
+        identity = json.dumps([turns, list(prompt.follow_ups)])
+    example_id = hashlib.sha256(identity.encode()).hexdigest()[:16]
     if example_id in seen:
         return "duplicate"
     try:
@@ -207,21 +217,3 @@ def _keep(
         example_id, short_name(wanted.name), wanted.split, ids, prompt.messages, prompt.follow_ups
     )
     return None
-
-
-def _id(prompt: RawPrompt) -> str:
-    text = prompt.text
-    if prompt.messages:
-        turns = [[message["role"], message["content"]] for message in prompt.messages]
-        text = json.dumps([turns, list(prompt.follow_ups)])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _problem(prompt: RawPrompt) -> str | None:
-    """Why a prompt is unusable whatever the tokenizer: not Unicode, or nothing to go on."""
-    texts = [message["content"] for message in prompt.messages] or [prompt.text]
-    try:
-        "".join([*texts, *prompt.follow_ups]).encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return "undecodable"
-    return None if any(map(str.isalnum, texts[-1])) else "near_empty"

@@ -1,30 +1,35 @@
-"""Reading prompt sets, up to raw prompts: where a set is, what its rows are, how a row is read.
+"""Reading prompt sets, up to raw prompts: where a set is, and what its rows are.
 
 Rows come through `datasets`, in an order that set, split and seed decide. A row becomes prompts by
-the set's `Form`: texts from templates, questions, recorded conversations. Nothing heavy is imported
-before a row is read, because plans and refusals need only the sources.
+the set's `Form` (`forms.py`). Nothing heavy is imported before a row is read, because plans and
+refusals need only the sources.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import glob
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from string import Formatter
 from typing import Any, TypeVar
 
 from specdata.errors import ConfigError, full_disk
 from specdata.prompts.catalogue import CATALOGUE, EMBEDDED, CataloguedSet, Form, Part
-from specdata.prompts.chat_templates import Message, user_turns
 from specdata.prompts.config import PromptSet
+from specdata.prompts.forms import (
+    RawPrompt,
+    columns_of,
+    form_of,
+    prompts_in,
+    require_columns,
+    uses_chat,
+)
 from specdata.prompts.natural import NATURAL, natural_prompts
 from specdata.sampling import generator_for
 from specdata.sources import hub_source
@@ -36,11 +41,6 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 PromptRow = Mapping[str, Any] | None  # None: a row whose text cannot be decoded
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-_PROMPT = Form(plain=("{prompt}",))
-_ASKED = Form(ask=("{prompt}",), plain=("{prompt}",))
-MESSAGES = Form(
-    messages="messages", roles={"system": "system", "user": "user", "assistant": "assistant"}
-)
 
 
 def prompt_inputs(sets: Sequence[PromptSet]) -> dict[str, str]:
@@ -123,27 +123,22 @@ def is_file(name: str) -> bool:
 
 def raw_prompts(wanted: PromptSet, seed: int, has_template: bool) -> Iterator[RawPrompt | str]:
     """The first `count` prompts of a set, or what is wrong with them, before tokenizing."""
-
-    def every() -> Iterator[RawPrompt | str]:
-        form = None
-        for number, row in enumerate(_first_rows(wanted, seed, _state(wanted)), start=1):
-            if row is None:
-                yield "undecodable"
-                continue
-            form = form or form_of(wanted, row)
-            require_columns(columns_of(form), row, f"prompt set {wanted.name!r}, row {number},")
-            yield from prompts_in(
-                row, form, chat=uses_chat(wanted, form, has_template), turns=wanted.turns
-            )
-
-    return islice(every(), wanted.count or None)
-
-
-def _state(wanted: PromptSet) -> tuple[tuple[float, int], ...]:
-    """What changes when the files of a set do."""
     files = [Path(name) for name in prompt_inputs([wanted]).values()]
     stats = [file.stat() for file in files if file.exists()]
-    return tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)
+    rows = _first_rows(wanted, seed, tuple((stat.st_mtime_ns, stat.st_size) for stat in stats))
+    form, left = None, wanted.count or math.inf
+    for number, row in enumerate(rows, start=1):
+        found: Iterable[RawPrompt | str] = ["undecodable"]
+        if row is not None:
+            form = form or form_of(wanted, row)
+            require_columns(columns_of(form), row, f"prompt set {wanted.name!r}, row {number},")
+            chat = uses_chat(wanted, form, has_template)
+            found = prompts_in(row, form, chat=chat, turns=wanted.turns)
+        for prompt in found:
+            if left == 0:
+                return
+            left -= 1
+            yield prompt
 
 
 @lru_cache(maxsize=64)
@@ -293,48 +288,6 @@ def _fetch(hub: str, revision: str | None, pattern: str) -> list[str]:
     return paths
 
 
-def require_columns(needed: Iterable[str], row: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError for a column that is not there, naming those that are and the nearest."""
-    for name in needed:
-        if name not in row:
-            near = difflib.get_close_matches(name, row, n=1, cutoff=0.5)
-            raise ConfigError(
-                f"{where} has no column {name!r}; it has {', '.join(map(repr, row)) or 'none'}"
-                f"{f' (did you mean {near[0]!r}?)' if near else ''}. Rename it, or give a "
-                "`template` such as '{" + (near[0] if near else next(iter(row), "column")) + "}'"
-            )
-
-
-def columns_of(form: Form) -> list[str]:
-    """The columns that a form reads."""
-    if single := form.questions or form.messages:
-        return [single]
-    texts = (*form.ask, *form.plain)
-    names = [name for text in texts for _, name in parse_template(text) if name]
-    return list(dict.fromkeys(name.split(".")[0] for name in names))
-
-
-@cache
-def parse_template(template: str) -> tuple[tuple[str, str | None], ...]:
-    """Pairs of literal text and the name in braces after it. Raises ConfigError if unusable."""
-    try:
-        parts = list(Formatter().parse(template))
-    except ValueError as error:
-        raise ConfigError(
-            f"unusable template {template!r}: {error}; write {{column}} for a column's text, and "
-            "{{ or }} for a brace"
-        ) from error
-    for _, name, form, conversion in parts:
-        if name is not None and (form or conversion or not re.fullmatch(r"\w+(\.\w+)*", name)):
-            raise ConfigError(
-                f"unusable template {template!r}: braces may hold a column's name or column.key, "
-                f"got {name!r}"
-            )
-    if all(name is None for _, name, _, _ in parts):
-        raise ConfigError(f"unusable template {template!r}: it names no {{column}}")
-    return tuple((text, name) for text, name, _, _ in parts)
-
-
 def _catalogued(wanted: PromptSet, catalogued: CataloguedSet, seed: int) -> Iterator[PromptRow]:
     part, source = catalogued.splits[wanted.split], wanted.source or catalogued.hub
     files = None if wanted.source or wanted.subset else catalogued.files
@@ -368,19 +321,16 @@ def _cut(data: Any, part: Part, form: Form) -> Sequence[int]:
     """Row numbers of a part: a range of the ranks of the rows' hashes, equal rows together."""
     if (part.start, part.stop) == (0, 1):
         return range(len(data))
-    rows = _at(data.select_columns(columns_of(form)), range(len(data)))
-    hashes = [_hash(row, form) for row in rows]
+    hashes = []
+    for row in _at(data.select_columns(columns_of(form)), range(len(data))):
+        values: Any = row and [row[name] for name in columns_of(form)]
+        if row and form.messages:  # the keys that are read: files differ in the others
+            turns = row[form.messages]
+            values = [[turn.get(key) for key in form.keys] for turn in turns or ()]
+        hashes.append(hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest())
     ranks = {value: rank for rank, value in enumerate(sorted(set(hashes)))}
     low, high = round(part.start * len(ranks)), round(part.stop * len(ranks))
     return [index for index, value in enumerate(hashes) if low <= ranks[value] < high]
-
-
-def _hash(row: PromptRow, form: Form) -> str:
-    values: Any = row and [row[name] for name in columns_of(form)]
-    if row and form.messages:  # the keys that are read: files differ in the others
-        turns = row[form.messages]
-        values = [[turn.get(key) for key in form.keys] for turn in turns or ()]
-    return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()
 
 
 def _at(data: Any, indices: Iterable[int]) -> Iterator[PromptRow]:
@@ -393,232 +343,41 @@ def _at(data: Any, indices: Iterable[int]) -> Iterator[PromptRow]:
 
 
 def _or_refuse(name: str, source: str, load: Callable[[], T]) -> T:
-    """Load, or raise ConfigError; a full disk stays the OSError that it is."""
+    """Load, or raise ConfigError with what to do; a full disk stays the OSError that it is."""
     try:
         return load()
     except Exception as error:
         if full := full_disk(error):
             raise full from error
-        raise ConfigError(_cannot_load(name, source, error)) from error
-
-
-def _cannot_load(name: str, source: str, error: Exception) -> str:
-    """What a library refused, and what to do about it."""
-    from datasets.exceptions import DatasetNotFoundError
-    from huggingface_hub.errors import (
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    unreached = (ConnectionError, OfflineModeIsEnabled, LocalEntryNotFoundError)
-    cause = error.__cause__ if "while generating" in str(error) and error.__cause__ else error
-    reason = " ".join(str(cause).split()).rstrip(".")[:400] or repr(cause)
-    local = "give `source:` a local copy" if name in CATALOGUE else "name a local copy"
-    if isinstance(error, DatasetNotFoundError | RepositoryNotFoundError | RevisionNotFoundError):
-        advice = (
-            "check the id; for a private or gated one ask for access on its page and log in "
-            f"(`hf auth login`, formerly `huggingface-cli login`), or {local}"
+        from datasets.exceptions import DatasetNotFoundError
+        from huggingface_hub.errors import (
+            LocalEntryNotFoundError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
         )
-    elif isinstance(error, unreached):
-        advice = (
-            f"the Hub is not reached: connect, unset HF_HUB_OFFLINE, or {local} (`hf download "
-            f"--repo-type dataset {source} --local-dir FOLDER` where there is a network)"
-        )
-    elif isinstance(cause, PermissionError):
-        advice = "make it readable, and the cache of `datasets` (HF_HOME) writable"
-    elif "Unknown split" in reason:
-        advice = "say which of its splits to read with `source_split:`"
-    elif "BuilderConfig" in reason or "Config name" in reason:
-        advice = "say which configuration to read with `subset:`"
-    else:
-        advice = "check that it is whole, of one schema, and JSON or parquet as its name says"
-    return f"prompt set {name!r} cannot be read from {source}: {reason}. What to do: {advice}"
 
-
-@dataclass(frozen=True, slots=True)
-class RawPrompt:
-    """A prompt before it is tokenized: a text, or messages and the user's later turns."""
-
-    text: str = ""
-    messages: tuple[Message, ...] = ()
-    follow_ups: tuple[str, ...] = ()
-
-
-def form_of(wanted: PromptSet, row: Mapping[str, Any]) -> Form:
-    """How the rows of a set become prompts: as catalogued, by its template, or by its columns.
-
-    A row with both `messages` and `prompt` is read by its `messages`.
-
-    Raises:
-        ConfigError: if it has no column that is known, or settings exclude each other.
-    """
-    catalogued = CATALOGUE.get(wanted.name)
-    if wanted.template is not None:
-        asks = wanted.name in NATURAL or (
-            catalogued is not None and bool(catalogued.form.ask or catalogued.form.questions)
-        )
-        form = Form(ask=(wanted.template,) if asks else (), plain=(wanted.template,))
-        if catalogued:
-            form = dataclasses.replace(form, keep=catalogued.form.keep)
-    elif catalogued:
-        form = catalogued.form
-    elif wanted.name in NATURAL:
-        form = _ASKED
-    else:
-        form = MESSAGES if "messages" in row else _PROMPT
-        if "messages" not in row:
-            require_columns(["prompt"], row, f"prompt set {wanted.name!r}")
-    if form.messages and wanted.chat is False:
-        raise ConfigError(
-            f"prompt set {wanted.name!r} holds conversations, which only a chat template renders: "
-            "leave `chat` out, or give a `template` for their text"
-        )
-    if form.questions and wanted.chat is False and wanted.turns != "first":
-        raise ConfigError(
-            f"prompt set {wanted.name!r}: later turns need the chat template, so with `chat: "
-            "false` give `turns: first`"
-        )
-    if form.questions and wanted.turns == "last":
-        raise ConfigError(
-            f"prompt set {wanted.name!r}: a later turn depends on the model's answer, so `turns` "
-            "may be all (later ones are asked in order) or first"
-        )
-    return form
-
-
-def uses_chat(wanted: PromptSet, form: Form, has_template: bool) -> bool:
-    """Whether prompts of a set are rendered with the chat template.
-
-    Conversations always are. What is meant as an instruction or a question is if there is a
-    template; a `prompt` column and text to continue are only if the set says `chat: true`.
-
-    Raises:
-        ConfigError: if questions have later turns that nothing could render.
-    """
-    if form.messages:
-        return True
-    if wanted.chat is not None:
-        return wanted.chat
-    if form.questions and not has_template and wanted.turns != "first":
-        raise ConfigError(
-            f"prompt set {wanted.name!r} has questions of several turns, and the target has no "
-            "chat template, which later turns need: save one with its tokenizer "
-            "(chat_template.jinja in its folder), or ask the first alone with `turns: first`"
-        )
-    if form.questions:
-        return has_template
-    return bool(form.ask) and has_template
-
-
-def prompts_in(
-    row: Mapping[str, Any], form: Form, *, chat: bool, turns: str
-) -> Iterator[RawPrompt | str]:
-    """The prompts of a row, or the reason why it has none (one of `loading.REASONS`).
-
-    Args:
-        row: column -> value.
-        form: how to read it.
-        chat: whether a text is the user's message rather than the prompt.
-        turns: "all", "first" or "last" of a user's turns.
-    """
-    if form.messages:
-        yield from _conversation(row, form, turns)
-    elif form.questions and chat:
-        asked = row[form.questions]
-        if not isinstance(asked, Sequence) or not asked or not _are_texts(asked):
-            yield "undecodable"
-        else:
-            later = tuple(asked[1:]) if turns == "all" else ()
-            yield RawPrompt(messages=(_user(asked[0]),), follow_ups=later)
-    else:
-        text = _fill((form.ask if chat else ()) or form.plain, row)
-        if text is None:
-            yield "undecodable"
-        else:
-            words = text.split()
-            if form.keep < 1:
-                text = " ".join(words[: max(1, int(form.keep * len(words)))])
-            yield RawPrompt(messages=(_user(text),)) if chat else RawPrompt(text)
-
-
-def _user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def _are_texts(values: Sequence[Any]) -> bool:
-    return not isinstance(values, str) and all(isinstance(value, str) for value in values)
-
-
-def _conversation(row: Mapping[str, Any], form: Form, turns: str) -> Iterator[RawPrompt | str]:
-    assert form.messages
-    recorded = row[form.messages]
-    if recorded is None and row.get("prompt"):
-        raise ConfigError(
-            "a prompt set mixes rows that have `messages` with rows that have a `prompt`: make two "
-            "sets of them"
-        )
-    messages = messages_of(recorded, form)
-    if messages is None:
-        yield "undecodable"
-        return
-    histories = user_turns(messages, turns)
-    if not histories:
-        yield "no_user_turn"
-    for history in histories:
-        yield RawPrompt(messages=history)
-
-
-def messages_of(recorded: Any, form: Form) -> list[Message] | None:
-    """A recorded conversation as messages; None if it is not made of texts.
-
-    It has no messages if it has a role that the form does not know.
-    """
-    role, content = form.keys
-    if not isinstance(recorded, Sequence) or not all(
-        isinstance(turn, Mapping) for turn in recorded
-    ):
-        return None
-    if not _are_texts([turn.get(content) for turn in recorded]):
-        return None
-    roles = [form.roles.get(str(turn.get(role))) for turn in recorded]
-    messages = [
-        {"role": name, "content": turn[content]}
-        for name, turn in zip(roles, recorded, strict=True)
-        if name
-    ]
-    return messages if len(messages) == len(recorded) else []
-
-
-def _fill(templates: Sequence[str], row: Mapping[str, Any]) -> str | None:
-    """The first template whose columns are all filled.
-
-    None if a column is no text; empty if none is filled, or what fills one has no letter or digit
-    (the template's own words do not make a prompt of an empty question).
-    """
-    for template in templates:
-        values = [_value(row, name) for _, name in parse_template(template) if name]
-        if not all(value is None or isinstance(value, str) for value in values):
-            return None
-        if all(value and value.strip() for value in values):
-            if not any(map(str.isalnum, "".join(values))):
-                return ""
-            rest = iter([*values, ""])
-            return "".join(
-                text + (next(rest) if name else "") for text, name in parse_template(template)
+        cause = error.__cause__ if "while generating" in str(error) and error.__cause__ else error
+        reason = " ".join(str(cause).split()).rstrip(".")[:400] or repr(cause)
+        local = "give `source:` a local copy" if name in CATALOGUE else "name a local copy"
+        if isinstance(
+            error, DatasetNotFoundError | RepositoryNotFoundError | RevisionNotFoundError
+        ):
+            advice = (
+                "check the id; for a private or gated one ask for access on its page and log in "
+                f"(`hf auth login`), or {local}"
             )
-    return ""
-
-
-def _value(row: Mapping[str, Any], name: str) -> Any:
-    """The value of `column`, `column.key` or `column.0`; None if there is none."""
-    value: Any = row
-    for key in name.split("."):
-        if isinstance(value, Mapping):
-            value = value.get(key)
-        elif isinstance(value, list | tuple) and key.isdigit() and int(key) < len(value):
-            value = value[int(key)]
+        elif isinstance(error, ConnectionError | OfflineModeIsEnabled | LocalEntryNotFoundError):
+            advice = (
+                f"the Hub is not reached: connect, unset HF_HUB_OFFLINE, or {local} (`hf download "
+                f"--repo-type dataset {source} --local-dir FOLDER` where there is a network)"
+            )
         else:
-            return None
-    return value
+            advice = (
+                "check that it can be read, is whole, of one schema, and JSON or parquet as its "
+                "name says; `source_split:` and `subset:` say which of its splits and "
+                "configurations to read"
+            )
+        raise ConfigError(
+            f"prompt set {name!r} cannot be read from {source}: {reason}. What to do: {advice}"
+        ) from error

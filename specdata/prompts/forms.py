@@ -1,0 +1,252 @@
+"""The way from a row of a set to prompts: texts from templates, questions, conversations."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from string import Formatter
+from typing import Any
+
+from specdata.errors import ConfigError
+from specdata.prompts.catalogue import CATALOGUE, Form
+from specdata.prompts.chat_templates import Message, user_turns
+from specdata.prompts.config import PromptSet
+from specdata.prompts.natural import NATURAL
+
+MESSAGES = Form(
+    messages="messages", roles={"system": "system", "user": "user", "assistant": "assistant"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RawPrompt:
+    """A prompt before it is tokenized: a text, or messages and the user's later turns."""
+
+    text: str = ""
+    messages: tuple[Message, ...] = ()
+    follow_ups: tuple[str, ...] = ()
+
+
+def form_of(wanted: PromptSet, row: Mapping[str, Any]) -> Form:
+    """How the rows of a set become prompts: as catalogued, by its template, or by its columns.
+
+    A row with both `messages` and `prompt` is read by its `messages`.
+
+    Raises:
+        ConfigError: if it has no column that is known, or settings exclude each other.
+    """
+    catalogued = CATALOGUE.get(wanted.name)
+    if wanted.template is not None:
+        asks = wanted.name in NATURAL or (
+            catalogued is not None and bool(catalogued.form.ask or catalogued.form.questions)
+        )
+        form = Form(ask=(wanted.template,) if asks else (), plain=(wanted.template,))
+        if catalogued:
+            form = dataclasses.replace(form, keep=catalogued.form.keep)
+    elif catalogued:
+        form = catalogued.form
+    elif wanted.name in NATURAL:
+        form = Form(ask=("{prompt}",), plain=("{prompt}",))
+    else:
+        form = MESSAGES if "messages" in row else Form(plain=("{prompt}",))
+        if "messages" not in row:
+            require_columns(["prompt"], row, f"prompt set {wanted.name!r}")
+    if form.messages and wanted.chat is False:
+        raise ConfigError(
+            f"prompt set {wanted.name!r} holds conversations, which only a chat template renders: "
+            "leave `chat` out, or give a `template` for their text"
+        )
+    if form.questions and wanted.chat is False and wanted.turns != "first":
+        raise ConfigError(
+            f"prompt set {wanted.name!r}: later turns need the chat template, so with `chat: "
+            "false` give `turns: first`"
+        )
+    if form.questions and wanted.turns == "last":
+        raise ConfigError(
+            f"prompt set {wanted.name!r}: a later turn depends on the model's answer, so `turns` "
+            "may be all (later ones are asked in order) or first"
+        )
+    return form
+
+
+def uses_chat(wanted: PromptSet, form: Form, has_template: bool) -> bool:
+    """Whether prompts of a set are rendered with the chat template.
+
+    Conversations always are. What is meant as an instruction or a question is if there is a
+    template; a `prompt` column and text to continue are only if the set says `chat: true`.
+
+    Raises:
+        ConfigError: if questions have later turns that nothing could render.
+    """
+    if form.messages:
+        return True
+    if wanted.chat is not None:
+        return wanted.chat
+    if form.questions and not has_template and wanted.turns != "first":
+        raise ConfigError(
+            f"prompt set {wanted.name!r} has questions of several turns, and the target has no "
+            "chat template, which later turns need: save one with its tokenizer "
+            "(chat_template.jinja in its folder), or ask the first alone with `turns: first`"
+        )
+    if form.questions:
+        return has_template
+    return bool(form.ask) and has_template
+
+
+def prompts_in(
+    row: Mapping[str, Any], form: Form, *, chat: bool, turns: str
+) -> Iterator[RawPrompt | str]:
+    """The prompts of a row, or the reason why it has none (one of `loading.REASONS`).
+
+    Args:
+        row: column -> value.
+        form: how to read it.
+        chat: whether a text is the user's message rather than the prompt.
+        turns: "all", "first" or "last" of a user's turns.
+    """
+    if form.messages:
+        recorded = row[form.messages]
+        if recorded is None and row.get("prompt"):
+            raise ConfigError(
+                "a prompt set mixes rows that have `messages` with rows that have a `prompt`: make "
+                "two sets of them"
+            )
+        messages = messages_of(recorded, form)
+        histories = user_turns(messages or [], turns)
+        if not histories:
+            yield "undecodable" if messages is None else "no_user_turn"
+        for history in histories:
+            yield RawPrompt(messages=history)
+    elif form.questions and chat:
+        asked = row[form.questions]
+        if not asked or not _are_texts(asked):
+            yield "undecodable"
+        else:
+            later = tuple(asked[1:]) if turns == "all" else ()
+            yield RawPrompt(messages=({"role": "user", "content": asked[0]},), follow_ups=later)
+    else:
+        text = _fill((form.ask if chat else ()) or form.plain, row)
+        if text is None:
+            yield "undecodable"
+            return
+        if form.keep < 1:
+            words = text.split()
+            text = " ".join(words[: max(1, int(form.keep * len(words)))])
+        yield RawPrompt(messages=({"role": "user", "content": text},)) if chat else RawPrompt(text)
+
+
+def _are_texts(values: Any) -> bool:
+    return (
+        isinstance(values, Sequence)
+        and not isinstance(values, str)
+        and all(isinstance(value, str) for value in values)
+    )
+
+
+def messages_of(recorded: Any, form: Form) -> list[Message] | None:
+    """A recorded conversation as messages; None if it is not made of texts.
+
+    It has no messages if it has a role that the form does not know.
+    """
+    role, content = form.keys
+    if not isinstance(recorded, Sequence) or not all(
+        isinstance(turn, Mapping) for turn in recorded
+    ):
+        return None
+    if not _are_texts([turn.get(content) for turn in recorded]):
+        return None
+    roles = [form.roles.get(str(turn.get(role))) for turn in recorded]
+    messages = [
+        {"role": name, "content": turn[content]}
+        for name, turn in zip(roles, recorded, strict=True)
+        if name
+    ]
+    return messages if len(messages) == len(recorded) else []
+
+
+def require_columns(needed: Iterable[str], row: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for a column that is not there, naming those that are and the nearest."""
+    for name in needed:
+        if name not in row:
+            near = difflib.get_close_matches(name, row, n=1, cutoff=0.5)
+            raise ConfigError(
+                f"{where} has no column {name!r}; it has {', '.join(map(repr, row)) or 'none'}"
+                f"{f' (did you mean {near[0]!r}?)' if near else ''}. Rename it, or give a "
+                "`template` such as '{" + (near[0] if near else next(iter(row), "column")) + "}'"
+            )
+
+
+def columns_of(form: Form) -> list[str]:
+    """The columns that a form reads."""
+    if single := form.questions or form.messages:
+        return [single]
+    texts = (*form.ask, *form.plain)
+    names = [name for text in texts for _, name in parse_template(text) if name]
+    return list(dict.fromkeys(name.split(".")[0] for name in names))
+
+
+@cache
+def parse_template(template: str) -> tuple[tuple[str, str | None], ...]:
+    """Pairs of literal text and the name in braces after it. Raises ConfigError if unusable."""
+    try:
+        parts = list(Formatter().parse(template))
+    except ValueError as error:
+        raise ConfigError(
+            f"unusable template {template!r}: {error}; write {{column}} for a column's text, and "
+            "{{ or }} for a brace"
+        ) from error
+    for _, name, form, conversion in parts:
+        if name is not None and (form or conversion or not re.fullmatch(r"\w+(\.\w+)*", name)):
+            raise ConfigError(
+                f"unusable template {template!r}: braces may hold a column's name or column.key, "
+                f"got {name!r}"
+            )
+    if all(name is None for _, name, _, _ in parts):
+        raise ConfigError(f"unusable template {template!r}: it names no {{column}}")
+    return tuple((text, name) for text, name, _, _ in parts)
+
+
+def _fill(templates: Sequence[str], row: Mapping[str, Any]) -> str | None:
+    """The first template whose columns are all filled.
+
+    None if a column is no text; empty if none is filled, or what fills one has no letter or digit
+    (the template's own words do not make a prompt of an empty question).
+    """
+    for template in templates:
+        values = [_value(row, name) for _, name in parse_template(template) if name]
+        if not all(value is None or isinstance(value, str) for value in values):
+            return None
+        if all(value and value.strip() for value in values):
+            if not any(map(str.isalnum, "".join(values))):
+                return ""
+            rest = iter([*values, ""])
+            return "".join(
+                text + (next(rest) if name else "") for text, name in parse_template(template)
+            )
+    return ""
+
+
+def _value(row: Mapping[str, Any], name: str) -> Any:
+    """The value of `column`, `column.key` or `column.0`; None if there is none."""
+    value: Any = row
+    for key in name.split("."):
+        if isinstance(value, Mapping):
+            value = value.get(key)
+        elif isinstance(value, list | tuple) and key.isdigit() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return None
+    return value
+
+
+def is_unicode(text: str) -> bool:
+    """False if a text holds half of a surrogate pair, as JSON may."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
