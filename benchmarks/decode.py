@@ -67,7 +67,7 @@ Decode = Callable[[Tensor, int, str], Generation]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What is measured, and on which prompts."""
+    """The measurement and its prompts."""
 
     name: str
     target: PreTrainedModel

@@ -1,4 +1,4 @@
-"""What an acceptance head costs a draft: microseconds a drafted token, on the decoder's own path.
+"""The cost of an acceptance head to a draft: microseconds a drafted token, on the decoder's path.
 
     python benchmarks/head_call.py [--draft FOLDER] [--out FILE]     # by default the demo's draft
 
@@ -35,7 +35,7 @@ DRAFT = str(DEMO / "draft" / "model")
 
 
 def heads_for(draft: Any) -> dict[str, BaseHead | None]:
-    """What is compared, by name."""
+    """The heads and rules that are compared, by name."""
     sizes = {
         "hidden_size": int(draft.get_output_embeddings().weight.shape[-1]),
         "embedding_size": int(draft.get_input_embeddings().weight.shape[-1]),
@@ -44,16 +44,18 @@ def heads_for(draft: Any) -> dict[str, BaseHead | None]:
     return {
         "no head": None,
         "specdec++, depth 3": AcceptanceHead(hidden_size=hidden, depth=3),
-        "immediate, drawn": ImmediateHead(**sizes, moments=("drawn",)),
-        "immediate, drawn and consumed": ImmediateHead(**sizes, moments=("drawn", "consumed")),
+        "immediate, drawn": ImmediateHead(**sizes, decision_points=("drawn",)),
+        "immediate, drawn and consumed": ImmediateHead(
+            **sizes, decision_points=("drawn", "consumed")
+        ),
         "immediate, drawn, width 64, depth 1": ImmediateHead(
-            **sizes, moments=("drawn",), width=64, depth=1
+            **sizes, decision_points=("drawn",), width=64, depth=1
         ),
     }
 
 
 def drafting(model: CachedModel, head: BaseHead | None) -> Callable[[], float]:
-    """What drafts once after the same prompt and returns the seconds that it took."""
+    """A function that drafts once after the same prompt and returns the seconds that it took."""
     rule = STOPPING_RULES["fixed"](length=LENGTH)
     if head is not None:
         rule = STOPPING_RULES["head"](threshold=1.0, limit=LENGTH)

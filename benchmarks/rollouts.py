@@ -4,7 +4,7 @@
         [--parts speed accounting] [--target FOLDER] [--draft FOLDER] [--dtype bfloat16]
 
 Speed: tokens/s of batched rollouts, of one-prompt-at-a-time `generate`, and of labels (completion
-tokens only) made with both models and, with top_k 50, again from 64 kept target logits; each with
+tokens only) made with both models and, with top_k 50, again from 64 top target logits; each with
 one and with two threads, of which the better counts. Metrics are medians over repetitions with
 their range.
 
@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from eval.measuring.environment import describe_environment
 from specdata.labels.labeller import (
     Labeller,
-    kept_distributions,
+    distributions_of_top_logits,
     target_distributions,
     tokens_at_once,
 )
@@ -47,7 +47,7 @@ from specdata.storage.schema import Rollout
 
 SCHEMA_VERSION = 1
 PAIR = DEMO / "pair"
-TOP_K, KEPT = SamplingConfig(top_k=50), 64
+TOP_K, TOP_N = SamplingConfig(top_k=50), 64
 # What is decoded: so many prompts in batches, and so many of them one at a time.
 PROMPTS, ALONE = 128, 6
 PARTS = ("speed", "accounting")
@@ -115,7 +115,7 @@ def speed(folder: Path, repeats: int) -> dict[str, Any]:
     rates["relabels_per_rollouts"] = best["relabels"] / best["rollouts"]
     rates["labels_per_generate"] = best["labels"] / best["generate"]
     print(
-        f"labels are {rates['labels_per_generate']:.1f} times generate; from kept logits "
+        f"labels are {rates['labels_per_generate']:.1f} times generate; from top logits "
         f"{rates['relabels_per_rollouts']:.1f} times rollouts"
     )
     # What no batching can exceed: the target's own multiplications, at the speed of a large one.
@@ -127,15 +127,17 @@ def speed(folder: Path, repeats: int) -> dict[str, Any]:
 def labels(
     target: PreTrainedModel, draft: PreTrainedModel, rows: list[Rollout]
 ) -> dict[str, Callable[[], int]]:
-    """Labelling with both models, and again with the draft alone from kept target logits."""
+    """Labelling with both models, and again with the draft alone from top target logits."""
     p, q = find_lm_head(target), find_lm_head(draft)
     at_once = tokens_at_once(p, q)
     label = Labeller(partial(target_distributions, p, PLAIN, 0), q, p.vocabulary, PLAIN, 0, at_once)
     keep = Labeller(
-        partial(target_distributions, p, TOP_K, KEPT), q, p.vocabulary, TOP_K, 0, at_once
+        partial(target_distributions, p, TOP_K, TOP_N), q, p.vocabulary, TOP_K, 0, at_once
     )
-    kept = TopLogitDistributions(KEPT, p.vocabulary, TOP_K)
-    again = Labeller(partial(kept_distributions, kept), q, p.vocabulary, TOP_K, 0, at_once)
+    top_logits = TopLogitDistributions(TOP_N, p.vocabulary, TOP_K)
+    again = Labeller(
+        partial(distributions_of_top_logits, top_logits), q, p.vocabulary, TOP_K, 0, at_once
+    )
     with_logits = keep(rows)
     return {
         "labels": lambda: tokens_of(label(rows)),

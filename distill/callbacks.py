@@ -1,4 +1,4 @@
-"""What watches a training: measurements that tell the best weights, and where they are reported."""
+"""Watching a training: measurements that tell the best weights, and where they are reported."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             raise TrainingDivergedError(
                 f"{self.label}: acceptance on held-out rollouts is {measured.overall.acceptance} "
                 f"after step {step}",
-                kept=newest_complete(Path(args.output_dir)),
+                last_good=newest_complete(Path(args.output_dir)),
                 learning_rate=args.learning_rate,
                 remedy=self.remedy,
             )
@@ -181,7 +181,7 @@ def load_best(work: Path, step: int) -> Weights:
 
 
 def history_of(state: TrainerState) -> History:
-    """What a Trainer has logged: its steps, and what `Watch` added."""
+    """The log of a Trainer: its steps, and what `Watch` added."""
     logged = ("step", "loss", "grad_norm", "learning_rate")
     steps = [
         {name: float(entry[name]) for name in logged if entry.get(name) is not None}

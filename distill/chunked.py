@@ -55,7 +55,7 @@ def chunked_loss(
         head: makes logits of them; called, or if it is a plain linear layer read.
         loss: gives the sum over a chunk; positions must not depend on each other.
         at_once: positions of a chunk (default: as many as fit into `CHUNK_BYTES`).
-        is_narrow: the loss takes the logits of the kept tokens of a reduced vocabulary alone, and
+        is_narrow: the loss takes the logits of the tokens of a reduced vocabulary alone, and
             `head.embedding` is its `specdata.draft_vocabulary.ReducedOutput`.
 
     Returns:
@@ -67,7 +67,7 @@ def chunked_loss(
     elif type(linear) is not nn.Linear:
         linear = None
     # Not the rows of the matrix: under ZeRO-3 it has none here.
-    width = len(linear.kept) if isinstance(linear, ReducedOutput) else head.vocabulary
+    width = len(linear.vocabulary_ids) if isinstance(linear, ReducedOutput) else head.vocabulary
     size = at_once or positions_at_once(width)
     if not torch.is_grad_enabled():
         logits = head.logits if linear is None else partial(_linear_logits, head, linear)

@@ -157,7 +157,7 @@ class OnPolicyConfig(Config):
 
 
 class DistilConfig(Config):
-    """What the draft is trained to minimise, on what, how long and how fast."""
+    """The training of a draft: what it minimises, on what, how long and how fast."""
 
     init: InitConfig = Field(InitConfig(), description="where the draft comes from")
     finetune: FinetuneConfig | None = Field(
@@ -177,8 +177,8 @@ class DistilConfig(Config):
     )
     cache: str | None = Field(
         None,
-        description="dataset with kept target logits (stage logits, or labels with top_logits) to "
-        "learn from, without the target: all tokens that are not kept count as one",
+        description="dataset with top target logits (stage logits, or labels with top_logits) to "
+        "learn from, without the target: all tokens outside them count as one",
     )
     sets: list[str] | None = Field(
         None,
@@ -188,7 +188,7 @@ class DistilConfig(Config):
     )
     # A draft is accepted more on text that it has learnt: on SmolLM2's first whole run .77 against
     # .66 (code), .63 against .40 (questions), and its head expected what it had been shown.
-    spared: float = Field(
+    held_out_share: float = Field(
         0.0,
         ge=0.0,
         lt=1.0,

@@ -40,7 +40,7 @@ from distill.trainer import draft_trainer
 from distill.training import save_model, train_resumably
 from distill.watch import HeldOut, History, Measurement
 from specdata.errors import TrainingDivergedError
-from specdata.labels.top_logits import KeptLogits, TopLogitDistributions, check_decided
+from specdata.labels.top_logits import TopLogitDistributions, TopLogits, check_decided
 from specdata.loading import ONE_DEVICE, Loading, check_shardable
 from specdata.models import (
     check_shared_vocabulary,
@@ -64,25 +64,25 @@ RESULT_FILE = "distillation.json"
 
 @dataclass(frozen=True, slots=True)
 class DistilResult:
-    """What distillation changed, on rollouts that were not trained on.
+    """The changes by distillation, on rollouts that were not trained on.
 
     `acceptance_before` and `acceptance_after` are means of sum_x min(p, q) over `positions`
     completion positions: the probability that a drafted token is accepted there. `before` and
-    `after` have more, for each prompt set, too. The draft's weights are those after `kept_step` of
+    `after` have more, for each prompt set, too. The draft's weights are those after `best_step` of
     `steps` optimizer steps; 0 are those it started from. Of the training rollouts, `cut` were
     longer than `max_length`, and `left_out` had no completion, or none that was not cut.
 
-    `is_bound`: p is known from kept logits in which all other tokens count as one. Then acceptances
+    `is_bound`: p is known from top logits in which all other tokens count as one. Then acceptances
     are upper bounds and KL lower ones; expected tokens are exact where the logits of the text's own
     tokens are kept (stage logits), else so where a token is among the N. `undecided` positions of
-    training and held-out rollouts are left out, because kept logits do not decide p there.
+    training and held-out rollouts are left out, because top logits do not decide p there.
     """
 
     acceptance_before: float
     acceptance_after: float
     positions: int
     steps: int
-    kept_step: int | None
+    best_step: int | None
     before: Measurement
     after: Measurement
     cut: int
@@ -102,7 +102,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     sampling: SamplingConfig,
     seed: int,
     teacher_load: Loading = ONE_DEVICE,
-    kept: KeptLogits | None = None,
+    top_logits: TopLogits | None = None,
 ) -> DistilResult:
     """Train a copy of the draft on rollouts of the target and save it as a model folder.
 
@@ -122,12 +122,12 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
         sampling: the warp of serving, applied to both models.
         seed: decides the order of the rollouts.
         teacher_load: how the frozen target is loaded: in the precision that it is served in.
-        kept: what `train` and `dev` keep of the target's logits (columns of `TOP_LOGITS`), if the
-            draft learns from them; then the weights of the target are not read.
+        top_logits: what `train` and `dev` keep of the target's logits (columns of `TOP_LOGITS`), if
+            the draft learns from them; then the weights of the target are not read.
 
     Raises:
         ConfigError: if a model cannot be loaded, in parts if asked for, or has fewer positions than
-            a rollout tokens, or if kept logits do not decide the target's distributions.
+            a rollout tokens, or if top logits do not decide the target's distributions.
         TrainingDivergedError: if a loss, gradient or weight is not finite.
         VocabularyMismatchError: if the models do not share a vocabulary.
         ManifestError: if `out` or its checkpoints were made with other settings, or its checkpoints
@@ -141,7 +141,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
         {
             "target": fingerprint(str(target)),
             "draft": fingerprint(str(draft)),
-            # Where kept logits lie does not matter, as they are compared by what they hold.
+            # Where top logits lie does not matter, as they are compared by what they hold.
             "config": {**config.decisive(), "cache": None},
             "sampling": asdict(sampling),
             "seed": seed,
@@ -164,8 +164,8 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     configs = {"target": load_generation(str(target))[0], "draft": load_generation(str(draft))[0]}
     check_context(configs, fit.rollouts, dev)
     # Before any training arguments exist, or ZeRO-3 would split the frozen teacher too.
-    if kept:
-        teacher, measured, undecided = _known(kept, config, sampling, fit.rollouts, dev)
+    if top_logits:
+        teacher, measured, undecided = _known(top_logits, config, sampling, fit.rollouts, dev)
     else:
         teacher = measured = _load_teacher(str(target), teacher_load, config)
         undecided = 0
@@ -174,7 +174,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     held_out = HeldOut(measured, dev, sampling, watched=config.eval_rollouts)
     before = _measured(held_out, plain)
 
-    history = History(kept_step=0)
+    history = History(best_step=0)
     if config.epochs > 0:
         trainer = draft_trainer(teacher, student, fit.rollouts, _work(out), config, sampling, seed)
         for callback in reports:
@@ -183,7 +183,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
         if state.is_main_process:
             set_weights(plain, weights)
     plain = merged(plain)
-    after = _measured(held_out, plain, step=history.kept_step or 0)
+    after = _measured(held_out, plain, step=history.best_step or 0)
     (after,) = broadcast_object_list([after])
     _check_finite(after, out, config, settings)
     if before is not None:
@@ -202,24 +202,24 @@ def _check_finite(
         raise TrainingDivergedError(
             f"distilling the draft: its acceptance is {after.overall.acceptance} after the last "
             "step",
-            kept=newest_complete(_work(out)),
+            last_good=newest_complete(_work(out)),
             learning_rate=config.learning_rate,
             remedy=settings.remedy,
         )
 
 
 def _known(
-    kept: KeptLogits, config: DistilConfig, sampling: SamplingConfig, *rollouts: Dataset
+    top_logits: TopLogits, config: DistilConfig, sampling: SamplingConfig, *rollouts: Dataset
 ) -> tuple[TopLogitDistributions, TopLogitDistributions, int]:
-    """What p is made of in the loss, and in measurements, which are always of serving.
+    """The logits that p is made of in the loss, and in measurements, which are always of serving.
 
-    And the number of positions at which kept logits do not decide what is served.
+    And the number of positions at which top logits do not decide what is served.
 
     Raises:
         ConfigError: if those are too many (`check_decided`).
     """
     compared = sampling if config.warp == "sampler" else SamplingConfig()
-    learnt, known = (kept.distributions(each, bound=True) for each in (compared, sampling))
+    learnt, known = (top_logits.distributions(each, bound=True) for each in (compared, sampling))
     return learnt, known, sum(check_decided(rows, learnt, known)[1] for rows in rollouts)
 
 
@@ -278,11 +278,11 @@ def _trained(
     weights = trained_weights(trainer)
     history = history_of(trainer.state)
     if config.keep == "last":
-        return replace(history, kept_step=trainer.state.global_step), weights
-    kept = best_step(history.measurements)
+        return replace(history, best_step=trainer.state.global_step), weights
+    best = best_step(history.measurements)
     if trainer.is_world_process_zero():
-        weights = load_best(work, kept)
-    return replace(history, kept_step=kept), weights
+        weights = load_best(work, best)
+    return replace(history, best_step=best), weights
 
 
 def _save(
@@ -305,7 +305,7 @@ def _save(
         acceptance_after=after.overall.acceptance,
         positions=after.overall.positions,
         steps=history.measurements[-1].step if history.measurements else 0,
-        kept_step=history.kept_step,
+        best_step=history.best_step,
         before=before,
         after=after,
         cut=fit.cut,

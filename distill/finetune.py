@@ -40,7 +40,7 @@ from distill.training import (
     training_arguments,
     whole_batches,
 )
-from specdata.draft_vocabulary import kept_tokens
+from specdata.draft_vocabulary import draft_vocabulary_ids
 from specdata.errors import ConfigError, TrainingDivergedError
 from specdata.models import (
     check_shared_vocabulary,
@@ -73,7 +73,7 @@ ROWS_SETTINGS_FILE, ACCOUNT_FILE = "settings.json", "account.json"
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What is trained on.
+    """The training data.
 
     Attributes:
         dataset: one row each: `input_ids` (T,), `labels` (T,), and `seq_lengths`, the lengths of
@@ -234,7 +234,7 @@ def rollout_texts(rollouts: Sequence[Mapping[str, list[int]]]) -> Iterator[Text]
 def collate_texts(
     pad_id: int,
     vocab_size: int,
-    kept: Tensor | None = None,
+    vocabulary_ids: Tensor | None = None,
     *,
     packed: bool,
     process: int = 0,
@@ -251,18 +251,18 @@ def collate_texts(
         pad_id: fills up `input_ids`.
         vocab_size: of the draft. Ids beyond it, of a target that is padded to more, are read as 0
             and not learnt.
-        kept: (N,) ids that a draft with a reduced vocabulary can propose, increasing. The others
-            are not learnt, and labels are rows of its output matrix instead of ids, which is what
-            TRL's fused loss takes them for.
+        vocabulary_ids: (N,) ids that a draft with a reduced vocabulary can propose, increasing. The
+            others are not learnt, and labels are rows of its output matrix instead of ids, which is
+            what TRL's fused loss takes them for.
         packed: whether a row may hold several texts.
         process: which of the `processes` shares of the rows to collate_texts. A share without a row
             becomes a row without labels, because collective operations need a batch.
         processes: among how many the rows are divided.
     """
     of_label = torch.arange(vocab_size)
-    if kept is not None:
+    if vocabulary_ids is not None:
         of_label = torch.full((vocab_size,), IGNORED)
-        of_label[kept.cpu()] = torch.arange(len(kept))
+        of_label[vocabulary_ids.cpu()] = torch.arange(len(vocabulary_ids))
 
     def batch(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         rows = rows[process::processes] or [_nothing(rows[0])]
@@ -358,7 +358,7 @@ def finetune(
     if not all(parameter.isfinite().all() for parameter in student.parameters()):
         raise TrainingDivergedError(
             f"{LABEL}: weights are not finite after the last step",
-            kept=newest_complete(_work(out)),
+            last_good=newest_complete(_work(out)),
             learning_rate=config.learning_rate,
             remedy=settings.remedy,
         )
@@ -431,7 +431,7 @@ def finetune_trainer(
             # Padding is never learnt nor seen, so any id will do where a tokenizer names none.
             tokenizer.pad_token_id or 0,
             student.config.get_text_config().vocab_size,
-            kept_tokens(base_of(student)),
+            draft_vocabulary_ids(base_of(student)),
             packed=config.packing,
             process=state.process_index,
             processes=state.num_processes,
@@ -485,7 +485,7 @@ def check_packing(model: PreTrainedModel, rows: Dataset) -> None:
 
 
 def _contents(config: FinetuneConfig, rollouts: Dataset | None) -> dict[str, str]:
-    """What identifies the texts: files by their content, a Hub id itself."""
+    """The identity of the texts: files by their content, a Hub id itself."""
     if config.conversations:
         sources = conversation_inputs(config.conversations)
         return {name: fingerprint(source) for name, source in sources.items()}

@@ -171,9 +171,9 @@ def frequent_tokens(
     return list(chosen | dict.fromkeys(range(vocabulary)))[:count]
 
 
-def coverage(rollouts: Dataset, kept: Iterable[int]) -> float:
+def coverage(rollouts: Dataset, vocabulary_ids: Iterable[int]) -> float:
     """The share of the completions' tokens that are among some."""
-    counts, known = Counter(chain.from_iterable(rollouts["completion_ids"])), {*kept}
+    counts, known = Counter(chain.from_iterable(rollouts["completion_ids"])), {*vocabulary_ids}
     return sum(count for token, count in counts.items() if token in known) / counts.total()
 
 
@@ -393,8 +393,8 @@ def _reduce(
     `ends` are the target's end tokens: an existing draft may name others, and decoding ends there.
     """
     vocabulary = model.config.get_text_config().vocab_size
-    kept = frequent_tokens(rollouts, count, vocabulary, ends)
-    reduce_vocabulary(model, kept)
+    vocabulary_ids = frequent_tokens(rollouts, count, vocabulary, ends)
+    reduce_vocabulary(model, vocabulary_ids)
     with torch.inference_mode():
         logits = model(input_ids=_probe(model), use_cache=False).logits
     if not bool(logits[..., ~model.t2d].isneginf().all()):
@@ -403,7 +403,7 @@ def _reduce(
             "tokens left out of its vocabulary would have a probability: leave "
             "draft.init.vocabulary out"
         )
-    return {"vocabulary": count, "coverage": coverage(rollouts, kept)}
+    return {"vocabulary": count, "coverage": coverage(rollouts, vocabulary_ids)}
 
 
 def _cut_config(config: PreTrainedConfig, chosen: Sequence[int], layers: int) -> PreTrainedConfig:

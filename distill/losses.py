@@ -1,4 +1,4 @@
-"""What a draft is distilled with: seven divergences between the distributions p and q.
+"""The losses of distillation: seven divergences between the distributions p and q.
 
 All share one signature, `(draft_logits, target_logits, mask) -> scalar`: the mean over the
 positions where `mask` is true of a divergence between the target's p = softmax(target_logits) and
@@ -146,10 +146,10 @@ def lk_hybrid(draft_logits: Tensor, target_logits: Tensor, mask: Tensor) -> Tens
     return _masked_mean(weight * kl + (1 - weight) * _tv(log_p, log_q), mask)
 
 
-def bucketed(draft_logits: Tensor, kept: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Draft and target logits with all tokens that are not kept as one, for any loss of `LOSSES`.
+def bucketed(draft_logits: Tensor, top: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Draft and target logits with all tokens outside the top N as one, for any loss of `LOSSES`.
 
-    softmax of what comes back is q and p of the N kept tokens and of the tail. Where N = V the tail
+    softmax of what comes back is q and p of the top N tokens and of the tail. Where N = V the tail
     is empty and every loss has the value and gradient that it has on all logits. Else, by the data
     processing inequality, `forward_kl`, `reverse_kl`, `js` and `tv` (the value of `tvd++`) are
     lower bounds of theirs, and so is `neg_log_overlap`, because merging tokens can only raise
@@ -159,20 +159,20 @@ def bucketed(draft_logits: Tensor, kept: Mapping[str, Tensor]) -> tuple[Tensor, 
 
     Args:
         draft_logits: (n, V), warped.
-        kept: columns of `specdata.labels.top_logits`, at the temperature at which p and q are
+        top: columns of `specdata.labels.top_logits`, at the temperature at which p and q are
             compared: (n, N) `top_ids` and `top_logits`, (n, 1) `rest_logit`.
 
     Returns:
-        (n, N + 1) each, float32 or wider; the target's from `kept`, without a gradient.
+        (n, N + 1) each, float32 or wider; the target's from `top`, without a gradient.
     """
     wide = draft_logits.to(torch.promote_types(draft_logits.dtype, torch.float32))
-    ids = kept["top_ids"].long()
+    ids = top["top_ids"].long()
     others = wide.scatter(-1, ids, -torch.inf)
     # Where the draft can propose none of them, log of their sum has no gradient.
     is_empty = others.isneginf().all(dim=-1, keepdim=True)
     tail = others.masked_fill(is_empty, 0.0).logsumexp(dim=-1, keepdim=True)
     tail = tail.masked_fill(is_empty, -torch.inf)
-    target_logits = torch.cat([kept["top_logits"], kept["rest_logit"]], dim=-1)
+    target_logits = torch.cat([top["top_logits"], top["rest_logit"]], dim=-1)
     return torch.cat([wide.gather(-1, ids), tail], dim=-1), target_logits.detach()
 
 

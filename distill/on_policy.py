@@ -85,7 +85,7 @@ class DraftTexts:
         return filled
 
     def carries(self, step: int, index: int) -> bool:
-        """Whether row `index` of a step carries the draft's text.
+        """True if row `index` of a step carries the draft's text.
 
         Systematic sampling, one uniform a step: each row is as likely as the share says, and of n
         rows it is always floor(n share) or ceil(n share).
@@ -97,7 +97,7 @@ class DraftTexts:
     def write(
         self, draft: PreTrainedModel, rows: Sequence[Row], indices: Sequence[int], step: int
     ) -> list[list[Row]]:
-        """What stands in the place of each row: the row itself, or rows with the draft's text.
+        """Rows for the place of each row: the row itself, or rows with the draft's text.
 
         A completion is at most as long as the rollout's and may end earlier, by an end token. A
         block follows a part of the target's completion that is drawn anew at every step, so that
@@ -157,7 +157,7 @@ class DraftTexts:
     def _texts(
         self, draft: PreTrainedModel, prompts: list[list[int]], uniforms: list[Tensor]
     ) -> list[list[int]]:
-        """What the draft writes after each prompt; those of like length go together."""
+        """The draft's texts after each prompt; prompts of like length are batched."""
         order = sorted(range(len(prompts)), key=lambda at: (len(prompts[at]), at))
         texts: dict[int, list[int]] = {}
         training = draft.training

@@ -1,9 +1,9 @@
-"""What the target says of the training rollouts: computed once, or read from stored logits.
+"""The target's view of the training rollouts: computed once, or read from stored logits.
 
 A draft passes over the same rollouts several times, and the target says the same of them each time.
-So its last hidden states at the completion positions are kept, as far as `KEPT_BYTES` go; its
+So its last hidden states at the completion positions are stored, as far as `STATES_BYTES` go; its
 output matrix makes logits of them again, a chunk at a time. Rollouts are read in batches of like
-length, which depend on the data alone: what is kept has the same bits whatever the order of
+length, which depend on the data alone: what is stored has the same bits whatever the order of
 training, so nothing is to be stored for a killed run to go on. Rollouts that are stored with states
 (`specdata.target_states`) are not read at all.
 """
@@ -23,39 +23,39 @@ from distill.batches import IGNORED, collate
 from distill.chunked import chunks, positions_at_once
 from distill.losses import Loss, bucketed
 from specdata.labels.labeller import by_length, tokens_at_once
-from specdata.labels.top_logits import TopLogitDistributions, kept_columns, logits_of
+from specdata.labels.top_logits import TopLogitDistributions, logits_of, top_logit_columns
 from specdata.lm_head import find_lm_head
 from specdata.probability import to_vocabulary
 from specdata.processes import largest_of_all
 from specdata.sharded import is_sharded
 from specdata.target_states import has_states, stored_states
 
-KEPT_BYTES = 1 << 30
-"""States that are kept in memory, in bytes, in each process; other rows are read at every pass."""
+STATES_BYTES = 1 << 30
+"""States to hold in memory, in bytes, in each process; other rows are read at every pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a draft with a reduced vocabulary can learn of its target: the rest is one number.
+    """The part of its target that a draft with a reduced vocabulary can learn; the rest is a sum.
 
     A token that the draft cannot propose has q = 0, so it adds to a divergence as part of a sum
     over all such tokens. That sum takes the target's whole output matrix, but only once.
 
     Attributes:
-        kept: (N,) ids of the tokens that the draft can propose.
+        vocabulary_ids: (N,) ids of the tokens that the draft can propose.
         temperature: at which distributions are compared, above 0.
     """
 
-    kept: Tensor
+    vocabulary_ids: Tensor
     temperature: float
 
 
-def _rows_of(output: nn.Linear, kept: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The rows (N, H) of an output matrix, wherever it lies, and of its bias, where `kept` is."""
+def _rows_of(output: nn.Linear, vocabulary_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The rows (N, H) of an output matrix, wherever it lies, and of its bias, where the ids lie."""
     with align_module_device(output):
-        there = kept.to(output.weight.device)
-        bias = None if output.bias is None else output.bias[there].to(kept.device)
-        return output.weight[there].to(kept.device), bias
+        there = vocabulary_ids.to(output.weight.device)
+        bias = None if output.bias is None else output.bias[there].to(vocabulary_ids.device)
+        return output.weight[there].to(vocabulary_ids.device), bias
 
 
 class Teacher:
@@ -64,7 +64,7 @@ class Teacher:
     def __init__(
         self, model: PreTrainedModel, rollouts: Dataset | None = None, part: Part | None = None
     ) -> None:
-        """Choose what is kept.
+        """Choose what is stored.
 
         Args:
             model: the target.
@@ -78,10 +78,10 @@ class Teacher:
         self._rows: tuple[Tensor, Tensor | None] | None = None
         output = self.head.embedding
         if part is not None and type(output) is nn.Linear:
-            kept = part.kept.to(model.device)
-            self.part = Part(kept, part.temperature)
-            self._rows = _rows_of(output, kept)
-        self._kept: dict[int, Tensor] = {}
+            vocabulary_ids = part.vocabulary_ids.to(model.device)
+            self.part = Part(vocabulary_ids, part.temperature)
+            self._rows = _rows_of(output, vocabulary_ids)
+        self._states: dict[int, Tensor] = {}
         self._rests: dict[int, Tensor] = {}
         self._rollouts = rollouts
         self._group: dict[int, list[int]] = {}
@@ -140,8 +140,8 @@ class Teacher:
         return largest_of_all(mine) - mine
 
     def _is_known(self, example: int) -> bool:
-        """Whether what is kept of a rollout takes no forward."""
-        if example in self._kept:
+        """True if the states of a rollout take no forward."""
+        if example in self._states:
             return True
         assert self._rollouts is not None
         return stored_states(self._rollouts[example], self.head) is not None
@@ -159,12 +159,12 @@ class Teacher:
         rests = []
         for chunk in chunks(states, positions_at_once(self.head.vocabulary)):
             logits = self.head.logits(states[chunk]).float()
-            logits = logits.index_fill(-1, self.part.kept, -torch.inf)
+            logits = logits.index_fill(-1, self.part.vocabulary_ids, -torch.inf)
             rests.append((logits / self.part.temperature).logsumexp(dim=-1))
         return torch.cat(rests)
 
     def _plan(self, rollouts: Dataset) -> None:
-        """Divide the first rollouts, as many as can be kept, into batches of like length."""
+        """Divide the first rollouts, as many as can be stored, into batches of like length."""
         sizes = [
             (len(prompt) + len(completion), len(completion))
             for prompt, completion in zip(
@@ -174,7 +174,7 @@ class Teacher:
         width = self.head.vocabulary
         if self.head.embedding is not None:
             width = self.model.config.get_text_config().hidden_size
-        room, lengths = KEPT_BYTES // (width * self.model.dtype.itemsize), []
+        room, lengths = STATES_BYTES // (width * self.model.dtype.itemsize), []
         for length, completion in sizes:
             room -= completion
             if room < 0:
@@ -184,8 +184,8 @@ class Teacher:
             self._group |= dict.fromkeys(group, group)
 
     def _state_of(self, example: int) -> Tensor:
-        """What is kept of a rollout; it is read with its whole group when it is first wanted."""
-        if example not in self._kept:
+        """The states of a rollout; it is read with its whole group when it is first wanted."""
+        if example not in self._states:
             assert self._rollouts is not None
             if (state := stored_states(self._rollouts[example], self.head)) is not None:
                 if self.part is not None and example not in self._rests:
@@ -197,10 +197,10 @@ class Teacher:
             batch = {name: values.to(self.model.device) for name, values in batch.items()}
             states = self._read(batch, torch.arange(len(group), device=self.model.device))
             for place, state in zip(batch["rows"].tolist(), states, strict=True):
-                self._kept[group[place]] = state.cpu()
+                self._states[group[place]] = state.cpu()
                 if self.part is not None:
                     self._rests[group[place]] = self._rest_of(state).cpu()
-        return self._kept[example]
+        return self._states[example]
 
     @torch.inference_mode()
     def _read(self, batch: Mapping[str, Tensor], rows: Tensor) -> tuple[Tensor, ...]:
@@ -219,13 +219,13 @@ def _one_token(device: torch.device) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
-class KeptTeacher:
+class TopLogitsTeacher:
     """A target beside the draft that learns from it, of which N logits a position are stored.
 
     Where the sampler's distributions are exact (`TopLogitDistributions.is_exact`), the loss is the
-    one that the target itself would give. Else all tokens that are not kept count as one, in the
+    one that the target itself would give. Else all tokens outside the top N count as one, in the
     target's distribution and in the draft's (`distill.losses.bucketed`). Positions at which the
-    kept logits do not decide p add nothing.
+    top logits do not decide p add nothing.
     """
 
     def __init__(self, rollouts: Dataset, known: TopLogitDistributions) -> None:
@@ -239,7 +239,7 @@ class KeptTeacher:
         self._rows = logits_of(rollouts)
 
     def columns(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What is kept at the labelled positions of a batch, row after row: (n, N) or (n, 1).
+        """The top logits at the labelled positions of a batch, row after row: (n, N) or (n, 1).
 
         Args:
             batch: of `distill.batches.collate`; each row with a label names its rollout in
@@ -250,19 +250,19 @@ class KeptTeacher:
         # A share without a row holds one without labels, which is no rollout.
         examples = [max(0, example) for example in batch["examples"].tolist()]
         found = [
-            kept_columns(self._rows[example], self.known.count, wanted)
+            top_logit_columns(self._rows[example], self.known.count, wanted)
             for example, wanted in zip(examples, positions, strict=True)
         ]
         return {name: torch.cat([each[name] for each in found]).to(device) for name in found[0]}
 
-    def divergence(self, objective: Loss, q_logits: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
-        """The sum of a loss over positions: (n, V') logits and what is kept there -> scalar."""
+    def divergence(self, objective: Loss, q_logits: Tensor, top: Mapping[str, Tensor]) -> Tensor:
+        """The sum of a loss over positions: (n, V') logits and the top logits there -> scalar."""
         q_logits = to_vocabulary(q_logits, self.known.vocabulary)
         q_logits = q_logits / (self.known.sampling.temperature or 1.0)
         if self.known.is_exact:
             # Truncation applies to p alone, as it does with the target.
-            p_logits = self.known.distribution(kept, q_logits.detach().float()).log()
+            p_logits = self.known.distribution(top, q_logits.detach().float()).log()
         else:
-            q_logits, p_logits = bucketed(q_logits, kept)
-        decided = self.known.decided(kept).float()
+            q_logits, p_logits = bucketed(q_logits, top)
+        decided = self.known.decided(top).float()
         return objective(q_logits, p_logits, decided) * decided.sum()

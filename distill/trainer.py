@@ -23,9 +23,9 @@ from distill.initial import decoder_layers
 from distill.losses import LOSSES
 from distill.muon import MuonWithAdamW, muon_optimizer
 from distill.on_policy import DraftTexts, copy_to_write, whole_draft
-from distill.teacher import KeptTeacher, Part, Teacher
+from distill.teacher import Part, Teacher, TopLogitsTeacher
 from distill.training import Schedule, training_arguments, whole_batches
-from specdata.draft_vocabulary import kept_tokens
+from specdata.draft_vocabulary import draft_vocabulary_ids
 from specdata.errors import ConfigError
 from specdata.labels.top_logits import TopLogitDistributions
 from specdata.lm_head import find_lm_head
@@ -46,7 +46,7 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        teacher: Teacher | KeptTeacher,
+        teacher: Teacher | TopLogitsTeacher,
         config: DistilConfig,
         sampling: SamplingConfig,
         texts: DraftTexts | None = None,
@@ -110,15 +110,15 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
     def _taught(self, inputs: Mapping[str, Tensor]) -> tuple[ChunkLoss, bool]:
         """The loss of a batch's positions, and whether it takes narrow logits (`chunked_loss`)."""
         teacher, device = self.teacher, inputs["labels"].device
-        if isinstance(teacher, KeptTeacher):
-            kept = teacher.columns(inputs)
+        if isinstance(teacher, TopLogitsTeacher):
+            top = teacher.columns(inputs)
 
-            def kept_loss(q_logits: Tensor, chunk: slice) -> Tensor:
-                here = {name: values[chunk] for name, values in kept.items()}
+            def top_logits_loss(q_logits: Tensor, chunk: slice) -> Tensor:
+                here = {name: values[chunk] for name, values in top.items()}
                 with torch.autocast(device.type, enabled=False):
                     return teacher.divergence(self.objective, q_logits, here)
 
-            return kept_loss, False
+            return top_logits_loss, False
         taught, rest = teacher.states(inputs)
 
         def loss(q_logits: Tensor, chunk: slice) -> Tensor:
@@ -157,16 +157,16 @@ class DistilTrainer(Trainer):  # type: ignore[misc]
 def learnt_part(
     student: torch.nn.Module, config: DistilConfig, sampling: SamplingConfig
 ) -> Part | None:
-    """What of the target's distributions is enough for the draft; None if all of it is needed.
+    """The part of the target's distributions that is enough for the draft; None for all of it.
 
     Truncation (top_k, top_p) of p depends on all tokens, and greedy p on the largest of all.
     """
-    kept = kept_tokens(base_of(student))
+    vocabulary_ids = draft_vocabulary_ids(base_of(student))
     sampled = config.warp == "sampler"
     truncated = sampling.top_k != 0 or sampling.top_p < 1.0 or sampling.temperature == 0.0
-    if kept is None or (sampled and truncated):
+    if vocabulary_ids is None or (sampled and truncated):
         return None
-    return Part(kept, sampling.temperature if sampled else 1.0)
+    return Part(vocabulary_ids, sampling.temperature if sampled else 1.0)
 
 
 def draft_trainer(
@@ -195,16 +195,16 @@ def draft_trainer(
     if config.freeze_embeddings:
         _freeze_embeddings(student)
     pad_id, texts = 0, None
-    taught: Teacher | KeptTeacher
+    taught: Teacher | TopLogitsTeacher
     if isinstance(teacher, TopLogitDistributions):
-        taught = KeptTeacher(train, teacher)
+        taught = TopLogitsTeacher(train, teacher)
     else:
         # Padding is masked everywhere, so any id will do where a model names none.
         pad_id = teacher.generation_config.pad_token_id or 0
         # Each process keeps all rows; reading them once is worth it if it would read more else.
-        is_kept = config.epochs > state.num_processes or has_states(train)
+        stores_states = config.epochs > state.num_processes or has_states(train)
         taught = Teacher(
-            teacher, train if is_kept else None, learnt_part(student, config, sampling)
+            teacher, train if stores_states else None, learnt_part(student, config, sampling)
         )
         texts = _draft_texts(teacher, student, config, sampling, seed, pad_id)
     return DistilTrainer(
@@ -237,7 +237,7 @@ def _freeze_embeddings(student: PreTrainedModel) -> None:
 def _optimizer(
     student: PreTrainedModel, config: DistilConfig, arguments: TrainingArguments
 ) -> MuonWithAdamW | None:
-    """What `config.optimizer` names; None: the Trainer makes it (AdamW)."""
+    """The optimizer that `config.optimizer` names; None: the Trainer makes it (AdamW)."""
     if config.optimizer == "adamw":
         return None
     if join_processes().distributed_type == DistributedType.DEEPSPEED or is_fsdp():
@@ -258,7 +258,7 @@ def _draft_texts(
     seed: int,
     pad_id: int,
 ) -> DraftTexts | None:
-    """What the draft writes while it trains; None if it writes nothing."""
+    """The draft's own text while it trains; None if it writes nothing."""
     if config.on_policy.share == 0.0:
         return None
     longest = min(positions(teacher.config), positions(student.config))

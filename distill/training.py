@@ -1,4 +1,4 @@
-"""What every training in this package shares: arguments, progress, and a safe resume.
+"""The code that every training in this package shares: arguments, progress, and a safe resume.
 
 A killed run goes on from its newest *complete* checkpoint, in the state and at the sample it had
 reached, so its final weights are those of an uninterrupted run.
@@ -56,7 +56,7 @@ CHECKPOINTING = (
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How long and how fast a language model trains.
+    """Length and speed of a language model's training.
 
     Attributes:
         steps: optimizer steps in all.
@@ -205,7 +205,7 @@ def _no_shard_bars() -> Iterator[None]:
 
 
 def _engine() -> str:
-    """What can read this run's checkpoints: ZeRO's parts belong to a number of processes."""
+    """The kind of run that can read this one's checkpoints: ZeRO's parts need as many processes."""
     state = join_processes()
     if is_fsdp():
         return "FSDP2"
@@ -215,7 +215,7 @@ def _engine() -> str:
 
 
 def _is_finite(checkpoint: Path) -> bool:
-    """Whether all weights in a checkpoint are finite."""
+    """True if all weights in a checkpoint are finite."""
     for path in checkpoint.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118, not a dict
@@ -281,7 +281,7 @@ class _StopDiverged(TrainerCallback):  # type: ignore[misc]
     def _error(self, args: TrainingArguments, what: str) -> TrainingDivergedError:
         return TrainingDivergedError(
             f"{self.label}: {what}",
-            kept=newest_complete(Path(args.output_dir)),
+            last_good=newest_complete(Path(args.output_dir)),
             learning_rate=args.learning_rate,
             remedy=self.remedy,
         )

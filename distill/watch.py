@@ -1,4 +1,4 @@
-"""What is measured of a draft while it trains, on rollouts that are not trained on."""
+"""Measurements of a draft while it trains, on rollouts that are not trained on."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from specdata.expected_tokens import Verification, expected_tokens, log_ratios
 from specdata.labels.labeller import TOKENS_AT_ONCE, by_length, tokens_at_once
 from specdata.labels.top_logits import (
     TopLogitDistributions,
-    kept_columns,
     log_total,
     logits_of,
+    top_logit_columns,
 )
 from specdata.lm_head import LMHead, find_lm_head
 from specdata.models import check_length, device
@@ -39,8 +39,8 @@ Every engine verifies token by token unless it is told otherwise, and small draf
 about four tokens a round, so this is nearest to what serving gains; block verification emits at
 least as many, and more only where a draft's joint ratio recovers.
 """
-# Teacher's states that are kept between measurements, in bytes; others are computed again.
-KEPT_BYTES = 1 << 30
+# Teacher's states that are stored between measurements, in bytes; others are computed again.
+STATES_BYTES = 1 << 30
 # Probabilities of a distribution over the vocabulary that are held at once, of each model.
 VALUES_AT_ONCE = 1 << 22
 
@@ -84,21 +84,21 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What is known of a training, kept beside the draft's weights as `history.json`.
+    """The record of a training, stored beside the draft's weights as `history.json`.
 
     Attributes:
         steps: loss, norm of the gradient and learning rate as the Trainer logged them, in order.
         measurements: on the rollouts that are watched while training, in order.
         before: on all held-out rollouts, before the first step.
-        after: the same, of the weights that were kept.
-        kept_step: optimizer steps after which the kept weights were reached.
+        after: the same, of the weights that were stored.
+        best_step: optimizer steps after which these weights were reached.
     """
 
     steps: tuple[dict[str, float], ...] = ()
     measurements: tuple[Measurement, ...] = ()
     before: Measurement | None = None
     after: Measurement | None = None
-    kept_step: int | None = None
+    best_step: int | None = None
 
     def write(self, folder: Path) -> None:
         """Write it into a model's folder, whole or not at all."""
@@ -161,13 +161,13 @@ class HeldOut:
 
     Models run on batches of rows of like length; distributions over the vocabulary are made for a
     few positions at a time. The target says the same of them at every measurement, so its states
-    are kept, as far as `KEPT_BYTES` go, or read where the rollouts store them: then a measurement
-    runs only the draft.
+    are stored, as far as `STATES_BYTES` go, or read where the rollouts store them: then a
+    measurement runs only the draft.
 
-    With kept logits there is no target. Where they do not decide p (`TopLogitDistributions`), the
+    With top logits there is no target. Where they do not decide p (`TopLogitDistributions`), the
     tokens outside count as one: acceptance is an upper bound and KL a lower one. Expected tokens
-    need p of the text's own tokens alone, which is exact where its logits are kept, too. Positions
-    at which they do not decide a truncated p are left out, and rounds that reach one.
+    need p of the text's own tokens alone, which is exact where its logits are stored, too.
+    Positions at which they do not decide a truncated p are left out, and rounds that reach one.
     """
 
     def __init__(
@@ -187,9 +187,9 @@ class HeldOut:
             watched: how many of them are watched, evenly over prompt sets; None for all.
         """
         self.sampling = sampling
-        self._target: _ModelTarget | _KeptTarget
+        self._target: _ModelTarget | _TopLogitsTarget
         if isinstance(target, TopLogitDistributions):
-            self._target = _KeptTarget(target, logits_of(rollouts))
+            self._target = _TopLogitsTarget(target, logits_of(rollouts))
             at_once = TOKENS_AT_ONCE.get(device().type, TOKENS_AT_ONCE["cpu"])
         else:
             head = find_lm_head(target)
@@ -299,7 +299,7 @@ class _ModelTarget:
         self._head = head
         self._stored = stored
         self._sampling = sampling
-        self._kept: dict[int, Tensor] = {}
+        self._cached: dict[int, Tensor] = {}
         self.vocabulary = head.vocabulary
         self.is_sharded = is_sharded(head.model)
 
@@ -313,21 +313,21 @@ class _ModelTarget:
         return there
 
     def _states(self, index: int, batch: _Batch) -> Tensor:
-        if index in self._kept:
-            return self._kept[index]
+        if index in self._cached:
+            return self._cached[index]
         if self._stored is not None:
             stored = [stored_states(self._stored[row], self._head) for row in batch.members]
             if known := [states for states in stored if states is not None]:
                 return torch.cat(known)
         states = batch.states(self._head)
-        kept = sum(each.numel() * each.element_size() for each in self._kept.values())
-        if kept + states.numel() * states.element_size() <= KEPT_BYTES:
-            self._kept[index] = states.cpu()
+        used = sum(each.numel() * each.element_size() for each in self._cached.values())
+        if used + states.numel() * states.element_size() <= STATES_BYTES:
+            self._cached[index] = states.cpu()
         return states
 
 
-class _KeptTarget:
-    """p from the logits that an earlier stage kept of the target."""
+class _TopLogitsTarget:
+    """p from the logits that an earlier stage stored of the target."""
 
     def __init__(self, known: TopLogitDistributions, rows: Dataset) -> None:
         self._known = known
@@ -337,17 +337,17 @@ class _KeptTarget:
 
     def at(self, _index: int, batch: _Batch) -> _At:
         parts = [
-            kept_columns(self._rows[row], self._known.count, length)
+            top_logit_columns(self._rows[row], self._known.count, length)
             for row, length in zip(batch.members, batch.lengths.tolist(), strict=True)
         ]
         columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
         def there(positions: slice, q: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            kept = {name: values[positions].to(q.device) for name, values in columns.items()}
-            p, decided = self._known.distribution(kept, q), self._known.decided(kept)
-            if self._known.is_exact or "text_logit" not in kept:
+            top = {name: values[positions].to(q.device) for name, values in columns.items()}
+            p, decided = self._known.distribution(top, q), self._known.decided(top)
+            if self._known.is_exact or "text_logit" not in top:
                 return p, p.gather(-1, text), decided
-            return p, (kept["text_logit"] - log_total(kept)).exp(), decided
+            return p, (top["text_logit"] - log_total(top)).exp(), decided
 
         return there
 

@@ -1,4 +1,4 @@
-"""How to decode, as plain values; what cannot work is refused before a model is loaded.
+"""The configuration of decoding; what cannot work is refused before a model is loaded.
 
 The settings of drafting and verification are declared once, in `DraftingConfig`. What a decoder is
 given (`DecodeConfig`) and what an evaluation lists (`eval.measuring.methods.MethodConfig`) extend
@@ -39,13 +39,13 @@ SiblingOption = Literal["auto", "iid", "distinct", "greedy"]
 
 
 class DraftingConfig(Config):
-    """How tokens are drafted and verified: what a decoder and an evaluated method share.
+    """Drafting and verification, as a decoder and an evaluated method share them.
 
     Any parameter of the stopping rule is given beside these, under its own name.
     """
 
     strict_parameters: ClassVar[bool] = True
-    """Whether parameters of other stopping rules than the chosen one are refused, unless they have
+    """True if parameters of other stopping rules than the chosen one are refused, unless they have
     their defaults. If not, they are ignored, so that one call can name parameters of several."""
 
     verifier: str = Field(default="token", description="acceptance rule: a name in `VERIFIERS`")
@@ -215,10 +215,10 @@ class DecodeConfig(DraftingConfig):
             raise ConfigError(
                 f"stop={self.stop.name!r} ends chains; {self.drafter} need stop={Fixed.name!r}"
             )
-        if self.stop.adaptive and verifier.carries_residual:
+        if self.stop.adaptive and verifier.residual_persists:
             raise ConfigError(
-                f"verifier {self.verifier!r} carries a residual for the planned length of its "
-                "draft, so the length must not depend on drafted tokens: "
+                f"verifier {self.verifier!r} has a residual that persists for the planned length "
+                "of its draft, so the length must not depend on drafted tokens: "
                 f"stop={self.stop.name!r} is biased"
             )
 
@@ -229,7 +229,7 @@ class DecodeConfig(DraftingConfig):
 
     @property
     def how(self) -> How:
-        """How siblings of a tree are drawn."""
+        """The way in which siblings of a tree are drawn."""
         if self.drafter == "dynamic_tree":
             return "chosen"
         if self.siblings != "auto":

@@ -24,7 +24,7 @@ from eval.drafting.tree_builder import drawn_chain
 from eval.rounds import Generation, Round
 from eval.runtime.engines import Engine
 from eval.runtime.model import CachedModel
-from eval.runtime.sequence import CachedSequence, ForwardCoroutine, drive, run_together
+from eval.runtime.sequence import CachedSequence, ForwardCoroutine, drive, run_batch
 from eval.runtime.transformers_models import check_rope, check_trees
 from eval.verifiers import Verifier
 from eval.verifiers.rule import Drawn
@@ -205,7 +205,7 @@ class SpeculativeDecoder:
             for prompt, generator in zip(prompts, generators, strict=True)
         ]
         try:
-            generations = run_together(jobs, size, last=self._target, report=report)
+            generations = run_batch(jobs, size, last=self._target, report=report)
         finally:
             self._free_caches()
         seconds = time.perf_counter() - begun
@@ -276,11 +276,11 @@ class SpeculativeDecoder:
             scored = self._now() if alone else 0.0
 
             # 3. Verify: draw where the accepted path ends, and the token after it.
-            if len(tree) or verifier.carries_residual:
+            if len(tree) or verifier.residual_persists:
                 drawn = verifier.draw(tree, distributions, generator)
             else:
                 drawn = Drawn([], draw_one(distributions[0], generator), verifier)
-            verifier = drawn.verifier  # of the next round: it may carry a residual
+            verifier = drawn.verifier  # of the next round: a residual may persist in it
             accepted = [tree.token_list[node - 1] for node in drawn.nodes]
 
             # 4. Commit, and crop both caches. Nothing follows an accepted end token.

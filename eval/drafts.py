@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 How = Literal["iid", "distinct", "greedy", "chosen"]
-"""How siblings were drawn: independently, without replacement, the top K - 1 and one draw; or they
+"""The drawing of siblings: independently, without replacement, the top K - 1 and one draw; or they
 were chosen, all of them, without a draw."""
 TreeShape = Literal["chain", "siblings", "paths", "tree"]
 """One path; candidates for one position; independent paths from the root; a k-configuration."""
@@ -132,7 +132,7 @@ class DraftTree:
 
     @cached_property
     def identical(self) -> bool:
-        """Whether tokens that compete for one position were drawn from one distribution."""
+        """True if tokens that compete for one position were drawn from one distribution."""
         groups: list[Sequence[int]] = [(0,)]
         while groups:
             children = self.children(groups.pop())
@@ -161,7 +161,7 @@ class DraftTree:
         return after
 
     def chances(self, target: Tensor, after: Sequence[int]) -> tuple[list[float], list[float]]:
-        """What the target and the draft gave each node's token, all read from the device at once.
+        """The chances that the target and the draft gave each node's token, all read at once.
 
         Args:
             target: (N+1, V) the target's distributions.
@@ -186,12 +186,12 @@ class DraftTree:
 
     @cached_property
     def _chances(self) -> dict[tuple[Hashable, ...], tuple[Tensor, list[float], list[float]]]:
-        """What was read: enumerations ask again and again."""
+        """The numbers that were read: enumerations ask again and again."""
         return {}
 
     @property
     def kind(self) -> str:
-        """What a verifier must have a proof for, for example "paths, independent"."""
+        """The form that a verifier must have a proof for, for example "paths, independent"."""
         if self.shape == "chain":
             return "chain"
         return f"{self.shape}, {self.how if self.identical else 'independent'}"
@@ -412,7 +412,7 @@ def _in_range(name: str, index: Tensor, size: int) -> None:
 
 
 def _same_distribution(first: Tensor, second: Tensor) -> bool:
-    """Whether two distributions are equal but for rounding.
+    """True if two distributions are equal but for rounding.
 
     The tolerance is relative to each probability, so zeros must coincide; an absolute one would
     merge distributions of many small probabilities that differ as a whole.

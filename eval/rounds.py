@@ -1,4 +1,4 @@
-"""What a decoding did: one record a round, and the generation that the rounds made."""
+"""The record of a decoding: one entry a round, and the generation that the rounds made."""
 
 from __future__ import annotations
 

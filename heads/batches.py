@@ -149,5 +149,5 @@ def micro_batches(
 
 
 def micro_batch_count(rows: int, *, size: int, processes: int) -> int:
-    """How many micro-batches a process needs for so many rows."""
+    """The number of micro-batches that a process needs for so many rows."""
     return math.ceil(rows / (size * processes))

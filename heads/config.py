@@ -12,7 +12,7 @@ from specdata.config import Config
 
 Kind = Literal["specdec++", "immediate"]
 Tracker = Literal["none", "tensorboard", "wandb"]
-MomentName = Literal["before", "drawn", "consumed"]
+DecisionPointName = Literal["before", "drawn", "consumed"]
 FeatureName = Literal[
     "hidden_before",
     "embedding",
@@ -37,9 +37,9 @@ DEFAULT_FEATURES: tuple[FeatureName, ...] = (
     "entropy",
     "log_mass_above",
 )
-# Features that are not known before the token is drawn, and the moment from which they are; those
-# of `heads.inputs.FEATURES`, which imports torch.
-KNOWN_FROM: dict[FeatureName, MomentName] = {
+# Features that are not known before the token is drawn, and the decision point from which they are;
+# those of `heads.inputs.FEATURES`, which imports torch.
+KNOWN_FROM: dict[FeatureName, DecisionPointName] = {
     "embedding": "drawn",
     "hidden": "consumed",
     "log_q": "drawn",
@@ -57,11 +57,11 @@ IMMEDIATE: dict[str, Any] = {
     "warmup_ratio": 0.05,
 }
 UNREAD: dict[Kind, tuple[str, ...]] = {
-    "specdec++": ("width", "features", "moments", "draws", "cache"),
+    "specdec++": ("width", "features", "decision_points", "draws", "cache"),
     "immediate": ("rejection_weight",),
 }
 # Without head.epochs: as many passes as make so many steps, but at least and at most so many. An
-# immediate head learns few rows by heart: after 107 passes over 162 rows it was worse than a coin.
+# immediate head learns few rows by heart: after 107 passes over 162 rows it was worse than chance.
 STEPS: dict[Kind, int] = {"specdec++": 400, "immediate": 1500}
 PASSES: dict[Kind, tuple[int, float]] = {"specdec++": (3, math.inf), "immediate": (12, 24)}
 
@@ -85,7 +85,7 @@ class HeadConfig(Config):
         min_length=1,
         description="what the head reads of a drafted token [immediate alone]",
     )
-    moments: tuple[MomentName, ...] = Field(
+    decision_points: tuple[DecisionPointName, ...] = Field(
         ("drawn", "consumed"),
         min_length=1,
         description="when it can be asked: before the token is drawn, when it is, and when the "
@@ -176,25 +176,25 @@ class HeadConfig(Config):
                 "kind specdec++ reads a mixed context: mixing must be a number, got null; 0.15 is "
                 "the paper's"
             )
-        for name in ("features", "moments"):
+        for name in ("features", "decision_points"):
             values = getattr(self, name)
             if len({*values}) < len(values):
                 raise ValueError(f"{name} must name each once, got {list(values)}")
         if self.kind == "immediate":
-            self._check_first_moment()
+            self._check_first_point()
         if self.kind == "immediate" and self.mixing is not None:
             self._check_mixing()
         return self
 
-    def _check_first_moment(self) -> None:
+    def _check_first_point(self) -> None:
         """Raise ValueError if the head would be asked before it can read anything."""
-        order: tuple[MomentName, ...] = get_args(MomentName)
-        first = min(self.moments, key=order.index)
+        order: tuple[DecisionPointName, ...] = get_args(DecisionPointName)
+        first = min(self.decision_points, key=order.index)
         known = [KNOWN_FROM.get(name, "before") for name in self.features]
-        if not any(order.index(moment) <= order.index(first) for moment in known):
+        if not any(order.index(point) <= order.index(first) for point in known):
             raise ValueError(
-                f"of the features {', '.join(self.features)} none is known at the moment {first}: "
-                "name one that is, or leave the moment out"
+                f"of the features {', '.join(self.features)} none is known at the decision point "
+                f"{first}: name one that is, or leave that point out"
             )
 
     def _check_mixing(self) -> None:
@@ -202,7 +202,7 @@ class HeadConfig(Config):
         needs: list[str] = [
             name for name in ("position", "since_rejection") if name in self.features
         ]
-        needs += ["before"] if "before" in self.moments else []
+        needs += ["before"] if "before" in self.decision_points else []
         needs += [f"draws {self.draws}"] if self.draws > 1 else []
         needs += [f"cache {self.cache}"] if self.cache != "none" else []
         if needs:
@@ -228,7 +228,7 @@ class HeadConfig(Config):
         return min(1e-3, 5e-5 * 4096 / hidden_size)
 
     def decisive(self) -> dict[str, Any]:
-        """What decides the head, as JSON values."""
+        """The settings that decide the head, as JSON values."""
         return self.model_dump(mode="json", exclude={"report_to"})
 
 

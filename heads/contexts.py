@@ -1,4 +1,4 @@
-"""What the draft has read when a token is judged: how label rows become questions for a head.
+"""The draft's context when a token is judged: label rows become questions for a head.
 
 In a mixed context (SpecDec++, `heads.mixing`) it has read some of its own tokens instead of the
 target's; in the target's own (`heads.target_context`) only what would have been kept.
@@ -19,7 +19,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from heads.immediate import ImmediateHead
-from heads.inputs import FEATURES, NUMBERS, DraftedTokens, HeadInputs, Moment, token_embeddings
+from heads.inputs import (
+    FEATURES,
+    NUMBERS,
+    DecisionPoint,
+    DraftedTokens,
+    HeadInputs,
+    token_embeddings,
+)
 from heads.loss import loss_mass
 from heads.mixing import LabelRow, MixedBatch, MixedRow, mix
 from heads.target_context import TargetBatch, TargetRow, draws_of, target_row, tree_states
@@ -51,11 +58,11 @@ ROWS_IN_SHARD = 256
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """What a head is asked of one micro-batch, and the answers.
+    """The questions to a head in one micro-batch, and the answers.
 
     Attributes:
         arguments: of the head's `forward`, tensors; None for a feature that is known of no token.
-        accept: (M, ...) labels for the head's M moments; as many logits are the answer.
+        accept: (M, ...) labels for the head's M decision points; as many logits are the answer.
         mask: (M, ...) bool, which of them count.
     """
 
@@ -65,7 +72,7 @@ class Questions:
 
 
 class Context(Protocol):
-    """How label rows are read."""
+    """The reading of label rows."""
 
     def row(self, labels: LabelRow, index: int, epoch: int | None) -> Any:
         """One row of a pass over the training rows; None: of the dev rows, which stay the same.
@@ -78,12 +85,12 @@ class Context(Protocol):
         """() what its labels add to the number that the summed loss of a batch is divided by."""
 
     def questions(self, rows: Sequence[Any]) -> Questions:
-        """What the head is asked of a micro-batch; runs the draft."""
+        """The questions of a micro-batch to the head; runs the draft."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureCache:
-    """What the draft says along the training rows, on the disk: a pass then runs no forward of it.
+    """The draft's states along the training rows, on the disk: a pass then runs no forward of it.
 
     A folder of shards with the features of `ROWS_IN_SHARD` rows each, made by `fill`. States are
     bfloat16: 2 bytes times the hidden size for each position, and as much again for each of its
@@ -139,7 +146,7 @@ class FeatureCache:
         accelerator.wait_for_everyone()
 
     def features(self, batch: TargetBatch) -> dict[str, Tensor]:
-        """What `fill` was given of the tokens of a batch, float32."""
+        """The features that `fill` was given of the tokens of a batch, float32."""
         rows = [self._of(row) for row in batch.rows]
         device = batch.input_ids.device
         return {
@@ -168,7 +175,7 @@ class MixedContext:
     """Token mixing: the draft has read its own tokens at most positions, and judges them there.
 
     Attributes:
-        head: its `reads` and `moments` are asked.
+        head: its `reads` and `decision_points` are asked.
         draft: the frozen draft.
         draft_logits: gives its logits of its last hidden states.
         rate: share of positions that keep the target's token.
@@ -189,8 +196,10 @@ class MixedContext:
         return mix(labels, rate=self.rate, max_length=self.max_length, key=key)
 
     def mass(self, row: MixedRow) -> Tensor:
-        """Of the drafted tokens, each moment's."""
-        return len(self.head.moments) * loss_mass(row.accept, row.mask, self.head.rejection_weight)
+        """Of the drafted tokens, each decision point's."""
+        return len(self.head.decision_points) * loss_mass(
+            row.accept, row.mask, self.head.rejection_weight
+        )
 
     def questions(self, rows: Sequence[MixedRow]) -> Questions:
         """Ask about every token as one drafted after those before it."""
@@ -206,8 +215,8 @@ class MixedContext:
         )
         return Questions(
             _arguments(head, inputs, batch.input_ids.dim()),
-            batch.accept.expand(len(head.moments), -1, -1),
-            batch.mask.expand(len(head.moments), -1, -1),
+            batch.accept.expand(len(head.decision_points), -1, -1),
+            batch.mask.expand(len(head.decision_points), -1, -1),
         )
 
 
@@ -216,7 +225,7 @@ class TargetContext:
     """The target's own text: drafted tokens beside it, in one forward of the draft.
 
     Attributes:
-        head: its `reads` and `moments` are asked.
+        head: its `reads` and `decision_points` are asked.
         draft: the frozen draft.
         draft_logits: gives its logits of its last hidden states.
         draws: drafted tokens a position in one pass.
@@ -246,21 +255,23 @@ class TargetContext:
         return target_row(labels, index=index, draws=draws, max_length=self.max_length, key=key)
 
     def mass(self, row: TargetRow) -> Tensor:
-        """How many labels count."""
-        count = row.tokens.numel() * len(self.head.moments) * row.counts
+        """The number of labels that count."""
+        count = row.tokens.numel() * len(self.head.decision_points) * row.counts
         return torch.tensor(float(count), dtype=torch.float64)
 
     @torch.no_grad()
     def questions(self, rows: Sequence[TargetRow]) -> Questions:
-        """Ask about each token at each of the head's moments."""
+        """Ask about each token at each of the head's decision points."""
         head, batch = self.head, TargetBatch.of(rows).to(self.draft.device)
         inputs = self.inputs(batch)
         ex_ante = batch.overlap[:, None].expand_as(batch.accept)
-        accept = [ex_ante if m is Moment.BEFORE else batch.accept for m in head.moments]
+        accept = [
+            ex_ante if m is DecisionPoint.BEFORE else batch.accept for m in head.decision_points
+        ]
         return Questions(
             _arguments(head, inputs, batch.tokens.dim()),
             torch.stack(accept),
-            batch.mask[:, None].expand(len(head.moments), *batch.tokens.shape),
+            batch.mask[:, None].expand(len(head.decision_points), *batch.tokens.shape),
         )
 
     def inputs(self, batch: TargetBatch) -> HeadInputs:
@@ -277,7 +288,7 @@ class TargetContext:
                 computed[name] = simulated[name][:, None].expand(shape)
             elif name == "hidden_before":
                 computed[name] = computed[name].expand(*shape, -1)
-        return HeadInputs(computed, self.head.moments[-1])
+        return HeadInputs(computed, self.head.decision_points[-1])
 
     @torch.no_grad()
     def of_draft(self, batch: TargetBatch) -> dict[str, Tensor]:
@@ -308,7 +319,7 @@ class TargetContext:
                 after=lambda: cast(Tensor, after)[here],
                 distributions=distributions,
             )
-            return HeadInputs.of(reads, drafted, self.head.moments[-1])
+            return HeadInputs.of(reads, drafted, self.head.decision_points[-1])
 
         pieces = [piece(slice(start, start + step)) for start in range(0, len(before), step)]
         return {name: torch.cat([each[name] for each in pieces]) for name in reads}
@@ -330,16 +341,16 @@ def number_scales(inputs: Sequence[HeadInputs]) -> dict[str, tuple[float, float]
 
 
 def _arguments(head: BaseHead, inputs: HeadInputs, dims: int) -> tuple[Tensor | None, ...]:
-    """The arguments of a head's `forward` that ask about all tokens at each of its moments.
+    """The arguments of a head's `forward` that ask about all tokens at each of its decision points.
 
     Args:
         head: of any kind.
-        inputs: what is known at the last moment, leading shape (...).
+        inputs: what is known at the last decision point, leading shape (...).
         dims: how many dimensions that has.
     """
     features = tuple(inputs.features.get(name) for name in head.reads)
     if not isinstance(head, ImmediateHead):
         return features
     device = next(value.device for value in features if value is not None)
-    moments = torch.tensor([int(moment) for moment in head.moments], device=device)
-    return moments.view(-1, *[1] * dims), *features
+    decision_points = torch.tensor([int(point) for point in head.decision_points], device=device)
+    return decision_points.view(-1, *[1] * dims), *features

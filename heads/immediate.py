@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from heads.config import DEFAULT_FEATURES
-from heads.inputs import FEATURES, HeadInputs, Moment
+from heads.inputs import FEATURES, DecisionPoint, HeadInputs
 from heads.model import BaseHead
 
 EXPANSION = 2
@@ -32,23 +32,23 @@ class FeedForwardBlock(nn.Module):
 
 
 class ImmediateHead(BaseHead):
-    """Predict whether the target accepts a drafted token, from all that is known at a moment.
+    """Predict whether the target accepts a drafted token, from all that is known by then.
 
-    One network for every moment that it was trained for (`heads.inputs.Moment`). Before the token
-    is drawn it predicts the ex-ante acceptance sum_x min(p(x), q(x)); once it is drawn, and again
-    once the draft has consumed it, the ex-post acceptance min(1, p/q). The first costs no forward
-    of the draft more than drawing does, so unlike SpecDec++'s head it has no lag.
+    One network for every decision point that it was trained for (`heads.inputs.DecisionPoint`).
+    Before the token is drawn it predicts the ex-ante acceptance sum_x min(p(x), q(x)); once it is
+    drawn, and again once the draft has consumed it, the ex-post acceptance min(1, p/q). The first
+    costs no forward of the draft more than drawing does, so unlike SpecDec++'s head it has no lag.
 
     Each vector feature goes through its own LayerNorm and linear map, the standardised numbers
-    through one; their sum with a learned vector of the moment passes residual blocks. Features that
-    are not known yet add nothing.
+    through one; their sum with a learned vector of the decision point passes residual blocks.
+    Features that are not known yet add nothing.
 
     Args:
         hidden_size: H, the width of the draft's hidden state.
         embedding_size: E, the width of the draft's input embedding; 0 means H.
-        reads: names of features; those not known at a moment are not used there, and those not
-            known at any are left out.
-        moments: names of what may be known: "before", "drawn", "consumed".
+        reads: names of features; those not known at a decision point are not used there, and those
+            not known at any are left out.
+        decision_points: names of what may be known: "before", "drawn", "consumed".
         width: W of the network.
         depth: number of residual blocks.
         scales: number feature -> (mean, standard deviation) by which it is standardised; (0, 1) for
@@ -65,7 +65,7 @@ class ImmediateHead(BaseHead):
     rejection_weight = 1.0
     number_means: Tensor
     number_deviations: Tensor
-    number_moments: Tensor
+    number_points: Tensor
 
     def __init__(  # noqa: PLR0913 - all that config.json holds
         self,
@@ -73,7 +73,7 @@ class ImmediateHead(BaseHead):
         hidden_size: int,
         embedding_size: int = 0,
         reads: Sequence[str] = DEFAULT_FEATURES,
-        moments: Sequence[str] = ("before", "drawn", "consumed"),
+        decision_points: Sequence[str] = ("before", "drawn", "consumed"),
         width: int = 128,
         depth: int = 2,
         scales: Mapping[str, Sequence[float]] | None = None,
@@ -88,18 +88,23 @@ class ImmediateHead(BaseHead):
             )
         if unknown := [name for name in reads if name not in FEATURES]:
             raise ValueError(f"unknown features {', '.join(unknown)}: known are {[*FEATURES]}")
-        known = {moment.name.lower(): moment for moment in Moment}
-        if not moments or not set(moments) <= known.keys():
-            raise ValueError(f"moments must name some of {[*known]}, got {list(moments)}")
+        known = {point.name.lower(): point for point in DecisionPoint}
+        if not decision_points or not set(decision_points) <= known.keys():
+            raise ValueError(
+                f"decision_points must name some of {[*known]}, got {list(decision_points)}"
+            )
         super().__init__()
         self.hidden_size = hidden_size
         self.embedding_size = embedding_size or hidden_size
-        self.moments = tuple(sorted({known[name] for name in moments}))
-        self.reads = tuple(name for name in reads if FEATURES[name].moment <= self.moments[-1])
-        if not any(FEATURES[name].moment <= self.moments[0] for name in self.reads):
+        self.decision_points = tuple(sorted({known[name] for name in decision_points}))
+        self.reads = tuple(
+            name for name in reads if FEATURES[name].point <= self.decision_points[-1]
+        )
+        if not any(FEATURES[name].point <= self.decision_points[0] for name in self.reads):
             raise ValueError(
-                f"of the features {', '.join(reads)} none is known at the moment "
-                f"{self.moments[0].name.lower()!r}: name one that is, or leave the moment out"
+                f"of the features {', '.join(reads)} none is known at the decision point "
+                f"{self.decision_points[0].name.lower()!r}: name one that is, or leave "
+                "that point out"
             )
         self.width = width
         self.depth = depth
@@ -123,10 +128,10 @@ class ImmediateHead(BaseHead):
         for name, values in (
             ("number_means", [mean for mean, _ in self.scales.values()]),
             ("number_deviations", [deviation for _, deviation in self.scales.values()]),
-            ("number_moments", [int(FEATURES[name].moment) for name in self.numbers]),
+            ("number_points", [int(FEATURES[name].point) for name in self.numbers]),
         ):
             self.register_buffer(name, torch.tensor(values), persistent=False)
-        self.moment = nn.Embedding(len(Moment), width)
+        self.point = nn.Embedding(len(DecisionPoint), width)
         self.blocks = nn.ModuleList(FeedForwardBlock(width) for _ in range(depth))
         self.norm = nn.RMSNorm(width)
         self.output = nn.Linear(width, 1)
@@ -143,11 +148,11 @@ class ImmediateHead(BaseHead):
             checked[name] = (float(mean), float(deviation))
         return checked
 
-    def forward(self, moment: Tensor, *features: Tensor | None) -> Tensor:
+    def forward(self, point: Tensor, *features: Tensor | None) -> Tensor:
         """Return raw acceptance logits.
 
         Args:
-            moment: int64, what is known of each token; its shape broadcasts to (...).
+            point: int64, what is known of each token; its shape broadcasts to (...).
             *features: in the order of `reads`, each (...) or (..., size); None if it is known of no
                 token. Values of tokens of which they are not known yet are not used.
 
@@ -159,33 +164,33 @@ class ImmediateHead(BaseHead):
         """
         given = dict(zip(self.reads, features, strict=True))
         # Autocast would quietly run the layers in half precision.
-        with torch.autocast(moment.device.type, enabled=False):
-            x = self.moment(moment)
+        with torch.autocast(point.device.type, enabled=False):
+            x = self.point(point)
             for name, layer in self.vectors.items():
                 value = given[name]
                 if value is not None:
                     self._check_width(name, value)
                     added = layer(self.norms[name](value.to(x.dtype)))
-                    known = (moment >= FEATURES[name].moment).unsqueeze(-1)
+                    known = (point >= FEATURES[name].point).unsqueeze(-1)
                     x = x + torch.where(known, added, 0.0)
             if self.numbers:
-                x = x + self.number_weights(self._standardised(moment, given, x.dtype))
+                x = x + self.number_weights(self._standardised(point, given, x.dtype))
             for block in self.blocks:
                 x = block(x)
             logits: Tensor = self.output(self.norm(x))
         return logits.squeeze(-1)
 
     def _standardised(
-        self, moment: Tensor, given: Mapping[str, Tensor | None], dtype: torch.dtype
+        self, point: Tensor, given: Mapping[str, Tensor | None], dtype: torch.dtype
     ) -> Tensor:
         """(..., numbers) the numbers by their scales, 0 where they are not known."""
-        nothing = torch.zeros((), dtype=dtype, device=moment.device)
+        nothing = torch.zeros((), dtype=dtype, device=point.device)
         values = [
             nothing if (value := given[name]) is None else value.to(dtype) for name in self.numbers
         ]
         shape = max((value.shape for value in values), key=len)
         stacked = torch.stack([value.expand(shape) for value in values], dim=-1)
-        known = moment.unsqueeze(-1) >= self.number_moments
+        known = point.unsqueeze(-1) >= self.number_points
         return torch.where(known, (stacked - self.number_means) / self.number_deviations, 0.0)
 
     def _check_width(self, name: str, value: Tensor) -> None:
@@ -195,22 +200,22 @@ class ImmediateHead(BaseHead):
                 f"was trained for the draft {self.draft or '(not recorded)'}"
             )
 
-    def check_moment(self, moment: Moment) -> None:
-        """Raise ValueError at a moment that the head was not trained for."""
-        if moment not in self.moments:
+    def check_point(self, point: DecisionPoint) -> None:
+        """Raise ValueError at a decision point that the head was not trained for."""
+        if point not in self.decision_points:
             raise ValueError(
-                f"this head judges tokens {', '.join(m.name.lower() for m in self.moments)}, not "
-                f"{moment.name.lower()}"
+                f"this head judges tokens {', '.join(m.name.lower() for m in self.decision_points)}"
+                f", not {point.name.lower()}"
             )
 
     def logits(self, inputs: HeadInputs) -> Tensor:
         """Return the raw acceptance logits of drafted tokens; see `BaseHead.logits`.
 
         Raises:
-            ValueError: at a moment that the head was not trained for.
+            ValueError: at a decision point that the head was not trained for.
         """
-        self.check_moment(inputs.moment)
+        self.check_point(inputs.point)
         device = self.output.weight.device
-        moment = torch.tensor(int(inputs.moment), device=device)
-        logits: Tensor = self(moment, *(inputs.features.get(name) for name in self.reads))
+        point = torch.tensor(int(inputs.point), device=device)
+        logits: Tensor = self(point, *(inputs.features.get(name) for name in self.reads))
         return logits

@@ -1,11 +1,11 @@
-"""What an acceptance head reads about drafted tokens: one value, from labels to decoder.
+"""The inputs of an acceptance head about drafted tokens: one value, from labels to decoder.
 
 Training, replay and decoding all build a `HeadInputs` here, and only the features that the head
 names in its `reads` are computed.
 
-What is known of a token grows while decoding (`Moment`): first the distribution that it will be
-drawn from, then the token, and, once the next forward of the draft has run, the draft's state after
-it. Each feature says from which moment on it is known.
+What is known of a token grows while decoding (`DecisionPoint`): first the distribution that it will
+be drawn from, then the token, and, once the next forward of the draft has run, the draft's state
+after it. Each feature says from which decision point on it is known.
 
 To add a feature, write a function of `DraftedTokens` and give it a line in `FEATURES`; a head that
 names it in `reads` gets it everywhere.
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 LARGEST_MARGIN = 30.0
 """Nats. The margin of a distribution with one token only would be infinite."""
 LEAST_MASS = 1e-6
-"""What is added to the mass above a token, which is 0 for the most probable one."""
+"""Added to the mass above a token, which is 0 for the most probable one."""
 LEAST_CHANCE = 1e-30
 """A drafted token has a probability; this keeps the logarithm of padding finite."""
 
 
-class Moment(IntEnum):
-    """What is known of a drafted token; each moment knows what the ones before it know."""
+class DecisionPoint(IntEnum):
+    """Stages of what is known of a drafted token; each knows what the ones before it know."""
 
     BEFORE = 0
     """The distribution that it will be drawn from, and the state that gave it."""
@@ -87,7 +87,7 @@ def _not_known() -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftedTokens:
-    """What is known of drafted tokens when they are judged; a feature calls what it reads.
+    """Drafted tokens as far as known when they are judged; a feature calls what it reads.
 
     Attributes:
         tokens: (...) int64 ids.
@@ -131,12 +131,12 @@ class Feature:
 
     Attributes:
         compute: its value for each token, (...) or (..., size).
-        moment: from when on it is known.
+        point: from when on it is known.
         shape: "number" (...), or a vector as long as the draft's "hidden" states or "embedding".
     """
 
     compute: Callable[[DraftedTokens], Tensor]
-    moment: Moment = Moment.DRAWN
+    point: DecisionPoint = DecisionPoint.DRAWN
     shape: Literal["number", "hidden", "embedding"] = "number"
 
 
@@ -164,29 +164,29 @@ def _log_mass_above(drafted: DraftedTokens) -> Tensor:
 
 FEATURES: dict[str, Feature] = {
     # (..., H), the last hidden state after the draft consumed the token: SpecDec++ (2405.19715).
-    "hidden": Feature(lambda drafted: drafted.after(), Moment.CONSUMED, "hidden"),
+    "hidden": Feature(lambda drafted: drafted.after(), DecisionPoint.CONSUMED, "hidden"),
     # (..., H), the last hidden state that gave the distribution.
-    "hidden_before": Feature(lambda drafted: drafted.before(), Moment.BEFORE, "hidden"),
+    "hidden_before": Feature(lambda drafted: drafted.before(), DecisionPoint.BEFORE, "hidden"),
     # (..., E), the draft's input embedding of the token.
-    "embedding": Feature(lambda drafted: drafted.embeddings(), Moment.DRAWN, "embedding"),
+    "embedding": Feature(lambda drafted: drafted.embeddings(), DecisionPoint.DRAWN, "embedding"),
     # (...), natural logarithms throughout. log q of the token, and of the most probable one.
-    "log_q": Feature(_log_q, Moment.DRAWN),
-    "log_q_max": Feature(_log_q_max, Moment.BEFORE),
+    "log_q": Feature(_log_q, DecisionPoint.DRAWN),
+    "log_q_max": Feature(_log_q_max, DecisionPoint.BEFORE),
     # How much more probable the first token is than the second: their difference in logits.
-    "margin": Feature(_margin, Moment.BEFORE),
-    "entropy": Feature(_entropy, Moment.BEFORE),
+    "margin": Feature(_margin, DecisionPoint.BEFORE),
+    "entropy": Feature(_entropy, DecisionPoint.BEFORE),
     # Of the tokens that are more probable than this one.
-    "log_mass_above": Feature(_log_mass_above, Moment.DRAWN),
-    "position": Feature(lambda drafted: drafted.position(), Moment.BEFORE),
-    "since_rejection": Feature(lambda drafted: drafted.since_rejection(), Moment.BEFORE),
+    "log_mass_above": Feature(_log_mass_above, DecisionPoint.DRAWN),
+    "position": Feature(lambda drafted: drafted.position(), DecisionPoint.BEFORE),
+    "since_rejection": Feature(lambda drafted: drafted.since_rejection(), DecisionPoint.BEFORE),
 }
 
 NUMBERS = tuple(name for name, feature in FEATURES.items() if feature.shape == "number")
 
 
-def first_moment(reads: Sequence[str]) -> Moment:
+def first_point(reads: Sequence[str]) -> DecisionPoint:
     """When all of these features are known."""
-    return max((FEATURES[name].moment for name in reads), default=Moment.BEFORE)
+    return max((FEATURES[name].point for name in reads), default=DecisionPoint.BEFORE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,29 +195,29 @@ class HeadInputs:
 
     Attributes:
         features: of those that the head reads, the ones that are known.
-        moment: what is known.
+        point: what is known.
     """
 
     features: Mapping[str, Tensor]
-    moment: Moment = Moment.CONSUMED
+    point: DecisionPoint = DecisionPoint.CONSUMED
 
     def __getitem__(self, name: str) -> Tensor:
         return self.features[name]
 
     @classmethod
     def of(
-        cls, reads: Sequence[str], drafted: DraftedTokens, moment: Moment | None = None
+        cls, reads: Sequence[str], drafted: DraftedTokens, point: DecisionPoint | None = None
     ) -> HeadInputs:
-        """Compute the features named in `reads` that are known at a moment, and no other.
+        """Compute the features named in `reads` that are known at a decision point, and no other.
 
         Args:
             reads: names of the features.
             drafted: the tokens.
-            moment: what is known; by default what it takes to know all of them.
+            point: what is known; by default what it takes to know all of them.
         """
-        moment = first_moment(reads) if moment is None else moment
-        known = [name for name in reads if FEATURES[name].moment <= moment]
-        return cls({name: FEATURES[name].compute(drafted) for name in known}, moment)
+        point = first_point(reads) if point is None else point
+        known = [name for name in reads if FEATURES[name].point <= point]
+        return cls({name: FEATURES[name].compute(drafted) for name in known}, point)
 
     @classmethod
     def from_batch(
@@ -266,21 +266,21 @@ class HeadInputs:
 
     @classmethod
     def from_drafted(
-        cls, reads: Sequence[str], drafted: Sequence[DrawnToken], moment: Moment | None = None
+        cls, reads: Sequence[str], drafted: Sequence[DrawnToken], point: DecisionPoint | None = None
     ) -> HeadInputs | None:
         """The inputs of the newest token of which so much is known, in a draft under way.
 
         Args:
             reads: names of the features.
             drafted: the tokens drawn so far in this round, in order. States must be captured.
-            moment: what must be known, DRAWN or CONSUMED; by default all features.
+            point: what must be known, DRAWN or CONSUMED; by default all features.
 
         Returns:
             Features with the leading shape (): those of the last token, or at CONSUMED of the one
             before it. None if there is no such token yet.
         """
-        moment = max(first_moment(reads), Moment.DRAWN) if moment is None else moment
-        lag = int(moment is Moment.CONSUMED)
+        point = max(first_point(reads), DecisionPoint.DRAWN) if point is None else point
+        lag = int(point is DecisionPoint.CONSUMED)
         if len(drafted) <= lag:
             return None
         judged, newest = drafted[-1 - lag], drafted[-1]
@@ -288,11 +288,11 @@ class HeadInputs:
         known = _under_way(
             judged, token, after=lambda: _captured(newest), embedding=judged.embedding
         )
-        return cls.of(reads, known, moment)
+        return cls.of(reads, known, point)
 
     @classmethod
     def from_next(cls, reads: Sequence[str], upcoming: NextToken) -> HeadInputs:
-        """The inputs of the token that a draft under way is about to draw, at `Moment.BEFORE`.
+        """The inputs, at `DecisionPoint.BEFORE`, of the token that a draft is about to draw.
 
         Args:
             reads: names of the features; those that need the token are left out.
@@ -302,7 +302,7 @@ class HeadInputs:
             Features with the leading shape ().
         """
         nothing = torch.zeros((), dtype=torch.long, device=upcoming.distribution.device)
-        return cls.of(reads, _under_way(upcoming, nothing), Moment.BEFORE)
+        return cls.of(reads, _under_way(upcoming, nothing), DecisionPoint.BEFORE)
 
 
 def _under_way(
@@ -332,7 +332,7 @@ def _under_way(
 
 
 def logits_of_states(draft: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """How a draft makes logits of last hidden states: (..., H) -> (..., V).
+    """The map from a draft's last hidden states to its logits: (..., H) -> (..., V).
 
     It is found out at the first call, so a head that reads no distribution costs nothing.
 

@@ -24,9 +24,9 @@ from heads.inputs import (
     LARGEST_MARGIN,
     LEAST_CHANCE,
     LEAST_MASS,
+    DecisionPoint,
     DrawnToken,
     HeadInputs,
-    Moment,
     NextToken,
 )
 from heads.model import BaseHead
@@ -56,23 +56,23 @@ TINY = np.float32(1e-37)
 class Judge(Protocol):
     """Asks a head about the tokens of a draft under way."""
 
-    def newest(self, drafted: Sequence[DrawnToken], moment: Moment) -> float | None:
+    def newest(self, drafted: Sequence[DrawnToken], point: DecisionPoint) -> float | None:
         """The raw acceptance logit of the newest token of which so much is known.
 
         Args:
             drafted: the tokens drawn so far in this round, in order.
-            moment: DRAWN for the last of them, CONSUMED for the one before it.
+            point: DRAWN for the last of them, CONSUMED for the one before it.
 
         Returns:
             The logit, None if there is no such token yet.
         """
 
     def upcoming(self, token: NextToken) -> float:
-        """The raw logit, at `Moment.BEFORE`, of the token that is about to be drawn."""
+        """The raw logit, at `DecisionPoint.BEFORE`, of the token that is about to be drawn."""
 
 
 def judge_of(head: BaseHead) -> Judge:
-    """How a head is asked fastest, with its weights as they are now."""
+    """The fastest judge of a head, with its weights as they are now."""
     on_cpu = next(head.parameters()).device.type == "cpu"
     if on_cpu and isinstance(head, ImmediateHead) and COPIED.issuperset(head.reads):
         return NumpyJudge(head)
@@ -90,9 +90,9 @@ class TorchJudge:
         self._head = head
 
     @torch.inference_mode()
-    def newest(self, drafted: Sequence[DrawnToken], moment: Moment) -> float | None:
+    def newest(self, drafted: Sequence[DrawnToken], point: DecisionPoint) -> float | None:
         """See `Judge.newest`."""
-        inputs = HeadInputs.from_drafted(self._head.reads, drafted, moment)
+        inputs = HeadInputs.from_drafted(self._head.reads, drafted, point)
         return None if inputs is None else float(self._head.logits(inputs))
 
     @torch.inference_mode()
@@ -129,22 +129,22 @@ class NumpyJudge:
         self._sums: deque[tuple[DrawnToken, Reals]] = deque(maxlen=2)
         self._normal: tuple[Tensor | None, Reals] = (None, self._row)
 
-    def newest(self, drafted: Sequence[DrawnToken], moment: Moment) -> float | None:
+    def newest(self, drafted: Sequence[DrawnToken], point: DecisionPoint) -> float | None:
         """See `Judge.newest`."""
-        self._head.check_moment(moment)
-        if moment is not Moment.CONSUMED:
-            return self._logit(self._drawn(drafted[-1]) + self._bias[moment]) if drafted else None
+        self._head.check_point(point)
+        if point is not DecisionPoint.CONSUMED:
+            return self._logit(self._drawn(drafted[-1]) + self._bias[point]) if drafted else None
         if len(drafted) < 2:
             return None
-        x = self._drawn(drafted[-2]) + self._bias[moment]
+        x = self._drawn(drafted[-2]) + self._bias[point]
         if self._after is not None:
             x += self._after.dot(self._standardised(drafted[-1].state))
         return self._logit(x)
 
     def upcoming(self, token: NextToken) -> float:
         """See `Judge.upcoming`."""
-        self._head.check_moment(Moment.BEFORE)
-        return self._logit(self._inputs(token, None) + self._bias[Moment.BEFORE])
+        self._head.check_point(DecisionPoint.BEFORE)
+        return self._logit(self._inputs(token, None) + self._bias[DecisionPoint.BEFORE])
 
     def _drawn(self, drawn: DrawnToken) -> Reals:
         """(W,) what the features of a token that do not need the state after it add up to."""
@@ -243,22 +243,22 @@ def _layers(head: ImmediateHead, name: str) -> tuple[nn.Linear, nn.LayerNorm]:
     return cast(nn.Linear, head.vectors[name]), cast(nn.LayerNorm, head.norms[name])
 
 
-def _folded(head: ImmediateHead) -> tuple[Reals, dict[Moment, Reals]]:
-    """(W, numbers) what multiplies the numbers as they are, and (W,) what is added at a moment."""
+def _folded(head: ImmediateHead) -> tuple[Reals, dict[DecisionPoint, Reals]]:
+    """(W, numbers) factors of the numbers as they are, and (W,) what is added at each point."""
     weights = torch.zeros(head.width, 0)
     if head.numbers:
         weights = head.number_weights.weight / head.number_deviations
     added = {}
-    for moment in head.moments:
-        x = head.moment.weight[moment].clone()
+    for point in head.decision_points:
+        x = head.point.weight[point].clone()
         for number, name in enumerate(head.numbers):
-            if FEATURES[name].moment <= moment:
+            if FEATURES[name].point <= point:
                 x -= weights[:, number] * head.number_means[number]
         for name in head.norms:
-            if FEATURES[name].moment <= moment:
+            if FEATURES[name].point <= point:
                 layer, norm = _layers(head, name)
                 x += layer.weight @ norm.bias
-        added[moment] = _array(x)
+        added[point] = _array(x)
     return _array(weights), added
 
 

@@ -42,7 +42,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, S
 from heads.batches import LabelRows, micro_batch_count, micro_batches
 from heads.config import HeadConfig, Tracker
 from heads.contexts import Context, Questions
-from heads.inputs import Moment
+from heads.inputs import DecisionPoint
 from heads.loss import HeadMetrics, head_metrics, weighted_bce
 from heads.model import BaseHead
 from specdata.errors import ConfigError, TrainingDivergedError
@@ -115,7 +115,7 @@ class TrainingEngine:
 
     @property
     def name(self) -> str:
-        """What really runs, read off the wrapped model: "single", "ddp" or "deepspeed-zeroN"."""
+        """The kind that runs, read off the wrapped model: "single", "ddp", "deepspeed-zeroN"."""
         if self.zero_stage is not None:
             return f"deepspeed-zero{self.zero_stage}"
         ddp = isinstance(self.model, nn.parallel.DistributedDataParallel)
@@ -304,9 +304,9 @@ def _set_moment(engine: TrainingEngine, parameter: Any, moment: str, value: Tens
         safe_set_local_optimizer_state(parameter, part, moment)
 
 
-def main_moment(moments: Sequence[Moment]) -> Moment:
-    """The moment by which a head is judged if one must do: when the token is drawn, if it can."""
-    return Moment.DRAWN if Moment.DRAWN in moments else moments[-1]
+def main_point(points: Sequence[DecisionPoint]) -> DecisionPoint:
+    """The point by which a head is judged if one must do: when the token is drawn, if it can."""
+    return DecisionPoint.DRAWN if DecisionPoint.DRAWN in points else points[-1]
 
 
 def learning_rates(steps: int, config: HeadConfig) -> list[float]:
@@ -365,7 +365,7 @@ class Training:
         if checkpoint is None:
             untrained = self.evaluate(dev)
             self.log_metrics(untrained, 0)
-            return untrained[main_moment(self.engine.head.moments)], []
+            return untrained[main_point(self.engine.head.decision_points)], []
         restore_moments(self.engine, checkpoint, next(self._parts_of(dev)).arguments)
         return checkpoint.before, checkpoint.losses
 
@@ -421,8 +421,8 @@ class Training:
             total += numerator.detach()
         return float(accelerator.reduce(total, "sum")) / mass
 
-    def evaluate(self, rows: LabelRows) -> dict[Moment, HeadMetrics]:
-        """Judge the head on all rows at each of its moments, always in the same context."""
+    def evaluate(self, rows: LabelRows) -> dict[DecisionPoint, HeadMetrics]:
+        """Judge the head on all rows at each of its points, always in the same context."""
         head, accelerator = self.engine.head, self.engine.accelerator
         pairs: list[Tensor] = []  # (n, M, 2): logit, label
         for part in self._parts_of(rows):
@@ -437,8 +437,8 @@ class Training:
         padded = padded.view(len(counts), -1, *local.shape[1:])
         seen = torch.cat([padded[i, :count] for i, count in enumerate(counts)])
         return {
-            moment: head_metrics(seen[:, i, 0], seen[:, i, 1], head.rejection_weight)
-            for i, moment in enumerate(head.moments)
+            point: head_metrics(seen[:, i, 0], seen[:, i, 1], head.rejection_weight)
+            for i, point in enumerate(head.decision_points)
         }
 
     def _parts_of(self, rows: LabelRows) -> Iterator[Questions]:
@@ -472,11 +472,11 @@ class Training:
         if self.config.report_to != "none":
             self.engine.accelerator.log(dict(values), step=step)
 
-    def log_metrics(self, metrics: Mapping[Moment, HeadMetrics], step: int) -> None:
+    def log_metrics(self, metrics: Mapping[DecisionPoint, HeadMetrics], step: int) -> None:
         """Report what dev rows say of the head after so many steps."""
-        for moment, judged in metrics.items():
+        for point, judged in metrics.items():
             values = {name: value for name, value in asdict(judged).items() if value is not None}
-            self.log({f"dev/{moment.name.lower()}/{k}": v for k, v in values.items()}, step)
+            self.log({f"dev/{point.name.lower()}/{k}": v for k, v in values.items()}, step)
 
     def whole_weights(self) -> dict[str, Tensor]:
         """The head's parameters by name; every process must call this.
@@ -492,7 +492,7 @@ class Training:
         """The error about a training that cannot go on; `what` is not finite, and when."""
         return TrainingDivergedError(
             f"acceptance head: {what}",
-            kept=newest_complete(self.folder),
+            last_good=newest_complete(self.folder),
             learning_rate=self.learning_rate,
             remedy=self.settings.remedy,
         )

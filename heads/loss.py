@@ -1,4 +1,4 @@
-"""What a head is trained on and what it is judged by. Labels are probabilities, never 0/1."""
+"""A head's loss and the metrics it is judged by. Labels are probabilities, never 0/1."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def weighted_bce(logits: Tensor, accept: Tensor, mask: Tensor, rejection_weight:
 
 @dataclass(frozen=True, slots=True)
 class HeadMetrics:
-    """How well acceptance is predicted, over held-out drafted tokens.
+    """The quality of predicted acceptance, over held-out drafted tokens.
 
     Probabilities are the calibrated ones, w phat/(1 - phat + w phat), unless said otherwise.
 
@@ -115,8 +115,8 @@ def auroc_width(auroc: float, accepted: float, rejected: float) -> float:
     """About how wide the 95 % interval of an AUROC is.
 
     Hanley and McNeil, "The meaning and use of the area under a receiver operating characteristic
-    (ROC) curve", Radiology 143 (1982), equation 1. Soft labels scatter less than coins do, so it is
-    rather too wide: on the demo a bootstrap over rollouts gives .6 to .9 of it.
+    (ROC) curve", Radiology 143 (1982), equation 1. Soft labels scatter less than draws of 0 and 1
+    do, so it is rather too wide: on the demo a bootstrap over rollouts gives .6 to .9 of it.
 
     Args:
         auroc: the area.

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from heads.inputs import HeadInputs, Moment
+from heads.inputs import DecisionPoint, HeadInputs
 from heads.remote import auto_config, write_custom_generate, write_modeling
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import atomic_write, write_json
@@ -40,7 +40,7 @@ class BaseHead(
     Attributes:
         kind: what configuration and `config.json` call this kind of head.
         reads: names of the features in `heads.inputs.FEATURES` that it reads.
-        moments: what may be known of a token when the head is asked about it, in order.
+        decision_points: what may be known of a token when the head is asked about it, in order.
         hidden_size: H, the width of the draft's hidden state.
         depth: number of residual blocks.
         rejection_weight: weight of rejections in the training loss; 1 means no bias.
@@ -52,7 +52,7 @@ class BaseHead(
 
     kind: ClassVar[str]
     reads: tuple[str, ...]
-    moments: tuple[Moment, ...]
+    decision_points: tuple[DecisionPoint, ...]
     hidden_size: int
     depth: int
     rejection_weight: float
@@ -71,8 +71,8 @@ class BaseHead(
         Their sigmoid, which SpecDec++ compares with its threshold, is biased by a weighted loss.
 
         Args:
-            inputs: the features in `reads` that are known at `inputs.moment`, which is one of
-                `moments`; leading shape (...).
+            inputs: the features in `reads` that are known at `inputs.point`, which is one of
+                `decision_points`; leading shape (...).
 
         Returns:
             (...) logits.
@@ -233,7 +233,7 @@ class AcceptanceHead(BaseHead, paper_url="https://arxiv.org/abs/2405.19715"):
 
     kind: ClassVar[str] = "specdec++"
     reads = ("hidden",)
-    moments = (Moment.CONSUMED,)
+    decision_points = (DecisionPoint.CONSUMED,)
 
     def __init__(
         self,

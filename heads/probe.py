@@ -1,4 +1,4 @@
-"""Whether a head belongs to a draft and to a sampler: what it records, and the checks of both.
+"""A check that a head belongs to a draft and sampler: what it records, and the checks of both.
 
 A head reads hidden states of one draft. Another draft of equal width would be taken without an
 error, and its predictions would mean nothing. So a head's config.json holds a probe: some values of
@@ -39,7 +39,7 @@ class OtherSamplingWarning(UserWarning):
 
 
 def probe_of(draft: PreTrainedModel) -> list[float]:
-    """What a head records of its draft: values of its last hidden states after fixed tokens.
+    """The record in a head of its draft: values of its last hidden states after fixed tokens.
 
     One forward of eight tokens, in evaluation mode. Values are rounded to five digits, less than
     half precision changes.

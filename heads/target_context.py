@@ -194,7 +194,7 @@ def _check_draws(row: LabelRow) -> None:
 
 
 def draws_of(row: LabelRow) -> int:
-    """How many tokens a position the labels of a row hold."""
+    """The number of tokens a position that the labels of a row hold."""
     positions = len(row["draft_ids"])
     more = row.get("more_draft_ids") or ()
     return 1 + len(more) // max(1, positions)
@@ -321,5 +321,5 @@ def _no_tree(draft: PreTrainedModel, reason: str) -> ConfigError:
     return ConfigError(
         f"{type(draft).__name__} cannot read drafted tokens beside a text in one forward "
         f"({reason}), so a head cannot learn from its states after them: leave `consumed` out of "
-        "head.moments, as in [before, drawn], or use another draft"
+        "head.decision_points, as in [before, drawn], or use another draft"
     )

@@ -26,12 +26,12 @@ from heads.batches import LabelRows, micro_batch_count
 from heads.config import HeadConfig
 from heads.contexts import Context, FeatureCache, MixedContext, TargetContext, number_scales
 from heads.immediate import ImmediateHead
-from heads.inputs import FEATURES, Moment, logits_of_states
+from heads.inputs import FEATURES, DecisionPoint, logits_of_states
 from heads.loop import (
     Checkpoint,
     Training,
     deprecations_of_deepspeed_hidden,
-    main_moment,
+    main_point,
     prepare,
     start_accelerator,
 )
@@ -66,7 +66,7 @@ SCALED_ROWS = 128
 
 @dataclass(frozen=True, slots=True)
 class HeadResult:
-    """What a training run measured; written to `metrics.json` beside the head.
+    """The measurements of a training run; written to `metrics.json` beside the head.
 
     Attributes:
         before: the untrained head on the dev rows, when tokens are drawn if it can be asked then.
@@ -77,8 +77,8 @@ class HeadResult:
         skipped_rows: train and dev rows whose prompt alone fills max_length.
         processes: how many trained.
         engine: "single", "ddp" or "deepspeed-zeroN", as observed.
-        by_moment: the trained head at each of its moments, "before" the token is drawn, when it is
-            "drawn" and when the draft has "consumed" it.
+        by_decision_point: the trained head at each of its decision points, "before" the token is
+            drawn, when it is "drawn" and when the draft has "consumed" it.
         labels: positions with a label, in train and dev rows.
         cut_labels: those of them beyond max_length or the draft's context.
         epochs: passes over the training rows.
@@ -93,7 +93,7 @@ class HeadResult:
     skipped_rows: int
     processes: int
     engine: str
-    by_moment: Mapping[str, HeadMetrics]
+    by_decision_point: Mapping[str, HeadMetrics]
     labels: int
     cut_labels: int
     epochs: int
@@ -136,7 +136,7 @@ def train_head(
         ManifestError: if `out` holds a head of other settings, rows or draft, or its checkpoints
             are damaged.
         TrainingDivergedError: on every process, if a loss, weight or metric is not finite, or the
-            trained head predicts worse than the untrained one and than a coin.
+            trained head predicts worse than the untrained one and than chance.
         RuntimeError: if the launcher's DeepSpeed or processes were silently lost.
     """
     required, optional = COLUMNS, ()
@@ -178,32 +178,34 @@ def _train(
     engine, head = training.engine, training.engine.head
     before, losses = training.start(checkpoint, data[1])
     losses = training.train(data[0], before, losses)
-    by_moment = training.evaluate(data[1])
+    by_decision_point = training.evaluate(data[1])
     result = HeadResult(
         before=before,
-        after=by_moment[main_moment(head.moments)],
+        after=by_decision_point[main_point(head.decision_points)],
         losses=tuple(losses),
         steps=len(losses),
         train_rows=len(data[0]),
         skipped_rows=data[0].skipped + data[1].skipped,
         processes=engine.accelerator.num_processes,
         engine=engine.name,
-        by_moment={moment.name.lower(): metrics for moment, metrics in by_moment.items()},
+        by_decision_point={
+            point.name.lower(): metrics for point, metrics in by_decision_point.items()
+        },
         labels=data[0].labels + data[1].labels,
         cut_labels=data[0].cut + data[1].cut,
         epochs=config.passes(len(data[0])),
         learning_rate=training.learning_rate,
     )
-    training.log_metrics(by_moment, len(losses))
+    training.log_metrics(by_decision_point, len(losses))
     weights = training.whole_weights()
     if not all(
         math.isfinite(value) for value in asdict(result.after).values() if value is not None
     ):
         raise training.diverged("what it predicts after the last step is not finite")
-    # A coin, which predicts one half, has a KL of at most ln 2.
+    # Chance, which predicts one half, has a KL of at most ln 2.
     if result.after.kl > max(math.log(2.0), before.kl):
         error = training.diverged(
-            "its predictions are worse than a coin's after the last step (KL "
+            "its predictions are worse than chance after the last step (KL "
             f"{result.after.kl:.3g} on held-out tokens, {before.kl:.3g} untrained)"
         )
         last = fmean(losses[-max(1, len(losses) // 10) :])
@@ -314,13 +316,13 @@ def target_context(
 def scales_of(
     draft: PreTrainedModel, head: ImmediateHead, rows: LabelRows, config: HeadConfig, seed: int
 ) -> Scales:
-    """How numbers are standardised: by some of the rows, the same ones in every process."""
+    """The standardisation of numbers: by some of the rows, the same ones in every process."""
     if not head.numbers:
         return {}
     reader = ImmediateHead(
         hidden_size=head.hidden_size,
         reads=head.numbers,
-        moments=["drawn"],
+        decision_points=["drawn"],
         sampling=head.sampling,
     )
     context = target_context(draft, reader, config, seed)
@@ -340,7 +342,7 @@ def _cached(
     config: HeadConfig,
     folder: Path,
 ) -> FeatureCache:
-    """What the draft says along the training rows, on the disk; made here if it is not there."""
+    """The draft's states along the training rows, on the disk; made here if they are not there."""
     device = context.draft.device
 
     def features(here: range) -> dict[str, Tensor]:
@@ -377,8 +379,8 @@ def new_head(
 ) -> BaseHead:
     """An untrained head of the kind that is asked for, the same one for the same seed."""
     hidden_size = int(draft.get_output_embeddings().weight.shape[-1])
-    known = {moment.name.lower(): moment for moment in Moment}
-    last = max(known[name] for name in config.moments)
+    known = {point.name.lower(): point for point in DecisionPoint}
+    last = max(known[name] for name in config.decision_points)
     provenance: dict[str, Any] = {
         "draft": draft.name_or_path or None,
         "sampling": None if sampling is None else asdict(sampling),
@@ -396,8 +398,8 @@ def new_head(
         return ImmediateHead(
             hidden_size=hidden_size,
             embedding_size=int(draft.get_input_embeddings().weight.shape[-1]),
-            reads=[name for name in config.features if FEATURES[name].moment <= last],
-            moments=config.moments,
+            reads=[name for name in config.features if FEATURES[name].point <= last],
+            decision_points=config.decision_points,
             width=config.width,
             depth=config.depth,
             scales=scales,
@@ -437,7 +439,7 @@ def weights_fingerprint(model: torch.nn.Module) -> str:
 
 
 def finished_head(out: Path, settings: Settings) -> HeadResult | None:
-    """What was measured of the head in a folder; None if it is not done there.
+    """The measurements of the head in a folder; None if it is not done there.
 
     Raises:
         ManifestError: if it is a head of other settings.
@@ -449,5 +451,7 @@ def finished_head(out: Path, settings: Settings) -> HeadResult | None:
     settings.check(stored.pop("settings"), out)
     stored["before"], stored["after"] = (HeadMetrics(**stored[k]) for k in ("before", "after"))
     stored["losses"] = tuple(stored["losses"])
-    stored["by_moment"] = {name: HeadMetrics(**m) for name, m in stored["by_moment"].items()}
+    stored["by_decision_point"] = {
+        name: HeadMetrics(**m) for name, m in stored["by_decision_point"].items()
+    }
     return HeadResult(**stored)

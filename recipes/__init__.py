@@ -10,7 +10,7 @@ __all__ = ["__version__"]
 
 
 def _is_the_program() -> bool:
-    """Whether a recipe or the command was started, rather than this package imported by another."""
+    """True if a recipe or the command was started, rather than this package imported by another."""
     started = Path(sys.argv[0])
     return started.name in ("-m", "draftsmith") or started.parent.resolve() == Path(__file__).parent
 

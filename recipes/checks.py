@@ -1,4 +1,4 @@
-"""What can be found wrong with a configuration before a stage starts, without torch or network.
+"""Checks of a configuration before a stage starts, without torch or network.
 
 A run checks this first, and so does `--plan`. Only what is on this machine is looked at: prompt
 sets and configurations of models that are on the Hub are checked when a pipeline starts
@@ -53,12 +53,12 @@ def named(key: str) -> Iterator[None]:
 
 
 def is_shared(config: PipelineConfig, stage: str) -> bool:
-    """Whether a stage's processes hold the target in parts, and so work on everything together."""
+    """True if a stage's processes hold the target in parts, and so work on everything together."""
     return _loads_target(config, stage) and config.models.load.target.tp_plan is not None
 
 
 def _loads_target(config: PipelineConfig, stage: str) -> bool:
-    """Whether the weights of the target are loaded in this process."""
+    """True if the weights of the target are loaded in this process."""
     if stage == "rollouts":
         return config.rollouts.backend != "vllm"
     if stage == "logits":
@@ -204,7 +204,7 @@ def given_models(config: PipelineConfig) -> list[str]:
 
 
 def has_chat_template(config: PipelineConfig) -> bool | None:
-    """Whether the target has a chat template; None if its tokenizer is not on this machine."""
+    """True if the target has a chat template; None if its tokenizer is not on this machine."""
     if is_made_here(config, config.models.target):
         return False
     here = on_this_machine(config.models.target)

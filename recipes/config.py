@@ -34,7 +34,7 @@ from specdata.sampling import SamplingConfig
 
 TOY = Path(__file__).parent / "configs" / "toy.yaml"
 SHARED = ("output", "seed", "models", "sampling")
-"""What every stage reads besides its own sections."""
+"""The sections that every stage reads besides its own."""
 
 
 class ModelsConfig(Config):
@@ -52,7 +52,7 @@ class ModelsConfig(Config):
     )
 
     def loading(self, role: Role) -> Loading:
-        """How the target or a draft is loaded where its weights are only read."""
+        """The loading of the target or a draft where its weights are only read."""
         return self.load.of(role).model_copy(update={"dtype": self.dtype_of(role)})
 
     def dtype_of(self, role: Role) -> Dtype:
@@ -61,7 +61,7 @@ class ModelsConfig(Config):
 
 
 class PublishConfig(Config):
-    """What is done with the finished artefacts. Nothing is uploaded unless an id is given."""
+    """The publishing of the finished artefacts. Nothing is uploaded unless an id is given."""
 
     draft_id: str | None = Field(default=None, description="upload the draft to this Hub id")
     head_id: str | None = Field(default=None, description="upload the head to this Hub id")
@@ -112,10 +112,10 @@ class PipelineConfig(Config):
                 "models.draft is missing: name a draft, or let this run make one with draft.init "
                 "(kind: target or fresh)"
             )
-        if self.draft is not None and self.draft.spared and self.head is None:
+        if self.draft is not None and self.draft.held_out_share and self.head is None:
             raise ValueError(
-                f"draft.spared ({self.draft.spared:g}) keeps rollouts for a head, and there is no "
-                "head section: leave it out, or add one"
+                f"draft.held_out_share ({self.draft.held_out_share:g}) keeps rollouts for a "
+                "head, and there is no head section: leave it out, or add one"
             )
         if self.models.draft is not None and makes_it and self.toy is None:
             raise ValueError(
@@ -141,7 +141,7 @@ class PipelineConfig(Config):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a command line asks for.
+    """The request of a command line.
 
     Attributes:
         config: the checked configuration, defaults filled in.
@@ -317,7 +317,7 @@ def _load_yaml(text: str) -> Any:
 
 
 def _is_literal(info: FieldInfo, text: str) -> bool:
-    """Whether a value is taken as it stands: those of text are, but for `null` where that is one.
+    """True if a value is taken as it stands: those of text are, but for `null` where that is one.
 
     YAML would end a folder's name at " #", and make a number or a date of others.
     """

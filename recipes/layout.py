@@ -23,7 +23,7 @@ def eval_folder(config: PipelineConfig) -> Path:
 
 
 def is_cut(config: PipelineConfig) -> bool:
-    """Whether this run makes the draft that its training starts from (`draft.init`)."""
+    """True if this run makes the draft that its training starts from (`draft.init`)."""
     made = config.draft and (config.draft.init.kind != "model" or config.draft.init.vocabulary)
     return bool(made)
 
@@ -53,18 +53,18 @@ def head_in_use(config: PipelineConfig) -> str | None:
     return str(folder(config, "head") / "model") if config.head else None
 
 
-def spared(config: PipelineConfig) -> float:
+def held_out_share(config: PipelineConfig) -> float:
     """Share of the training rollouts that the draft does not learn from."""
-    return config.draft.spared if config.draft else 0.0
+    return config.draft.held_out_share if config.draft else 0.0
 
 
-def spared_setting(config: PipelineConfig) -> dict[str, Any]:
+def held_out_setting(config: PipelineConfig) -> dict[str, Any]:
     """The same as a setting of a stage; nothing where it is 0."""
-    return {"spared": share} if (share := spared(config)) else {}
+    return {"held_out_share": share} if (share := held_out_share(config)) else {}
 
 
 def sampled(config: PipelineConfig, *roles: Role) -> dict[str, Any]:
-    """What decides the result of every stage that runs the models of these roles."""
+    """The settings that decide the result of every stage that runs the models of these roles."""
     return {
         "sampling": asdict(config.sampling),
         "seed": config.seed,
@@ -74,7 +74,7 @@ def sampled(config: PipelineConfig, *roles: Role) -> dict[str, Any]:
 
 
 def loaded(config: PipelineConfig, *roles: Role) -> dict[str, Any]:
-    """What else of the loading of models decides a result; nothing where models.dtype says all."""
+    """Other settings of loading that decide a result; nothing where models.dtype says all."""
     usual = {"dtype": config.models.dtype}
     decisive = {role: config.models.loading(role).decisive() for role in roles}
     other = {

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from specdata.labels.labeller import PartDone
-    from specdata.labels.top_logits import KeptLogits
+    from specdata.labels.top_logits import TopLogits
 
 
 class Logits(Stage):
@@ -84,13 +84,13 @@ class Logits(Stage):
                     report=shown.update,
                 )
         manifest = read_manifest(self.folder)
-        kept = {name: manifest["settings"][name] for name in ("top_logits", "vocabulary")}
-        return {**manifest["counts"], **kept}
+        more = {name: manifest["settings"][name] for name in ("top_logits", "vocabulary")}
+        return {**manifest["counts"], **more}
 
     def show(self, results: dict[str, Any]) -> None:
-        """Print how many are kept."""
+        """Print how many are stored."""
         say(
-            f"  {results['top_logits']} of {results['vocabulary']:,} logits kept at each of "
+            f"  {results['top_logits']} of {results['vocabulary']:,} logits stored at each of "
             f"{results['tokens']:,} positions of {results['rows']:,} rollouts"
         )
 
@@ -102,7 +102,7 @@ class Logits(Stage):
 def _maker(
     config: PipelineConfig, rollouts: Dataset, part_done: PartDone, stack: ExitStack
 ) -> tuple[Callable[..., int], dict[str, Any]]:
-    """What makes the dataset, and what its manifest says of a server."""
+    """The maker of the dataset, and what its manifest says of a server."""
     from specdata.logits.make import logits_of_model, make_logits
     from specdata.models import load_generation, load_model
 
@@ -110,8 +110,10 @@ def _maker(
     assert wanted is not None
     if wanted.backend == "transformers":
         target = load_model(models.target, load=models.loading("target"))
-        together = is_shared(config, "logits")
-        return partial(logits_of_model, target, part_done=part_done, together=together), {}
+        tensor_parallel = is_shared(config, "logits")
+        return partial(
+            logits_of_model, target, part_done=part_done, tensor_parallel=tensor_parallel
+        ), {}
     from specdata.logits.served import ServedLogits, check_lengths
     from specdata.server.client import ServerClient
 
@@ -126,7 +128,7 @@ def _maker(
 
 
 def made_of(config: PipelineConfig, tokenizer: str) -> dict[str, Any]:
-    """What labels and kept logits are made of, beside the draft.
+    """The settings that labels and top logits are made of, beside the draft.
 
     Args:
         config: the run's.
@@ -150,7 +152,7 @@ def identity(name: str) -> dict[str, str]:
 def cached_rows(
     config: PipelineConfig, cache: str, key: str, source: dict[str, Any], wanted: Dataset
 ) -> Dataset:
-    """The rows of a dataset with kept logits that belong to some of this run's rollouts.
+    """The rows of a dataset with top logits that belong to some of this run's rollouts.
 
     Args:
         config: the run's.
@@ -163,7 +165,7 @@ def cached_rows(
         ConfigError: if it was made of other rollouts or by another target, or lacks some of them.
         ManifestError: if it cannot be read.
     """
-    from specdata.labels.top_logits import KeptLogits
+    from specdata.labels.top_logits import TopLogits
     from specdata.storage.dataset import load_stored
     from specdata.storage.manifest import read_manifest
 
@@ -177,45 +179,45 @@ def cached_rows(
             f"{key} {cache} was made of other rollouts or by another target: leave it out, or name "
             "one of the same. Stored -> this run's:\n  " + "\n  ".join(changed)
         )
-    KeptLogits.of(Path(cache))
+    TopLogits.of(Path(cache))
     rows = load_stored(Path(cache))
     places = {name: place for place, name in enumerate(_names(rows))}
     names = _names(wanted)
     if missing := sum(name not in places for name in names):
         raise ConfigError(
             f"{key} {cache} lacks {missing} of {len(names)} rollouts that are needed (labels of a "
-            "run with draft.spared hold only that share): make one of all rollouts with "
+            "run with draft.held_out_share hold only that share): make one of all rollouts with "
             "draftsmith make-logits"
         )
     return rows.select([places[name] for name in names])
 
 
 def _names(rows: Dataset) -> list[tuple[Any, ...]]:
-    """What tells the rows of one dataset apart."""
+    """The identity of the rows of one dataset."""
     return list(zip(rows["example_id"], rows["sample"], rows["turn"], strict=True))
 
 
 def check_cache(config: PipelineConfig, key: str, cache: str, *, bound: bool) -> None:
-    """Refuse kept logits that a stage cannot learn from, as far as is known. Raises ConfigError."""
-    if (kept := _kept_logits(config, key, cache)) is not None:
+    """Refuse top logits that a stage cannot learn from, as far as is known. Raises ConfigError."""
+    if (stored := _top_logits_of(config, key, cache)) is not None:
         with named(key):
-            kept.distributions(config.sampling, bound=bound)
+            stored.distributions(config.sampling, bound=bound)
 
 
-def _kept_logits(config: PipelineConfig, key: str, cache: str) -> KeptLogits | None:
-    """What a cache keeps, or will keep if this run makes it; None if that is not known yet."""
-    from specdata.labels.top_logits import KeptLogits  # here: it needs torch
+def _top_logits_of(config: PipelineConfig, key: str, cache: str) -> TopLogits | None:
+    """The content of a cache, or the future one if this run makes it; None if not known yet."""
+    from specdata.labels.top_logits import TopLogits  # here: it needs torch
 
     if config.logits and absolute(cache) == absolute(folder(config, "logits")):
         size = sizes_of(config, config.models.target).get("vocab_size")
-        return None if size is None else KeptLogits(min(config.logits.top_logits, size), size)
+        return None if size is None else TopLogits(min(config.logits.top_logits, size), size)
     if not Path(cache).is_dir():
         raise ConfigError(
-            f"{key} must be a folder with kept target logits, and {cache} is none: make it with "
+            f"{key} must be a folder with top target logits, and {cache} is none: make it with "
             "draftsmith make-logits (section logits), or leave it out"
         )
     with named(key):
-        return KeptLogits.of(Path(cache))
+        return TopLogits.of(Path(cache))
 
 
 RECIPE = Recipe("Keep the target's largest logits along its rollouts.", (Logits,))

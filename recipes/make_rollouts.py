@@ -81,7 +81,7 @@ class Rollouts(Stage):
 
     @property
     def is_asked(self) -> bool:
-        """Whether something is trained."""
+        """True if something is trained."""
         return bool(self.config.toy or self.config.draft or self.config.head)
 
     def decisive(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Rollouts(Stage):
     def size(self) -> str:
         """Completions, tokens and bytes."""
         token, models = ROLLOUT_TOKEN, self.config.models
-        if self.config.rollouts.keep_states:
+        if self.config.rollouts.store_states:
             width = width_of(sizes_of(self.config, models.target)) or 0
             token += width * (4 if models.dtype_of("target") == "float32" else 2)
         return rows_size(self.config, {"": token})
@@ -173,7 +173,7 @@ class Rollouts(Stage):
                     settings=settings,
                     report=shown.update,
                     part_done=shown.part,
-                    together=is_shared(config, "rollouts"),
+                    tensor_parallel=is_shared(config, "rollouts"),
                 )
             counts = read_manifest(self.folder)["counts"]
             return {**counts, "asked": asked, "prompts": loaded.report}
@@ -197,7 +197,7 @@ class Rollouts(Stage):
 
 
 def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[str, Any], int]:
-    """What completes, what the model is, and how many tokens it takes."""
+    """The backend that completes, the model's identity, and how many tokens it takes."""
     from specdata.models import load_generation, load_model, positions, revision_of
     from specdata.rollouts.backend import TransformersBackend
     from specdata.rollouts.vllm import VllmBackend
@@ -228,7 +228,7 @@ def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[st
             wanted.max_new_tokens,
             wanted.batch_size,
             config.seed,
-            keep_states=wanted.keep_states,
+            store_states=wanted.store_states,
         )
     identity["revision"] = revision_of(models.target)
     return backend, identity, limit

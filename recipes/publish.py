@@ -41,7 +41,7 @@ class Release(Stage):
 
     @property
     def inputs(self) -> dict[str, str]:
-        """What was trained, and what was measured of it."""
+        """The trained artefact, and its measurements."""
         inputs = {
             "draft": draft_in_use(self.config),
             "results": str(eval_folder(self.config) / RESULTS),
@@ -178,7 +178,7 @@ def _measures(trained: Mapping[str, Any]) -> Mapping[str, float]:
 
 
 def _results(config: PipelineConfig) -> Results:
-    """What was measured, with models named as this run names them now.
+    """The measurements, with models named as this run names them now.
 
     Raises:
         ManifestError: if other models were measured.

@@ -195,7 +195,7 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
 
 
 def _absent(source: str, output: str) -> str:
-    """What to say of an input that is not on this machine, or not whole; nothing of one that is."""
+    """The message for an input that is not on this machine, or not whole; else nothing."""
     if Path(source).exists():
         return " (its config.json, no weights)" if is_without_weights(source) else ""
     # A Hub id is OWNER/NAME or NAME, its revision aside; an address has "://".
@@ -205,7 +205,7 @@ def _absent(source: str, output: str) -> str:
 
 
 def _state(stage: Stage) -> str:
-    """What the recipe would find in a stage's folder."""
+    """The contents that the recipe would find in a stage's folder."""
     if not (stage.folder / RUN).exists():
         return "would be made"
     is_finished = stage_record(stage.folder)["finished"]
@@ -230,7 +230,7 @@ ALONE = ("publish",)
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """How this recipe was called, so that the next one can be called alike.
+    """The call of this recipe, so that the next one can be called alike.
 
     Attributes:
         arguments: of the recipe.
@@ -275,17 +275,17 @@ def _python() -> str:
 
 
 def steps_to_draft(config: PipelineConfig, line: CommandLine) -> list[Step]:
-    """What follows rollouts: train or measure; a draft learns from the logits that were kept."""
+    """The steps after rollouts: train or measure; a draft learns from logits if there are some."""
     if config.draft is None:
         return [steps_to_head(config, line)]
     drawn = config.draft.on_policy.share > 0  # whose logits no dataset keeps
-    is_kept = config.logits is not None and config.draft.cache is None and not drawn
-    cache = ["--draft.cache", str(folder(config, "logits"))] if is_kept else []
+    has_logits = config.logits is not None and config.draft.cache is None and not drawn
+    cache = ["--draft.cache", str(folder(config, "logits"))] if has_logits else []
     return [Step("distil", line.recipe("train-draft", *cache))]
 
 
 def steps_to_head(config: PipelineConfig, line: CommandLine) -> Step:
-    """What follows once there is a draft: a head, or a measurement."""
+    """The steps once there is a draft: a head, or a measurement."""
     if config.head:
         return Step("train", line.recipe("train-head"))
     return Step("measure", line.recipe("run-eval"))

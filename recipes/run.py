@@ -1,4 +1,4 @@
-"""What surrounds every stage: run.json, resume, one main process, library settings."""
+"""The frame of every stage: run.json, resume, one main process, library settings."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ PATIENCE = 600
 GRACE = 75
 # Seconds after which a process says what it waits for, and says it again.
 REMINDER = 15
-# A process that waits holds the lock for a moment to see whether it is free; so it is tried again.
+# A process that waits holds the lock for a short time to see whether it is free; so it is tried
+# again.
 RETRIES = 5
 # Everything else that is raised is trouble outside (OSError) or a defect with its traceback.
 USER_ERRORS = (ConfigError, ManifestError, VocabularyMismatchError, CacheNotRewindableError)
@@ -104,7 +105,7 @@ class Stage(ABC):
 
     @property
     def is_asked(self) -> bool:
-        """Whether the configuration asks for it."""
+        """True if the configuration asks for it."""
         return getattr(self.config, self.sections[0]) is not None
 
     @property
@@ -124,7 +125,7 @@ class Stage(ABC):
     @property
     @abstractmethod
     def size(self) -> str:
-        """What will be written, in words and numbers."""
+        """The files to be written, in words and numbers."""
 
     def check(self) -> None:
         """Refuse, before anything is made, what cannot be made, for a plan and a run alike.
@@ -142,12 +143,12 @@ class Stage(ABC):
         return
 
     def next(self, line: CommandLine) -> list[Step]:
-        """What can be done with what it made."""
+        """The uses of what it made."""
         return []
 
     @property
     def remedy(self) -> str:
-        """What to do about a folder that was made with other settings."""
+        """The remedy for a folder that was made with other settings."""
         elsewhere = "choose another --output"
         if self.config.toy:  # whose models must lie in the output
             elsewhere += " NEW, with --models.target NEW/pair/target and --models.draft "
@@ -164,7 +165,7 @@ class Stage(ABC):
 
     @property
     def settings(self) -> Settings:
-        """What decides the result, to be stored and compared."""
+        """The settings that decide the result, to be stored and compared."""
         return Settings(self.decisive(), self.remedy)
 
     def dataset_settings(self, made_of: Mapping[str, Any]) -> Settings:
@@ -174,7 +175,7 @@ class Stage(ABC):
 
     @property
     def is_made(self) -> bool:
-        """Whether its folder is complete and was made with these settings.
+        """True if its folder is complete and was made with these settings.
 
         Inputs are not looked at: `run_stage` refuses those that changed.
         """
@@ -294,7 +295,7 @@ def prepare_libraries() -> None:
 
 
 def finished(folder: Path) -> bool:
-    """Whether a stage's folder is complete."""
+    """True if a stage's folder is complete."""
     return (folder / RUN).is_file() and bool(stage_record(folder)["finished"])
 
 
@@ -342,7 +343,7 @@ def portable(values: Any, output: str) -> Any:
 
 
 def is_within(path: str, output: str) -> bool:
-    """Whether a path lies in the run's output, however both are written."""
+    """True if a path lies in the run's output, however both are written."""
     return absolute(path).is_relative_to(absolute(output))
 
 
@@ -392,7 +393,7 @@ def say(text: str, style: str = "") -> None:
 
 
 def _decisive(stage: Stage) -> Settings:
-    """What run.json stores of a stage and compares on resume; refuses inputs that are not made."""
+    """The entry of a stage in run.json, compared on resume; refuses inputs that are not made."""
     output, stages = stage.config.output, all_stages(stage.config)
     for name, source in stage.inputs.items():
         if not is_within(source, output):
@@ -494,5 +495,5 @@ def _wait(folder: Path, done: Callable[[], bool], patience: float) -> None:
 
 
 def _begun(folder: Path) -> bool:
-    """Whether the main process of this run is at work in a stage's folder, or has been."""
+    """True if the main process of this run is at work in a stage's folder, or has been."""
     return (folder / RUN).exists() and (is_locked(folder / LOCK) or finished(folder))

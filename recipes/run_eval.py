@@ -310,7 +310,7 @@ def _decode(
 
 
 def _is_measuring(config: PipelineConfig) -> bool:
-    """Whether this process measures; said, in the main one, if there are others."""
+    """True if this process measures; said, in the main one, if there are others."""
     import torch
 
     from eval.measuring.sharing import is_measuring, who_measures

@@ -1,4 +1,4 @@
-"""What models' config.json say, and the sizes of what stages write; torch is not imported."""
+"""The contents of models' config.json, and sizes of what stages write; torch is not imported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdata.sources import base_of_adapters, hub_source
 
 # A model's weights, or adapters', as transformers and PEFT save them.
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
-# Bytes a stored token takes at most: an id; an id and a number for a further draw or kept logit.
+# Bytes a stored token takes at most: an id; an id and a number for a further draw or top logit.
 # A prompt's own ids come on top.
 ROLLOUT_TOKEN, PAIR = 4, 8
 # What the weights of a decoder follow from.
@@ -40,12 +40,12 @@ def in_bytes(count: float) -> str:
 
 
 def is_made_here(config: PipelineConfig, model: str) -> bool:
-    """Whether a model is of the embedded pair, which this run trains."""
+    """True if a model is of the embedded pair, which this run trains."""
     return config.toy is not None and is_within(model, str(Path(config.output) / "pair"))
 
 
 def is_without_weights(source: str) -> bool:
-    """Whether a folder describes a model and does not hold it."""
+    """True if a folder describes a model and does not hold it."""
     here = Path(source)
     return (here / "config.json").is_file() and not any(any(here.glob(each)) for each in WEIGHTS)
 
@@ -65,7 +65,7 @@ def on_this_machine(model: str) -> Path | None:
 
 
 def described(model: str) -> Mapping[str, Any]:
-    """What a model's config.json says of the language model; empty if it is not on this machine.
+    """The language model's part of a model's config.json; empty if it is not on this machine.
 
     Raises:
         ConfigError: if it is a GGUF file that cannot be read.
@@ -82,7 +82,7 @@ def described(model: str) -> Mapping[str, Any]:
 
 
 def sizes_of(config: PipelineConfig, model: str) -> Mapping[str, Any]:
-    """What a model's config.json says, or will say if this run trains it; empty if unknown."""
+    """The config.json of a model, as it is or as this run will make it; empty if unknown."""
     if config.toy is None or not is_made_here(config, model):
         return described(model)
     is_target = absolute(model) == absolute(config.models.target)
@@ -100,12 +100,12 @@ def sizes_of(config: PipelineConfig, model: str) -> Mapping[str, Any]:
     }
 
 
-def parameters(known: Mapping[str, Any], kept: int | None = None) -> int | None:
+def parameters(known: Mapping[str, Any], draft_vocabulary: int | None = None) -> int | None:
     """Weights of a dense decoder with layers as Llama's; biases, which few have, are left out.
 
     Args:
         known: what its config.json says of the language model.
-        kept: rows of the output matrix, if its vocabulary is reduced.
+        draft_vocabulary: rows of the output matrix, if its vocabulary is reduced.
 
     Returns:
         None if it says too little, or the model is another one.
@@ -119,7 +119,7 @@ def parameters(known: Mapping[str, Any], kept: int | None = None) -> int | None:
     each = known.get("head_dim") or width // heads
     keys = (known.get("num_key_value_heads") or heads) * each
     layer = width * (2 * (heads * each + keys) + 3 * inner + 2)
-    output = kept or known.get("draft_vocab_size")
+    output = draft_vocabulary or known.get("draft_vocab_size")
     if output is None:
         output = 0 if known.get("tie_word_embeddings") else vocabulary
     return int(width * (vocabulary + output) + layers * layer + width)
@@ -169,7 +169,7 @@ def draft_size(config: PipelineConfig) -> str:
 
 
 def rows_size(config: PipelineConfig, token_bytes: Mapping[str, int]) -> str:
-    """How much is stored of rollouts, or of what has as many rows.
+    """The size on the disk of rollouts, or of what has as many rows.
 
     Args:
         config: the run's.

@@ -24,10 +24,10 @@ from recipes.config import PipelineConfig
 from recipes.layout import (
     draft_to_distil,
     folder,
+    held_out_setting,
     initial_draft,
     is_cut,
     sampled,
-    spared_setting,
 )
 from recipes.make_logits import cached_rows, check_cache, made_of
 from recipes.recipe import CommandLine, Recipe, load_draft, steps_to_head
@@ -49,15 +49,15 @@ class Initial(Stage):
 
     @property
     def is_asked(self) -> bool:
-        """Whether `draft.init` makes or changes it."""
+        """True if `draft.init` makes or changes it."""
         return is_cut(self.config)
 
     def decisive(self) -> dict[str, Any]:
-        """How it is made, and of which rollouts its vocabulary is counted."""
+        """The way in which it is made, and of which rollouts its vocabulary is counted."""
         assert self.config.draft is not None
         values: dict[str, Any] = {"init": self.config.draft.init.model_dump(mode="json")}
         values |= sampled(self.config, "target")
-        return {**values, "sets": self.config.draft.sets, **spared_setting(self.config)}
+        return {**values, "sets": self.config.draft.sets, **held_out_setting(self.config)}
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -102,7 +102,7 @@ class Finetuned(Stage):
 
     @property
     def is_asked(self) -> bool:
-        """Whether there is a section draft.finetune."""
+        """True if there is a section draft.finetune."""
         return self.config.draft is not None and self.config.draft.finetune is not None
 
     def decisive(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Finetuned(Stage):
         values: dict[str, Any] = {"finetune": draft.finetune.model_dump(mode="json"), "lora": lora}
         values["seed"] = self.config.seed
         if not draft.finetune.conversations:
-            values |= {"sets": draft.sets, **spared_setting(self.config)}
+            values |= {"sets": draft.sets, **held_out_setting(self.config)}
         return values
 
     @property
@@ -178,7 +178,7 @@ class Draft(Stage):
 
     @property
     def inputs(self) -> dict[str, str]:
-        """The models, the rollouts, and kept logits instead of the target's own."""
+        """The models, the rollouts, and top logits instead of the target's own."""
         assert self.config.draft is not None
         inputs = {
             "target": self.config.models.target,
@@ -219,28 +219,28 @@ class Draft(Stage):
             check_cache(config, "draft.cache", draft.cache, bound=True)
 
     def run(self) -> dict[str, Any]:
-        """Distil, on the target's distributions or on kept logits."""
+        """Distil, on the target's distributions or on top logits."""
         from distill.distillation import distil
-        from specdata.labels.top_logits import KeptLogits
+        from specdata.labels.top_logits import TopLogits
         from specdata.models import load_tokenizer, vocabulary_fingerprint
 
         config = self.config
         assert config.draft is not None
         train, dev = (_rollouts(config, split) for split in ("train", "dev"))
-        kept = None
+        top_logits = None
         if cache := config.draft.cache:
             tokenizer = vocabulary_fingerprint(load_tokenizer(config.models.target))
             source = made_of(config, tokenizer)
             train, dev = (
                 cached_rows(config, cache, "draft.cache", source, rows) for rows in (train, dev)
             )
-            kept = KeptLogits.of(Path(cache))
+            top_logits = TopLogits.of(Path(cache))
         result = distil(
             target=config.models.target,
             draft=draft_to_distil(config),
             train=train,
             dev=dev,
-            kept=kept,
+            top_logits=top_logits,
             out=self.folder / "model",
             config=config.draft,
             sampling=config.sampling,
@@ -259,8 +259,10 @@ class Draft(Stage):
         say(f"  acceptance on held-out rollouts: {shown}")
         if results["is_bound"]:
             say("  (upper bounds: all tokens whose logits draft.cache does not keep count as one)")
-        if results["kept_step"] is not None:
-            say(f"  kept: the weights after step {results['kept_step']} of {results['steps']}")
+        if results["best_step"] is not None:
+            say(
+                f"  top_logits: the weights after step {results['best_step']} of {results['steps']}"
+            )
         return
 
     def next(self, line: CommandLine) -> list[Step]:
@@ -281,8 +283,8 @@ def _rollouts(config: PipelineConfig, split: str) -> Dataset:
     assert config.draft is not None
     source, wanted = folder(config, "rollouts"), config.draft.sets
     sets = None if wanted is None else [short_name(name) for name in wanted]
-    spared = config.draft.spared if split == "train" else 0.0
-    return of_split(load_stored(source), split, source, sets=sets, spared=spared)
+    held_out_share = config.draft.held_out_share if split == "train" else 0.0
+    return of_split(load_stored(source), split, source, sets=sets, held_out_share=held_out_share)
 
 
 def check_draft_sets(config: PipelineConfig) -> None:

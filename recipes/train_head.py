@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.checks import check_loading, check_training_splits, is_shared
-from recipes.layout import draft_in_use, folder, loaded, sampled, spared, spared_setting
+from recipes.layout import draft_in_use, folder, held_out_setting, held_out_share, loaded, sampled
 from recipes.make_logits import cached_rows, check_cache, identity, made_of
 from recipes.recipe import CommandLine, Recipe, load_head
 from recipes.run import Stage, Step, say
@@ -34,18 +34,18 @@ class Labels(Stage):
 
     @property
     def is_asked(self) -> bool:
-        """Whether a head learns from them."""
+        """True if a head learns from them."""
         return self.config.head is not None
 
     def decisive(self) -> dict[str, Any]:
         """Its section, and how both models are sampled."""
         values: dict[str, Any] = {"labels": self.config.labels.model_dump(mode="json")}
         values |= sampled(self.config, "target", "draft")
-        return {**values, **spared_setting(self.config)}
+        return {**values, **held_out_setting(self.config)}
 
     @property
     def inputs(self) -> dict[str, str]:
-        """The pair, the rollouts, and kept logits instead of the target's own."""
+        """The pair, the rollouts, and top logits instead of the target's own."""
         inputs = {
             "target": self.config.models.target,
             "draft": draft_in_use(self.config),
@@ -82,7 +82,7 @@ class Labels(Stage):
             load_tokenizer,
             vocabulary_fingerprint,
         )
-        from specdata.storage.dataset import is_spared, load_stored
+        from specdata.storage.dataset import is_held_out, load_stored
         from specdata.storage.manifest import read_manifest
 
         models, draft_name = config.models, draft_in_use(config)
@@ -90,13 +90,13 @@ class Labels(Stage):
         check_shared_vocabulary(tokenizer, load_tokenizer(draft_name))
         draft = load_model(draft_name, load=models.loading("draft"))
         rollouts = load_stored(folder(config, "rollouts"))
-        if share := spared(config):
+        if share := held_out_share(config):
             splits = zip(rollouts["split"], rollouts["example_id"], strict=True)
             rollouts = rollouts.select(
                 [
                     index
                     for index, (split, example) in enumerate(splits)
-                    if split != "train" or is_spared(example, share)
+                    if split != "train" or is_held_out(example, share)
                 ]
             )
         source = made_of(config, vocabulary_fingerprint(tokenizer))
@@ -106,8 +106,8 @@ class Labels(Stage):
             make = partial(labels_from_cache, Path(cache), draft, rows=rows)
         else:
             target = load_model(models.target, load=models.loading("target"))
-            together = is_shared(config, "labels")
-            make = partial(make_labels, target, draft, rollouts, together=together)
+            tensor_parallel = is_shared(config, "labels")
+            make = partial(make_labels, target, draft, rollouts, tensor_parallel=tensor_parallel)
         with progress(len(rollouts), "labels", "rollout", is_shown=is_main()) as bar:
             shown = TokenProgress(bar)
             rows = make(
@@ -141,7 +141,7 @@ class Head(Stage):
         """Its section, and how the draft is loaded."""
         assert self.config.head is not None
         values: dict[str, Any] = {"head": self.config.head.decisive(), "seed": self.config.seed}
-        values |= {"dtype": self.config.models.dtype, **spared_setting(self.config)}
+        values |= {"dtype": self.config.models.dtype, **held_out_setting(self.config)}
         return {**values, **loaded(self.config, "draft")}
 
     @property
@@ -158,7 +158,7 @@ class Head(Stage):
         if self.config.head.cache != "disk" or width is None or not all(counts):
             return "the head"
         tokens = sum(filter(None, counts)) * rollouts.samples * rollouts.max_new_tokens
-        states = 1 + self.config.labels.draws * ("consumed" in self.config.head.moments)
+        states = 1 + self.config.labels.draws * ("consumed" in self.config.head.decision_points)
         return (
             "the head; until it is done, the draft's states along the training rollouts, "
             + in_bytes(2 * tokens * states * width)  # in bfloat16
@@ -186,8 +186,8 @@ class Head(Stage):
                 labels,
                 "train",
                 folder(config, "labels"),
-                spared=spared(config),
-                wants_spared=True,
+                held_out_share=held_out_share(config),
+                wants_held_out=True,
             ),
             dev=of_split(labels, "dev", folder(config, "labels")),
             out=self.folder / "model",
@@ -206,11 +206,11 @@ class Head(Stage):
             if after[name] is not None  # AUROC needs accepted and rejected tokens
         )
         say(f"  on {after['tokens']} held-out labels: {shown}")
-        by_moment = results["by_moment"]
-        if len(by_moment) > 1:
+        by_decision_point = results["by_decision_point"]
+        if len(by_decision_point) > 1:
             areas = ", ".join(
                 f"{name} {metrics['auroc']:.3f}"
-                for name, metrics in by_moment.items()
+                for name, metrics in by_decision_point.items()
                 if metrics["auroc"] is not None
             )
             say(f"  AUROC by what is known of the token: {areas}")
@@ -223,7 +223,7 @@ class Head(Stage):
 
 
 def _precision(after: Mapping[str, Any]) -> str | None:
-    """What to say of too few held-out labels; None if there are enough to tell heads apart."""
+    """The warning about too few held-out labels; None if there are enough to tell heads apart."""
     width = after["auroc_width"]
     if width is None or width <= WIDEST:
         return None

@@ -1,3 +1,3 @@
-"""What a distribution, a rollout, a label and a stored shard are: the base layer."""
+"""The base layer: distributions, rollouts, labels and stored shards."""
 
 __version__ = "0.1.0"

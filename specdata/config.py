@@ -1,4 +1,4 @@
-"""What every configuration class is made of, and how a mistake in one is reported.
+"""The base of every configuration class, and the report of a mistake in one.
 
 A configuration class lists its fields with their ranges and descriptions; pydantic refuses unknown
 keys, wrong types and values out of range. This module adds what pydantic does not do: the nearest
@@ -94,7 +94,7 @@ def check_value(hint: Any, value: Any, name: str) -> None:
 
 
 def _is_number(hint: Any) -> bool:
-    """Whether numbers are taken, one or several, and neither true nor false."""
+    """True if numbers are taken, one or several, and neither true nor false."""
     kinds = {hint, *(inner for kind in get_args(hint) for inner in (kind, *get_args(kind)))}
     return bool(kinds & {int, float}) and bool not in kinds
 

@@ -6,9 +6,9 @@ it is for tokens that a draft's padding lacks.
 
 On the disk it has the names that EAGLE-3 drafts have in vLLM and SGLang: `draft_vocab_size` in
 config.json, an output matrix (N, H), `d2t` (N,) int64, what is added to a draft's id to make the
-target's, and `t2d` (V,) bool, the tokens that are kept. In memory it is the transformers model of
+target's, and `t2d` (V,) bool, these tokens. In memory it is the transformers model of
 its architecture with another output embedding, whose logits are as wide as ever and -inf at the
-tokens that are not kept, so all other code sees an ordinary draft.
+other tokens, so all other code sees an ordinary draft.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SIZE = "draft_vocab_size"
 """The key of config.json by which a reduced draft is known."""
 RIDGE = 1e-3
-"""What `substitute_row` adds to the diagonal, as a share of its mean."""
+"""Added by `substitute_row` to the diagonal, as a share of its mean."""
 
 
 class ReducedOutput(nn.Module):
@@ -37,46 +37,48 @@ class ReducedOutput(nn.Module):
     Args:
         weight: (N, H).
         bias: (N,) or None.
-        kept: (N,) int64 ids of these tokens, increasing.
+        vocabulary_ids: (N,) int64 ids of these tokens, increasing.
         vocabulary: V.
     """
 
-    kept: Tensor
+    vocabulary_ids: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kept: Tensor, vocabulary: int) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, vocabulary_ids: Tensor, vocabulary: int
+    ) -> None:
         super().__init__()
         self.vocabulary = vocabulary
         self.weight = nn.Parameter(weight)
         self.bias = None if bias is None else nn.Parameter(bias)
         # Follows from d2t, which the model itself stores.
-        self.register_buffer("kept", kept, persistent=False)
+        self.register_buffer("vocabulary_ids", vocabulary_ids, persistent=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        """(..., H) states -> (..., V) logits, -inf at tokens that are not kept."""
+        """(..., H) states -> (..., V) logits, -inf at the other tokens."""
         logits = nn.functional.linear(states, self.weight, self.bias)
         everywhere = logits.new_full((*logits.shape[:-1], self.vocabulary), float("-inf"))
-        return everywhere.index_copy_(-1, self.kept, logits)
+        return everywhere.index_copy_(-1, self.vocabulary_ids, logits)
 
 
 def is_reduced(config: PreTrainedConfig) -> bool:
-    """Whether a configuration is that of a draft with a reduced vocabulary."""
+    """True if a configuration is that of a draft with a reduced vocabulary."""
     return getattr(config, SIZE, None) is not None
 
 
-def kept_tokens(model: Any) -> Tensor | None:
+def draft_vocabulary_ids(model: Any) -> Tensor | None:
     """(N,) ids that a model can propose, increasing; None if it can propose every token."""
     output = model.get_output_embeddings()
-    return output.kept if isinstance(output, ReducedOutput) else None
+    return output.vocabulary_ids if isinstance(output, ReducedOutput) else None
 
 
-def reduce_vocabulary(model: PreTrainedModel, kept: Sequence[int]) -> None:
+def reduce_vocabulary(model: PreTrainedModel, vocabulary_ids: Sequence[int]) -> None:
     """Keep of a model's output matrix the rows of some tokens, in place.
 
     The input embedding stays whole, so tied matrices are untied.
 
     Args:
         model: a causal language model.
-        kept: ids of the tokens that it can propose from now on.
+        vocabulary_ids: ids of the tokens that it can propose from now on.
 
     Raises:
         ConfigError: if its vocabulary is reduced already, its output embedding is no linear layer,
@@ -85,8 +87,8 @@ def reduce_vocabulary(model: PreTrainedModel, kept: Sequence[int]) -> None:
     output = model.get_output_embeddings()
     if isinstance(output, ReducedOutput):
         raise ConfigError(
-            f"the draft can propose {len(output.kept)} tokens already: reduce the draft that it "
-            "was made of, or leave its vocabulary as it is"
+            f"the draft can propose {len(output.vocabulary_ids)} tokens already: reduce the draft "
+            "that it was made of, or leave its vocabulary as it is"
         )
     if not isinstance(output, nn.Linear):
         raise ConfigError(
@@ -94,7 +96,7 @@ def reduce_vocabulary(model: PreTrainedModel, kept: Sequence[int]) -> None:
             f"({type(output).__name__}), so its vocabulary cannot be reduced"
         )
     vocabulary = len(output.weight)
-    ids = torch.tensor(sorted(set(kept)), dtype=torch.long)
+    ids = torch.tensor(sorted(set(vocabulary_ids)), dtype=torch.long)
     if not len(ids) or ids[0] < 0 or ids[-1] >= vocabulary:
         raise ConfigError(
             f"ids of the draft's tokens must be from 0 to {vocabulary - 1}, and at least one"
@@ -132,10 +134,10 @@ def settle(model: PreTrainedModel, architecture: type[PreTrainedModel]) -> PreTr
         ConfigError: if its tensors d2t and t2d do not fit each other.
     """
     output = model.get_output_embeddings()
-    kept = model.d2t + torch.arange(len(model.d2t), device=model.d2t.device)
-    if not torch.equal(kept, model.t2d.nonzero().squeeze(-1)):
+    vocabulary_ids = model.d2t + torch.arange(len(model.d2t), device=model.d2t.device)
+    if not torch.equal(vocabulary_ids, model.t2d.nonzero().squeeze(-1)):
         raise ConfigError("d2t and t2d keep different tokens, or d2t is not in the order of ids")
-    output.kept = kept
+    output.vocabulary_ids = vocabulary_ids
     model.__class__ = architecture
     return model
 
@@ -145,7 +147,7 @@ def substitute_row(states: Tensor, logits: Tensor) -> Tensor:
     """The row that stands for all tokens that a reduced draft left out, in a plain model.
 
     A plain model gives every token a probability. This row's logit is, as nearly as one row's can
-    be (least squares), the smallest that any kept token has in the same state, so that what was
+    be (least squares), the smallest that any of its tokens has in the same state, so that what was
     left out gets next to nothing, and the draft goes on proposing what it has learned.
 
     Args:
@@ -170,7 +172,7 @@ def restore_vocabulary(model: PreTrainedModel, others: Tensor) -> None:
 
     Args:
         model: with a reduced vocabulary.
-        others: (H,) the row of every token that was not kept; see `substitute_row`.
+        others: (H,) the row of every token outside its vocabulary; see `substitute_row`.
 
     Raises:
         ConfigError: if its vocabulary is not reduced.
@@ -180,11 +182,11 @@ def restore_vocabulary(model: PreTrainedModel, others: Tensor) -> None:
         raise ConfigError("the draft's vocabulary is not reduced, so there is nothing to restore")
     weight = others.to(reduced.weight).repeat(reduced.vocabulary, 1)
     whole = nn.Linear(weight.shape[1], len(weight), bias=reduced.bias is not None, device="meta")
-    whole.weight = nn.Parameter(weight.index_copy_(0, reduced.kept, reduced.weight))
+    whole.weight = nn.Parameter(weight.index_copy_(0, reduced.vocabulary_ids, reduced.weight))
     if reduced.bias is not None:
-        # The rarest of the kept tokens are the nearest to those that were left out.
+        # The rarest of its tokens are the nearest to those that were left out.
         bias = reduced.bias.min().repeat(reduced.vocabulary)
-        whole.bias = nn.Parameter(bias.index_copy_(0, reduced.kept, reduced.bias))
+        whole.bias = nn.Parameter(bias.index_copy_(0, reduced.vocabulary_ids, reduced.bias))
     replace_output(model, whole)
     delattr(model.config, SIZE)
     del model.d2t, model.t2d
@@ -193,11 +195,15 @@ def restore_vocabulary(model: PreTrainedModel, others: Tensor) -> None:
 def _install(model: PreTrainedModel, output: ReducedOutput) -> None:
     """Make a model's output embedding a reduced one, and store with it what it keeps."""
     replace_output(model, output)
-    size = len(output.kept)
+    size = len(output.vocabulary_ids)
     setattr(model.config, SIZE, size)
-    model.register_buffer("d2t", output.kept - torch.arange(size, device=output.kept.device))
-    is_kept = torch.zeros(output.vocabulary, dtype=torch.bool, device=output.kept.device)
-    model.register_buffer("t2d", is_kept.index_fill_(0, output.kept, True))
+    model.register_buffer(
+        "d2t", output.vocabulary_ids - torch.arange(size, device=output.vocabulary_ids.device)
+    )
+    is_in_vocabulary = torch.zeros(
+        output.vocabulary, dtype=torch.bool, device=output.vocabulary_ids.device
+    )
+    model.register_buffer("t2d", is_in_vocabulary.index_fill_(0, output.vocabulary_ids, True))
 
 
 def replace_output(model: PreTrainedModel, output: nn.Module) -> None:

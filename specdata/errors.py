@@ -43,7 +43,7 @@ class TrainingDivergedError(ConfigError):
 
     Attributes:
         found: which training, and what is not finite in which steps.
-        kept: the last good checkpoint, if one was written.
+        last_good: the last good checkpoint, if one was written.
         learning_rate: the largest of this training.
         remedy: what to do about the folder once the learning rate is lower, an imperative without a
             full stop. A stage, whose own record holds the learning rate, replaces it by its own.
@@ -51,23 +51,27 @@ class TrainingDivergedError(ConfigError):
             without a full stop; else None.
     """
 
-    def __init__(self, found: str, *, kept: Path | None, learning_rate: float, remedy: str) -> None:
+    def __init__(
+        self, found: str, *, last_good: Path | None, learning_rate: float, remedy: str
+    ) -> None:
         super().__init__(found)
         self.by_heart: str | None = None
         self.found = found
-        self.kept = kept
+        self.last_good = last_good
         self.learning_rate = learning_rate
         self.remedy = remedy
 
     def __str__(self) -> str:
-        kept = f"{self.kept} is kept" if self.kept else "no checkpoint was written before"
+        last_good = (
+            f"{self.last_good} is kept" if self.last_good else "no checkpoint was written before"
+        )
         if self.by_heart is not None:
             return (
-                f"{self.found}, so it learned its rows by heart ({kept}): {self.by_heart}, and "
-                f"{self.remedy}"
+                f"{self.found}, so it learned its rows by heart ({last_good}): {self.by_heart}, "
+                f"and {self.remedy}"
             )
         return (
-            f"{self.found}, so the training diverged ({kept}): lower its learning_rate, "
+            f"{self.found}, so the training diverged ({last_good}): lower its learning_rate, "
             f"{self.learning_rate:g}, to a tenth for example, and {self.remedy}"
         )
 

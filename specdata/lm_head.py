@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
 LogitTransform = Callable[[Tensor], Tensor]
-"""What a model does to the output embedding's result to make its logits: (..., V) -> (..., V)."""
+"""A model's change of the output embedding's result into logits: (..., V) -> (..., V)."""
 
 # Some transforms are only seen at large logits (a soft cap is the identity at small ones).
 LARGE = 100.0
@@ -130,7 +130,7 @@ def check_hidden_states(model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LMHead:
-    """How to get logits from a model's states; made by `find_lm_head`.
+    """The way from a model's states to its logits; made by `find_lm_head`.
 
     Attributes:
         model: the language model.
@@ -203,7 +203,7 @@ def _agrees(
     ids: Tensor,
     large: bool,
 ) -> bool:
-    """Whether embedding and transform give the model's own logits, as they are or scaled up."""
+    """True if embedding and transform give the model's own logits, as they are or scaled up."""
     states = hidden_states(model, ids)
     bare = _finite(embedding(states).float())
     factor = LARGE / float(bare.abs().amax().clamp(min=1e-6)) if large else 1.0

@@ -1,4 +1,4 @@
-"""How models are loaded: in what precision, over which devices. Imported without torch."""
+"""The loading of models: in what precision, over which devices. Imported without torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SIZE = re.compile(r"\d+(\.\d+)?(GiB|MiB|KiB)|\d+(GB|MB|KB)")
 
 
 class Loading(Config):
-    """How one model is loaded where its weights are only read.
+    """The loading of one model where its weights are only read.
 
     A draft in training has weights in float32 on its process's device, or as `draft.lora` says;
     this is how it is loaded everywhere else.
@@ -94,11 +94,11 @@ class Loading(Config):
 
     @property
     def is_spread(self) -> bool:
-        """Whether the layers may lie in several places."""
+        """True if the layers may lie in several places."""
         return self.device_map not in (None, "cpu")
 
     def decisive(self) -> dict[str, Any]:
-        """What changes the numbers that the model gives; not where its weights lie.
+        """The settings that change the numbers that the model gives; not where its weights lie.
 
         Devices, and the way that attention is computed, change them by rounding alone.
         """
@@ -110,13 +110,13 @@ ONE_DEVICE = Loading()
 
 
 class PairLoading(Config):
-    """How the pair is loaded."""
+    """The loading of the pair."""
 
     target: Loading = Field(default=Loading(), description="the target")
     draft: Loading = Field(default=Loading(), description="the draft, and other drafts of methods")
 
     def of(self, role: Role) -> Loading:
-        """How one of them is loaded."""
+        """The loading of one of them."""
         return self.target if role == "target" else self.draft
 
 

@@ -249,7 +249,7 @@ def hub_commit(name: str) -> str | None:
 
 
 def revision_of(name: str) -> str:
-    """What tells a model from others: its commit on the Hub, or what its folder holds.
+    """The identity of a model: its commit on the Hub, or what its folder holds.
 
     Args:
         name: a model that has been loaded.
@@ -335,7 +335,7 @@ def end_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 def asks_for_remote_code(error: Exception) -> bool:
-    """Whether transformers refused to load what only works with code that comes with it.
+    """True if transformers refused to load what only works with code that comes with it.
 
     Every `from_pretrained` of this project passes `trust_remote_code=False`; without it,
     transformers asks on the terminal, and whatever answers "y" there runs the code.

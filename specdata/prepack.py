@@ -45,7 +45,7 @@ def prepacked(*models: nn.Module) -> Iterator[None]:
 
 
 def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies matrices of this precision on this device."""
+    """True if oneDNN multiplies matrices of this precision on this device."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16:
@@ -64,7 +64,7 @@ def _can_prepack(layer: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def _forward(layer: nn.Linear, packed: Tensor, x: Tensor) -> Tensor:
-    """What the layer does to x: (..., in) -> (..., out)."""
+    """The layer's function of x: (..., in) -> (..., out)."""
     if torch.is_grad_enabled() or x.dtype != layer.weight.dtype:
         return nn.functional.linear(x, layer.weight, layer.bias)
     return reordered_linear(x, packed, layer.bias)

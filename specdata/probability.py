@@ -167,7 +167,7 @@ def _inverse_cdfs(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def read_waits(values: Tensor) -> bool:
-    """Whether to read a number is to wait for a device, so that several are read at once."""
+    """True if to read a number is to wait for a device, so that several are read at once."""
     return values.device.type != "cpu"
 
 

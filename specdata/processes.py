@@ -30,7 +30,7 @@ _waits = count()
 
 
 def process_count() -> int:
-    """How many processes the launcher started, on all nodes; no group is needed to know."""
+    """The number of processes that the launcher started on all nodes; needs no group."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -45,12 +45,12 @@ def local_rank() -> int:
 
 
 def local_process_count() -> int:
-    """How many processes the launcher started on this machine."""
+    """The number of processes that the launcher started on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or process_count())
 
 
 def is_main() -> bool:
-    """Whether this is the process that writes run.json and prints."""
+    """True if this is the process that writes run.json and prints."""
     return rank() == 0
 
 
@@ -100,7 +100,7 @@ def join_processes() -> PartialState:
 
 
 def is_fsdp() -> bool:
-    """Whether the launcher asked for FSDP."""
+    """True if the launcher asked for FSDP."""
     return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
 
 
@@ -159,7 +159,7 @@ def largest_of_all(value: int) -> int:
 
 
 def in_group() -> bool:
-    """Whether this process has joined others, or formed a group by itself."""
+    """True if this process has joined others, or formed a group by itself."""
     torch = sys.modules.get("torch")  # what has not been imported has formed no group
     return (
         torch is not None
@@ -188,7 +188,7 @@ def wait_for_main() -> None:
 
 
 def told_by_main(value: T) -> T:
-    """What the main process passes, in every process of the group; all call this together."""
+    """The main process's value, in every process of the group; all call this together."""
     from accelerate.utils import broadcast_object_list
 
     told: T = broadcast_object_list([value])[0]

@@ -1,4 +1,4 @@
-"""How tokens are sampled, and the seeds they are drawn from; `specdata.probability` makes the laws.
+"""Sampling settings, and the seeds of draws; `specdata.probability` makes the laws.
 
 Randomness belongs to an example, not to a process: sharding, batching, the number of workers and a
 resume cannot change what is drawn.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """How both models turn logits into a distribution: temperature, then top-k, then top-p.
+    """Both models' way from logits to a distribution: temperature, then top-k, then top-p.
 
     A standard dataclass rather than a `Config`, because the library constructs it by position,
     `SamplingConfig(1.0, 0, 1.0)`, and uses it as a value: hashed, compared, part of other settings.

@@ -71,7 +71,7 @@ def load_sharded(name: str, load: Loading = ONE_DEVICE) -> Any:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a model is in parts, so that all processes must run its forwards."""
+    """True if a model is in parts, so that all processes must run its forwards."""
     return isinstance(model, FSDPModule)
 
 

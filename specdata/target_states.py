@@ -1,6 +1,6 @@
 """The target's last hidden states along its completions, stored with the rollouts.
 
-The target computes them while it samples. Kept, they spare distillation and labels a forward of it
+The target computes them while it samples. Stored, they save distillation and labels a forward of it
 over every rollout: its output matrix makes the same logits of them again. They are those of the
 forwards that sampled, so they differ from those of a later forward by rounding alone.
 """
@@ -25,7 +25,7 @@ def check_keepable(model: Any) -> None:
     """Raise ConfigError for a model whose logits are not made of its last states in a known way."""
     if find_lm_head(model).embedding is None:
         raise ConfigError(
-            f"rollouts.keep_states must be false for {type(model).__name__}: its logits are not "
+            f"rollouts.store_states must be false for {type(model).__name__}: its logits are not "
             "made of its last hidden states in a way known here"
         )
 
@@ -36,7 +36,7 @@ def to_bytes(states: Tensor) -> bytes:
 
 
 def has_states(rollouts: Dataset) -> bool:
-    """Whether rollouts are stored with their states."""
+    """True if rollouts are stored with their states."""
     return COLUMN in rollouts.column_names
 
 

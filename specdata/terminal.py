@@ -1,4 +1,4 @@
-"""What is written to a terminal, or to a file in its place: progress, any text, a clean end."""
+"""Output to a terminal, or to a file in its place: progress, any text, a clean end."""
 
 from __future__ import annotations
 

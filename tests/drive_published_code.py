@@ -101,7 +101,7 @@ def decode(orders: dict[str, Any], models: dict[str, Any], case: dict[str, Any])
 
 
 def judged(head: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """What a head that judges at every moment says of tokens."""
+    """The answers about tokens of a head that judges at every decision point."""
     features = {name: torch.tensor(values) for name, values in given["features"].items()}
     known = {
         "before": ("distribution", "hidden_before"),
@@ -109,8 +109,8 @@ def judged(head: Any, given: dict[str, Any]) -> dict[str, Any]:
         "consumed": ("distribution", "hidden_before", "token", "embedding", "hidden"),
     }
     return {
-        moment: head(**{name: features[name] for name in names}, **given["places"]).tolist()
-        for moment, names in known.items()
+        point: head(**{name: features[name] for name in names}, **given["places"]).tolist()
+        for point, names in known.items()
     }
 
 

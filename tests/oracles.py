@@ -355,13 +355,13 @@ def output_distribution(
     """(V,) * length: the joint distribution of what one round emits and plain decoding then adds.
 
     Plain decoding draws from p, or from the target as modified by the residuals that the verifier
-    carries; these refer to q, the draft's model.
+    has; these refer to q, the draft's model.
     """
     joint = torch.zeros((p[()].shape[0],) * length, dtype=torch.float64)
     for weight, tree in drafts:
         target = target_rows(tree, p)
         prefixes = node_prefixes(tree)
-        if verifier.carries_residual:
+        if verifier.residual_persists:
             for chance, end in verifier.outcomes(tree, target):
                 for mass, token in support(end.distribution):
                     sequence = (*prefixes[end.node], token)

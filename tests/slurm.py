@@ -86,12 +86,12 @@ class Slurm:
         return done.stdout.strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What it says of a job: JobState, Restarts, ..."""
+        """Its view of a job: JobState, Restarts, ..."""
         words = self("scontrol", "show", "job", number).split()
         return {name: value for name, _, value in (word.partition("=") for word in words)}
 
     def logs(self) -> str:
-        """What its daemons wrote."""
+        """The logs of its daemons."""
         return "\n".join(path.read_text()[-3000:] for path in sorted(self.folder.glob("*.log")))
 
 

@@ -19,7 +19,7 @@ from benchmarks.distill_figures.judge import (
     VERIFIERS,
     Judged,
     expected_rounds,
-    survival,
+    prefix_acceptance,
 )
 from benchmarks.distill_figures.plots import draw
 from distill.toy import language_model
@@ -76,7 +76,7 @@ def test_expected_rounds_along_the_targets_texts_are_those_of_decoding(
     ]
     lengths = [tokens] * len(texts)
     rounds, drafted = expected_rounds(
-        survival(np.array(ratios), lengths, tokens, verifier), lengths, k
+        prefix_acceptance(np.array(ratios), lengths, tokens, verifier), lengths, k
     )
     weights = np.array([weight for weight, _ in texts])
     assert weights @ rounds == pytest.approx(enumerated_rounds(p, q, tokens, k, verifier))
@@ -86,9 +86,9 @@ def test_expected_rounds_along_the_targets_texts_are_those_of_decoding(
 def test_rows_of_unequal_lengths_are_judged_as_each_alone() -> None:
     ratios = np.array([[0.5, 1.2, 0.9], [0.7, 0.0, 0.0]])
     for verifier in VERIFIERS:
-        both = expected_rounds(survival(ratios, [3, 1], 4, verifier), [3, 1], 2)
+        both = expected_rounds(prefix_acceptance(ratios, [3, 1], 4, verifier), [3, 1], 2)
         for row, length in enumerate((3, 1)):
-            own = survival(ratios[row : row + 1, :length], [length], 2, verifier)
+            own = prefix_acceptance(ratios[row : row + 1, :length], [length], 2, verifier)
             alone = expected_rounds(own, [length], 2)
             assert [each[row] for each in both] == [each[0] for each in alone]
 
@@ -96,7 +96,7 @@ def test_rows_of_unequal_lengths_are_judged_as_each_alone() -> None:
 def test_the_best_length_is_the_one_that_takes_least_time() -> None:
     accept = 0.8
     ratios, lengths = np.full((3, 40), accept), [40] * 3
-    alive = survival(ratios, lengths, LENGTHS[-1], "token")
+    alive = prefix_acceptance(ratios, lengths, LENGTHS[-1], "token")
     found = np.array([expected_rounds(alive, lengths, k) for k in LENGTHS])
     judged = Judged(
         np.array(lengths, dtype=float),

@@ -94,8 +94,10 @@ def test_features_that_are_computed_once_give_what_a_head_is_recorded_with(
     torch.manual_seed(0)
     head: BaseHead = AcceptanceHead(hidden_size=16, depth=1, rejection_weight=6.0)
     if kind == "immediate":
-        moments = ("before", "drawn", "consumed")
-        head = ImmediateHead(hidden_size=16, moments=moments, sampling=asdict(SAMPLING))
+        decision_points = ("before", "drawn", "consumed")
+        head = ImmediateHead(
+            hidden_size=16, decision_points=decision_points, sampling=asdict(SAMPLING)
+        )
     head.eval()
     ours = Recorded.of(data_of(rows), rows).with_head(head)
     theirs = acceptance_traces(rows, draft=tiny_draft(), sampling=SAMPLING, head=head)

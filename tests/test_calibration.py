@@ -30,8 +30,8 @@ def test_the_fit_finds_the_coefficients_that_made_the_labels() -> None:
     odds = 1.5 + 0.4 * logit(q_max)
     soft = fit_calibration(expit(odds), q_max)
     assert (soft.intercept, soft.slope) == (pytest.approx(1.5, abs=1e-3), pytest.approx(0.4, 1e-2))
-    coins = (chance.random(len(odds)) < expit(odds)).astype(np.float64)
-    hard = fit_calibration(coins, q_max)
+    outcomes = (chance.random(len(odds)) < expit(odds)).astype(np.float64)
+    hard = fit_calibration(outcomes, q_max)
     assert (hard.intercept, hard.slope) == pytest.approx((1.5, 0.4), abs=0.1)
 
 

@@ -1,4 +1,4 @@
-"""What is refused before a stage starts, by a run and by its plan alike; nothing is written."""
+"""Refusals before a stage starts, by a run and by its plan alike; nothing is written."""
 
 from __future__ import annotations
 

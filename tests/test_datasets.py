@@ -210,10 +210,10 @@ def driver(folder: Path, count: int, seconds: float) -> list[subprocess.Popen[by
     return processes
 
 
-def await_moment(folder: Path, moment: str, processes: list[subprocess.Popen[bytes]]) -> bool:
-    """Whether a file of this name appeared while the processes were at work."""
+def await_file(folder: Path, pattern: str, processes: list[subprocess.Popen[bytes]]) -> bool:
+    """True if a file of this name appeared while the processes were at work."""
     while all(process.poll() is None for process in processes):
-        if list(folder.glob(moment)):
+        if list(folder.glob(pattern)):
             return True
     return False
 
@@ -227,18 +227,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
-def test_a_dataset_whose_processes_are_killed_at_any_moment_ends_with_the_same_bytes(
+def test_a_dataset_whose_processes_are_killed_at_any_time_ends_with_the_same_bytes(
     tmp_path: Path, whole: dict[str, bytes], count: int
 ) -> None:
     folder = tmp_path / "dataset"
-    moments = [
+    patterns = [
         "manifest.json",
         ".shard-00008.parquet.tmp",
         ".progress/shard-00005.parquet.json",
     ]
-    for moment in moments:
+    for pattern in patterns:
         processes = driver(folder, count, 0.05)
-        assert await_moment(folder, moment, processes), "it ended before it could be killed"
+        assert await_file(folder, pattern, processes), "it ended before it could be killed"
         for process in processes:
             process.send_signal(signal.SIGKILL)
             process.wait()

@@ -1,4 +1,4 @@
-"""What is decoded has the target's distribution: over several rounds, with every stopping rule."""
+"""Decoded text has the target's distribution: over several rounds, with every stopping rule."""
 
 from __future__ import annotations
 

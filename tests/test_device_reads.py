@@ -1,4 +1,4 @@
-"""How often decoding waits for a device to read a number: counted as if a CPU were one."""
+"""The number of waits for a device to read a number: counted as if a CPU were one."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_chain_is_verified_with_as_many_reads_whatever_its_length(
         return max(counts)
 
     # What is read of the device: the chances of all tokens, for block verification also the masses
-    # of the residuals, then the next token, and for a residual that is carried on its two chances.
+    # of the residuals, then the next token, and for a residual that persists on its two chances.
     # The other reads are lists of indices and a block of uniforms, on the CPU.
     assert most(3) == most(16) <= 9
 

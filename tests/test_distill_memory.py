@@ -1,4 +1,4 @@
-"""What distillation takes of memory and time: chunks, kept states, lengths, precision."""
+"""Memory and time of distillation: chunks, stored states, lengths, precision."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_what_is_kept_of_the_target_is_what_it_says_and_is_read_once(
             torch.testing.assert_close(kept.states(batch)[0], live.states(batch)[0])
     assert len(read) == 1 + 9  # all six rows in one batch, and every batch at every pass
     # No more is kept than fits: three rows have 4 + 9 + 2 positions of 16 doubles.
-    monkeypatch.setattr(teachers, "KEPT_BYTES", 15 * 16 * 8)
+    monkeypatch.setattr(teachers, "STATES_BYTES", 15 * 16 * 8)
     part = Teacher(model, rows())
     read.clear()
     for _ in range(2):

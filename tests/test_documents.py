@@ -1,4 +1,4 @@
-"""What the documents say is so."""
+"""The documents' statements are so."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from eval.runtime.graphs import shared_graphs
 from eval.runtime.model import CachedModel
 from heads.inputs import FEATURES, DraftedTokens
 from specdata.draft_vocabulary import (
-    kept_tokens,
+    draft_vocabulary_ids,
     reduce_vocabulary,
     restore_vocabulary,
     substitute_row,
@@ -262,7 +262,7 @@ def test_a_reduced_draft_is_released_as_it_was_measured_and_as_a_plain_model(
     assert not any(info.values())
     assert not hasattr(plain.config, "draft_vocab_size")
     assert plain.get_output_embeddings().weight.shape[0] == plain.config.vocab_size
-    found, kept = plain(input_ids=ids).logits, kept_tokens(draft)
+    found, kept = plain(input_ids=ids).logits, draft_vocabulary_ids(draft)
     assert kept is not None
     torch.testing.assert_close(found[..., kept], expected[..., kept])
     others = found[..., ~draft.t2d]

@@ -41,7 +41,7 @@ from recipes import train_draft
 from recipes.config import parse
 from recipes.run import run_stage
 from recipes.train_draft import Finetuned
-from specdata.draft_vocabulary import kept_tokens, reduce_vocabulary
+from specdata.draft_vocabulary import draft_vocabulary_ids, reduce_vocabulary
 from specdata.errors import ConfigError, ManifestError
 from specdata.models import load_model, load_tokenizer
 from specdata.prompts.chat_templates import assistant_mask, chat_ids
@@ -139,7 +139,7 @@ def made(config: FinetuneConfig, family: str = "chatml") -> Rows:
 
 
 def learnt(rows: Rows) -> list[str]:
-    """What the labels of each row say."""
+    """The content of the labels of each row."""
     tokenizer = chat_tokenizer("chatml")
     return [
         tokenizer.decode([label for label in row["labels"] if label != IGNORED])
@@ -355,7 +355,7 @@ def test_a_draft_with_a_reduced_vocabulary_learns_what_it_can_propose(
     result = tuned(tmp_path / "reduced", tmp_path / "out", config(file))
     assert result["loss_last"] < result["loss_first"]
     tuned_draft = load_model(str(tmp_path / "out"))
-    assert torch.equal(kept_tokens(tuned_draft), torch.tensor(kept))
+    assert torch.equal(draft_vocabulary_ids(tuned_draft), torch.tensor(kept))
 
 
 def shipped(pair: Path, tmp_path: Path, *arguments: str) -> list[str]:

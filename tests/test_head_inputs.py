@@ -1,4 +1,4 @@
-"""What heads read is one value, in training, replay and decoding; what our own makes of it."""
+"""The inputs of heads are one value, in training, replay and decoding; what our own makes of it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from heads import AcceptanceHead, BaseHead, ImmediateHead
 from heads.config import HeadConfig
 from heads.inputs import (
     FEATURES,
+    DecisionPoint,
     DraftedTokens,
     Feature,
     HeadInputs,
-    Moment,
     logits_of_states,
     token_embeddings,
 )
@@ -57,7 +57,7 @@ class ToyHead(AcceptanceHead):
     """Reads the chance of the token only, and so judges the newest token without a lag."""
 
     reads: ClassVar[tuple[str, ...]] = ("chance",)
-    moments: ClassVar[tuple[Moment, ...]] = (Moment.DRAWN,)
+    decision_points: ClassVar[tuple[DecisionPoint, ...]] = (DecisionPoint.DRAWN,)
     seen: ClassVar[list[Tensor]] = []
 
     def forward(self, chance: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def test_a_feature_is_the_same_of_a_batch_and_of_a_draft_under_way() -> None:
     drawn = drawn_tokens(draft, 5)
     ids = PROMPT + [each.token for each in drawn]
     for name in FEATURES.keys() - {"position", "since_rejection"}:
-        lag = int(FEATURES[name].moment is Moment.CONSUMED)
+        lag = int(FEATURES[name].point is DecisionPoint.CONSUMED)
         whole = batch_inputs([name], draft, ids)[name][0]
         assert len(whole) == len(ids)
         for count in range(1, len(drawn) + 1):
@@ -113,10 +113,10 @@ def test_a_feature_is_the_same_of_a_batch_and_of_a_draft_under_way() -> None:
             torch.testing.assert_close(
                 inputs[name], whole[len(PROMPT) + count - 1 - lag], rtol=1e-4, atol=1e-5
             )
-        if FEATURES[name].moment is Moment.BEFORE:
+        if FEATURES[name].point is DecisionPoint.BEFORE:
             for number, each in enumerate(drawn):
                 before = HeadInputs.from_next([name], each)
-                assert before.moment is Moment.BEFORE
+                assert before.point is DecisionPoint.BEFORE
                 torch.testing.assert_close(
                     before[name], whole[len(PROMPT) + number], rtol=1e-4, atol=1e-5
                 )
@@ -305,30 +305,30 @@ def batch(seed: int) -> DraftedTokens:
 # --- what is known when
 
 
-def test_a_moment_changes_with_what_is_known_then_and_with_nothing_later() -> None:
+def test_a_point_changes_with_what_is_known_then_and_with_nothing_later() -> None:
     head, drafted = make_head(), batch(0)
-    whole = HeadInputs.of(head.reads, drafted, Moment.CONSUMED)
-    for moment in Moment:
-        logits = head.logits(HeadInputs(whole.features, moment))
+    whole = HeadInputs.of(head.reads, drafted, DecisionPoint.CONSUMED)
+    for point in DecisionPoint:
+        logits = head.logits(HeadInputs(whole.features, point))
         assert logits.shape == (2, 5)
         # What is not known yet may be there, be missing, or be anything.
-        known = HeadInputs.of(head.reads, drafted, moment)
+        known = HeadInputs.of(head.reads, drafted, point)
         torch.testing.assert_close(head.logits(known), logits)
         for name, value in whole.features.items():
             changed = {**whole.features, name: torch.full_like(value, torch.nan, dtype=torch.float)}
-            found = head.logits(HeadInputs(changed, moment))
-            assert found.isnan().all() == (FEATURES[name].moment <= moment), (name, moment)
+            found = head.logits(HeadInputs(changed, point))
+            assert found.isnan().all() == (FEATURES[name].point <= point), (name, point)
     # All can be asked in one call.
     stacked = torch.tensor([0, 1, 2])[:, None, None]
     together = head(stacked, *(whole[name] for name in head.reads))
-    for moment in Moment:
-        alone = head.logits(HeadInputs.of(head.reads, drafted, moment))
-        torch.testing.assert_close(together[moment], alone)
+    for point in DecisionPoint:
+        alone = head.logits(HeadInputs.of(head.reads, drafted, point))
+        torch.testing.assert_close(together[point], alone)
 
 
 def test_numbers_are_standardised_by_the_scales() -> None:
     plain, scaled = make_head(scales=None), make_head()
-    features = dict(HeadInputs.of(plain.reads, batch(2), Moment.CONSUMED).features)
+    features = dict(HeadInputs.of(plain.reads, batch(2), DecisionPoint.CONSUMED).features)
     expected = plain.logits(HeadInputs(features))
     for name, (mean, deviation) in SCALES.items():
         features[name] = features[name] * deviation + mean
@@ -337,7 +337,7 @@ def test_numbers_are_standardised_by_the_scales() -> None:
 
 def test_half_precision_inputs_and_autocast_leave_the_arithmetic_in_float32() -> None:
     head = make_head()
-    features = HeadInputs.of(head.reads, batch(3), Moment.CONSUMED).features
+    features = HeadInputs.of(head.reads, batch(3), DecisionPoint.CONSUMED).features
     half = {name: value.bfloat16() for name, value in features.items()}
     expected = head.logits(HeadInputs({name: value.float() for name, value in half.items()}))
     assert head.logits(HeadInputs(half)).dtype == torch.float32
@@ -346,12 +346,12 @@ def test_half_precision_inputs_and_autocast_leave_the_arithmetic_in_float32() ->
         assert torch.equal(head.logits(HeadInputs(half)), expected)
 
 
-def test_what_is_known_at_none_of_its_moments_is_left_out() -> None:
-    head = make_head(moments=["drawn"], reads=["hidden", "hidden_before", "log_q"])
+def test_what_is_known_at_none_of_its_points_is_left_out() -> None:
+    head = make_head(decision_points=["drawn"], reads=["hidden", "hidden_before", "log_q"])
     assert head.reads == ("hidden_before", "log_q")
     assert "hidden" not in head.norms
     with pytest.raises(ValueError, match="judges tokens drawn, not consumed"):
-        head.logits(HeadInputs({}, Moment.CONSUMED))
+        head.logits(HeadInputs({}, DecisionPoint.CONSUMED))
 
 
 @pytest.mark.parametrize(
@@ -359,8 +359,11 @@ def test_what_is_known_at_none_of_its_moments_is_left_out() -> None:
     [
         ({"hidden_size": 0}, "hidden_size >= 1"),
         ({"reads": ["log_q", "loq_q"]}, "unknown features loq_q"),
-        ({"moments": ["later"]}, "moments must name some of"),
-        ({"reads": ["log_q"], "moments": ["before", "drawn"]}, "none is known at the moment 'bef"),
+        ({"decision_points": ["later"]}, "decision_points must name some of"),
+        (
+            {"reads": ["log_q"], "decision_points": ["before", "drawn"]},
+            "none is known at the decision point 'bef",
+        ),
         ({"scales": {"log_q": (0.0, 0.0)}}, "positive standard deviation of log_q"),
     ],
 )
@@ -371,11 +374,11 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], message: str)
 
 def test_another_width_is_refused_with_both() -> None:
     head = make_head(draft="org/d")
-    features = dict(HeadInputs.of(head.reads, batch(5), Moment.DRAWN).features)
+    features = dict(HeadInputs.of(head.reads, batch(5), DecisionPoint.DRAWN).features)
     features["embedding"] = torch.zeros(2, 5, EMBEDDING + 1)
     message = r"reads embedding of width 8, got 9; it was trained for the draft org/d"
     with pytest.raises(ValueError, match=message):
-        head.logits(HeadInputs(features, Moment.DRAWN))
+        head.logits(HeadInputs(features, DecisionPoint.DRAWN))
 
 
 # --- kept and loaded
@@ -386,13 +389,13 @@ def test_a_saved_head_loads_with_equal_outputs_and_settings_by_any_class(tmp_pat
     head = make_head(draft="org/draft", sampling=sampling, probe=[0.5, -1.25], depth=1)
     head.save_pretrained(tmp_path / "a")
     assert json.loads((tmp_path / "a/config.json").read_text())["kind"] == "immediate"
-    inputs = HeadInputs.of(head.reads, batch(6), Moment.CONSUMED)
+    inputs = HeadInputs.of(head.reads, batch(6), DecisionPoint.CONSUMED)
     for loader in (BaseHead, ImmediateHead, AcceptanceHead):
         loaded = loader.from_pretrained(tmp_path / "a")
         assert type(loaded) is ImmediateHead
         assert not loaded.training
         assert torch.equal(loaded.logits(inputs), head.logits(inputs))
-        for name in ("reads", "moments", "width", "depth", "draft", "sampling", "scales"):
+        for name in ("reads", "decision_points", "width", "depth", "draft", "sampling", "scales"):
             assert getattr(loaded, name) == getattr(head, name)
         assert [*loaded.probe] == [0.5, -1.25]
     loaded.save_pretrained(tmp_path / "b")
@@ -438,9 +441,9 @@ def test_numpy_judges_as_the_head_does(reads: str, dtype: torch.dtype) -> None:
     for seed in range(6):
         drawn = drafted_tokens(seed, dtype=dtype)
         for count in range(len(drawn) + 1):
-            for moment in (Moment.CONSUMED, Moment.DRAWN):
-                expected, found = (j.newest(drawn[:count], moment) for j in (plain, fast))
-                assert (expected is None) == (found is None) == (count < moment)
+            for point in (DecisionPoint.CONSUMED, DecisionPoint.DRAWN):
+                expected, found = (j.newest(drawn[:count], point) for j in (plain, fast))
+                assert (expected is None) == (found is None) == (count < point)
                 if expected is not None:
                     compared += 1
                     assert found == pytest.approx(expected, abs=1e-5, rel=1e-5)
@@ -453,21 +456,21 @@ def test_numpy_judges_as_the_head_does(reads: str, dtype: torch.dtype) -> None:
 def test_numpy_refuses_what_the_head_refuses() -> None:
     drawn = drafted_tokens(2)
     with pytest.raises(ValueError, match="judges tokens drawn, not consumed"):
-        judge_of(make_head(moments=["drawn"])).newest(drawn, Moment.CONSUMED)
+        judge_of(make_head(decision_points=["drawn"])).newest(drawn, DecisionPoint.CONSUMED)
     uncaptured = Drawn(1, torch.ones(3) / 3, None)
     for name in ("hidden_before", "embedding"):
-        judge = judge_of(make_head(reads=[name], moments=["drawn"]))
+        judge = judge_of(make_head(reads=[name], decision_points=["drawn"]))
         with pytest.raises(ValueError, match="not captured"):
-            judge.newest([uncaptured], Moment.DRAWN)
+            judge.newest([uncaptured], DecisionPoint.DRAWN)
 
 
 def test_a_feature_that_was_added_is_judged_by_the_head_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(FEATURES, "even", Feature(lambda drafted: 1.0 - drafted.tokens % 2))
-    head, drawn = make_head(reads=["even", "log_q"], moments=["drawn"]), drafted_tokens(1)
-    inputs = HeadInputs.from_drafted(head.reads, drawn, Moment.DRAWN)
-    found = judge_of(head).newest(drawn, Moment.DRAWN)
+    head, drawn = make_head(reads=["even", "log_q"], decision_points=["drawn"]), drafted_tokens(1)
+    inputs = HeadInputs.from_drafted(head.reads, drawn, DecisionPoint.DRAWN)
+    found = judge_of(head).newest(drawn, DecisionPoint.DRAWN)
     assert found == pytest.approx(float(head.logits(inputs).detach()), abs=1e-5)
 
 
@@ -475,6 +478,6 @@ def test_other_heads_are_judged_by_themselves() -> None:
     torch.manual_seed(0)
     head, drawn = AcceptanceHead(hidden_size=HIDDEN).eval(), drafted_tokens(3)
     judge = judge_of(head)
-    assert judge.newest(drawn[:1], Moment.CONSUMED) is None
+    assert judge.newest(drawn[:1], DecisionPoint.CONSUMED) is None
     expected = float(head(drawn[1].state).detach())
-    assert judge.newest(drawn[:2], Moment.CONSUMED) == pytest.approx(expected, abs=1e-6)
+    assert judge.newest(drawn[:2], DecisionPoint.CONSUMED) == pytest.approx(expected, abs=1e-6)

@@ -23,7 +23,7 @@ import heads.contexts
 from heads import AcceptanceHead, BaseHead, ImmediateHead
 from heads.config import KNOWN_FROM, HeadConfig
 from heads.contexts import MixedContext, TargetContext
-from heads.inputs import FEATURES, DraftedTokens, HeadInputs, Moment, logits_of_states
+from heads.inputs import FEATURES, DecisionPoint, DraftedTokens, HeadInputs, logits_of_states
 from heads.loop import learning_rates
 from heads.loss import soft_auroc
 from heads.probe import probe_of
@@ -134,17 +134,17 @@ def test_one_head_learns_the_overlap_before_a_token_is_drawn_and_its_acceptance_
     tmp_path: Path,
 ) -> None:
     config = changed(
-        IMMEDIATE, width=64, moments=ALL, epochs=20, micro_batch_size=16, learning_rate=1e-2
+        IMMEDIATE, width=64, decision_points=ALL, epochs=20, micro_batch_size=16, learning_rate=1e-2
     )
     result = drive(tmp_path, config, rows=64, draws=3)
-    assert list(result.by_moment) == list(ALL)
-    for judged in result.by_moment.values():
+    assert list(result.by_decision_point) == list(ALL)
+    for judged in result.by_decision_point.values():
         assert judged.kl < 0.05 < 0.3 < judged.kl_constant
         assert judged.ece < 0.06
-    assert result.after == result.by_moment["drawn"]
+    assert result.after == result.by_decision_point["drawn"]
     assert result.after.kl < 0.2 * result.before.kl
     # A token says nothing of the overlap where it is drawn: the two are told apart.
-    assert result.by_moment["before"].mean_accept != result.after.mean_accept
+    assert result.by_decision_point["before"].mean_accept != result.after.mean_accept
     head = BaseHead.from_pretrained(tmp_path)
     assert isinstance(head, ImmediateHead)
     assert head.rejection_weight == 1.0
@@ -162,7 +162,7 @@ def test_training_asks_what_decoding_asks_of_every_drafted_token() -> None:
     head = ImmediateHead(
         hidden_size=32,
         reads=reads,
-        moments=ALL,
+        decision_points=ALL,
         sampling={"temperature": 0.7, "top_k": 20, "top_p": 1.0},
     )
     to_logits = logits_of_states(draft)
@@ -170,9 +170,9 @@ def test_training_asks_what_decoding_asks_of_every_drafted_token() -> None:
     labels = synthetic_rows(3, seed=1, draws=3)
     rows = [context.row(labels[i], i, epoch=1) for i in range(3)]
     asked = context.questions(rows)
-    moment, *features = asked.arguments
-    assert moment is not None
-    assert moment.flatten().tolist() == [0, 1, 2]
+    point, *features = asked.arguments
+    assert point is not None
+    assert point.flatten().tolist() == [0, 1, 2]
     assert asked.accept.shape == (3, sum(len(row["draft_ids"]) for row in labels), 2)
     assert bool(asked.mask.all())
     place = 0
@@ -210,7 +210,7 @@ def test_training_asks_what_decoding_asks_of_every_drafted_token() -> None:
 
 
 def test_passes_take_one_draw_after_the_other_and_dev_rows_always_the_first() -> None:
-    head = ImmediateHead(hidden_size=32, moments=["drawn"])
+    head = ImmediateHead(hidden_size=32, decision_points=["drawn"])
     draft = tiny_draft().eval()
     context = TargetContext(head, draft, logits_of_states(draft), draws=1, max_length=99, seed=0)
     row = synthetic_rows(1, seed=1, draws=3)[0]
@@ -251,7 +251,7 @@ def test_a_mixed_context_may_hold_ids_that_only_the_target_has() -> None:
     """Matrices of one family are padded to different sizes."""
     draft, row = tiny_draft().eval(), synthetic_rows(1, seed=1)[0]
     row["completion_ids"] = [draft.config.vocab_size + 3] * len(row["completion_ids"])
-    head = ImmediateHead(hidden_size=32, reads=["log_q", "embedding"], moments=["drawn"])
+    head = ImmediateHead(hidden_size=32, reads=["log_q", "embedding"], decision_points=["drawn"])
     context = MixedContext(head, draft, logits_of_states(draft), rate=0.5, max_length=99, seed=0)
     mixed = context.row(row, 0, epoch=0)
     assert int(mixed.input_ids.max()) >= draft.config.vocab_size
@@ -464,17 +464,17 @@ def test_a_head_that_diverges_ends_with_a_message_and_keeps_the_last_good_checkp
 
 
 def test_a_head_that_knows_its_rows_by_heart_and_nothing_else_is_refused(tmp_path: Path) -> None:
-    """Acceptance is a coin's: there is nothing to learn but the rows."""
+    """Acceptance is pure chance: there is nothing to learn but the rows."""
     draw = np.random.default_rng(0)
 
-    def coins(row: dict[str, Any]) -> dict[str, Any]:
+    def hard_labels(row: dict[str, Any]) -> dict[str, Any]:
         return {
             name: draw.integers(0, 2, len(row[name])).astype(float).tolist()
             for name in ("accept_prob", "overlap")
         }
 
     train, dev = (
-        synthetic_rows(count, seed).map(coins, load_from_cache_file=False)
+        synthetic_rows(count, seed).map(hard_labels, load_from_cache_file=False)
         for count, seed in ((4, 0), (8, 1))
     )
     config = HeadConfig(kind="immediate", epochs=120, learning_rate=3e-2, save_steps=50)
@@ -541,21 +541,24 @@ def test_a_maximum_length_that_cuts_labels_says_how_many(
         f"head.max_length of 8 tokens cuts off {labels - kept} of {labels} labels: leave it out to "
         "learn from whole rows"
     ]
-    assert cut.by_moment["drawn"].tokens < whole.by_moment["drawn"].tokens
+    assert cut.by_decision_point["drawn"].tokens < whole.by_decision_point["drawn"].tokens
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"width": 64}, r"kind specdec\+\+ does not read width \(got 64\)"),
-        ({"moments": ["drawn"]}, r"kind specdec\+\+ does not read moments"),
+        ({"decision_points": ["drawn"]}, r"kind specdec\+\+ does not read decision points"),
         ({"kind": "immediate", "rejection_weight": 6}, "kind immediate does not read rejection_w"),
         ({"batch_size": 0}, r"head\.batch_size: must be "),
         ({"mixing": None}, "mixing must be a number, got null"),
         ({"kind": "immediate", "mixing": 0.1, "draws": 2}, "mixing 0.1 cannot be with draws 2"),
         ({"kind": "immediate", "features": ["log_q", "log_q"]}, "features must name each once"),
         ({"kind": "immediate", "features": ["log_p"]}, "head.features"),
-        ({"kind": "immediate", "features": ["hidden"]}, "hidden none is known at the moment drawn"),
+        (
+            {"kind": "immediate", "features": ["hidden"]},
+            "hidden none is known at the decision point drawn",
+        ),
         ({"kind": "linear"}, "head.kind: must be 'specdec\\+\\+' or 'immediate'"),
     ],
 )
@@ -566,12 +569,14 @@ def test_settings_that_a_kind_does_not_read_are_refused(
         read_config(Sections, {"head": settings})
 
 
-def test_every_feature_and_moment_can_be_named() -> None:
-    everything = HeadConfig(kind="immediate", features=[*FEATURES], moments=ALL)  # type: ignore[arg-type]
+def test_every_feature_and_decision_point_can_be_named() -> None:
+    everything = HeadConfig(kind="immediate", features=[*FEATURES], decision_points=ALL)  # type: ignore[arg-type]
     assert {*everything.features} == {*FEATURES}
-    assert [name.upper() for name in everything.moments] == [moment.name for moment in Moment]
+    assert [name.upper() for name in everything.decision_points] == [
+        point.name for point in DecisionPoint
+    ]
     for name, feature in FEATURES.items():
-        assert KNOWN_FROM.get(name, "before") == feature.moment.name.lower()  # type: ignore[call-overload]
+        assert KNOWN_FROM.get(name, "before") == feature.point.name.lower()  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -74,13 +74,13 @@ def judged(labels: Dataset, head: AcceptanceHead | ImmediateHead) -> HeadVerdict
     return head_verdict(synthetic_results(datasets=("d",)), labels, draft, head, sampling=SAMPLING)
 
 
-def one(made: HeadVerdict, predictor: str, moment: str = "drawn") -> Prediction:
-    (found,) = [p for p in made.predictions if (p.predictor, p.moment) == (predictor, moment)]
+def one(made: HeadVerdict, predictor: str, point: str = "drawn") -> Prediction:
+    (found,) = [p for p in made.predictions if (p.predictor, p.point) == (predictor, point)]
     return found
 
 
-def moments(made: HeadVerdict) -> list[str]:
-    return [p.moment for p in made.predictions if p.predictor == "head"]
+def decision_points(made: HeadVerdict) -> list[str]:
+    return [p.point for p in made.predictions if p.predictor == "head"]
 
 
 def test_a_published_head_is_judged_after_the_token_and_against_rivals_fitted_on_dev(
@@ -90,7 +90,7 @@ def test_a_published_head_is_judged_after_the_token_and_against_rivals_fitted_on
     head = AcceptanceHead(hidden_size=16, depth=1, rejection_weight=6.0).eval()
     made = judged(labels, head)
     assert (made.judged_on, made.rollouts) == ("test", {"dev": 6, "test": 8})
-    assert moments(made) == ["consumed"]
+    assert decision_points(made) == ["consumed"]
     draft = tiny_llama(1, vocab=VOCABULARY).float()
     rows = {s: labels.filter(lambda row, s=s: row["split"] == s) for s in ("dev", "test")}
     test = acceptance_traces(rows["test"], draft=draft, sampling=SAMPLING, head=head)
@@ -118,10 +118,10 @@ def test_a_published_head_is_judged_after_the_token_and_against_rivals_fitted_on
     assert cumulative.mean_predicted == pytest.approx(test.tokens.q[test.inside].mean())
 
 
-def test_a_head_without_lag_is_judged_at_each_of_its_moments(labels: Dataset) -> None:
+def test_a_head_without_lag_is_judged_at_each_of_its_points(labels: Dataset) -> None:
     torch.manual_seed(0)
     made = judged(labels, ImmediateHead(hidden_size=16, width=8, depth=1).eval())
-    assert moments(made) == ["drawn", "consumed", "before"]
+    assert decision_points(made) == ["drawn", "consumed", "before"]
 
 
 def test_before_a_token_is_drawn_its_mean_acceptance_is_predicted(results: Results) -> None:
@@ -176,7 +176,7 @@ def test_a_stored_verdict_is_read_again_and_a_damaged_one_is_refused(tmp_path: P
 
 
 def measured(stop: str, **changes: object) -> Run:
-    """What results hold of a chain with this rule."""
+    """The results of a chain with this rule."""
     base = next(run for run in synthetic_results(datasets=("d",)).runs if run.method == "fixed-4")
     return base.model_copy(update={"stop": stop, "length": 20, **changes})
 

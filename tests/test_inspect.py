@@ -1,4 +1,4 @@
-"""What `python -m specdata.inspect` shows is what the dataset holds."""
+"""The output of `python -m specdata.inspect` is what the dataset holds."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_at_temperature_0_there_is_one_draw_because_all_are_equal(tmp_path: Path
     assert read_manifest(tmp_path / "labels")["settings"]["draws"] == 1
 
 
-def test_labels_from_kept_logits_have_the_draws_of_those_made_with_the_target(
+def test_labels_from_top_logits_have_the_draws_of_those_made_with_the_target(
     tmp_path: Path,
 ) -> None:
     sampling = SamplingConfig(top_k=8)

@@ -1,4 +1,4 @@
-"""Labels by the recipe, as users make them: by two processes, and from kept logits."""
+"""Labels by the recipe, as users make them: by two processes, and from top logits."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_labels_by_two_processes_have_the_bytes_of_those_by_one(
     assert len(content(tmp_path / "out" / "labels")) == 11  # 40 rows, 4 a shard
 
 
-def test_labels_from_kept_logits_are_those_of_the_target_and_keep_none(
+def test_labels_from_top_logits_are_those_of_the_target_and_keep_none(
     labelled: Path, tmp_path: Path
 ) -> None:
     asked = unlabelled(labelled, tmp_path / "out")
@@ -102,11 +102,11 @@ def test_labels_from_kept_logits_are_those_of_the_target_and_keep_none(
     [
         (["--models.target", "draft"], "target.revision"),
         (["--models.dtype", "bfloat16"], "dtype: 'float32' -> 'bfloat16'"),
-        (["--sampling.top_k", "20"], "10 kept logits of 40 do not give the target's distributions"),
+        (["--sampling.top_k", "20"], "10 top logits of 40 do not give the target's distributions"),
         (["--labels.cache", "rollouts"], "rollouts keeps no target logits: name a dataset"),
     ],
 )
-def test_kept_logits_that_do_not_fit_the_run_are_refused_before_anything_is_made(
+def test_top_logits_that_do_not_fit_the_run_are_refused_before_anything_is_made(
     labelled: Path,
     pair: Path,
     tmp_path: Path,
@@ -123,7 +123,7 @@ def test_kept_logits_that_do_not_fit_the_run_are_refused_before_anything_is_made
     assert not list((tmp_path / "out" / "labels").glob("[!.]*"))
 
 
-def test_other_rollouts_than_those_of_the_kept_logits_are_refused(
+def test_other_rollouts_than_those_of_the_top_logits_are_refused(
     labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["--config", str(labelled / "pair.yaml"), "--output", str(tmp_path / "out")]

@@ -50,7 +50,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def started(launcher: str, arguments: Any) -> dict[str, Any]:
-    """What a launcher of accelerate starts: its environment, its command, torchrun's arguments."""
+    """The start by a launcher of accelerate: its environment, its command, torchrun's arguments."""
     command: Any = None
     if launcher == "simple_launcher":
         command, environment = launch_utils.prepare_simple_launcher_cmd_env(arguments)
@@ -72,7 +72,7 @@ def launched(profile: Path, *options: str) -> dict[str, Any]:
 
 
 def outcome(profile: Path, *options: str) -> str:
-    """What is started, or how accelerate refuses."""
+    """The started command, or the refusal by accelerate."""
     try:
         return repr(launched(profile, *options))
     except Exception as error:  # noqa: BLE001 - whatever it raises, it has looked at the key

@@ -118,7 +118,7 @@ def test_the_gradient_of_tvd_plus_plus_by_hand_where_the_distributions_hardly_ov
 
 # --- tokens that the draft cannot propose
 
-KEPT = torch.tensor([0, 2, 3, 6])
+VOCABULARY_IDS = torch.tensor([0, 2, 3, 6])
 OUTSIDE = torch.tensor([1, 4, 5])
 
 
@@ -143,7 +143,7 @@ def test_tokens_that_the_draft_cannot_propose_are_a_constant(name: str, dtype: t
     almost = gradient(LOSSES[name], draft.index_fill(-1, OUTSIDE, -60.0), target)
     if name in ("forward_kl", "lk_hybrid"):
         p, q = target.softmax(-1), reduced(draft).softmax(-1)
-        by_kl = (q * p[:, KEPT].sum(-1, keepdim=True) - p).index_fill(1, OUTSIDE, 0.0) / 9
+        by_kl = (q * p[:, VOCABULARY_IDS].sum(-1, keepdim=True) - p).index_fill(1, OUTSIDE, 0.0) / 9
         weight = torch.exp(-3 * overlap(p, q)).unsqueeze(-1) if name == "lk_hybrid" else 1.0
         by_tv = gradient(tv, reduced(draft), target)
         almost = weight * by_kl + (1 - weight) * by_tv

@@ -63,12 +63,12 @@ def random_distributions(seed: int, size: int, rows: int = 2, zeros: bool = Fals
 
 def recursive_acceptance(p: Tensor, distributions: list[Tensor]) -> float:
     """1 - prod_k TV(p^k, q_k), written without the library."""
-    survival = 1.0
+    prefix_acceptance = 1.0
     for q in distributions:
         rest = (p - q).clamp(min=0)
-        survival *= float(rest.sum())
+        prefix_acceptance *= float(rest.sum())
         p = rest / rest.sum() if rest.sum() > 1e-14 else p
-    return 1 - survival
+    return 1 - prefix_acceptance
 
 
 RULES: list[tuple[str, How]] = [

@@ -1,4 +1,4 @@
-"""What a recipe says to do next: commands that its neighbours take, with this run's paths."""
+"""A recipe's advice on what to do next: commands that its neighbours take, with these paths."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_next_recipe_is_not_told_to_split_the_target(given: list[str]) -> No
     assert train.line == steps("train-draft", "--seed", "7")[1].line
 
 
-def test_a_draft_learns_from_the_logits_that_were_kept() -> None:
+def test_a_draft_learns_from_the_logits_that_were_stored() -> None:
     _, keep = steps("make-rollouts", "--logits.top_logits", "4")
     assert shlex.split(keep.line)[1] == "make-logits"
     (distil,) = steps("make-logits", "--logits.top_logits", "4")

@@ -92,7 +92,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answer(older: Path, draft: Path) -> dict[str, Any]:
-    """What transformers 4 and gguf make of the released draft."""
+    """The released draft as transformers 4 and gguf load it."""
     script = Path(__file__).with_name("older_transformers.py")
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(

@@ -246,7 +246,7 @@ def trainer(
 
 
 def step_batches(one: Trainer, batches: int) -> tuple[list[dict[str, Tensor]], Tensor]:
-    """What a trainer's first step is taken on, and the labels that it counts."""
+    """The batch of a trainer's first step, and the labels that it counts."""
     return one.get_batch_samples(iter(one.get_train_dataloader()), batches, torch.device("cpu"))
 
 
@@ -255,7 +255,7 @@ COMPLETIONS = {"share": 0.5, "text": "completions"}
 
 
 @pytest.mark.parametrize("on_policy", [BLOCKS, COMPLETIONS], ids=["blocks", "completions"])
-def test_the_loss_is_taken_and_counted_where_the_targets_kept_and_the_drafted_tokens_are(
+def test_the_loss_is_taken_and_counted_where_the_targets_top_tokens_and_the_drafted_tokens_are(
     tmp_path: Path, on_policy: dict[str, Any]
 ) -> None:
     plain = trainer(tmp_path, config(batch_size=8), rollouts(8))

@@ -393,12 +393,12 @@ def test_a_stage_without_its_predecessor_says_which_recipe_to_run(tmp_path: Path
 def test_a_run_killed_at_any_stage_ends_with_the_result_it_would_have_had(
     finished: Path, tmp_path: Path
 ) -> None:
-    moments = {
+    patterns = {
         "pair/target.training/checkpoint-*": signal.SIGKILL,
         "draft/model.training/checkpoint-*": signal.SIGTERM,
     }
     missed = []
-    for moment, number in moments.items():
+    for pattern, number in patterns.items():
         process = subprocess.Popen(
             command(tmp_path, "pipeline.py"),
             cwd=tmp_path,
@@ -406,12 +406,12 @@ def test_a_run_killed_at_any_stage_ends_with_the_result_it_would_have_had(
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        while process.poll() is None and not list((tmp_path / "out").glob(moment)):
+        while process.poll() is None and not list((tmp_path / "out").glob(pattern)):
             time.sleep(0.005)
         if process.poll() is None:
             os.killpg(process.pid, number)
         else:
-            missed.append(moment)
+            missed.append(pattern)
         assert process.wait() == (143 if number == signal.SIGTERM else -number)
     assert not missed, "the run ended before it could be killed"
     done = run(tmp_path, "pipeline.py")
@@ -534,12 +534,12 @@ def test_after_lost_nodes_the_same_command_ends_with_the_same_bytes(
 ) -> None:
     """The second while they train, then the first while they label, each for itself."""
     folder = with_pair(finished, tmp_path)
-    for lost, moment in (
+    for lost, pattern in (
         (1, "draft/model.training/checkpoint-*/complete.json"),
         (0, "labels/run.json"),
     ):
         nodes = start_nodes(folder, port)
-        while not list((folder / "out").glob(moment)):
+        while not list((folder / "out").glob(pattern)):
             assert all(node.poll() is None for node in nodes), "it ended before it could be killed"
             time.sleep(0.005)
         launcher = psutil.Process(nodes[lost].pid)

@@ -1,4 +1,4 @@
-"""What cannot be a prompt is counted or refused, with the reason and what to do."""
+"""Rows that cannot be a prompt are counted or refused, with the reason and what to do."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ HUB_SETS = [
 
 @dataclass
 class Said:
-    """What another process says of each set online, and then offline; what the Hub was asked."""
+    """Another process's view of each set online, and then offline; what the Hub was asked."""
 
     online: list[str]
     offline: list[str]

@@ -21,7 +21,7 @@ from eval.decoder import DecodeConfig, Generation, SpeculativeDecoder
 from eval.drafts import DraftTree
 from eval.verifiers import VERIFIERS
 from heads import AcceptanceHead, ImmediateHead
-from heads.inputs import FEATURES, DraftedTokens, HeadInputs, Moment
+from heads.inputs import FEATURES, DecisionPoint, DraftedTokens, HeadInputs
 from heads.remote import write_custom_generate
 from heads.remote.generate import draw, verify
 from specdata.probability import draw_one
@@ -100,13 +100,13 @@ def make_head() -> AcceptanceHead:
     return head.eval()
 
 
-def make_immediate_head(*moments: str) -> ImmediateHead:
+def make_immediate_head(*decision_points: str) -> ImmediateHead:
     """A head of our own kind that reads everything."""
     torch.manual_seed(6)
     head = ImmediateHead(
         hidden_size=HIDDEN,
         reads=[*FEATURES],
-        moments=moments,
+        decision_points=decision_points,
         width=8,
         depth=1,
         scales={"log_q": (-1.0, 2.0), "since_rejection": (3.0, 5.0)},
@@ -117,7 +117,7 @@ def make_immediate_head(*moments: str) -> ImmediateHead:
     return head.eval()
 
 
-# Each says in its name at which moments it judges.
+# Each says in its name at which decision points it judges.
 IMMEDIATE = {
     name: make_immediate_head(*name.split())
     for name in ("before drawn consumed", "drawn consumed", "drawn", "consumed")
@@ -215,7 +215,7 @@ WINDOWED = case("mistral", temperature=0.0, longest=4, tokens=20, prompt=(11, 4,
 def ours(
     models: dict[str, PreTrainedModel], head: AcceptanceHead, case: dict[str, Any]
 ) -> Generation:
-    """What our decoder makes of a case."""
+    """Our decoder's output for a case."""
     arguments = case["arguments"]
     rule: dict[str, Any] = {"stop": "fixed", "length": arguments.get("num_assistant_tokens")}
     if case["head"]:
@@ -315,9 +315,9 @@ def check_logits(folders: Folders) -> None:
     torch.testing.assert_close(torch.tensor(folders.answers["logits"]), logits)
     assert float(logits.std()) > 0.1
     head, tokens = IMMEDIATE["before drawn consumed"], tokens_to_judge()
-    for moment in Moment:
-        logits = head.logits(HeadInputs.of(head.reads, tokens, moment)).detach()
-        found = torch.tensor(folders.answers["judged"][moment.name.lower()])
+    for point in DecisionPoint:
+        logits = head.logits(HeadInputs.of(head.reads, tokens, point)).detach()
+        found = torch.tensor(folders.answers["judged"][point.name.lower()])
         torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
         assert float(logits.std()) > 0.1
 

@@ -418,12 +418,12 @@ def test_the_card_of_a_head_without_lag_says_what_it_reads_and_when(
     assert "unjudged" not in card
     for name in ours.reads:
         assert f"`{name}`" in card
-    for moment in ("before the token is drawn", "as soon as the token is drawn", "token later"):
-        assert moment in card
+    for point in ("before the token is drawn", "as soon as the token is drawn", "token later"):
+        assert point in card
     assert "1 residual block of width 8" in card
     loaded = BaseHead.from_pretrained(out)
     assert isinstance(loaded, ImmediateHead)
-    assert loaded.moments == ours.moments
+    assert loaded.decision_points == ours.decision_points
     assert all(
         torch.equal(a, b) for a, b in zip(loaded.parameters(), ours.parameters(), strict=True)
     )
@@ -456,7 +456,7 @@ def test_nothing_is_uploaded_unless_a_repository_is_named(pair: Pair, tmp_path: 
 
 @pytest.fixture(scope="module")
 def stranger(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What transformers alone makes of both repositories, published on a Hub and loaded from it."""
+    """Both repositories as transformers alone loads them, published on a Hub and loaded from it."""
     root, out = tmp_path_factory.mktemp("hub"), tmp_path_factory.mktemp("out")
     with Server(root) as server, pytest.MonkeyPatch.context() as patch:
         patch.setattr(constants, "ENDPOINT", server.url)

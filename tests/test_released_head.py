@@ -118,7 +118,7 @@ def test_what_is_no_released_head_is_refused_with_what_is_wrong(tmp_path: Path) 
 
 
 class Harmful:
-    """What a pickle can do: run anything."""
+    """An example of what a pickle can do: run anything."""
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return (Path.touch, (Path("ran"),))

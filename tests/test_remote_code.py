@@ -59,7 +59,7 @@ def test_the_calls_of_this_project_are_found() -> None:
 
 @pytest.fixture
 def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the code of a model writes if it runs; anybody who is asked answers yes."""
+    """The text that a model's code writes if it runs; anybody who is asked answers yes."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
     return tmp_path / "was-run"
 

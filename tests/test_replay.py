@@ -23,7 +23,7 @@ from eval.drafting.stopping.recorded import BOUND, RecordedHead, RecordedTokens
 from eval.measuring.pooled import ALL_SETS
 from heads import AcceptanceHead, BaseHead
 from heads.immediate import ImmediateHead
-from heads.inputs import HeadInputs, Moment
+from heads.inputs import DecisionPoint, HeadInputs
 from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import fill_dataset, load_stored
@@ -111,7 +111,7 @@ def recorded(folder: Path) -> tuple[Traces, AcceptanceHead, list[list[DraftedTok
 
 
 def longest_drafts(rule: StoppingRule, head: BaseHead, tokens: list[DraftedToken]) -> list[int]:
-    """How far a rule itself drafts from each position of a rollout."""
+    """The number of tokens that a rule itself drafts from each position of a rollout."""
     lengths = []
     for position in range(n := len(tokens)):
         active = rule.start(head)
@@ -142,19 +142,20 @@ def test_a_recorded_rule_drafts_as_far_as_its_own_object(
 
 
 @pytest.mark.parametrize(
-    "moments", [("drawn",), ("consumed",), ("drawn", "consumed"), ("before", "drawn", "consumed")]
+    "decision_points",
+    [("drawn",), ("consumed",), ("drawn", "consumed"), ("before", "drawn", "consumed")],
 )
 @pytest.mark.parametrize(
     "parameters",
     [{"stop": "head", "threshold": 0.5}, {"stop": "cost", **COSTS, "limit": 6}],
     ids=str,
 )
-def test_a_recorded_head_of_any_moments_drafts_as_far_as_its_rules_own_object(
-    parameters: dict[str, Any], moments: tuple[str, ...], folder: Path
+def test_a_recorded_head_of_any_points_drafts_as_far_as_its_rules_own_object(
+    parameters: dict[str, Any], decision_points: tuple[str, ...], folder: Path
 ) -> None:
     """Along tokens that are those of the text, so that one state is after one and before another.
 
-    With two moments the newest token counts as drawn and the older ones as consumed.
+    With two decision points the newest token counts as drawn and the older ones as consumed.
     """
     draft = tiny_llama(1, vocab=12).float()
     made = load_stored(folder / "labels").select(range(4)).to_list()
@@ -162,7 +163,7 @@ def test_a_recorded_head_of_any_moments_drafts_as_far_as_its_rules_own_object(
         [row | {"draft_ids": row["completion_ids"]} for row in made]
     )
     torch.manual_seed(2)
-    head = ImmediateHead(hidden_size=16, width=8, moments=moments).eval()
+    head = ImmediateHead(hidden_size=16, width=8, decision_points=decision_points).eval()
     torch.nn.init.normal_(head.output.weight, std=1.0)
     torch.nn.init.constant_(head.output.bias, 2.0)
     traces = acceptance_traces(labels, draft=draft, sampling=SAMPLING, head=head)
@@ -268,7 +269,7 @@ def test_a_head_is_recorded_with_one_forward_or_where_a_window_slides_with_one_a
             assert recorded.consumed[number, position] == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_head_of_several_moments_is_recorded_at_each_as_in_a_draft_under_way(
+def test_a_head_of_several_points_is_recorded_at_each_as_in_a_draft_under_way(
     folder: Path,
 ) -> None:
     draft, rows = tiny_llama(1, vocab=12).float(), load_stored(folder / "labels").select([0, 3])
@@ -287,7 +288,10 @@ def test_a_head_of_several_moments_is_recorded_at_each_as_in_a_draft_under_way(
                 consumed = [drawn, replace(drawn, state=after)]
                 for values, inputs in (
                     (recorded.before, HeadInputs.from_next(head.reads, drawn)),
-                    (recorded.drawn, HeadInputs.from_drafted(head.reads, [drawn], Moment.DRAWN)),
+                    (
+                        recorded.drawn,
+                        HeadInputs.from_drafted(head.reads, [drawn], DecisionPoint.DRAWN),
+                    ),
                     (recorded.consumed, HeadInputs.from_drafted(head.reads, consumed)),
                 ):
                     assert values is not None

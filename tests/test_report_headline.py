@@ -1,4 +1,4 @@
-"""What a report says first; the pooled row, intervals, warnings."""
+"""The head of a report; the pooled row, intervals, warnings."""
 
 from __future__ import annotations
 

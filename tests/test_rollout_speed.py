@@ -1,4 +1,4 @@
-"""What makes rollouts and labels fast changes none of them, and progress moves within a shard."""
+"""Fast rollouts and labels change none of them, and progress moves within a shard."""
 
 from __future__ import annotations
 

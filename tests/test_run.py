@@ -1,4 +1,4 @@
-"""What surrounds a stage: its folder, its lock, the processes that wait, the exit status."""
+"""The frame of a stage: its folder, its lock, the processes that wait, the exit status."""
 
 from __future__ import annotations
 

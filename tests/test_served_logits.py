@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from recipes import make_logits, make_rollouts, train_draft, train_head
 from specdata.errors import ConfigError
 from specdata.labels.make import load_labels
-from specdata.labels.top_logits import KeptLogits
+from specdata.labels.top_logits import TopLogits
 from specdata.lm_head import find_lm_head
 from specdata.logits.config import LogitsConfig
 from specdata.logits.make import ModelLogits, Source
@@ -186,7 +186,7 @@ def target() -> PreTrainedModel:
 
 
 def own(rows: list[Rollout], count: int) -> list[Logits]:
-    """What the model itself says, on the scale of log probabilities."""
+    """The model's own logits, on the scale of log probabilities."""
     found = ModelLogits(find_lm_head(target()), count)(rows)
     for row in found:
         per = torch.tensor(row["top_logits"]).view(-1, count).double()
@@ -351,7 +351,7 @@ def test_a_dataset_goes_on_after_the_server_died_and_came_back(kind: Kind, tmp_p
     assert load_stored(tmp_path / "a").to_list() == load_stored(tmp_path / "b").to_list()
     assert read_manifest(tmp_path / "a") == read_manifest(tmp_path / "b")
     settings = read_manifest(tmp_path / "a")["settings"]
-    assert KeptLogits.of(tmp_path / "a") == KeptLogits(N, V)
+    assert TopLogits.of(tmp_path / "a") == TopLogits(N, V)
     assert "acceptance is bounded from above" in "".join(settings["quantities"].values())
 
 
@@ -411,7 +411,7 @@ def test_a_target_behind_a_server_needs_no_weights_from_rollouts_to_head(
         assert "did not answer /v1/completions" in capsys.readouterr().err
         server.troubles = []
         assert make_logits.RECIPE.run(given) == 0
-        assert "12 of 40 logits kept at each of" in capsys.readouterr().out
+        assert "12 of 40 logits stored at each of" in capsys.readouterr().out
         assert train_draft.RECIPE.run(given) == 0
         assert "upper bounds" not in capsys.readouterr().out, "top_k 8 is decided by 12 logits"
         assert train_head.RECIPE.run(given) == 0
@@ -447,7 +447,7 @@ def test_logits_of_two_servers_and_of_the_target_itself_make_the_same_labels(
     # Of another sampler than they decide, or of none, they are refused in a plan, too.
     cache = ["--labels.cache", str(tmp_path / "vllm" / "logits"), "--output", str(tmp_path / "new")]
     for more, message in (
-        (["--sampling.top_k", "20"], "labels.cache: 10 kept logits of 40 do not give"),
+        (["--sampling.top_k", "20"], "labels.cache: 10 top logits of 40 do not give"),
         (["--labels.cache", str(tmp_path / "none")], "make it with draftsmith make-logits"),
     ):
         for plan in ([], ["--plan"]):
@@ -455,4 +455,4 @@ def test_logits_of_two_servers_and_of_the_target_itself_make_the_same_labels(
             assert message in capsys.readouterr().err
     draft = partial(train_draft.RECIPE.run, [*asked, *cache, "--draft", "{epochs: 1, cache: x}"])
     assert draft() == 2
-    assert "draft.cache must be a folder with kept target logits" in capsys.readouterr().err
+    assert "draft.cache must be a folder with top target logits" in capsys.readouterr().err

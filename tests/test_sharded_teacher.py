@@ -94,7 +94,7 @@ def large_target(folder: Path, pair: Path) -> int:
 
 
 def most_grown(action: Callable[[], Any]) -> tuple[Any, int]:
-    """What an action returns, and by how many bytes this process grew meanwhile, at most.
+    """The result of an action, and by how many bytes this process grew meanwhile, at most.
 
     Of memory of its own: pages of a mapped file are the system's, which drops and shares them.
     """

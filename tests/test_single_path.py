@@ -14,7 +14,7 @@ from eval.analysis import theory
 from eval.drafts import DraftTree
 from eval.verifiers import VERIFIERS, Verifier
 from eval.verifiers.block import greedy_block
-from eval.verifiers.carried_residual import CarriedResidual
+from eval.verifiers.persistent_residual import PersistentResidual
 from eval.verifiers.rule import Outcome, Rng
 from specdata.probability import residual
 from tests.oracles import (
@@ -67,7 +67,7 @@ def stopped_chains(
     def draft(sequence: Prefix, verifier: Verifier) -> WeightedDrafts:
         here = conditioned(q, sequence, length)
         return chain_drafts(
-            here, length, lambda drafted: stop(sequence + drafted), verifier.carries_residual
+            here, length, lambda drafted: stop(sequence + drafted), verifier.residual_persists
         )
 
     return draft
@@ -215,19 +215,19 @@ def test_greedy_block_over_several_rounds_keeps_the_joint_distribution(
         assert total_variation(joint, joint_distribution(p, (), emitted)) <= 1e-12
 
 
-def test_carried_residuals_nest_and_expire() -> None:
-    """A rejection while a residual is carried adds another; both last for the planned length."""
+def test_persistent_residuals_nest_and_expire() -> None:
+    """A rejection while a residual persists adds another; both last for the planned length."""
     p, q = random_model(2, 7, 31), random_model(2, 7, 32)
     seen: set[int] = set()
     waiting: list[tuple[Prefix, Verifier]] = [((), made("greedy_block"))]
     while waiting:
         sequence, verifier = waiting.pop()
-        seen.add(len(verifier.carried))
+        seen.add(len(verifier.residuals))
         assert all(
-            residual.ratio > 1 and 1 <= residual.remaining <= 2 for residual in verifier.carried
+            residual.ratio > 1 and 1 <= residual.remaining <= 2 for residual in verifier.residuals
         )
         assert verifier.needs_tail(3) is False
-        assert verifier.needs_tail(0) is bool(verifier.carried)
+        assert verifier.needs_tail(0) is bool(verifier.residuals)
         for _, tree in chain_drafts(conditioned(q, sequence, 3), 3) if len(sequence) < 4 else ():
             target = target_rows(tree, conditioned(p, sequence, 3))
             for _, end in verifier.outcomes(tree, target):
@@ -238,9 +238,9 @@ def test_carried_residuals_nest_and_expire() -> None:
     assert seen == {0, 1, 2}
 
 
-def test_a_residual_carried_past_the_draft_needs_the_distribution_after_it() -> None:
+def test_a_residual_that_persists_past_the_draft_needs_the_distribution_after_it() -> None:
     q = torch.tensor([[0.6, 0.4], [0.5, 0.5]])
-    held = dataclasses.replace(made("greedy_block"), carried=(CarriedResidual(1.5, 3),))
+    held = dataclasses.replace(made("greedy_block"), residuals=(PersistentResidual(1.5, 3),))
     target = torch.tensor([[0.5, 0.5]] * 3)
     assert held.needs_tail(2)
     with pytest.raises(
@@ -253,10 +253,10 @@ def test_a_residual_carried_past_the_draft_needs_the_distribution_after_it() -> 
     assert float(verdict.stop.sum()) == pytest.approx(1.0)
 
 
-def test_sampling_carries_the_residuals_that_enumeration_gives() -> None:
+def test_sampling_persists_the_residuals_that_enumeration_gives() -> None:
     p, q = random_model(2, 6, 41), random_model(2, 6, 42)
     generator = torch.Generator().manual_seed(0)
-    carried = 0
+    residuals = 0
     for _ in range(40):
         verifier, sequence = made("greedy_block"), ()
         while len(sequence) < 4:
@@ -271,10 +271,10 @@ def test_sampling_carries_the_residuals_that_enumeration_gives() -> None:
                 if end.node == len(drawn.nodes) and float(end.distribution[drawn.token]) > 0
             ]
             assert drawn.verifier in possible
-            carried += bool(drawn.verifier.carried)
+            residuals += bool(drawn.verifier.residuals)
             sequence = (*sequence, *tree.token_list[: len(drawn.nodes)], drawn.token)
             verifier = drawn.verifier
-    assert carried > 10
+    assert residuals > 10
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_rounds_to_emit_six_tokens(
 
 
 @pytest.mark.parametrize("name", ["token", "block"])
-def test_a_draft_that_stops_on_its_kept_tokens_keeps_the_joint_distribution(name: str) -> None:
+def test_a_draft_that_stops_on_its_own_tokens_keeps_the_joint_distribution(name: str) -> None:
     for seed, zeros in ((51, 0.0), (53, 0.35)):
         p, q = random_model(2, 7, seed, zeros), random_model(2, 7, seed + 1, zeros)
         drafter = stopped_chains(q, 3, lambda sequence: sequence[-1] == 0 or len(sequence) == 2)
@@ -308,7 +308,7 @@ def test_a_draft_that_stops_on_its_kept_tokens_keeps_the_joint_distribution(name
 
 
 def test_greedy_block_is_biased_where_the_draft_stops_on_its_tokens() -> None:
-    """`Verifier.carries_residual` therefore demands a planned length."""
+    """`Verifier.residual_persists` therefore demands a planned length."""
     p, q = random_model(2, 7, 5), random_model(2, 7, 6)
     drafter = stopped_chains(q, 3, lambda sequence: sequence[-1] == 0)
     joint, _ = rounds_distribution(made("greedy_block"), p, 4, drafter)
@@ -329,7 +329,7 @@ def test_greedy_block_plans_its_length_from_the_committed_sequence() -> None:
 
 
 @pytest.mark.parametrize(("planned", "lossless"), [(3, True), (None, False)])
-def test_an_end_token_cuts_a_draft_short_but_not_the_carried_residual(
+def test_an_end_token_cuts_a_draft_short_but_not_the_persistent_residual(
     planned: int | None, lossless: bool
 ) -> None:
     """Token 0 ends the sequence and so the draft; `planned` keeps the residual's full length."""
@@ -409,9 +409,9 @@ def test_a_wrong_block_verification_fails(wrong: str) -> None:
     assert bias_of(lambda tree, target, rng: variant(tree, target, rng, wrong)) > 1e-3
 
 
-def test_a_dropped_carried_residual_fails() -> None:
+def test_a_dropped_persistent_residual_fails() -> None:
     def forgets(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
-        return dataclasses.replace(greedy_block(tree, target, rng), carry=None)
+        return dataclasses.replace(greedy_block(tree, target, rng), residual=None)
 
     assert bias_of(forgets) > 1e-3
 

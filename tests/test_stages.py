@@ -108,7 +108,7 @@ def copy(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def result(stage: Stage) -> dict[str, Any]:
-    """What a stage decides: contents of datasets and weights, counts of an evaluation."""
+    """The results of a stage: contents of datasets and weights, counts of an evaluation."""
     if stage.name == "eval":
         runs = read_results(stage.folder / "results.json").runs
         return {f"{run.method} {run.dataset}": (run.tokens, run.n_target) for run in runs}
@@ -169,7 +169,7 @@ def test_what_is_made_is_not_made_again_and_other_settings_or_inputs_are_refused
 
 
 class Killed(BaseException):
-    """What ends a stage at one of its files, as a signal would."""
+    """A patch that ends a stage at one of its files, as a signal would."""
 
 
 @pytest.mark.slow

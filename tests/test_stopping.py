@@ -81,14 +81,14 @@ def test_a_forward_whose_token_is_not_drawn_is_counted_and_leaves_the_cache_in_s
 
 def test_a_head_that_cannot_judge_a_token_before_it_is_drawn_is_refused() -> None:
     target, draft = tiny_llama(0), tiny_llama(1)
-    late = ImmediateHead(hidden_size=16, moments=("drawn", "consumed"))
+    late = ImmediateHead(hidden_size=16, decision_points=("drawn", "consumed"))
     for config in BEFORE_DRAWING.values():
         for unable in (head(), late):
             with pytest.raises(
                 ConfigError, match=r"before_drawing needs a head .* consumed: leave"
             ):
                 SpeculativeDecoder.from_config(target, draft, config, unable)
-    early = ImmediateHead(hidden_size=16, moments=("before",))
+    early = ImmediateHead(hidden_size=16, decision_points=("before",))
     with pytest.raises(ConfigError, match="only trained to judge tokens before: set before_draw"):
         SpeculativeDecoder.from_config(target, draft, DecodeConfig(stop="head"), early)
     with pytest.raises(ConfigError, match="give verify_seconds beside draft_seconds"):
@@ -190,11 +190,11 @@ def test_the_logit_rule_multiplies_calibrated_probabilities_of_all_tokens() -> N
     rule = Logit(calibration=(0.4, 0.7), threshold=0.5).start(None)
     for confidences in ([0.9, 0.8, 0.6, 0.5, 0.4], [0.3], [0.99, 0.2, 0.9]):
         rule.begin()
-        stop, survival = rule.should_stop, 1.0
+        stop, prefix_acceptance = rule.should_stop, 1.0
         for q_max in confidences:
             odds = 0.4 + 0.7 * torch.logit(torch.tensor(q_max, dtype=torch.float64))
-            survival *= float(odds.sigmoid())
-            assert stop(DraftedToken(0, distribution(q_max), None)) == (1 - survival > 0.5)
+            prefix_acceptance *= float(odds.sigmoid())
+            assert stop(DraftedToken(0, distribution(q_max), None)) == (1 - prefix_acceptance > 0.5)
 
 
 def test_a_one_hot_distribution_stops_nothing() -> None:
@@ -266,8 +266,8 @@ def test_the_measured_cost_rule_lies_between_the_optimum_and_the_best_fixed_leng
             seen.append(chance.choices(accept, weights)[0])
             if stop(DraftedToken(0, distribution(seen[-1]), None)):
                 break
-        coins = [chance.random() < a for a in seen]
-        accepted = coins.index(False) if False in coins else len(coins)
+        outcomes = [chance.random() < a for a in seen]
+        accepted = outcomes.index(False) if False in outcomes else len(outcomes)
         drafting = draft * len(seen)
         rule.observe(
             Round(

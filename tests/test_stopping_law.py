@@ -36,7 +36,7 @@ Law = dict[Path, float]
 ADAPTIVE = [
     name
     for name, spec in VERIFIERS.items()
-    if "chain" in spec.takes and spec.lossless and not spec.carries_residual
+    if "chain" in spec.takes and spec.lossless and not spec.residual_persists
 ]
 CHANCE = np.random.default_rng(0)
 NETWORK = Network(tuple(CHANCE.normal(size=shape) for shape in SHAPES))

@@ -21,7 +21,7 @@ from eval.drafting.stopping.recorded import Reals, RecordedTokens
 from eval.rounds import Round
 from heads import AcceptanceHead, BaseHead
 from heads.immediate import ImmediateHead
-from heads.inputs import HeadInputs, Moment
+from heads.inputs import DecisionPoint, HeadInputs
 from specdata.config import read_config
 from specdata.errors import ConfigError
 from tests.test_acceptance import labeller
@@ -154,7 +154,9 @@ def test_the_network_reads_the_same_numbers_in_decoding_and_replay() -> None:
     distributions = torch.tensor(chance.dirichlet([0.4] * 6, 24))
     tokens = [DraftedToken(int(q.multinomial(1)), q, None) for q in distributions]
     features = [
-        HeadInputs.from_drafted(("margin", "entropy", "log_mass_above"), [token], Moment.DRAWN)
+        HeadInputs.from_drafted(
+            ("margin", "entropy", "log_mass_above"), [token], DecisionPoint.DRAWN
+        )
         for token in tokens
     ]
     margin, entropy, above = (

@@ -32,7 +32,7 @@ SAMPLING = SamplingConfig(0.8, 0, 0.9)
 TARGET, DRAFT = tiny_llama(0, vocab=23).float(), tiny_llama(1, vocab=23).float()
 TARGET.generation_config.eos_token_id = [5, 12, 17, 21]
 CONFIG = RolloutConfig(
-    sets=[PromptSet(name="instruct", split="dev", count=1)], max_new_tokens=9, keep_states=True
+    sets=[PromptSet(name="instruct", split="dev", count=1)], max_new_tokens=9, store_states=True
 )
 
 
@@ -54,7 +54,7 @@ def prompts() -> list[Prompt]:
 def rollouts(tmp_path_factory: pytest.TempPathFactory) -> datasets.Dataset:
     folder = tmp_path_factory.mktemp("rollouts") / "made"
     make_rollouts(
-        backend(keep_states=True),
+        backend(store_states=True),
         prompts(),
         folder,
         CONFIG,
@@ -77,7 +77,9 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
         handle.remove()
 
 
-def test_kept_states_are_those_of_a_forward_over_the_whole_text(rollouts: datasets.Dataset) -> None:
+def test_stored_states_are_those_of_a_forward_over_the_whole_text(
+    rollouts: datasets.Dataset,
+) -> None:
     head = find_lm_head(TARGET)
     finishes = set()
     for row in rollouts:
@@ -90,7 +92,7 @@ def test_kept_states_are_those_of_a_forward_over_the_whole_text(rollouts: datase
 
 def test_keeping_states_changes_no_token() -> None:
     asked = [Request(prompt.ids, (prompt.example_id, 0)) for prompt in prompts()]
-    plain, kept = backend().complete(asked), backend(keep_states=True).complete(asked)
+    plain, kept = backend().complete(asked), backend(store_states=True).complete(asked)
     assert [each.ids for each in plain] == [each.ids for each in kept]
     assert {each.states for each in plain} == {None}
     assert [len(each.ids) for each in kept] == [
@@ -108,7 +110,7 @@ def labels(rows: datasets.Dataset) -> list[dict[str, Any]]:
 P = find_lm_head(TARGET)
 
 
-def test_labels_of_kept_states_are_those_of_a_forward_and_need_none(
+def test_labels_of_stored_states_are_those_of_a_forward_and_need_none(
     rollouts: datasets.Dataset, request: pytest.FixtureRequest
 ) -> None:
     expected = labels(rollouts.remove_columns(COLUMN))
@@ -120,7 +122,7 @@ def test_labels_of_kept_states_are_those_of_a_forward_and_need_none(
 
 
 @pytest.mark.parametrize("part", [None, Part(torch.arange(3, 20, 2), 0.8)])
-def test_a_teacher_says_the_same_of_kept_states_and_reads_nothing(
+def test_a_teacher_says_the_same_of_stored_states_and_reads_nothing(
     rollouts: datasets.Dataset, part: Part | None, request: pytest.FixtureRequest
 ) -> None:
     numbered = Numbered(rollouts)
@@ -134,7 +136,7 @@ def test_a_teacher_says_the_same_of_kept_states_and_reads_nothing(
         torch.testing.assert_close(teacher.states(batch), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_draft_is_measured_on_kept_states_as_on_a_forwards(
+def test_a_draft_is_measured_on_stored_states_as_on_a_forwards(
     rollouts: datasets.Dataset, request: pytest.FixtureRequest
 ) -> None:
     bare = HeldOut(TARGET, rollouts.remove_columns(COLUMN), SAMPLING, watched=5)
@@ -147,7 +149,7 @@ def test_a_draft_is_measured_on_kept_states_as_on_a_forwards(
         assert found.overall.expected_tokens == pytest.approx(wanted.overall.expected_tokens)
 
 
-def test_an_output_matrix_is_aligned_with_kept_states(rollouts: datasets.Dataset) -> None:
+def test_an_output_matrix_is_aligned_with_stored_states(rollouts: datasets.Dataset) -> None:
     def aligned(rows: datasets.Dataset) -> torch.Tensor:
         draft = cut(TARGET, [0])
         align_output(draft, TARGET, rows)
@@ -196,12 +198,12 @@ def test_states_of_another_precision_or_width_are_refused(rollouts: datasets.Dat
 
 
 def test_a_server_gives_no_states() -> None:
-    with pytest.raises(ConfigError, match="keep_states needs backend transformers"):
+    with pytest.raises(ConfigError, match="store_states needs backend transformers"):
         read_config(
             RolloutConfig,
             {
                 "sets": [{"name": "instruct", "split": "dev"}],
                 "backend": "vllm",
-                "keep_states": True,
+                "store_states": True,
             },
         )

@@ -1,4 +1,4 @@
-"""What reaches a terminal, or a file in its place: progress, any text, the end after Ctrl-C."""
+"""Output to a terminal, or a file in its place: progress, any text, the end after Ctrl-C."""
 
 from __future__ import annotations
 

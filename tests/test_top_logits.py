@@ -1,4 +1,4 @@
-"""Labels from kept target logits: equal to full labels where that is claimed, else refused."""
+"""Labels from top target logits: equal to full labels where that is claimed, else refused."""
 
 from __future__ import annotations
 
@@ -85,17 +85,17 @@ def test_labels_of_another_draft_and_sampler_are_those_made_with_the_target(
 
 
 @pytest.mark.parametrize("sampling", REFUSED.values(), ids=REFUSED.keys())
-def test_when_all_logits_are_kept_every_sampler_is_exact(
+def test_when_all_logits_are_stored_every_sampler_is_exact(
     sampling: SamplingConfig, tmp_path: Path
 ) -> None:
     close(kept(tmp_path, sampling, 2, V + 5), full(tmp_path, sampling, 2))
 
 
 @pytest.mark.parametrize("sampling", REFUSED.values(), ids=REFUSED.keys())
-def test_a_sampler_that_the_kept_logits_do_not_decide_is_refused(
+def test_a_sampler_that_the_top_logits_do_not_decide_is_refused(
     sampling: SamplingConfig, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="12 kept logits of 40 do not give"):
+    with pytest.raises(ConfigError, match="12 top logits of 40 do not give"):
         kept(tmp_path, sampling, 2, N)
     assert not (tmp_path / "kept").exists()
 

@@ -92,12 +92,12 @@ def test_the_chance_that_a_round_accepts_a_text_is_that_of_its_verifier_given_th
                 uniforms = drawn.repeat(len(text), 1)
             each = accepted(*both, tokens, uniforms, most)
             chances = each.unflatten(0, (len(text), -1)).mean(dim=1)
-            mass = survived = 1.0
+            mass = prefix_acceptance = 1.0
             for depth, width in enumerate(widths):
                 mass *= float(p[text[:depth]][text[depth]])
-                survived *= float(chances[depth, width - 1])
+                prefix_acceptance *= float(chances[depth, width - 1])
                 got = expected.get(text[: depth + 1], 0.0)
-                assert mass * survived == pytest.approx(got, abs=tolerance), (seed, text)
+                assert mass * prefix_acceptance == pytest.approx(got, abs=tolerance), (seed, text)
 
 
 def test_candidates_that_the_draft_cannot_draw_are_not_accepted() -> None:

@@ -156,8 +156,8 @@ def test_refuses_a_target_of_another_shape(verifier: Verifier) -> None:
         verifier(tree, target[:-1])
 
 
-def test_only_greedy_block_carries_a_residual() -> None:
-    carrying = {case.values[0].name for case in EVERY_VERIFIER if case.values[0].carries_residual}
+def test_only_greedy_blocks_residual_persists() -> None:
+    carrying = {case.values[0].name for case in EVERY_VERIFIER if case.values[0].residual_persists}
     assert carrying == {"greedy_block"}
 
 

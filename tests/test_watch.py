@@ -1,4 +1,4 @@
-"""What is watched while a draft trains: figures, best weights, history, reports."""
+"""The watch on a draft while it trains: figures, best weights, history, reports."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_the_target_is_run_once_and_its_distributions_are_never_whole(
     assert held_out.measure(draft) == first
     assert len(bodies) == runs > 0
     assert max(widest) == 32 * 400
-    monkeypatch.setattr(watch, "KEPT_BYTES", 0)
+    monkeypatch.setattr(watch, "STATES_BYTES", 0)
     assert again.measure(draft) == again.measure(draft) == first
     assert len(bodies) == 3 * runs
     for handle in handles:
@@ -231,12 +231,12 @@ def test_the_earliest_of_equally_good_weights_are_the_best() -> None:
 def test_weights_that_got_worse_are_not_kept(pair: Path, tmp_path: Path) -> None:
     best = distilled(pair, tmp_path / "best", TOO_FAST)
     last = distilled(pair, tmp_path / "last", changed(TOO_FAST, keep="last"))
-    assert (best.steps, last.steps, last.kept_step) == (6, 6, 6)
-    assert best.kept_step == 0
+    assert (best.steps, last.steps, last.best_step) == (6, 6, 6)
+    assert best.best_step == 0
     assert last.acceptance_after < last.acceptance_before == best.acceptance_after
     assert_same_weights(tmp_path / "best", pair / "draft")
     history = kept(tmp_path / "best")
-    assert history["kept_step"] == 0
+    assert history["best_step"] == 0
     assert steps_of(history["measurements"]) == [0, 5, 6]
 
 
@@ -247,7 +247,7 @@ def test_a_draft_gets_better_and_its_result_tells_of_every_prompt_set_and_is_sto
     before, after = result.before, result.after
     assert before is not None
     assert after is not None
-    assert result.kept_step == after.step == kept(out)["kept_step"] > 0
+    assert result.best_step == after.step == kept(out)["best_step"] > 0
     assert result.acceptance_before == before.overall.acceptance
     assert result.acceptance_after > result.acceptance_before + 0.02
     assert result.positions == sum(map(len, dev["completion_ids"]))
@@ -268,7 +268,7 @@ def test_a_draft_gets_better_and_its_result_tells_of_every_prompt_set_and_is_sto
 
 def test_no_epochs_keep_the_draft_as_it_starts_and_measure_it(pair: Path, tmp_path: Path) -> None:
     result = distilled(pair, tmp_path / "out", changed(WATCHED, epochs=0))
-    assert (result.steps, result.kept_step) == (0, 0)
+    assert (result.steps, result.best_step) == (0, 0)
     assert result.acceptance_before == result.acceptance_after > 0
     assert result.before == result.after
     assert_same_weights(tmp_path / "out", pair / "draft")

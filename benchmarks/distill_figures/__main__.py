@@ -1,4 +1,4 @@
-"""What distillation does for the embedded pair's draft: losses, data, sizes.
+"""Figures of distillation on the embedded pair's draft: losses, data, sizes.
 
     python -m benchmarks.distill_figures [--run runs/distill] [--parts objectives data size]
         [--out FILE]
@@ -56,7 +56,7 @@ DEMO = "1 x 128, the demo's"
 
 
 class Benchmark:
-    """What all parts share: the data, the judge, and what they were asked for."""
+    """The inputs that all parts share: the data, the judge, and the options."""
 
     def __init__(self, options: argparse.Namespace, data: Data) -> None:
         self.options = options
@@ -100,7 +100,7 @@ class Benchmark:
         return found
 
     def _faster(self, judged: Mapping[str, Judged], seeds: int) -> dict[str, Any]:
-        """What its speed-up is against that of the default with the same seeds."""
+        """Its speed-up against that of the default with the same seeds."""
         outs = [trained(self.default, self.data, seed=seed) for seed in range(seeds)]
         default = _mean([self.judged(out) for out in outs])
         return faster(judged, default, self.options.draft_cost)

@@ -23,7 +23,7 @@ __all__ = ["DEMO_PAIR", "DOMAINS", "MAX_NEW_TOKENS", "SEED", "Data", "of_domains
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """What drafts are trained and judged on.
+    """The data that drafts are trained and judged on.
 
     Attributes:
         run: folder of all that is made.

@@ -30,7 +30,7 @@ def draft_costs(
     *,
     max_new_tokens: int,
 ) -> dict[str, dict[str, float]]:
-    """What a token of each draft costs against one of the first draft, by the clock.
+    """The cost of a token of each draft against one of the first draft, by the clock.
 
     The drafts take turns on every prompt, and medians over rounds are compared, so that whatever
     else the machine does matters little. The target's forward takes many times as long and is

@@ -1,4 +1,4 @@
-"""How good a draft is, from held-out rollouts of its target: exact expectations, no draws.
+"""The quality of a draft from held-out rollouts of its target: exact expectations, no draws.
 
 A rollout's tokens x are distributed as those that speculative decoding emits, whatever the draft,
 so the rounds of decoding follow from the ratios q/p at the tokens alone. How many tokens a round
@@ -105,7 +105,7 @@ def interval(values: Reals) -> dict[str, float]:
     return {"value": float(values[0]), "low": float(low), "high": float(high)}
 
 
-def survival(ratios: Reals, lengths: Sequence[int], longest: int, verifier: str) -> Reals:
+def prefix_acceptance(ratios: Reals, lengths: Sequence[int], longest: int, verifier: str) -> Reals:
     """Probability that a round from each token on accepts so many tokens of R given sequences.
 
     Args:
@@ -133,7 +133,7 @@ def expected_rounds(alive: Reals, lengths: Sequence[int], length: int) -> tuple[
     """Expected rounds, and drafted tokens, of decoding R given sequences.
 
     Args:
-        alive: (R, N, L) of `survival`.
+        alive: (R, N, L) of `prefix_acceptance`.
         lengths: (R,) how many tokens each has.
         length: drafted tokens of a round, K <= L; fewer at the end of a sequence.
 
@@ -204,7 +204,7 @@ class Judge:
         lengths, values = [len(each) for each in tokens], pad(ratios)
         found: dict[str, Any] = {}
         for verifier in VERIFIERS:
-            alive = survival(values, lengths, LENGTHS[-1], verifier)
+            alive = prefix_acceptance(values, lengths, LENGTHS[-1], verifier)
             found[verifier] = np.array([expected_rounds(alive, lengths, k) for k in LENGTHS])
         return Judged(
             np.array(lengths, dtype=np.float64),

@@ -28,7 +28,7 @@ class Sized:
 
 @dataclass(frozen=True, slots=True)
 class Initial:
-    """What `distill.initial` makes.
+    """The results of `distill.initial`.
 
     Attributes:
         settings: of `draft.init`.

@@ -1,4 +1,4 @@
-"""What acceptance heads save on the embedded pair, in replay by exact expectation and by the clock.
+"""Savings by acceptance heads on the embedded pair, by exact expectation and by the clock.
 
     python -m benchmarks.head_figures [--run runs/heads] [--parts goals ablation clock] [--out FILE]
 
@@ -64,7 +64,7 @@ from benchmarks.head_figures.variants import (
 from eval.analysis.replay import saving
 from eval.measuring.environment import describe_environment
 from heads import BaseHead
-from heads.inputs import Moment
+from heads.inputs import DecisionPoint
 from heads.loss import soft_auroc
 from recipes.run import prepare_libraries
 from specdata.storage.files import write_json
@@ -167,7 +167,7 @@ def _begun(options: argparse.Namespace, data: Data) -> dict[str, Any]:
 
 
 def _about(options: argparse.Namespace, data: Data) -> dict[str, Any]:
-    """What was compared with what, and on what machine."""
+    """The settings of a comparison, and the machine."""
     return {
         "schema_version": SCHEMA_VERSION,
         "environment": describe_environment(device="cpu", dtype="float32").model_dump(),
@@ -241,18 +241,17 @@ def _domain(
 
 
 def _aurocs(head: BaseHead, test: Recorded) -> dict[str, Any]:
-    """`auroc` as soon as the token is drawn if the head can tell, and at each later moment."""
+    """`auroc` as soon as the token is drawn if the head can tell, and at each later point."""
     areas = {
-        moment: figures(test.auroc(values))
-        for moment, values in _areas_of(test.logits(head)).items()
+        point: figures(test.auroc(values)) for point, values in _areas_of(test.logits(head)).items()
     }
-    named = {f"auroc_{moment}": area for moment, area in areas.items()}
+    named = {f"auroc_{point}": area for point, area in areas.items()}
     return {"auroc": next(iter(areas.values())), **named}
 
 
 def _areas_of(logits: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those that judge a token, at each moment once it is drawn."""
-    return {m: values for m, values in logits.items() if m != Moment.BEFORE.name.lower()}
+    """Those that judge a token, at each decision point once it is drawn."""
+    return {m: values for m, values in logits.items() if m != DecisionPoint.BEFORE.name.lower()}
 
 
 def _small(
@@ -298,7 +297,7 @@ def _mean(values: Sequence[float]) -> dict[str, float]:
 def _against(
     ours: Sequence[Replayed], others: Sequence[Replayed], test: Recorded, times: Times
 ) -> dict[str, float]:
-    """What rules of several seeds save against others, resampled by prompt."""
+    """Savings of rules of several seeds against others, resampled by prompt."""
     counts = together([each.counts for each in ours])
     rivals = together([each.counts for each in others])
     prompts = [*test.prompts] * len(ours)
@@ -313,7 +312,7 @@ def _ablation_part(
         "rollouts": options.small,
         "seeds": options.seeds,
         "how": "AUROC: mean of seeds, least and greatest; savings: all seeds, resampled by prompt. "
-        "AUROC is that of the first moment after the token is drawn that the head can judge.",
+        "AUROC is that of the first point after the token is drawn that the head can judge.",
     }
     rows: list[dict[str, Any]] = []
     whole = _small(FULL, options.small, options.passes, data, judged, times, options.seeds)

@@ -32,7 +32,7 @@ MAX_NEW_TOKENS = 96
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """What heads are trained and judged on.
+    """The data that heads are trained and judged on.
 
     Attributes:
         config: of the run that made it.

@@ -100,10 +100,10 @@ class Recorded:
 
     @torch.inference_mode()
     def logits(self, head: BaseHead) -> dict[str, Tensor]:
-        """Raw logits of a head at each of its moments: moment -> (n,)."""
+        """Raw logits of a head at each of its decision points: point -> (n,)."""
         return {
-            moment.name.lower(): head.logits(replace(self.inputs, moment=moment))
-            for moment in head.moments
+            point.name.lower(): head.logits(replace(self.inputs, point=point))
+            for point in head.decision_points
         }
 
     def with_head(self, head: BaseHead) -> Traces:
@@ -140,7 +140,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What a drafted token and a round cost.
+    """The costs of a drafted token and of a round.
 
     Attributes:
         draft_seconds: t_d.

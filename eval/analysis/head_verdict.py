@@ -53,7 +53,7 @@ RIVALS = tuple(name for name, rule in STOPPING_RULES.items() if not rule.needs_h
 """Rules that need no head; what is replayed beside them is nobody's choice."""
 ROLLOUTS = 256
 """Most rollouts of a prompt set and split that are read."""
-MOMENTS = {
+DECISION_POINTS = {
     "drawn": "as soon as the token is drawn",
     "consumed": "one drafted token later",
     "before": "before the token is drawn",
@@ -80,7 +80,7 @@ QUALITY_COLUMNS = (
     ("predicted / accepted", "Mean prediction and mean label."),
 )
 """Heading of a column of the table of predictors, and how to read it."""
-Moment = Literal["before", "drawn", "consumed"]
+DecisionPoint = Literal["before", "drawn", "consumed"]
 Status = Literal["pays", "does not pay", "cannot tell", "not measured"]
 
 
@@ -89,14 +89,14 @@ class Prediction(Strict):
 
     Attributes:
         predictor: "head" or one of `PREDICTORS`, each fitted on dev.
-        moment: what is known of the token: "before" it is drawn, when the label is the ex-ante
+        point: what is known of the token: "before" it is drawn, when the label is the ex-ante
             sum of min(p, q); "drawn"; or "consumed" by the draft, one drafted token later. Then the
             label is min(1, p/q).
         scores: of its calibrated probabilities.
     """
 
     predictor: str
-    moment: Moment
+    point: DecisionPoint
     scores: Scores
 
 
@@ -128,7 +128,7 @@ class HeadVerdict(Strict):
         judged_on: the split that figures are of: test, or dev where labels have no test rollouts,
             so that rivals and settings look better than they are.
         rollouts: split -> how many were read.
-        predictions: one for each predictor and moment.
+        predictions: one for each predictor and decision point.
         draft_seconds: t_d, seconds of a drafted token, as the evaluation measured it.
         target_seconds: t_t, seconds of a round.
         replay_setting: the head's threshold that is best on dev of a grid.
@@ -218,7 +218,8 @@ class HeadVerdict(Strict):
                 for x in (judged.auroc, judged.kl, judged.ece)
             )
             means = f"{judged.mean_predicted:.3f} / {judged.mean_accept:.3f}"
-            name = f"{each.predictor} ({PREDICTORS.get(each.predictor, MOMENTS[each.moment])})"
+            known = PREDICTORS.get(each.predictor, DECISION_POINTS[each.point])
+            name = f"{each.predictor} ({known})"
             found.append((name, (*cells, means)))
         return found
 
@@ -522,27 +523,27 @@ def _predictions(
     inside = judged.inside
     number = np.unique(prompts, return_inverse=True)[1].astype(np.int64)
     prompt = np.broadcast_to(number[:, None], inside.shape)
-    for predictor, moment, predicted in _predictors(dev, judged, fitted):
-        label = judged.overlap if moment == "before" else judged.accept
+    for predictor, point, predicted in _predictors(dev, judged, fitted):
+        label = judged.overlap if point == "before" else judged.accept
         assert label is not None
         found = scores(label[inside], predicted[inside], prompt[inside])
-        yield Prediction(predictor=predictor, moment=moment, scores=found)
+        yield Prediction(predictor=predictor, point=point, scores=found)
 
 
 def _predictors(
     dev: Traces, judged: Traces, fitted: Mapping[str, Any]
-) -> list[tuple[str, Moment, Reals]]:
-    """Name, moment and (R, N) probabilities of the head at its moments, and of its rivals."""
+) -> list[tuple[str, DecisionPoint, Reals]]:
+    """Name, point and (R, N) probabilities of the head at each of its points, and of its rivals."""
     from scipy.special import expit
 
     tokens, inside, head = judged.tokens, dev.inside, judged.tokens.head
     assert head is not None
-    recorded: tuple[tuple[Moment, Reals | None], ...]
+    recorded: tuple[tuple[DecisionPoint, Reals | None], ...]
     recorded = ("drawn", head.drawn), ("consumed", head.consumed), ("before", head.before)
     made = [
-        (HEAD, moment, head.probabilities(logits, calibrated=True))
-        for moment, logits in recorded
-        if logits is not None and (moment != "before" or judged.overlap is not None)
+        (HEAD, point, head.probabilities(logits, calibrated=True))
+        for point, logits in recorded
+        if logits is not None and (point != "before" or judged.overlap is not None)
     ]
     if dev.tokens.margin is not None and tokens.margin is not None:
         # Along a rollout there is no position in a draft, so the margin has one model for all.

@@ -1,4 +1,4 @@
-"""How many tokens to draft, solved exactly for acceptance probabilities that follow a Markov chain.
+"""The best number of tokens to draft, exactly, for acceptance that follows a Markov chain.
 
 A round drafts K tokens, then pays for one target forward; it emits the accepted tokens and one
 more. Drafted token i is accepted with probability a_i, which is known once the token is drafted
@@ -89,7 +89,7 @@ class Policy:
 
 
 StateCounts = tuple[int, ...]
-"""How many of the drafted tokens were in each state: (S,)."""
+"""The number of drafted tokens that were in each state: (S,)."""
 
 Continues = Callable[[int, float, int | None], bool]
 """(tokens drafted, prod a_i, state of the last token or None) -> whether to draft another."""
@@ -101,7 +101,7 @@ def evaluate(chain: AcceptanceChain, costs: Costs, continues: Continues) -> Poli
     def continues_after(
         counts: StateCounts, state: int | None, _drafted: float, _accepted: float
     ) -> bool:
-        return continues(sum(counts), _survival(chain, counts), state)
+        return continues(sum(counts), _prefix_acceptance(chain, counts), state)
 
     return _policy(chain, costs, continues_after)
 
@@ -154,7 +154,7 @@ def _policy(
                 later = (*counts[:following], counts[following] + 1, *counts[following + 1 :])
                 rest = ahead(later, following)
                 drafted += weight * rest[0]
-                accepted += weight * (_survival(chain, later) + rest[1])
+                accepted += weight * (_prefix_acceptance(chain, later) + rest[1])
         return (drafted, accepted) if continues(counts, state, drafted, accepted) else (0.0, 0.0)
 
     drafted, accepted = ahead((0,) * len(chain.accept), None)
@@ -190,9 +190,9 @@ def stopping_threshold(seconds_per_token: float, mean_accept: float, draft_secon
     return 1.0 - draft_seconds / (seconds_per_token * mean_accept)
 
 
-def _survival(chain: AcceptanceChain, counts: StateCounts) -> float:
+def _prefix_acceptance(chain: AcceptanceChain, counts: StateCounts) -> float:
     """Prod a_i: the probability that all drafted tokens are accepted."""
-    survival = 1.0
+    prefix_acceptance = 1.0
     for accept, count in zip(chain.accept, counts, strict=True):
-        survival *= accept**count
-    return survival
+        prefix_acceptance *= accept**count
+    return prefix_acceptance

@@ -1,4 +1,4 @@
-"""How far stopping rules are from the oracle, on recorded acceptance.
+"""The distance of stopping rules from the oracle, on recorded acceptance.
 
     python -m eval.analysis.replay LABELS --draft DRAFT --head HEAD
 
@@ -135,7 +135,7 @@ def replay_rules(
 def bounds(
     traces: Traces, *, draft_seconds: float, target_seconds: float, limit: int = 20
 ) -> list[RuleResult]:
-    """What no rule reaches, and the target alone.
+    """The bound that no rule reaches, and the target alone.
 
     The oracle knows which tokens will be accepted, and has no limit. Three rules are what a head
     would be without error: "perfect head" is SpecDec++'s rule with the acceptance probabilities

@@ -1,4 +1,4 @@
-"""What the papers prove about acceptance, rejections and bias, as exact numbers.
+"""The papers' theorems about acceptance, rejections and bias, as exact numbers.
 
 p is the target and q the draft throughout (Yin et al. write q for the target and p for the draft;
 Sun et al. M_b for the target and M_s for the draft). A model is a function from a prefix, the

@@ -47,12 +47,12 @@ class Choice:
 
     @property
     def gap(self) -> float:
-        """How far the token's logit is below the largest."""
+        """The distance of the token's logit from the largest."""
         return self.best_logit - self.logit
 
     @property
     def tied(self) -> bool:
-        """Whether rounding explains the choice."""
+        """True if rounding explains the choice."""
         return self.gap <= NOISE_FACTOR * self.noise
 
 

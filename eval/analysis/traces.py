@@ -86,16 +86,16 @@ def record_head(
         sampling: how its tokens are drawn.
     """
     made: dict[str, list[list[float]]]
-    made = {moment.name.lower(): [[0.0]] * len(rows) for moment in head.moments}
+    made = {point.name.lower(): [[0.0]] * len(rows) for point in head.decision_points}
     # Found out once, not for each batch: it is done by trying.
     to_logits, lm_head = logits_of_states(draft), find_lm_head(draft)
     lengths = (len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows)
-    states_of = _states_together
+    states_of = _states_in_batches
     try:
         check_tree_states(draft, max(lengths))
     except ConfigError:
         states_of = _states_one_by_one
-    latest = max(head.moments)
+    latest = max(head.decision_points)
 
     def distributions(states: Tensor) -> Tensor:
         return probabilities(to_logits(states), sampling)
@@ -106,10 +106,10 @@ def record_head(
         for piece in _drafted(draft, batch, before, after, distributions):
             # What the head reads is computed once, when all of it is known.
             features = HeadInputs.of(head.reads, piece, latest).features
-            for moment in head.moments:
-                known = [name for name in head.reads if FEATURES[name].moment <= moment]
-                inputs = HeadInputs({name: features[name] for name in known}, moment)
-                logits[moment.name.lower()].append(head.logits(inputs))
+            for point in head.decision_points:
+                known = [name for name in head.reads if FEATURES[name].point <= point]
+                inputs = HeadInputs({name: features[name] for name in known}, point)
+                logits[point.name.lower()].append(head.logits(inputs))
         sizes = [len(row["draft_ids"]) for row in batch]
         for name, values in made.items():
             found = torch.split(torch.cat(logits[name]), sizes)
@@ -161,7 +161,7 @@ def _rounds(row: Row) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(position), torch.from_numpy(since)
 
 
-def _states_together(
+def _states_in_batches(
     draft: PreTrainedModel, rows: Sequence[Row]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Of each row the states (n, H) that its drafted tokens were drawn from, and those after.

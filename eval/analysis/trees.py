@@ -65,7 +65,7 @@ NOTHING = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """How candidates fare along R rollouts of at most N tokens; 0 in the padding.
+    """The outcome of candidates along R rollouts of at most N tokens; 0 in the padding.
 
     Attributes:
         prompts: (R,) the prompt of each.
@@ -80,13 +80,13 @@ class Acceptance:
     def rounds(self, widths: Sequence[int]) -> Reals:
         """(R,) rounds that each text takes in expectation."""
         reached = np.ones_like(self.of[1])
-        survived = []  # v_d of a round that starts at each position
+        prefix_acceptance = []  # v_d of a round that starts at each position
         for depth, width in enumerate(widths):
             here = np.zeros_like(reached)
             here[:, : max(0, here.shape[1] - depth)] = self.of[width][:, depth:]
             reached = reached * here
-            survived.append(reached)
-        return expected_rounds(np.stack(survived), self.lengths)
+            prefix_acceptance.append(reached)
+        return expected_rounds(np.stack(prefix_acceptance), self.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +133,17 @@ def k_configurations(budget: int, depth: int = DEEPEST) -> Iterator[tuple[int, .
     yield from continued((), 1)
 
 
-def expected_rounds(survived: Reals, lengths: NDArray[np.int64]) -> Reals:
+def expected_rounds(prefix_acceptance: Reals, lengths: NDArray[np.int64]) -> Reals:
     """(R,) rounds that texts take in expectation.
 
     Args:
-        survived: (D, R, N) v_d of rounds that start at each position.
+        prefix_acceptance: (D, R, N) v_d of rounds that start at each position.
         lengths: (R,) tokens of each text; those that are accepted beyond it end it.
     """
-    depth, rollouts, width = survived.shape
-    reached = np.concatenate([np.ones((1, rollouts, width)), survived])
+    depth, rollouts, width = prefix_acceptance.shape
+    reached = np.concatenate([np.ones((1, rollouts, width)), prefix_acceptance])
     # Of a round at a position: that it accepts d tokens and no more, d = 0 .. D.
-    ends = reached - np.concatenate([survived, np.zeros((1, rollouts, width))])
+    ends = reached - np.concatenate([prefix_acceptance, np.zeros((1, rollouts, width))])
     starts = np.zeros((rollouts, width + depth + 1))  # the chance that a round starts here
     starts[:, 0] = 1.0
     for position in range(width):

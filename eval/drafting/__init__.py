@@ -1,1 +1,1 @@
-"""What proposes tokens, and when it stops."""
+"""Drafters, which propose tokens, and the rules that stop them."""

@@ -1,4 +1,4 @@
-"""What proposes tokens: a chain, independent paths, or a tree.
+"""Drafters, which propose tokens: a chain, independent paths, or a tree.
 
 Each drafter returns a `DraftTree` with the very distributions that it drew from, and keeps its own
 KV cache in step with the committed sequence. None proposes anything after a drafted end token.
@@ -148,7 +148,7 @@ class ChainDrafter(Drafter):
 
 @dataclass(frozen=True, slots=True)
 class DraftPath:
-    """How one of several paths is drafted.
+    """The drafting of one of several paths.
 
     Args:
         sequence: of the draft model that drafts it; paths may share one.

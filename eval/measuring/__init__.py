@@ -1,1 +1,1 @@
-"""What is run, what is counted, and results.json."""
+"""Runs, counts, and results.json."""

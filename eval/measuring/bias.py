@@ -1,4 +1,4 @@
-"""How far a verifier that is not lossless moves the distribution of a token.
+"""The bias of a verifier that is not lossless: how far it moves the distribution of a token.
 
 A biased verifier is judged in the positions that it decoded: at each of them the total variation
 between the distribution of the emitted token and the target's, given the tokens before it. Over a
@@ -79,7 +79,7 @@ def variation(verifier: Verifier, target: Tensor, draft: Tensor, *, tail: float 
 
 
 def drafted_positions(rounds: Sequence[Round]) -> list[bool]:
-    """Whether each emitted token stood at a drafted position, for chains.
+    """True if each emitted token stood at a drafted position, for chains.
 
     The bonus token after a whole accepted chain did not: it is drawn from the target itself.
     """

@@ -46,7 +46,7 @@ BATCHES = 4
 
 @dataclass(frozen=True, slots=True)
 class Artefacts:
-    """What is evaluated: loaded models and how the report calls them.
+    """The evaluated models, loaded, and how the report calls them.
 
     Args:
         target: the target.
@@ -201,7 +201,7 @@ def _store(
 
 @dataclass(frozen=True, slots=True)
 class _Experiment:
-    """What is measured and how. Arguments as in `measure_prompts`."""
+    """The measurement. Arguments as in `measure_prompts`."""
 
     models: Artefacts
     config: EvalConfig
@@ -210,7 +210,7 @@ class _Experiment:
     report: Progress
 
     def timer(self, prompts: Sequence[Prompt]) -> _Decode:
-        """What decodes prompts one by one, with every method in turn; all are warmed up now."""
+        """A measurer of prompts one by one, with every method in turn; all are warmed up now."""
         runners = {method.name: self._runner(method) for method in self.config.methods}
         for run in runners.values():
             run(prompts[0], self.config.warmup_tokens)
@@ -240,7 +240,7 @@ class _Experiment:
         return decode
 
     def counter(self, prompts: Sequence[Prompt]) -> _Decode:
-        """What decodes prompts in batches: the same tokens and counts, but no times.
+        """A measurer that decodes prompts in batches: the same tokens and counts, but no times.
 
         Each group has decoders of its own: stopping rules may learn from what was decoded before,
         which depends on interruptions and on other processes.
@@ -273,7 +273,7 @@ class _Experiment:
     def _record(
         self, method: MethodConfig, prompt: Prompt, out: Generation, *, timed: bool
     ) -> PromptRecord:
-        """What is stored of a generation; a verifier's bias is measured now, untimed."""
+        """The stored record of a generation; a verifier's bias is measured now, untimed."""
         record = record_prompt(
             prompt.example_id,
             out.rounds,
@@ -293,7 +293,7 @@ class _Experiment:
         return replace(record, variation=variation, variation_tokens=tokens)
 
     def _runner(self, method: MethodConfig) -> Callable[[Prompt, int], Generation]:
-        """What continues a prompt by at most some tokens; its graphs are made now."""
+        """A function that continues a prompt by at most some tokens; its graphs are made now."""
         if method.decoder == "assisted":
             return lambda prompt, budget: assisted_generate(
                 self.models.target,
@@ -333,7 +333,7 @@ def _describe(
     seed: int,
     device: str,
 ) -> Method:
-    """What results record of a method on a dataset."""
+    """The entry of a method on a dataset in the results."""
     drafts = method.decoder != "plain"
     used = engine_on(config.engine, device)
     known = used == "eager" or method.decoder == "assisted"
@@ -354,5 +354,5 @@ def _describe(
 
 
 def _lossless(method: MethodConfig) -> bool:
-    """Whether the output distribution is proved to be the target's."""
+    """True if the output distribution is proved to be the target's."""
     return method.decoder != "speculative" or VERIFIERS[method.verifier].lossless

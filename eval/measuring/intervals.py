@@ -39,7 +39,7 @@ class Interval:
 
 
 def bootstrap_weights(prompts: int, seed: int = 0) -> Array:
-    """How often each prompt occurs in each bootstrap resample: (RESAMPLES, prompts).
+    """The count of each prompt in each bootstrap resample: (RESAMPLES, prompts).
 
     Multiply it with sums a prompt, (prompts, ...), for the sums of every resample; take the ratio
     of two such products, and its `interval`.

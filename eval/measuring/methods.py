@@ -1,4 +1,4 @@
-"""What is measured: methods and prompt sets, as configuration, and what of it cannot work."""
+"""Methods and prompt sets to measure, as configuration, and the checks of both."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class MethodConfig(DraftingConfig):
 
 
 class EvalConfig(Config):
-    """What is measured."""
+    """The evaluation's configuration."""
 
     sets: list[PromptSet] = Field(description="prompt sets, each a block of the report")
     methods: list[MethodConfig] = Field(description="ways of decoding, plain among them")
@@ -248,7 +248,7 @@ def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -
 
 
 def _instead(method: MethodConfig, unread: Sequence[str]) -> str:
-    """What else might have been meant."""
+    """The suggestion of what else might have been meant."""
     if "stop" not in unread or method.decoder == "plain":
         return ""
     return (
@@ -273,7 +273,7 @@ def path_drafts(config: EvalConfig) -> list[str]:
 
 
 def needs_fit(config: EvalConfig) -> bool:
-    """Whether a method has parameters that are fitted on labels."""
+    """True if a method has parameters that are fitted on labels."""
     return any(method.stop.needs_fit for method in config.methods)
 
 

@@ -42,12 +42,12 @@ class PooledRow:
 
     @property
     def lossless(self) -> bool:
-        """Whether the output distribution is proved to be the target's."""
+        """True if the output distribution is proved to be the target's."""
         return self.runs[0].lossless
 
     @property
     def drafter(self) -> str | None:
-        """What drafts: as in `Method`."""
+        """The name of the drafter: as in `Method`."""
         return self.runs[0].drafter
 
     def value(self, name: str) -> float | None:

@@ -1,4 +1,4 @@
-"""What is stored of one generation, and the files it is stored in.
+"""Records of generations, and the files they are stored in.
 
 An evaluation writes a file for each finished prompt, so one that was interrupted goes on with the
 next. `eval.measuring.metrics` turns the records into the published metrics.
@@ -30,7 +30,7 @@ class Strict(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class PromptRecord:
-    """What is stored of one generation; every published metric is a function of these.
+    """The record of one generation; every published metric is a function of these.
 
     Args:
         prompt_id: names the prompt; the generations of one prompt are resampled together.
@@ -162,7 +162,7 @@ class RecordStore:
         return record_file(self._folder, prompt)
 
     def has(self, prompt: Prompt) -> bool:
-        """Whether this prompt is done."""
+        """True if this prompt is done."""
         return self._path(prompt).exists()
 
     def put(

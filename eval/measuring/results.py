@@ -27,7 +27,7 @@ REMEDY = "restore it, or remove its folder and measure again"
 
 
 class Method(Strict):
-    """What one row of a report ran: a method on a dataset.
+    """The run behind one row of a report: a method on a dataset.
 
     Attributes:
         dataset: name of the prompt set.
@@ -70,13 +70,13 @@ class Method(Strict):
 
     @property
     def fixed_length(self) -> bool:
-        """Whether the same number of tokens is drafted in every round."""
+        """True if the same number of tokens is drafted in every round."""
         dynamic = self.drafter == "dynamic_tree"
         return self.rule is not None and not self.rule.adaptive and not dynamic
 
     @property
     def branching(self) -> bool:
-        """Whether a draft may have several candidates for a position."""
+        """True if a draft may have several candidates for a position."""
         return self.drafter in ("paths", "tree", "dynamic_tree")
 
 
@@ -110,7 +110,7 @@ class Results(Strict):
 
     @property
     def timed(self) -> bool:
-        """Whether speeds were measured; in batches only counts are."""
+        """True if speeds were measured; in batches only counts are."""
         return any(run.tokens_per_second is not None for run in self.runs)
 
     def of(self, dataset: str) -> list[Run]:

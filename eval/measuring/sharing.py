@@ -1,4 +1,4 @@
-"""How an evaluation is shared out among the launcher's processes.
+"""Sharing an evaluation out among the launcher's processes.
 
 Counts and texts do not depend on who decodes: every process works. Times do: two processes on one
 device would spoil each other's clock, so prompts are timed by one process a device, and by those of
@@ -19,7 +19,7 @@ from specdata.storage.resume import read_record
 
 
 def is_measuring(*, timed: bool, rank: int, local_rank: int, devices: int) -> bool:
-    """Whether a process decodes prompts of an evaluation, or waits for those that do.
+    """True if a process decodes prompts of an evaluation, or waits for those that do.
 
     Args:
         timed: whether times are measured, not counts alone.
@@ -32,7 +32,7 @@ def is_measuring(*, timed: bool, rank: int, local_rank: int, devices: int) -> bo
 
 
 def who_measures(*, timed: bool, processes: int, local_processes: int, devices: int) -> str:
-    """What is said of an evaluation that several processes were started for; arguments as above.
+    """The message for an evaluation that several processes were started for; arguments as above.
 
     Args:
         timed: whether times are measured, not counts alone.

@@ -1,1 +1,1 @@
-"""What people read: the report, its plots, model cards, folders for the Hub."""
+"""Documents for people: the report, its plots, model cards, folders for the Hub."""

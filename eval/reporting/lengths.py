@@ -51,7 +51,7 @@ class MeasuredLength:
 
     @property
     def tied(self) -> bool:
-        """Whether the runner-up may be as fast: the interval of the ratio contains 1."""
+        """True if the runner-up may be as fast: the interval of the ratio contains 1."""
         return self.ratio is not None and self.ratio.low <= 1.0
 
     @property

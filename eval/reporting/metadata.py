@@ -30,7 +30,7 @@ _METRICS = {
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a card says beside the measurements.
+    """The text of a card beside the measurements.
 
     Args:
         base_model: what it was made from: the draft before training, or the draft that a head

@@ -123,7 +123,7 @@ def _over_plain(who: str, ratio: Interval, ties: Sequence[PooledRow]) -> str:
 
 
 def _exactness(best: PooledRow | None, rows: Sequence[PooledRow]) -> str:
-    """Whether the best method's text is the target's, and what biased methods did."""
+    """True if the best method's text is the target's, and what biased methods did."""
     text = ""
     if best is not None:
         by = f"the verifier {best.runs[0].verifier}"
@@ -168,7 +168,7 @@ def _basis(results: Results) -> str:
 
 
 def is_wide(speedup: Interval | None) -> bool:
-    """Whether an interval is wider than WIDE of its value."""
+    """True if an interval is wider than WIDE of its value."""
     return speedup is not None and speedup.high - speedup.low > WIDE * speedup.value
 
 

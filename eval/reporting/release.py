@@ -18,7 +18,7 @@ from huggingface_hub.constants import CONFIG_NAME
 from torch import Tensor
 
 from eval.analysis.head_verdict import (
-    MOMENTS,
+    DECISION_POINTS,
     QUALITY_COLUMNS,
     VERDICT,
     HeadVerdict,
@@ -31,9 +31,9 @@ from eval.reporting.rendering import render
 from eval.reporting.serving import acceptance_positions, serving_lines, synthetic_acceptance
 from eval.reporting.table import readme_table
 from heads import BaseHead, ImmediateHead
-from heads.inputs import Moment
+from heads.inputs import DecisionPoint
 from heads.remote import write_custom_generate
-from specdata.draft_vocabulary import kept_tokens, restore_vocabulary, substitute_row
+from specdata.draft_vocabulary import draft_vocabulary_ids, restore_vocabulary, substitute_row
 from specdata.errors import ManifestError
 from specdata.lm_head import capturing_hidden
 from specdata.models import (
@@ -111,7 +111,7 @@ def release_draft(
     config, targets = model.config.get_text_config(), _target_config(target)
     # 1 for models without attention: then nothing is said to be divisible.
     heads = (getattr(config, "num_attention_heads", 1), getattr(targets, "num_attention_heads", 1))
-    kept, public = kept_tokens(model), public_name(target)
+    reduced, public = draft_vocabulary_ids(model), public_name(target)
     text = _card(
         "draft_card.md.jinja",
         measured,
@@ -123,7 +123,7 @@ def release_draft(
         positions=config.max_position_embeddings,
         vocabulary=config.vocab_size,
         target_vocabulary=targets.vocab_size,
-        kept=None if kept is None else len(kept),
+        reduced=None if reduced is None else len(reduced),
         longest=longest,
         lengths=lengths,
         acceptance=acceptance_positions(measured),
@@ -144,7 +144,7 @@ def release_draft(
     )
 
     with _assembled(out, data, text, measured, push_to=push_to, private=private) as folder:
-        if kept is not None:
+        if reduced is not None:
             model.save_pretrained(folder / REDUCED)
             add_former_names(folder / REDUCED)
             copy_tokenizer(target, folder / REDUCED)
@@ -216,8 +216,8 @@ def release_head(
         draft=draft,
         head=head,
         width=head.width if isinstance(head, ImmediateHead) else None,
-        moments=[MOMENTS[moment.name.lower()] for moment in head.moments],
-        lag=head.moments[0] is Moment.CONSUMED,
+        decision_points=[DECISION_POINTS[point.name.lower()] for point in head.decision_points],
+        lag=head.decision_points[0] is DecisionPoint.CONSUMED,
         trained=trained,
         verdict=verdict,
         quality_columns=QUALITY_COLUMNS,
@@ -355,10 +355,10 @@ def _shortened(results: Results) -> Results:
 @torch.inference_mode()
 def _make_whole(model: Any) -> None:
     """Give a draft with a reduced vocabulary all rows of its output matrix, in place."""
-    kept = kept_tokens(model)
-    assert kept is not None
+    own = draft_vocabulary_ids(model)
+    assert own is not None
     generator = torch.Generator().manual_seed(0)
-    ids = kept[torch.linspace(0, len(kept) - 1, OWN_TEXTS).long()].unsqueeze(-1)
+    ids = own[torch.linspace(0, len(own) - 1, OWN_TEXTS).long()].unsqueeze(-1)
     read: list[Tensor] = []
     with capturing_hidden(model, read.append):
         for _ in range(OWN_LENGTH):

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 NOT_MEASURED = "\N{EN DASH}"
-"""How a number that does not exist is written."""
+"""The text for a number that does not exist."""
 
 
 def render(template: str, **values: Any) -> str:

@@ -36,7 +36,7 @@ RATES_SHOWN = {
     "discard_rate": 3,
     "verification_rate": 3,
 }
-"""What the columns show, each with its decimals."""
+"""The rates in the columns, each with its decimals."""
 UNTIMED = "not measured"
 """A speed in results without times."""
 SHORT = 4
@@ -70,7 +70,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a report shows beside the results, all optional.
+    """The parts of a report beside the results, all optional.
 
     Args:
         title: heading of the page.

@@ -1,4 +1,4 @@
-"""What engines need to know of a draft: their command lines, and acceptance by position.
+"""Settings of a draft for engines: their command lines, and acceptance by position.
 
 Options are those of vLLM 0.28 to main of September 2026 (`vllm/config/speculative.py`), SGLang main
 of the same time (`srt/arg_groups`) and llama.cpp b10195 to b11160 (`llama-server --help`);

@@ -115,7 +115,7 @@ def _line(*cells: str) -> str:
 
 
 def write_evidence(results: Results, out: Path, methods: Sequence[str]) -> None:
-    """What to commit of an evaluation: its results, counts in columns, and the table's picture.
+    """The files of an evaluation to commit: results, counts in columns, and the table's picture.
 
     Args:
         results: of one evaluation.

@@ -1,1 +1,1 @@
-"""How forwards run: sequences, key-value cache, models, graphs, batches."""
+"""Running forwards: sequences, key-value cache, models, graphs, batches."""

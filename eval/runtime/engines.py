@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 Engine = Literal["eager", "captured", "compiled"]
-"""How short forwards run: the model's own code, a traced graph, or that graph through Inductor."""
+"""The engines of short forwards: the model's own code, a traced graph, or that through Inductor."""
 ENGINES: tuple[str, ...] = get_args(Engine)
 
 

@@ -73,7 +73,7 @@ def shared_graphs(model: PreTrainedModel, engine: Engine) -> ForwardGraphs:
 
 
 def weight_versions(model: PreTrainedModel) -> WeightVersions:
-    """What tells that a model's weights have changed."""
+    """A value that changes with a model's weights."""
     return [(weight.data_ptr(), weight._version) for weight in model.parameters()]
 
 

@@ -23,7 +23,7 @@ from eval.runtime.transformers_models import (
     takes_masks,
     uses_sdpa,
 )
-from specdata.draft_vocabulary import kept_tokens
+from specdata.draft_vocabulary import draft_vocabulary_ids
 from specdata.lm_head import capturing_hidden
 from specdata.models import known_ids
 from specdata.probability import SamplingConfig, probabilities, to_vocabulary
@@ -62,8 +62,8 @@ class CachedModel:
         self._vocabulary = vocabulary
         self._has_fewer_ids = model.config.get_text_config().vocab_size < vocabulary
         self._capture_hidden = capture_hidden
-        kept = kept_tokens(model)
-        self._kept = None if kept is None else kept[kept < vocabulary]
+        ids = draft_vocabulary_ids(model)
+        self._vocabulary_ids = None if ids is None else ids[ids < vocabulary]
         self._embeddings = model.get_input_embeddings()
         # A model looks through its parameters for these each time it is asked.
         self.device: torch.device = model.device
@@ -173,12 +173,12 @@ class CachedModel:
 
     def distribution(self, logits: Tensor, sampling: SamplingConfig) -> Tensor:
         """Distributions (..., V) of the model's logits (..., V)."""
-        if self._kept is None:
+        if self._vocabulary_ids is None:
             return probabilities(logits, sampling)
         # The other tokens have no probability: a reduced vocabulary is warped as what it is.
-        some = probabilities(logits[..., self._kept], sampling)
+        some = probabilities(logits[..., self._vocabulary_ids], sampling)
         everywhere = some.new_zeros(logits.shape)
-        return everywhere.index_copy_(-1, self._kept, some)
+        return everywhere.index_copy_(-1, self._vocabulary_ids, some)
 
     def _commit(
         self, forward: Forward, layout: Layout, logits: Tensor, hidden: Tensor | None
@@ -266,7 +266,7 @@ class CachedModel:
         return known_ids(ids, self.model) if self._has_fewer_ids else ids
 
     def _needs_mask(self, start: int, count: int) -> bool:
-        """Whether the causal attention of consecutive tokens must be given as a mask."""
+        """True if the causal attention of consecutive tokens must be given as a mask."""
         graph = self._graphs is not None and count <= LONGEST_GRAPH_FORWARD
         if count == 1:
             return graph and not self._sdpa

@@ -1,4 +1,4 @@
-"""What a model has read of a sequence, and the forwards by which it reads more.
+"""The part of a sequence that a model has read, and the forwards by which it reads more.
 
 A `CachedSequence` keeps count of one sequence, and perhaps of a draft tree after it. It runs
 nothing itself: it makes a `Forward`, and a `CachedModel` runs one of them, or one of each of many
@@ -71,7 +71,7 @@ def drive(coroutine: ForwardCoroutine[T]) -> T:
         return result
 
 
-def run_together(
+def run_batch(
     jobs: Sequence[Callable[[int], ForwardCoroutine[T]]],
     size: int,
     *,
@@ -122,7 +122,7 @@ def run_together(
 
 
 class CachedSequence:
-    """What the KV cache of a model holds of one sequence, and of a draft tree after it.
+    """The content of a model's KV cache for one sequence, and for a draft tree after it.
 
     The state changes in three places: `commit` when a forward has run, `accept` (with `crop`) when
     a draft was verified, and `reset`.

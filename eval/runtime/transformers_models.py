@@ -1,4 +1,4 @@
-"""What decoding needs of the models of transformers; the one file that reads their private names.
+"""Decoding's needs of the models of transformers; the one file that reads their private names.
 
 Models that cannot be decoded with are refused here. The attention of packed sequences is here, too:
 sequences whose drafts differ in length would fill a rectangle with padding, so their tokens follow
@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from specdata.errors import CacheNotRewindableError, ConfigError
 
 PACKED = "draftsmith_packed"
-"""What transformers knows the attention by."""
+"""The name by which transformers knows the attention."""
 
 _PLACES: ContextVar[tuple[Tensor, Tensor]] = ContextVar("places of packed tokens")
 
@@ -74,7 +74,7 @@ def check_cache(config: PretrainedConfig) -> int:
 
 
 def takes_masks(model: PreTrainedModel) -> bool:
-    """Whether the model's attention takes a given mask; flash attention does not."""
+    """True if the model's attention takes a given mask; flash attention does not."""
     return "flash" not in str(model.config._attn_implementation)
 
 
@@ -133,12 +133,12 @@ def check_rope(model: PreTrainedModel, prompt_length: int, max_length: int, *, a
 
 
 def uses_sdpa(model: PreTrainedModel) -> bool:
-    """Whether the model attends by torch's scaled_dot_product_attention."""
+    """True if the model attends by torch's scaled_dot_product_attention."""
     return bool(model.config._attn_implementation == "sdpa")
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Whether the model calls its attention through transformers' interface, and it is SDPA."""
+    """True if the model calls its attention through transformers' interface, and it is SDPA."""
     return bool(model._supports_attention_backend) and uses_sdpa(model)
 
 

@@ -39,7 +39,7 @@ class VerifierSpec:
         takes: the `DraftTree.kind`s that it has a proof for.
         lossless: whether the output distribution is exactly the target's.
         paper: where it comes from.
-        carries_residual: see `Verifier`.
+        residual_persists: see `Verifier`.
         parameters: names of what its rule can be given.
         required: names of what its rule must be given.
     """
@@ -48,13 +48,13 @@ class VerifierSpec:
     takes: tuple[str, ...]
     lossless: bool
     paper: str
-    carries_residual: bool = False
+    residual_persists: bool = False
     parameters: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
 
     @property
     def branching(self) -> bool:
-        """Whether it takes drafts with more than one candidate for a position."""
+        """True if it takes drafts with more than one candidate for a position."""
         return self.takes != ("chain",)
 
     def check_names(self, given: Mapping[str, object]) -> None:
@@ -84,7 +84,7 @@ class VerifierSpec:
             self.name,
             rule,
             self.takes,
-            self.carries_residual,
+            self.residual_persists,
             branching=self.branching,
             lossless=self.lossless,
             paper=self.paper,
@@ -117,7 +117,7 @@ _SPECS = (
         ("chain",),
         lossless=True,
         paper="Sun et al. 2024 (arXiv:2403.10444v1), Algorithm 3",
-        carries_residual=True,
+        residual_persists=True,
     ),
     VerifierSpec(
         "naive",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from eval.drafts import DraftTree
-from eval.verifiers.carried_residual import CarriedResidual, scaled_residual
+from eval.verifiers.persistent_residual import PersistentResidual, scaled_residual
 from eval.verifiers.rule import Outcome, Rng
 
 
@@ -37,8 +37,8 @@ def greedy_block(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
     Implements Sun et al. 2024 (arXiv:2403.10444v1), Algorithm 3. Paper symbols: M_b is the target
     p, M_s the draft q; p_remain / p_rej there is m / (m + 1 - r) here. A round accepts as much as
     any verifier can, E[tau] = sum_l sum_{x^l} min(p(x^l), q(x^l)). A rejection leaves a residual
-    that is carried over the rest of the block's planned length, in which the target is modified.
-    Lossless over rounds if that residual is carried on and the planned length does not depend on
+    that persists over the rest of the block's planned length, in which the target is modified.
+    Lossless over rounds if that residual persists and the planned length does not depend on
     the drafted tokens (where an end token cuts the chain short, `DraftTree.planned` holds the
     length that was planned).
     """
@@ -47,7 +47,9 @@ def greedy_block(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
     if tau == length:
         return Outcome(tau, target[tau])
     distribution = scaled_residual(ratios[tau], target[tau], tree.distribution_of(tau + 1))
-    return Outcome(tau, distribution, CarriedResidual(ratios[tau], (tree.planned or length) - tau))
+    return Outcome(
+        tau, distribution, PersistentResidual(ratios[tau], (tree.planned or length) - tau)
+    )
 
 
 def _prefix_ratios(tree: DraftTree, target: Tensor, cap: float) -> list[float]:

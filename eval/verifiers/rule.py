@@ -1,4 +1,4 @@
-"""What a verifier is: one random procedure, evaluated in two ways.
+"""A verifier: one random procedure, evaluated in two ways.
 
 A verifier is written once, as the random procedure of its paper: it reads a draft and the target's
 distributions, draws random numbers from an `Rng`, and returns the node at which the accepted path
@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from eval.drafts import DraftTree
-from eval.verifiers.carried_residual import (
-    CarriedResidual,
-    CarriedResiduals,
-    carried_after_round,
+from eval.verifiers.persistent_residual import (
+    PersistentResidual,
+    PersistentResiduals,
     modified_rows,
     needs_tail,
+    residuals_after_round,
 )
 from specdata.probability import draw_one
 
@@ -49,13 +49,13 @@ class Outcome:
     Args:
         node: the last accepted node; 0 if no drafted token was accepted.
         distribution: (V,) distribution of the token that is emitted after it.
-        carry: the residual that this rejection carries over the tokens after `node`, the one drawn
+        residual: the residual that persists over the tokens after `node`, the one drawn
             from `distribution` being the first; None for all rules but greedy block verification.
     """
 
     node: int
     distribution: Tensor
-    carry: CarriedResidual | None = None
+    residual: PersistentResidual | None = None
 
 
 Rule = Callable[[DraftTree, Tensor, Rng], Outcome]
@@ -152,7 +152,7 @@ class Drawn:
     Args:
         nodes: accepted nodes from the root down, without node 0.
         token: the token emitted after them.
-        verifier: verifies the next round: the same verifier, or a copy that carries residuals.
+        verifier: verifies the next round: the same verifier, or a copy with persistent residuals.
     """
 
     nodes: list[int]
@@ -168,10 +168,10 @@ class Verifier:
         name: its key in `VERIFIERS`.
         rule: the procedure.
         takes: the `DraftTree.kind`s that it may be given.
-        carries_residual: whether a rejection carries a residual over to the next rounds. The length
-            of every draft must then be planned before its first token is drawn; with a stopping
-            rule that looks at drafted tokens the output is biased.
-        carried: residuals from earlier rounds; the rule is given the target modified by them.
+        residual_persists: whether the residual of a rejection persists over the next rounds. The
+            length of every draft must then be planned before its first token is drawn; with a
+            stopping rule that looks at drafted tokens the output is biased.
+        residuals: residuals from earlier rounds; the rule is given the target modified by them.
         branching: whether it takes drafts with more than one candidate for a position.
         lossless: whether the output distribution is exactly the target's.
         paper: where it comes from.
@@ -180,15 +180,15 @@ class Verifier:
     name: str
     rule: Rule = field(repr=False)
     takes: tuple[str, ...]
-    carries_residual: bool = False
-    carried: CarriedResiduals = ()
+    residual_persists: bool = False
+    residuals: PersistentResiduals = ()
     branching: bool = False
     lossless: bool = True
     paper: str = ""
 
     def needs_tail(self, length: int) -> bool:
-        """Whether a chain of `length` tokens must hold q after its last one (`DraftTree.tail`)."""
-        return needs_tail(self.carried, length)
+        """True if a chain of `length` tokens must hold q after its last one (`DraftTree.tail`)."""
+        return needs_tail(self.residuals, length)
 
     def check(self, tree: DraftTree, target: Tensor) -> None:
         """Check the arguments of `__call__`.
@@ -242,7 +242,7 @@ class Verifier:
         Arguments and errors as in `__call__`, which merges the outcomes that end at one node.
         """
         self.check(tree, target)
-        rows = modified_rows(self.carried, tree, target) if self.carried else target
+        rows = modified_rows(self.residuals, tree, target) if self.residuals else target
         return outcomes(lambda rng: self.rule(tree, rows, rng))
 
     def after(self, tree: DraftTree, target: Tensor, end: Outcome, token: int) -> Verifier:
@@ -254,10 +254,12 @@ class Verifier:
             end: how this round ended.
             token: the token drawn from `end.distribution`.
         """
-        if not self.carried and end.carry is None:
+        if not self.residuals and end.residual is None:
             return self
-        carried = carried_after_round(self.carried, end.carry, tree, target, end.node, token)
-        return replace(self, carried=carried)
+        residuals = residuals_after_round(
+            self.residuals, end.residual, tree, target, end.node, token
+        )
+        return replace(self, residuals=residuals)
 
     def draw(self, tree: DraftTree, target: Tensor, generator: torch.Generator) -> Drawn:
         """Sample one outcome, reading only the rows of `target` that the rule needs for it.
@@ -271,7 +273,7 @@ class Verifier:
             ValueError: as `check`.
         """
         self.check(tree, target)
-        rows = modified_rows(self.carried, tree, target) if self.carried else target
+        rows = modified_rows(self.residuals, tree, target) if self.residuals else target
         end = self.rule(tree, rows, GeneratorRng(generator))
         token = draw_one(end.distribution, generator)
         return Drawn(tree.path_to(end.node), token, self.after(tree, target, end, token))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from eval.drafts import DraftTree
-from eval.verifiers.carried_residual import scaled_residual
+from eval.verifiers.persistent_residual import scaled_residual
 from eval.verifiers.rule import Outcome, Rng
 
 

@@ -99,7 +99,7 @@ def generate(
         own = None if acceptance_head is not None else draft.generation_config.num_assistant_tokens
         longest = own or 20
     _check_arguments(arguments, threshold, longest)
-    if before_drawing and "before" not in _moments(acceptance_head):
+    if before_drawing and "before" not in _decision_points(acceptance_head):
         raise ValueError("before_drawing needs a head that judges tokens before they are drawn")
 
     # The usual `generate` prepares everything, then calls this in place of its own loop.
@@ -120,7 +120,7 @@ def generate(
             _CachedModel(model, vocabulary),
             _CachedModel(draft, vocabulary, with_state=acceptance_head is not None),
             _distributions(logits_processor, generation_config.do_sample),
-            None if acceptance_head is None else _Survival(acceptance_head, draft),
+            None if acceptance_head is None else _PrefixAcceptance(acceptance_head, draft),
             threshold,
             before_drawing,
             longest,
@@ -156,13 +156,13 @@ def _decode(
 
 @dataclass
 class _Decoder:
-    """What decodes one sequence.
+    """A decoder of one sequence.
 
     Attributes:
         target: the target.
         draft: the draft.
         distributions: logits (..., V) -> probabilities (..., V), the same for p and q.
-        survival: what an acceptance head says of a draft, if there is one.
+        prefix_acceptance: what an acceptance head says of a draft, if there is one.
         threshold: of the head's stopping rule.
         before_drawing: whether the head is asked before a token is drawn, too.
         longest: most tokens of a draft.
@@ -173,7 +173,7 @@ class _Decoder:
     target: _CachedModel
     draft: _CachedModel
     distributions: Callable[[Tensor], Tensor]
-    survival: _Survival | None
+    prefix_acceptance: _PrefixAcceptance | None
     threshold: float
     before_drawing: bool
     longest: int
@@ -190,8 +190,8 @@ class _Decoder:
         accepted, token = verify(tokens, [row.to(p.device) for row in q], p, self.generator)
         self.target.crop(len(committed) + accepted)
         self.draft.crop(len(committed) + accepted)
-        if self.survival is not None:
-            self.survival.observe(len(tokens), accepted)
+        if self.prefix_acceptance is not None:
+            self.prefix_acceptance.observe(len(tokens), accepted)
         return [*tokens[:accepted], token]
 
     def propose(self, committed: list[int], room: int) -> tuple[list[int], list[Tensor]]:
@@ -203,33 +203,41 @@ class _Decoder:
         """
         tokens: list[int] = []
         q: list[Tensor] = []
-        unread, survival = committed[self.draft.length :], self.survival
-        if survival is not None:
-            survival.begin()
+        unread, prefix_acceptance = committed[self.draft.length :], self.prefix_acceptance
+        if prefix_acceptance is not None:
+            prefix_acceptance.begin()
         while len(tokens) < room:
             distribution = self.distributions(self.draft.read(unread, 1))[0]
-            if survival is not None:
-                survival.consume(distribution, self.draft.state)
+            if prefix_acceptance is not None:
+                prefix_acceptance.consume(distribution, self.draft.state)
                 # At least one token is drafted.
-                if self.before_drawing and tokens and 1.0 - survival.before() > self.threshold:
+                if (
+                    self.before_drawing
+                    and tokens
+                    and 1.0 - prefix_acceptance.before() > self.threshold
+                ):
                     break
             q.append(distribution)
             tokens.append(draw(distribution, self.generator))
             if tokens[-1] in self.ends:
                 break
-            if survival is not None and 1.0 - survival.drawn(tokens[-1]) > self.threshold:
+            if (
+                prefix_acceptance is not None
+                and 1.0 - prefix_acceptance.drawn(tokens[-1]) > self.threshold
+            ):
                 break
             unread = tokens[-1:]
         return tokens, q
 
 
-class _Survival:
+class _PrefixAcceptance:
     """The probability, by a head, that all tokens of the draft under way are accepted.
 
     The product over its tokens of the newest estimate of each. SpecDec++'s head judges a token from
     the draft's state after it, which exists once the next token can be drawn; until then the newest
-    token counts as accepted. Other heads say in their configuration at which moments they judge:
-    "before" a token is drawn, when it is "drawn", and again when the draft has "consumed" it.
+    token counts as accepted. Other heads say in their configuration at which decision points they
+    judge: "before" a token is drawn, when it is "drawn", and again when the draft has "consumed"
+        it.
 
     Args:
         head: the acceptance head, which is moved to the draft's device.
@@ -237,7 +245,7 @@ class _Survival:
     """
 
     def __init__(self, head: Any, draft: Any) -> None:
-        self.head, self.moments = head.to(draft.device), _moments(head)
+        self.head, self.decision_points = head.to(draft.device), _decision_points(head)
         self.embeddings = draft.get_input_embeddings()
         self.vocabulary = draft.config.get_text_config().vocab_size
         self.since_rejection = 0
@@ -253,9 +261,9 @@ class _Survival:
     def consume(self, distribution: Tensor, state: Tensor) -> None:
         """The draft has run: the distribution (V,) of the next token, the state (H,) it is from."""
         if self.place:
-            if not self.moments:
+            if not self.decision_points:
                 self.newest = float(torch.sigmoid(self.head(state)))
-            elif "consumed" in self.moments:
+            elif "consumed" in self.decision_points:
                 self.newest = self._ask(hidden=state)
             self.known, self.newest = self.known * self.newest, 1.0
         self.given = {"distribution": distribution, "hidden_before": state, "position": self.place}
@@ -268,25 +276,25 @@ class _Survival:
     def drawn(self, token: int) -> float:
         """With the token that has been drawn."""
         self.place += 1
-        if self.moments:
+        if self.decision_points:
             ids = self.given["distribution"].new_tensor(token, dtype=torch.long)
             known = torch.where(ids < self.vocabulary, ids, 0)
             self.given |= {"token": ids, "embedding": self.embeddings(known)}
-        if "drawn" in self.moments:
+        if "drawn" in self.decision_points:
             self.newest = self._ask()
         return self.known * self.newest
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """How many of the drafted tokens were accepted; one token follows them."""
+        """Note the number of drafted tokens that were accepted; one token follows them."""
         self.since_rejection = 0 if accepted < drafted else self.since_rejection + accepted + 1
 
     def _ask(self, **more: Tensor) -> float:
         return float(torch.sigmoid(self.head(**self.given, **more)))
 
 
-def _moments(head: Any) -> tuple[str, ...]:
-    """The moments at which a head judges tokens; none are named for SpecDec++'s."""
-    return tuple(getattr(getattr(head, "config", None), "moments", ()))
+def _decision_points(head: Any) -> tuple[str, ...]:
+    """The decision points at which a head judges tokens; none are named for SpecDec++'s."""
+    return tuple(getattr(getattr(head, "config", None), "decision_points", ()))
 
 
 class _CachedModel:
@@ -404,7 +412,7 @@ def _random(count: int, generator: torch.Generator | None) -> list[float]:
 
 
 def _distributions(logits_processor: Any, do_sample: bool) -> Callable[[Tensor], Tensor]:
-    """What makes distributions of logits, (..., V) each; they are one-hot without sampling."""
+    """A function that makes distributions of logits, (..., V) each; one-hot without sampling."""
 
     def distributions(logits: Tensor) -> Tensor:
         logits = logits if logits.dtype == torch.float64 else logits.float()

@@ -1,8 +1,8 @@
 """The acceptance head of a draft model, for transformers' AutoModel with trust_remote_code=True.
 
 The head predicts whether the target will accept a drafted token, from what is known of it at a
-moment: before it is drawn, once it is drawn, or once the draft has consumed it. The file needs
-torch and transformers only.
+decision point: before it is drawn, once it is drawn, or once the draft has consumed it. The file
+needs torch and transformers only.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-# What a head may read, and the moment from which it is known.
-MOMENTS = {"before": 0, "drawn": 1, "consumed": 2}
+# What a head may read, and the decision point from which it is known.
+DECISION_POINTS = {"before": 0, "drawn": 1, "consumed": 2}
 VECTORS = {"hidden_before": 0, "embedding": 1, "hidden": 2}
 NUMBERS = {
     "log_q": 1,
@@ -37,7 +37,7 @@ class ImmediateHeadConfig(PretrainedConfig):  # type: ignore[misc]
         hidden_size: H, the width of the draft's hidden state.
         embedding_size: E, the width of the draft's input embedding; 0 means H.
         reads: names of the features it reads.
-        moments: names of the moments it can be asked at.
+        decision_points: names of the decision points it can be asked at.
         width: W of the network.
         depth: number of residual blocks.
         scales: number feature -> (mean, standard deviation) by which it is standardised.
@@ -53,7 +53,7 @@ class ImmediateHeadConfig(PretrainedConfig):  # type: ignore[misc]
         hidden_size: int = 1,
         embedding_size: int = 0,
         reads: Sequence[str] = (),
-        moments: Sequence[str] = ("drawn",),
+        decision_points: Sequence[str] = ("drawn",),
         width: int = 1,
         depth: int = 0,
         scales: Mapping[str, Sequence[float]] | None = None,
@@ -64,7 +64,7 @@ class ImmediateHeadConfig(PretrainedConfig):  # type: ignore[misc]
         self.hidden_size = hidden_size
         self.embedding_size = embedding_size
         self.reads = reads
-        self.moments = moments
+        self.decision_points = decision_points
         self.width = width
         self.depth = depth
         self.scales = scales
@@ -89,13 +89,13 @@ class FeedForwardBlock(nn.Module):
 
 
 class ImmediateHeadModel(PreTrainedModel):  # type: ignore[misc]
-    """One network for every moment at which a drafted token can be judged."""
+    """One network for every decision point at which a drafted token can be judged."""
 
     config_class = ImmediateHeadConfig
 
     def __init__(self, config: ImmediateHeadConfig) -> None:
         super().__init__(config)
-        last = max(MOMENTS[name] for name in config.moments)
+        last = max(DECISION_POINTS[name] for name in config.decision_points)
         reads = [name for name in config.reads if {**VECTORS, **NUMBERS}[name] <= last]
         sizes = {
             name: (config.embedding_size or config.hidden_size)
@@ -111,7 +111,7 @@ class ImmediateHeadModel(PreTrainedModel):  # type: ignore[misc]
         )
         if self.numbers:
             self.number_weights = nn.Linear(len(self.numbers), config.width, bias=False)
-        self.moment = nn.Embedding(len(MOMENTS), config.width)
+        self.point = nn.Embedding(len(DECISION_POINTS), config.width)
         self.blocks = nn.ModuleList(FeedForwardBlock(config.width) for _ in range(config.depth))
         self.norm = nn.RMSNorm(config.width)
         self.output = nn.Linear(config.width, 1)
@@ -130,7 +130,7 @@ class ImmediateHeadModel(PreTrainedModel):  # type: ignore[misc]
     ) -> Tensor:
         """Return raw acceptance logits; their sigmoid is the probability.
 
-        What is given decides the moment: without a token it is not drawn yet, without `hidden` the
+        What is given decides the point: without a token it is not drawn yet, without `hidden` the
         draft has not consumed it.
 
         Args:
@@ -146,18 +146,20 @@ class ImmediateHeadModel(PreTrainedModel):  # type: ignore[misc]
             (...) logits.
 
         Raises:
-            ValueError: at a moment that the head was not trained for, or for another width.
+            ValueError: at a decision point that the head was not trained for, or for another width.
         """
-        moment = "before" if token is None else "drawn" if hidden is None else "consumed"
-        if moment not in self.config.moments:
-            raise ValueError(f"this head judges tokens {self.config.moments}, not {moment!r}")
+        point = "before" if token is None else "drawn" if hidden is None else "consumed"
+        if point not in self.config.decision_points:
+            raise ValueError(
+                f"this head judges tokens {self.config.decision_points}, not {point!r}"
+            )
         given = {"hidden_before": hidden_before, "embedding": embedding, "hidden": hidden}
         # Autocast would quietly run the layers in half precision.
         with torch.autocast(distribution.device.type, enabled=False):
-            x = self.moment(torch.tensor(MOMENTS[moment], device=distribution.device))
+            x = self.point(torch.tensor(DECISION_POINTS[point], device=distribution.device))
             for name, layer in self.vectors.items():
                 value = given[name]
-                if VECTORS[name] > MOMENTS[moment]:
+                if VECTORS[name] > DECISION_POINTS[point]:
                     continue
                 size = layer.in_features
                 if value is None or value.shape[-1] != size:

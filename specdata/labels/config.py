@@ -10,7 +10,7 @@ from specdata.config import Config
 
 
 class LabelsConfig(Config):
-    """How rollouts are labelled with the draft's acceptance."""
+    """The labelling of rollouts with the draft's acceptance."""
 
     shard_size: int = Field(default=64, ge=1, description="rollouts of one shard")
     draws: int = Field(
@@ -22,18 +22,18 @@ class LabelsConfig(Config):
     top_logits: int = Field(
         default=0,
         ge=0,
-        description="largest target logits kept a position, to label again without it; 0 for none",
+        description="largest target logits a position to store, to label again without it; 0: none",
     )
     cache: str | None = Field(
         default=None,
-        description="labels with kept logits to make these from, without the target",
+        description="labels with top logits to make these from, without the target",
     )
     bound: bool = Field(
         default=False, description="with cache: upper bounds will do where not exact"
     )
 
     @model_validator(mode="after")
-    def _cache_keeps_logits(self) -> Self:
+    def _cache_holds_logits(self) -> Self:
         if self.top_logits and self.cache:
             raise ValueError("top_logits must be 0 with cache, which keeps them")
         return self

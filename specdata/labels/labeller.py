@@ -146,8 +146,8 @@ class Labeller:
         def at(here: slice) -> dict[str, Tensor]:
             logits = to_vocabulary(self.draft.logits(states[here]), self.vocabulary)
             q = probabilities(logits, self.sampling)
-            p, kept = distributions(here, q)
-            return {**_compare(p, q, batch.uniforms[here]), **kept}
+            p, more = distributions(here, q)
+            return {**_compare(p, q, batch.uniforms[here]), **more}
 
         return in_chunks(states, self.vocabulary, at)
 
@@ -175,7 +175,7 @@ def _decided_parts(row: Rollout, columns: dict[str, Tensor]) -> list[Label]:
 
 
 def _compare(p: Tensor, q: Tensor, uniforms: Tensor) -> dict[str, Tensor]:
-    """What is stored of p and q, (C, V), for the tokens that the uniforms (C, S) draw from q."""
+    """Columns to store of p and q, (C, V), for the tokens that the uniforms (C, S) draw from q."""
     drafted = inverse_cdfs(q, uniforms)
     p_at, q_at = p.gather(-1, drafted), q.gather(-1, drafted)
     accept = accept_probability(p_at, q_at)
@@ -275,20 +275,22 @@ def in_chunks(
     return {name: column.cpu() for name, column in columns.items()}
 
 
-def kept_distributions(distributions: TopLogitDistributions, batch: Batch) -> DistributionsAt:
+def distributions_of_top_logits(
+    distributions: TopLogitDistributions, batch: Batch
+) -> DistributionsAt:
     """The target's distributions from the logits that an earlier dataset keeps."""
-    kept = {
+    top = {
         name: torch.cat([torch.tensor(row[name]) for row in cast(Any, batch.rows)])
         for name in TOP_LOGITS.names
     }
     columns = {
-        name: values.view(len(batch.row), -1).to(batch.ids.device) for name, values in kept.items()
+        name: values.view(len(batch.row), -1).to(batch.ids.device) for name, values in top.items()
     }
 
     def there(here: slice, q: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-        kept_here = {name: column[here] for name, column in columns.items()}
-        p = distributions.distribution(kept_here, q)
-        return p, {DECIDED: distributions.decided(kept_here)}
+        top_here = {name: column[here] for name, column in columns.items()}
+        p = distributions.distribution(top_here, q)
+        return p, {DECIDED: distributions.decided(top_here)}
 
     return there
 

@@ -16,11 +16,11 @@ from specdata.labels.config import LabelsConfig
 from specdata.labels.labeller import (
     Labeller,
     PartDone,
-    kept_distributions,
+    distributions_of_top_logits,
     target_distributions,
     tokens_at_once,
 )
-from specdata.labels.top_logits import KeptLogits, check_decided
+from specdata.labels.top_logits import TopLogits, check_decided
 from specdata.lm_head import find_lm_head
 from specdata.prepack import prepacked
 from specdata.probability import SamplingConfig
@@ -42,7 +42,7 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
     settings: Settings,
     report: Callable[[int], object],
     part_done: PartDone | None = None,
-    together: bool = False,
+    tensor_parallel: bool = False,
 ) -> int:
     """Label every position of every rollout, under the sampler that serving will use.
 
@@ -62,7 +62,7 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
         settings: what else decides the rows; stored in the manifest, compared on resume.
         report: called with the number of rows done.
         part_done: told of work within a shard, as by `Labeller`.
-        together: whether each process holds a part of the target; see `fill_dataset`.
+        tensor_parallel: whether each process holds a part of the target; see `fill_dataset`.
 
     Returns:
         Number of labelled rollouts.
@@ -91,8 +91,8 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
             config,
             settings,
             report,
-            keeps_logits=top > 0,
-            together=together,
+            stores_logits=top > 0,
+            tensor_parallel=tensor_parallel,
         )
 
 
@@ -129,10 +129,10 @@ def labels_from_cache(  # noqa: PLR0913 - as `make_labels`
     Raises:
         ConfigError: if the dataset keeps no logits, or not enough of them for this sampler.
     """
-    distributions = KeptLogits.of(source).distributions(sampling, bound=config.bound)
-    q, kept = find_lm_head(draft), partial(kept_distributions, distributions)
+    distributions = TopLogits.of(source).distributions(sampling, bound=config.bound)
+    q, distributions_at = find_lm_head(draft), partial(distributions_of_top_logits, distributions)
     work = Labeller(
-        kept,
+        distributions_at,
         q,
         distributions.vocabulary,
         sampling,
@@ -185,10 +185,10 @@ def _fill(
     settings: Settings,
     report: Callable[[int], object],
     *,
-    keeps_logits: bool = False,
-    together: bool = False,
+    stores_logits: bool = False,
+    tensor_parallel: bool = False,
 ) -> int:
-    more = [*(MORE_DRAWS if work.draws > 1 else ()), *(TOP_LOGITS if keeps_logits else ())]
+    more = [*(MORE_DRAWS if work.draws > 1 else ()), *(TOP_LOGITS if stores_logits else ())]
     schema = pa.schema([*LABELS, *more])
 
     def shard(start: int) -> list[Label]:
@@ -198,7 +198,9 @@ def _fill(
     own = {"sampling": asdict(work.sampling), "seed": work.seed, "vocabulary": work.vocabulary}
     own["draws"] = work.draws
     shards = [partial(shard, start) for start in range(0, len(rollouts), config.shard_size)]
-    return fill_dataset(folder, schema, settings.extended(own), shards, report, together=together)
+    return fill_dataset(
+        folder, schema, settings.extended(own), shards, report, tensor_parallel=tensor_parallel
+    )
 
 
 def mean_overlap(labels: datasets.Dataset) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The target's largest logits, kept so that another sampler or draft needs no new target pass."""
+"""The target's largest logits, stored so that another sampler or draft needs no new target pass."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MOST_UNDECIDED = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class KeptLogits:
-    """How much a dataset keeps of its target's logits.
+class TopLogits:
+    """The number of the target's logits that a dataset holds.
 
     Attributes:
         count: N, the largest logits at each position.
@@ -38,8 +38,8 @@ class KeptLogits:
     vocabulary: int
 
     @classmethod
-    def of(cls, folder: Path) -> KeptLogits:
-        """What a stored dataset keeps, by its manifest.
+    def of(cls, folder: Path) -> TopLogits:
+        """The top logits that a stored dataset holds, by its manifest.
 
         Raises:
             ConfigError: if it keeps no logits.
@@ -61,7 +61,7 @@ class KeptLogits:
 
 
 def has_logits(rows: Dataset) -> bool:
-    """Whether rows keep logits of their target."""
+    """True if rows keep logits of their target."""
     return {*TOP_LOGITS.names} <= {*rows.column_names}
 
 
@@ -71,13 +71,13 @@ def without_logits(rows: Dataset) -> Dataset:
 
 
 def logits_of(rows: Dataset) -> Dataset:
-    """The kept logits of rows alone, read as tensors; see `kept_columns`."""
+    """The top logits of rows alone, read as tensors; see `top_logit_columns`."""
     here = [name for name in COLUMNS if name in rows.column_names]
     return rows.select_columns(here).with_format("torch")
 
 
 def logits_content(rows: Dataset) -> bytes:
-    """A hash of the kept logits of rows, the same wherever they are stored."""
+    """A hash of the top logits of rows, the same wherever they are stored."""
     digest = hashlib.sha256()
     for row in _rows_of(logits_of(rows)):
         for name, values in sorted(row.items()):
@@ -85,8 +85,8 @@ def logits_content(rows: Dataset) -> bytes:
     return digest.digest()
 
 
-def kept_columns(row: Mapping[str, Tensor], count: int, positions: int) -> dict[str, Tensor]:
-    """What is kept of one rollout: (C, N) or (C, 1) columns.
+def top_logit_columns(row: Mapping[str, Tensor], count: int, positions: int) -> dict[str, Tensor]:
+    """The top logits of one rollout: (C, N) or (C, 1) columns.
 
     Args:
         row: of `logits_of`.
@@ -101,7 +101,7 @@ def kept_columns(row: Mapping[str, Tensor], count: int, positions: int) -> dict[
 
 
 def top_logits(logits: Tensor, count: int) -> dict[str, Tensor]:
-    """Return what is kept of logits (C, V), all float32: count = N of them and a summary.
+    """Return the top count = N of logits (C, V) and a summary of the others, all float32.
 
     Returns:
         top_ids: (C, N) ids of the N largest, in falling order, equal ones by id.
@@ -123,9 +123,9 @@ def top_logits(logits: Tensor, count: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class TopLogitDistributions:
-    """The target's distributions from N kept logits, or a refusal.
+    """The target's distributions from N top logits, or a refusal.
 
-    Exact, up to the float32 of what is kept:
+    Exact, up to the float32 of what is stored:
     - any sampler if N >= V;
     - temperature 0, and 0 < top_k <= N at any temperature, with any top_p. Not decided where a
       logit outside equals the smallest that counts, as many do in bfloat16;
@@ -164,7 +164,7 @@ class TopLogitDistributions:
         if self._plain:
             ways = f"allow a bound, {ways}"
         raise ConfigError(
-            f"{self.count} kept logits of {self.vocabulary} do not give the target's distributions "
+            f"{self.count} top logits of {self.vocabulary} do not give the target's distributions "
             f"at temperature {self.sampling.temperature}, top_k {self.sampling.top_k}, top_p "
             f"{self.sampling.top_p}: {ways}; exact are temperature 0, top_k of 1 to {self.count}, "
             "and top_p below 1 at temperature 1"
@@ -172,12 +172,12 @@ class TopLogitDistributions:
 
     @property
     def _limited(self) -> bool:
-        """Whether top-k takes anything away."""
+        """True if top-k takes anything away."""
         return 0 < self.sampling.top_k < self.vocabulary
 
     @property
     def is_inside(self) -> bool:
-        """Whether every token with a probability is among the N, whatever the logits."""
+        """True if every token with a probability is among the N, whatever the logits."""
         limited = self._limited and self.sampling.top_k <= self.count
         return self.count >= self.vocabulary or self.sampling.temperature == 0.0 or limited
 
@@ -193,24 +193,24 @@ class TopLogitDistributions:
 
     @property
     def is_exact(self) -> bool:
-        """Whether p is exact wherever it is given, rather than in part a bound."""
+        """True if p is exact wherever it is given, rather than in part a bound."""
         return self.is_inside or self._nucleus
 
-    def distribution(self, kept: Mapping[str, Tensor], q: Tensor) -> Tensor:
+    def distribution(self, top: Mapping[str, Tensor], q: Tensor) -> Tensor:
         """Return p, (C, V), from columns as of `top_logits` (each (C, N) or (C, 1)).
 
-        Some distribution where the kept logits do not decide it (`decided`).
+        Some distribution where the top logits do not decide it (`decided`).
         """
-        ids, logits = kept["top_ids"].long(), kept["top_logits"]
+        ids, logits = top["top_ids"].long(), top["top_logits"]
         if self.is_inside:
             return _spread(probabilities(logits, self.sampling), ids, q)
-        total = log_total(kept)
+        total = log_total(top)
         chances = (logits - total).exp()
         if self._nucleus:
             return _spread(nucleus(chances, self.sampling.top_p), ids, q)
         outside = q.scatter(-1, ids, 0.0)
         share = outside / outside.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
-        return _spread(chances, ids, q) + share * (kept["rest_logit"] - total).exp()
+        return _spread(chances, ids, q) + share * (top["rest_logit"] - total).exp()
 
     @property
     def _last(self) -> int:
@@ -219,15 +219,15 @@ class TopLogitDistributions:
             return 0
         return (self.sampling.top_k if self._limited else self.vocabulary) - 1
 
-    def decided(self, kept: Mapping[str, Tensor]) -> Tensor:
-        """Whether columns as of `distribution` decide it at each position, (C,)."""
-        logits, after = kept["top_logits"], kept["next_logit"]
+    def decided(self, top: Mapping[str, Tensor]) -> Tensor:
+        """True where columns as of `distribution` decide it at each position, (C,)."""
+        logits, after = top["top_logits"], top["next_logit"]
         if self.is_inside:
             last = logits[:, min(self._last, logits.shape[-1] - 1), None]
             return ((last > after) | after.isneginf()).squeeze(-1)
         if not self._nucleus:
             return torch.ones_like(after, dtype=torch.bool).squeeze(-1)
-        chances = (logits - log_total(kept)).exp().masked_fill(logits <= after, 0.0)
+        chances = (logits - log_total(top)).exp().masked_fill(logits <= after, 0.0)
         return chances.sum(-1) >= self.sampling.top_p
 
 
@@ -244,14 +244,14 @@ def check_decided(rows: Dataset, *known: TopLogitDistributions) -> list[int]:
     """
     undecided, positions = [0] * len(known), 0
     for row in _rows_of(logits_of(rows)):
-        kept = kept_columns(row, known[0].count, row["rest_logit"].numel())
-        positions += len(kept["rest_logit"])
+        top = top_logit_columns(row, known[0].count, row["rest_logit"].numel())
+        positions += len(top["rest_logit"])
         for place, each in enumerate(known):
-            undecided[place] += int((~each.decided(kept)).sum())
+            undecided[place] += int((~each.decided(top)).sum())
     for each, count in zip(known, undecided, strict=True):
         why = "an equal logit is outside" if each.is_inside else "the nucleus reaches outside"
         said = (
-            f"{each.count} kept logits do not decide the target's distribution at {count} of "
+            f"{each.count} top logits do not decide the target's distribution at {count} of "
             f"{positions} positions ({why})"
         )
         if count > MOST_UNDECIDED * positions:
@@ -264,9 +264,9 @@ def check_decided(rows: Dataset, *known: TopLogitDistributions) -> list[int]:
     return undecided
 
 
-def log_total(kept: Mapping[str, Tensor]) -> Tensor:
+def log_total(top: Mapping[str, Tensor]) -> Tensor:
     """Log of the sum of exp over the whole vocabulary, (C, 1), from columns of `top_logits`."""
-    return torch.logaddexp(kept["top_logits"].logsumexp(-1, keepdim=True), kept["rest_logit"])
+    return torch.logaddexp(top["top_logits"].logsumexp(-1, keepdim=True), top["rest_logit"])
 
 
 def _rows_of(rows: Dataset) -> Iterator[dict[str, Tensor]]:

@@ -1,1 +1,1 @@
-"""The target's largest logits along its rollouts, kept so that later stages need no target."""
+"""The target's largest logits along its rollouts, stored so that later stages need no target."""

@@ -11,10 +11,10 @@ from specdata.server.config import ServerConfig
 
 
 class LogitsConfig(Config):
-    """What is kept of the target along the rollouts, and what computes it."""
+    """The logits that are stored of the target along the rollouts, and what computes them."""
 
     top_logits: int = Field(
-        default=64, ge=1, description="largest target logits kept a position (N)"
+        default=64, ge=1, description="largest target top logits stored a position (N)"
     )
     shard_size: int = Field(default=64, ge=1, description="rollouts of one shard")
     backend: Literal["transformers", "vllm", "sglang"] = Field(

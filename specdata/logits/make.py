@@ -45,11 +45,11 @@ QUANTITIES = {
     "p at any other temperature without top_k": "unknown: the mass of the others is known at "
     "temperature 1 only; refused",
 }
-"""What is known of the target from a dataset, and how well."""
+"""Top logits of the target from a dataset, and how exact they are."""
 
 
 class Source(Protocol):
-    """What tells the logits of rollouts: the target in this process, or a server of it."""
+    """The source of the logits of rollouts: the target in this process, or a server of it."""
 
     @property
     def count(self) -> int:
@@ -71,7 +71,7 @@ def make_logits(
     *,
     settings: Settings,
     report: Callable[[int], object],
-    together: bool = False,
+    tensor_parallel: bool = False,
 ) -> int:
     """Store the target's largest logits along every rollout (see `fill_dataset`).
 
@@ -82,7 +82,7 @@ def make_logits(
         config: rollouts of a shard.
         settings: what else decides the rows; stored in the manifest, compared on resume.
         report: called with the number of rows done.
-        together: whether each process holds a part of the target; see `fill_dataset`.
+        tensor_parallel: whether each process holds a part of the target; see `fill_dataset`.
 
     Returns:
         Number of rows.
@@ -103,7 +103,7 @@ def make_logits(
         }
     )
     shards = [partial(shard, start) for start in range(0, len(rollouts), config.shard_size)]
-    return fill_dataset(folder, LOGITS, settings, shards, report, together=together)
+    return fill_dataset(folder, LOGITS, settings, shards, report, tensor_parallel=tensor_parallel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +159,18 @@ def logits_of_model(
     settings: Settings,
     report: Callable[[int], object],
     part_done: PartDone | None = None,
-    together: bool = False,
+    tensor_parallel: bool = False,
 ) -> int:
     """`make_logits` by the target itself."""
     head = find_lm_head(target)
     source = ModelLogits(head, min(config.top_logits, head.vocabulary), part_done)
     with prepacked(target):
         return make_logits(
-            source, rollouts, folder, config, settings=settings, report=report, together=together
+            source,
+            rollouts,
+            folder,
+            config,
+            settings=settings,
+            report=report,
+            tensor_parallel=tensor_parallel,
         )

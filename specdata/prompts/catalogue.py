@@ -39,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a row becomes prompts.
+    """The way from a row to prompts.
 
     Args:
         ask: the user's message where the target has a chat template: the first of these texts

@@ -35,7 +35,7 @@ _SHOWN = 300  # characters of what is said of one conversation
 
 @dataclass(slots=True)
 class Account:
-    """What was read of one source and what of it is left out.
+    """The account of one source: what was read and what of it is left out.
 
     Attributes:
         source: as the configuration names it.
@@ -56,7 +56,7 @@ class Account:
         self.first.setdefault(reason, f"the first is row {row}{why}"[:_SHOWN])
 
     def __str__(self) -> str:
-        """How many are left out and why, as a part of a sentence; empty if none is."""
+        """The number that are left out and why, as a part of a sentence; empty if none is."""
         return "; ".join(
             f"{count} {REASONS[reason]} ({self.first[reason]})"
             for reason, count in self.left_out.items()
@@ -77,7 +77,7 @@ class Account:
 
 
 def conversation_inputs(names: Sequence[str]) -> dict[str, str]:
-    """What conversations are read from, by name: each file (of folders too), or the Hub id."""
+    """The sources of conversations, by name: each file (of folders too), or the Hub id."""
     return prompt_inputs([PromptSet(name, "train", 0) for name in names])
 
 

@@ -32,7 +32,7 @@ class RawPrompt:
 
 
 def form_of(wanted: PromptSet, row: Mapping[str, Any]) -> Form:
-    """How the rows of a set become prompts: as catalogued, by its template, or by its columns.
+    """The way from rows of a set to prompts: as catalogued, by its template, or by its columns.
 
     A row with both `messages` and `prompt` is read by its `messages`.
 
@@ -74,7 +74,7 @@ def form_of(wanted: PromptSet, row: Mapping[str, Any]) -> Form:
 
 
 def uses_chat(wanted: PromptSet, form: Form, has_template: bool) -> bool:
-    """Whether prompts of a set are rendered with the chat template.
+    """True if prompts of a set are rendered with the chat template.
 
     Conversations always are. What is meant as an instruction or a question is if there is a
     template; a `prompt` column and text to continue are only if the set says `chat: true`.

@@ -44,7 +44,7 @@ FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 def prompt_inputs(sets: Sequence[PromptSet]) -> dict[str, str]:
-    """What prompt sets are read from, by name: each file (of folders too), or the Hub id."""
+    """The sources of prompt sets, by name: each file (of folders too), or the Hub id."""
     inputs: dict[str, str] = {}
     for wanted in sets:
         source = source_of(wanted)
@@ -111,13 +111,13 @@ def check_split(wanted: PromptSet) -> None:
 
 
 def is_remote(wanted: PromptSet) -> bool:
-    """Whether a set is read from the Hub."""
+    """True if a set is read from the Hub."""
     source = source_of(wanted)
     return source is not None and not (is_file(source) or Path(source).is_dir())
 
 
 def is_file(name: str) -> bool:
-    """Whether a name is a data file's rather than a set's, a folder's or a Hub id."""
+    """True if a name is a data file's rather than a set's, a folder's or a Hub id."""
     return Path(name.removesuffix(".gz")).suffix in FORMATS
 
 

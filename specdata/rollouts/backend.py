@@ -48,7 +48,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a prompt was completed with.
+    """The completion of a prompt.
 
     Attributes:
         ids: the new token ids only, at least one.
@@ -70,7 +70,7 @@ def untold(_rows: float, _tokens: int) -> None:
 
 
 class Backend(Protocol):
-    """What completes prompts: a model in this process or a server."""
+    """A completer of prompts: a model in this process or a server."""
 
     def complete(
         self, requests: Sequence[Request], part_done: PartDone = untold
@@ -91,10 +91,10 @@ class TransformersBackend:
         max_new_tokens: longest completion, in tokens.
         batch_size: rows decoded together.
         seed: the run's seed.
-        keep_states: whether completions come with their states.
+        store_states: whether completions come with their states.
 
     Raises:
-        ConfigError: with `keep_states`, for a model whose states do not make its logits.
+        ConfigError: with `store_states`, for a model whose states do not make its logits.
     """
 
     model: PreTrainedModel
@@ -102,11 +102,11 @@ class TransformersBackend:
     max_new_tokens: int
     batch_size: int
     seed: int
-    keep_states: bool = False
+    store_states: bool = False
 
     def __post_init__(self) -> None:
         """Find out now rather than after hours of sampling."""
-        if self.keep_states:
+        if self.store_states:
             check_keepable(self.model)
 
     def complete(
@@ -120,7 +120,9 @@ class TransformersBackend:
             for start in range(0, len(order), self.batch_size):
                 batch = order[start : start + self.batch_size]
                 rows = [requests[index] for index in batch]
-                kept: list[list[Tensor]] | None = [[] for _ in rows] if self.keep_states else None
+                states_of: list[list[Tensor]] | None = (
+                    [[] for _ in rows] if self.store_states else None
+                )
                 uniforms = torch.stack([self._uniforms(row) for row in rows])
                 ids = sample_batch(
                     self.model,
@@ -128,9 +130,11 @@ class TransformersBackend:
                     uniforms,
                     self.sampling,
                     part_done=part_done,
-                    states=kept,
+                    states=states_of,
                 )
-                states |= {i: torch.stack(each) for i, each in zip(batch, kept or (), strict=False)}
+                states |= {
+                    i: torch.stack(each) for i, each in zip(batch, states_of or (), strict=False)
+                }
                 completions.update(zip(batch, ids, strict=True))
         ends = end_ids(self.model)
         return [
@@ -287,7 +291,7 @@ def read_prompts(
 
 
 def _shared_length(prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all prompts begin with, at least one token left to each; 0 for few."""
+    """The number of tokens all prompts begin with, at least one token left to each; 0 for few."""
     first, last = min(map(list, prompts)), max(map(list, prompts))  # all others lie between them
     most = min(map(len, prompts)) - 1
     unlike = (place for place in range(most) if first[place] != last[place])

@@ -25,7 +25,7 @@ class RolloutConfig(Config):
         default=64, ge=1, description="prompts of one shard, which is made or lost as a whole"
     )
     batch_size: int = Field(default=64, ge=1, description="completions decoded together")
-    keep_states: bool = Field(
+    store_states: bool = Field(
         default=False,
         description="store the target's last hidden states with the completions (hidden size x "
         "bytes of a number, a token), so that neither distillation nor labels run the target again",
@@ -38,9 +38,9 @@ class RolloutConfig(Config):
 
     @model_validator(mode="after")
     def _states_are_known(self) -> Self:
-        if self.keep_states and self.backend != "transformers":
+        if self.store_states and self.backend != "transformers":
             raise ValueError(
-                f"keep_states needs backend transformers, got {self.backend}: a server does not "
+                f"store_states needs backend transformers, got {self.backend}: a server does not "
                 "give its hidden states"
             )
         return self

@@ -25,7 +25,7 @@ from specdata.target_states import to_bytes
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """What later turns of a conversation need.
+    """The state of a conversation that later turns need.
 
     Args:
         tokenizer: the target's, with its chat template.
@@ -46,7 +46,7 @@ def make_rollouts(
     settings: Settings,
     report: Callable[[int], object],
     part_done: PartDone = untold,
-    together: bool = False,
+    tensor_parallel: bool = False,
 ) -> int:
     """Complete every prompt, turn after turn, and store the dataset (see `fill_dataset`).
 
@@ -62,7 +62,7 @@ def make_rollouts(
         settings: everything that decides the rows; stored in the manifest, compared on resume.
         report: called with the number of rows done.
         part_done: told of work within a shard.
-        together: whether each process holds a part of the model; see `fill_dataset`.
+        tensor_parallel: whether each process holds a part of the model; see `fill_dataset`.
 
     Returns:
         Number of completions in the dataset.
@@ -79,8 +79,8 @@ def make_rollouts(
         partial(complete_group, backend, group, config.samples, dialogue, part_done)
         for group in groups
     ]
-    schema = pa.schema([*ROLLOUTS, *(TARGET_STATES if config.keep_states else ())])
-    return fill_dataset(folder, schema, settings, shards, report, together=together)
+    schema = pa.schema([*ROLLOUTS, *(TARGET_STATES if config.store_states else ())])
+    return fill_dataset(folder, schema, settings, shards, report, tensor_parallel=tensor_parallel)
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ class ServerClient:
             ) from error
 
     def _shown(self, response: httpx2.Response) -> str:
-        """What a server said, without the key: some proxies repeat the request that they refuse."""
+        """A server's answer, without the key: some proxies repeat the request that they refuse."""
         return response.text.replace(self._secret, "***") if self._secret else response.text
 
 

@@ -1,1 +1,1 @@
-"""How data is stored: atomic files, schemas, manifests, datasets made of shards."""
+"""Storage of data: atomic files, schemas, manifests, datasets made of shards."""

@@ -134,7 +134,7 @@ def _by_step(work: Path) -> list[Path]:
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint's files, in words; None if nothing is."""
+    """The fault of a checkpoint's files, in words; None if there is none."""
     try:
         record = read_record(checkpoint / COMPLETE, ("step", "engine"), f"remove {checkpoint}")
         for name, written in record["files"].items():

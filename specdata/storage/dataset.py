@@ -57,7 +57,7 @@ def fill_dataset(
     shards: Sequence[Callable[[], list[Any]]],
     report: Callable[[int], object],
     *,
-    together: bool = False,
+    tensor_parallel: bool = False,
 ) -> int:
     """Make every shard that is missing, together with the other processes that do the same.
 
@@ -71,8 +71,8 @@ def fill_dataset(
         settings: everything that decides the rows; stored, and compared on resume.
         shards: for each shard, a function that returns its rows.
         report: called once a shard, with its number of rows, when it is made or already there.
-        together: whether all processes work on each shard, of which the main one alone decides and
-            writes, because each of them holds a part of the model.
+        tensor_parallel: whether all processes work on each shard, of which the main one alone
+            decides and writes, because each of them holds a part of the model.
 
     Returns:
         Number of rows in the dataset.
@@ -82,9 +82,9 @@ def fill_dataset(
         ManifestError: if it holds a damaged one, or a file that is not part of it.
         OSError: if a shard cannot be written; those that are finished stay.
     """
-    if together and not is_main():
+    if tensor_parallel and not is_main():
         return _follow(shards, report)
-    if together:
+    if tensor_parallel:
         shards = [partial(_lead, index, shard) for index, shard in enumerate(shards)]
     dataset = _DatasetInProgress(folder, schema, settings, len(shards))
     with locked(dataset.progress / "dataset.lock"):
@@ -104,7 +104,7 @@ def fill_dataset(
             dataset.finish()
     shutil.rmtree(dataset.progress, ignore_errors=True)
     rows = int(read_manifest(folder)["counts"]["rows"])
-    if together:
+    if tensor_parallel:
         told_by_main((None, rows))
     return rows
 
@@ -261,13 +261,14 @@ def _finished_files(folder: Path) -> list[str]:
     return [as_pattern(folder / record["file"]) for record in manifest["shards"]]
 
 
-def is_spared(example_id: str, share: float) -> bool:
-    """Whether a prompt is among a share of all, which its id alone decides.
+def is_held_out(example_id: str, share: float) -> bool:
+    """True if a prompt is among a share of all, which its id alone decides.
 
     Args:
         example_id: of a rollout; all completions of a prompt go together.
         share: from 0 to 1.
     """
+    # The first word is a salt: another one would hold other prompts out.
     digest = hashlib.sha256(f"spared {example_id}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
@@ -278,8 +279,8 @@ def of_split(
     source: Path,
     *,
     sets: Sequence[str] | None = None,
-    spared: float = 0.0,
-    wants_spared: bool = False,
+    held_out_share: float = 0.0,
+    wants_held_out: bool = False,
 ) -> datasets.Dataset:
     """Rows of one split of a stored dataset, in its order.
 
@@ -288,8 +289,8 @@ def of_split(
         split: "train", "dev" or "test".
         source: its folder, for the message.
         sets: only rows of these prompt sets, by the names in column `dataset`; by default of all.
-        spared: share of the prompts that are left out (`is_spared`).
-        wants_spared: only rows of that share instead; all where it is 0.
+        held_out_share: share of the prompts that are left out (`is_held_out`).
+        wants_held_out: only rows of that share instead; all where it is 0.
 
     Raises:
         ConfigError: if there are none.
@@ -301,14 +302,14 @@ def of_split(
             for row, (name, prompts, example) in enumerate(found)
             if name == split
             and (sets is None or prompts in sets)
-            and (not spared or is_spared(example, spared) == wants_spared)
+            and (not held_out_share or is_held_out(example, held_out_share) == wants_held_out)
         ]
     )
     if len(rows) == 0:
         of = f" of {' or '.join(sets)}" if sets is not None else ""
-        if spared:
-            kind = "are" if wants_spared else "are not"
-            of += f" that {kind} among the share {spared:g} that the draft is spared"
+        if held_out_share:
+            kind = "are" if wants_held_out else "are not"
+            of += f" that {kind} among the share {held_out_share:g} that is held out from the draft"
         raise ConfigError(
             f"{source} has no rows of split {split!r}{of}: rollouts.sets must hold a prompt set "
             "with that split, not all of whose prompts are dropped as duplicates"

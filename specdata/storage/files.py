@@ -124,7 +124,7 @@ def try_locked(path: Path) -> Iterator[bool]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds a lock file (see `locked`).
+    """True if a process holds a lock file (see `locked`).
 
     Any number of processes may ask at once without one taking another's look for the lock. A
     process that tries to take it without waiting can fail meanwhile, so it should try again.

@@ -105,7 +105,7 @@ ROLLOUTS = pa.schema(
         ("finish", pa.string()),
     ]
 )
-# One more column of rollouts whose states are kept.
+# One more column of rollouts whose states are stored.
 TARGET_STATES = pa.schema([("target_states", pa.large_binary())])
 LABELS = pa.schema(
     [

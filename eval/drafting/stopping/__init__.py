@@ -93,7 +93,7 @@ def read_rule(
 
 
 def _is_default(name: str, value: Any) -> bool:
-    """Whether a value is the default of some rule with that parameter."""
+    """True if a value is the default of some rule with that parameter."""
     fields = [rule.model_fields.get(name) for rule in STOPPING_RULES.values()]
     return any(field is not None and field.get_default() == value for field in fields)
 

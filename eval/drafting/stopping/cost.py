@@ -25,8 +25,8 @@ from eval.drafting.stopping.rule import (
 from specdata.errors import ConfigError
 
 if TYPE_CHECKING:
+    from eval.drafting.stopping.prefix_acceptance import PrefixAcceptance
     from eval.drafting.stopping.recorded import Lengths, Reals, RecordedTokens
-    from eval.drafting.stopping.survival import Survival
     from eval.rounds import Round
     from heads import BaseHead
 
@@ -37,15 +37,15 @@ PRIOR_TOKENS = 20
 DRAFT_SHARE = 0.3
 """A drafted token's cost in emitted tokens, before anything is measured."""
 ROUNDS, TOKENS = 128, 512
-"""What is remembered: the rounds that times, and the tokens that acceptance is measured over."""
+"""The window: the rounds that times, and the tokens that acceptance is measured over."""
 
 
 class Cost(CalibratedRule):
     """End when one more drafted token is expected to cost more time than it saves.
 
-    The survival of the draft is the head's, calibrated: the bias of its training loss undone. A
-    token that it cannot judge yet, and every token without a head, is judged by the logistic model.
-    At least one token is drafted.
+    The prefix acceptance of the draft is the head's, calibrated: the bias of its training loss
+    undone. A token that it cannot judge yet, and every token without a head, is judged by the
+    logistic model. At least one token is drafted.
 
     There is no threshold. What is not given is measured over the last rounds, and then the head's
     odds and the logistic model are recalibrated by what was accepted as well, because a rule is as
@@ -94,7 +94,7 @@ class Cost(CalibratedRule):
     before_drawing: bool = Field(
         default=False,
         description="also ask before a token is drawn, by its distribution; needs a head of kind "
-        "immediate that was trained for that moment",
+        "immediate that was trained for that decision point",
     )
 
     @model_validator(mode="after")
@@ -140,7 +140,10 @@ class Cost(CalibratedRule):
         None, too, if it asks before drawing: forwards whose tokens are not drawn would be missing
         from what is counted along recorded rollouts.
         """
-        from eval.drafting.stopping.recorded import until_head_survival_below, until_product_below
+        from eval.drafting.stopping.recorded import (
+            until_head_prefix_acceptance_below,
+            until_product_below,
+        )
 
         if not (self.draft_seconds and self.token_seconds) or self.before_drawing:
             return None
@@ -148,7 +151,7 @@ class Cost(CalibratedRule):
         newest = self.model.accept_all(tokens.q_max)
         if not self.head or tokens.head is None:
             return until_product_below(tokens, newest, least, limit=self.limit)
-        return until_head_survival_below(
+        return until_head_prefix_acceptance_below(
             tokens, least, limit=self.limit, calibrated=True, newest=newest
         )
 
@@ -161,9 +164,9 @@ class Cost(CalibratedRule):
 
 
 def worth_drafting(
-    survival: float, *, mean_acceptance: float, token_seconds: float, draft_seconds: float
+    prefix_acceptance: float, *, mean_acceptance: float, token_seconds: float, draft_seconds: float
 ) -> bool:
-    """Whether one more drafted token pays: lambda prod_{i<=k} a_i abar_{k+1} > t_d.
+    """True if one more drafted token pays: lambda prod_{i<=k} a_i abar_{k+1} > t_d.
 
     One more token saves lambda, the time of an emitted token, if it and all before it are accepted,
     and costs t_d. With lambda the least reachable time per token this is the optimal rule for
@@ -171,12 +174,12 @@ def worth_drafting(
     itself achieves is Dinkelbach's iteration, which converges to it.
 
     Args:
-        survival: prod_{i<=k} a_i, that everything drafted so far is accepted.
+        prefix_acceptance: prod_{i<=k} a_i, that everything drafted so far is accepted.
         mean_acceptance: abar_{k+1}, of a token that is not drawn yet.
         token_seconds: lambda.
         draft_seconds: t_d.
     """
-    return token_seconds * survival * mean_acceptance > draft_seconds
+    return token_seconds * prefix_acceptance * mean_acceptance > draft_seconds
 
 
 class CostEstimates(ActiveRule):
@@ -206,11 +209,11 @@ class CostEstimates(ActiveRule):
         self.verify_seconds = rule.verify_seconds
         model = rule.model
         self.newest = OnlineLogistic((model.intercept, model.slope))
-        self._survival: Survival | None = None
+        self._prefix_acceptance: PrefixAcceptance | None = None
         if head is not None:
-            from eval.drafting.stopping.survival import Survival
+            from eval.drafting.stopping.prefix_acceptance import PrefixAcceptance
 
-            self._survival = Survival(head, refit=self._learns and rule.refit)
+            self._prefix_acceptance = PrefixAcceptance(head, refit=self._learns and rule.refit)
         self._round: list[float] = []  # of each token, what the logistic model reads
         self._product = 1.0
         self._rounds: deque[Round] = deque(maxlen=ROUNDS)
@@ -220,16 +223,18 @@ class CostEstimates(ActiveRule):
     def begin(self) -> None:
         """Start a round."""
         self._round, self._product = [], 1.0
-        if self._survival is not None:
-            self._survival.begin()
+        if self._prefix_acceptance is not None:
+            self._prefix_acceptance.begin()
 
     def should_stop(self, drafted: DraftedToken) -> bool:
-        """Whether the next token is expected to cost more than it saves."""
+        """True if the next token is expected to cost more than it saves."""
         self._round.append(odds_of(drafted.read(largest)[0]))
         newest = self.newest.accept(self._round[-1])
         self._product *= newest
-        survival = self._survival
-        alive = self._product if survival is None else survival.after(drafted, newest)
+        prefix_acceptance = self._prefix_acceptance
+        alive = (
+            self._product if prefix_acceptance is None else prefix_acceptance.after(drafted, newest)
+        )
         return not worth_drafting(
             alive,
             mean_acceptance=self.mean_acceptance,
@@ -238,11 +243,11 @@ class CostEstimates(ActiveRule):
         )
 
     def should_stop_before(self, upcoming: UpcomingToken) -> bool:
-        """Whether verifying the token costs more: the draft's forward for it is paid already."""
-        assert self._survival is not None
+        """True if verifying the token costs more: the draft's forward for it is paid already."""
+        assert self._prefix_acceptance is not None
         return not worth_drafting(
-            self._survival.before(upcoming),
-            mean_acceptance=1.0,  # the token's own acceptance is part of this survival
+            self._prefix_acceptance.before(upcoming),
+            mean_acceptance=1.0,  # the token's own acceptance is part of this prefix acceptance
             token_seconds=self.token_seconds,
             draft_seconds=self.verify_seconds,
         )
@@ -257,8 +262,8 @@ class CostEstimates(ActiveRule):
             self._accepted.append(place < record.accepted)
             if self._rule.refit:
                 self.newest.observe(odds, place < record.accepted)
-        if self._survival is not None:
-            self._survival.observe(record)
+        if self._prefix_acceptance is not None:
+            self._prefix_acceptance.observe(record)
         self._observed += 1
         if self._observed in (4, 8) or self._observed % 16 == 0:
             self._measure_costs()
@@ -290,7 +295,7 @@ class CostEstimates(ActiveRule):
 
 
 def _slope(seconds: Reals, drafted: Reals) -> float:
-    """What one more drafted token adds, robustly (Theil and Sen)."""
+    """The increase by one more drafted token, robustly (Theil and Sen)."""
     from scipy.stats import theilslopes
 
     return float(theilslopes(seconds, drafted).slope)

@@ -45,17 +45,17 @@ class Head(AdaptiveRule):
     before_drawing: bool = Field(
         default=False,
         description="also ask before a token is drawn, by its distribution; needs a head of kind "
-        "immediate that was trained for that moment",
+        "immediate that was trained for that decision point",
     )
 
     def check_head(self, head: BaseHead | None) -> None:
-        """Raise ConfigError if it is asked at a moment for which it was not trained."""
+        """Raise ConfigError if it is asked at a decision point for which it was not trained."""
         if self.before_drawing:
             check_asked_before(head)
-        elif head is not None and [moment.name for moment in head.moments] == ["BEFORE"]:
+        elif head is not None and [point.name for point in head.decision_points] == ["BEFORE"]:
             raise ConfigError(
                 "stop 'head' asks after a token is drawn, and this head was only trained to judge "
-                "tokens before: set before_drawing, or train one for the moment `drawn` as well"
+                "tokens before: set before_drawing, or train one for the point `drawn` as well"
             )
 
     def recorded_lengths(self, tokens: RecordedTokens) -> Lengths | None:
@@ -64,11 +64,11 @@ class Head(AdaptiveRule):
         None if it is asked before drawing: the forwards whose tokens are not drawn would be missing
         from what is counted along recorded rollouts.
         """
-        from eval.drafting.stopping.recorded import until_head_survival_below
+        from eval.drafting.stopping.recorded import until_head_prefix_acceptance_below
 
         if self.before_drawing:
             return None
-        return until_head_survival_below(
+        return until_head_prefix_acceptance_below(
             tokens, 1.0 - self.threshold, limit=self.limit, calibrated=False
         )
 
@@ -80,33 +80,33 @@ class Head(AdaptiveRule):
 
 class _HeadModel(ActiveRule):
     def __init__(self, rule: Head, head: BaseHead) -> None:
-        from eval.drafting.stopping.survival import Survival
+        from eval.drafting.stopping.prefix_acceptance import PrefixAcceptance
 
         super().__init__(rule.limit)
         self.threshold = rule.threshold
         self.asks_before = rule.before_drawing
-        self.survival = Survival(head, calibrated=False)
+        self.prefix_acceptance = PrefixAcceptance(head, calibrated=False)
 
     def begin(self) -> None:
-        self.survival.begin()
+        self.prefix_acceptance.begin()
 
     def should_stop(self, drafted: DraftedToken) -> bool:
-        return 1.0 - self.survival.after(drafted) > self.threshold
+        return 1.0 - self.prefix_acceptance.after(drafted) > self.threshold
 
     def should_stop_before(self, upcoming: UpcomingToken) -> bool:
-        return 1.0 - self.survival.before(upcoming) > self.threshold
+        return 1.0 - self.prefix_acceptance.before(upcoming) > self.threshold
 
 
 def check_asked_before(head: BaseHead | None) -> None:
     """Raise ConfigError unless there is a head that can judge a token before it is drawn."""
     if head is None:
         raise ConfigError("before_drawing asks an acceptance head, and there is none: leave it out")
-    from heads.inputs import Moment
+    from heads.inputs import DecisionPoint
 
-    if Moment.BEFORE not in head.moments:
-        knows = ", ".join(moment.name.lower() for moment in head.moments)
+    if DecisionPoint.BEFORE not in head.decision_points:
+        knows = ", ".join(point.name.lower() for point in head.decision_points)
         raise ConfigError(
             "before_drawing needs a head that was trained to judge tokens before they are drawn "
-            f"(kind immediate, moments with `before`); this one judges them {knows}: leave "
+            f"(kind immediate, decision_points with `before`); this one judges them {knows}: leave "
             "before_drawing out, or train such a head"
         )

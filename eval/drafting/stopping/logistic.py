@@ -20,7 +20,7 @@ from eval.drafting.stopping.rule import (
     ActiveRule,
     AdaptiveRule,
     Features,
-    SurvivalRule,
+    PrefixAcceptanceRule,
     largest,
 )
 
@@ -214,7 +214,7 @@ class Logit(CalibratedRule):
         return _LogitModel(self)
 
 
-class _LogitModel(SurvivalRule):
+class _LogitModel(PrefixAcceptanceRule):
     def __init__(self, rule: Logit) -> None:
         super().__init__(rule.limit, largest, rule.threshold)
         self.model = rule.model
@@ -238,7 +238,7 @@ class Margin(AdaptiveRule):
     run's labels; while decoding, every outcome that becomes known refits the pair of its position
     (`OnlineLogistic`). Known are the accepted tokens and the first one that was not: those behind
     it are censored. With a verifier that accepts whole blocks, a token counts as accepted if it
-    was kept, so the models learn the survival of positions under that verifier.
+    was kept, so the models learn the prefix acceptance of positions under that verifier.
 
     A lower threshold stops earlier: 1 never stops.
     """
@@ -309,7 +309,7 @@ class Margin(AdaptiveRule):
         return MarginModels(self)
 
 
-class MarginModels(SurvivalRule):
+class MarginModels(PrefixAcceptanceRule):
     """The rule at work in one slot.
 
     Args:

@@ -18,7 +18,7 @@ from eval.drafting.stopping.rule import (
     ActiveRule,
     AdaptiveRule,
     Features,
-    SurvivalRule,
+    PrefixAcceptanceRule,
     largest,
 )
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from heads import BaseHead
 
 READS = ("log_q", "log_q_max", "margin", "entropy", "log_mass_above")
-"""What the network reads of a drafted token: names in `heads.inputs.FEATURES`."""
+"""The network's inputs for a drafted token: names in `heads.inputs.FEATURES`."""
 WIDTH = 16
 SHAPES = ((WIDTH, len(READS)), (WIDTH,), (WIDTH, WIDTH), (WIDTH,), (1, WIDTH), (1,))
 """Of the weights and biases of the three layers, in the order in which they are written."""
@@ -140,7 +140,7 @@ class Numbers(AdaptiveRule):
         return _NetworkModel(self)
 
 
-class _NetworkModel(SurvivalRule):
+class _NetworkModel(PrefixAcceptanceRule):
     def __init__(self, rule: Numbers) -> None:
         self.network = None if rule.network is None else Network.read(rule.network)
         reads = largest if self.network is None else Features(READS)

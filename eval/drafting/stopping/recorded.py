@@ -32,10 +32,10 @@ def pad(rows: Sequence[Sequence[float]], value: float = 0.0) -> Reals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedHead:
-    """Raw logits of an acceptance head at each moment that it can be asked at, (R, N).
+    """Raw logits of an acceptance head at each decision point that it can be asked at, (R, N).
 
     Attributes:
-        before: of the token that is about to be drawn; None if the head has no such moment.
+        before: of the token that is about to be drawn; None if the head has no such decision point.
         drawn: of the token as soon as it is drawn; likewise.
         consumed: of the token once the draft has consumed it, one drafted token later; likewise.
         rejection_weight: w of the loss that the head was trained with.
@@ -65,7 +65,7 @@ class RecordedHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedTokens:
-    """What rules read of the drafted tokens of R rollouts; every array is (R, N).
+    """Inputs of rules for the drafted tokens of R rollouts; every array is (R, N).
 
     What is None was not recorded.
 
@@ -171,7 +171,7 @@ def until_product_below(
     return lengths
 
 
-def until_head_survival_below(
+def until_head_prefix_acceptance_below(
     tokens: RecordedTokens,
     least: float,
     *,
@@ -179,11 +179,11 @@ def until_head_survival_below(
     calibrated: bool,
     newest: Reals | None = None,
 ) -> Lengths | None:
-    """Draft until the survival of a round's tokens, by the head's newest estimates, is below least.
+    """Draft until the prefix acceptance by the head's newest estimates is below `least`.
 
-    The estimate of a token is the one after the draft consumed it where the head has that moment,
-    else the one when it was drawn. The newest token, which was not consumed yet, is judged as
-    drawn; by a head that cannot, it is not judged, as in SpecDec++.
+    The estimate of a token is the one after the draft consumed it where the head has that decision
+    point, else the one when it was drawn. The newest token, which was not consumed yet, is judged
+    as drawn; by a head that cannot, it is not judged, as in SpecDec++.
 
     Args:
         tokens: the rollouts.

@@ -1,4 +1,4 @@
-"""What a stopping rule is: parameters as a frozen value, and what it does at work on a sequence.
+"""Stopping rules: parameters as a frozen value, and an object at work on a sequence.
 
 A rule decides after each drafted token whether the draft ends there. The token is kept whatever
 the answer: looking at a token and then dropping it would bias the output. It may also decide before
@@ -32,7 +32,7 @@ Family = Literal["fixed", "rule", "head", "cost"]
 
 @dataclass(frozen=True, slots=True)
 class UpcomingToken:
-    """What is known of the next token of a draft before it is drawn.
+    """The next token of a draft before it is drawn.
 
     Args:
         distribution: (V,) the distribution q that it will be drawn from.
@@ -73,7 +73,7 @@ class DraftedToken:
     numbers: tuple[float, ...] | None = None
 
     def read(self, numbers: Numbers) -> tuple[float, ...]:
-        """What `ActiveRule.reads` gives of it, from the device now if the drafter has not."""
+        """The numbers that `ActiveRule.reads`, from the device now if the drafter has not."""
         if self.numbers is not None:
             return self.numbers
         return tuple(numbers(self.distribution, self.token).tolist())
@@ -105,7 +105,7 @@ class Features:
         """The numbers (m,), in the order of the names."""
         import torch
 
-        from heads.inputs import DraftedTokens, HeadInputs, Moment
+        from heads.inputs import DecisionPoint, DraftedTokens, HeadInputs
 
         id_ = torch.tensor([token]) if isinstance(token, int) else token
         known = DraftedTokens(
@@ -114,7 +114,7 @@ class Features:
             after=_unknown,
             distributions=lambda: distribution.unsqueeze(0),
         )
-        inputs = HeadInputs.of(self.names, known, Moment.DRAWN)
+        inputs = HeadInputs.of(self.names, known, DecisionPoint.DRAWN)
         return torch.cat([inputs[name] for name in self.names])
 
 
@@ -143,11 +143,11 @@ class ActiveRule:
         """Start a round."""
 
     def should_stop(self, drafted: DraftedToken) -> bool:
-        """Whether the draft ends with this token, which is kept; asked of each token in order."""
+        """True if the draft ends with this token, which is kept; asked of each token in order."""
         return False
 
     def should_stop_before(self, upcoming: UpcomingToken) -> bool:
-        """Whether the draft ends without this token, asked before each but the first is drawn.
+        """True if the draft ends without this token, asked before each but the first is drawn.
 
         The draft's forward for it has run already.
         """
@@ -157,7 +157,7 @@ class ActiveRule:
         """Take note of a finished round."""
 
 
-class SurvivalRule(ActiveRule):
+class PrefixAcceptanceRule(ActiveRule):
     """Ends a draft once a rejection in it is more probable than a threshold.
 
     Args:
@@ -166,23 +166,23 @@ class SurvivalRule(ActiveRule):
         threshold: largest probability of a rejection with which a draft goes on.
 
     Attributes:
-        survival: estimated probability that all tokens of the round so far are accepted.
+        prefix_acceptance: estimated probability that all tokens of the round so far are accepted.
     """
 
     def __init__(self, longest: int, reads: Numbers | None, threshold: float) -> None:
         super().__init__(longest, reads)
         self.threshold = threshold
-        self.survival = 1.0
+        self.prefix_acceptance = 1.0
 
     def begin(self) -> None:
         """Start a round."""
-        self.survival = 1.0
+        self.prefix_acceptance = 1.0
 
     def should_stop(self, drafted: DraftedToken) -> bool:
-        """Whether a rejection is too probable by now."""
+        """True if a rejection is too probable by now."""
         assert self.reads is not None
-        self.survival *= self.accept(drafted.read(self.reads))
-        return 1.0 - self.survival > self.threshold
+        self.prefix_acceptance *= self.accept(drafted.read(self.reads))
+        return 1.0 - self.prefix_acceptance > self.threshold
 
     def accept(self, numbers: tuple[float, ...]) -> float:
         """Estimated probability that the newest token is accepted, by what was read of it."""
@@ -195,7 +195,7 @@ class StoppingRule(Config):
     Attributes:
         name: what configuration and results call it.
         adaptive: whether the length depends on the tokens drafted. If so, it ends chains only, and
-            no verifier that carries a residual over rounds takes it.
+            no verifier whose residual persists over rounds takes it.
         needs_head: whether it cannot work without an acceptance head.
         fitted: parameters that an evaluation fits on labels where they are None, by `fit`. Two
             rules may name the same one if they fit it alike.
@@ -216,7 +216,7 @@ class StoppingRule(Config):
 
     @property
     def reads_head(self) -> bool:
-        """Whether it reads an acceptance head, if there is one."""
+        """True if it reads an acceptance head, if there is one."""
         return self.needs_head
 
     def check_head(self, head: BaseHead | None) -> None:
@@ -224,7 +224,7 @@ class StoppingRule(Config):
 
     @property
     def needs_fit(self) -> bool:
-        """Whether a parameter is fitted on labels, because it was not given."""
+        """True if a parameter is fitted on labels, because it was not given."""
         return any(getattr(self, name) is None for name in self.fitted)
 
     @property
@@ -256,7 +256,7 @@ class StoppingRule(Config):
         return self.model_dump(mode="json")
 
     def recorded_lengths(self, tokens: RecordedTokens) -> Lengths | None:
-        """How far it would draft from each position of recorded rollouts: (R, N).
+        """The number of tokens that it would draft from each position of recorded rollouts: (R, N).
 
         For replay, and for choosing a setting on held-out rollouts. None, the default, if what is
         recorded does not tell, which leaves the rule out there.

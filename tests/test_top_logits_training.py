@@ -18,12 +18,12 @@ from distill.batches import content_of, fitted
 from distill.config import DistilConfig
 from distill.distillation import DistilResult, distil
 from distill.losses import LOSSES, Loss, bucketed
-from distill.teacher import KeptTeacher
+from distill.teacher import TopLogitsTeacher
 from distill.trainer import DistilTrainer, draft_trainer
 from distill.watch import HeldOut
 from specdata.config import read_config
 from specdata.errors import ConfigError
-from specdata.labels.top_logits import KeptLogits, TopLogitDistributions, check_decided
+from specdata.labels.top_logits import TopLogitDistributions, TopLogits, check_decided
 from specdata.lm_head import find_lm_head
 from specdata.logits.make import ModelLogits
 from specdata.models import load_model
@@ -44,7 +44,7 @@ SAMPLERS = {
 
 
 def columns_of(logits: Tensor, count: int) -> dict[str, Tensor]:
-    """What is kept of logits (n, V), in their own precision."""
+    """The top logits of logits (n, V), in their own precision."""
     values, ids = logits.sort(dim=-1, descending=True)
     rest = values[:, count:].logsumexp(dim=-1, keepdim=True)
     return {"top_ids": ids[:, :count], "top_logits": values[:, :count], "rest_logit": rest}
@@ -165,7 +165,7 @@ def value_and_gradients(trainer: DistilTrainer, student: PreTrainedModel) -> lis
 
 @pytest.mark.parametrize("warp", ["sampler", "raw"])
 @pytest.mark.parametrize("which", SAMPLERS)
-def test_the_trainers_loss_from_kept_logits_is_the_targets_wherever_p_is_known(
+def test_the_trainers_loss_from_top_logits_is_the_targets_wherever_p_is_known(
     pair: Path, tmp_path: Path, which: str, warp: str
 ) -> None:
     target, student = load_model(str(pair / "target")), load_model(str(pair / "draft"))
@@ -174,7 +174,7 @@ def test_the_trainers_loss_from_kept_logits_is_the_targets_wherever_p_is_known(
     # Truncated ones need few logits, the others all.
     count = 60 if warp == "sampler" and which != "plain" else ALL
     kept = kept_of(target, rows, count)
-    known = KeptLogits(count, ALL).distributions(compared, bound=True)
+    known = TopLogits(count, ALL).distributions(compared, bound=True)
     assert known.is_exact
     for objective in ("forward_kl", "lk_hybrid"):
         expected, found = (
@@ -214,7 +214,7 @@ def test_measured_from_all_logits_the_figures_are_the_targets(
     rows = rollouts(pair, 6, seed=2)
     for sampling in SAMPLERS.values():
         kept = kept_of(target, rows, ALL if sampling == PLAIN else 60)
-        known = KeptLogits(ALL if sampling == PLAIN else 60, ALL).distributions(sampling)
+        known = TopLogits(ALL if sampling == PLAIN else 60, ALL).distributions(sampling)
         found = HeldOut(known, kept, sampling).measure(draft).overall
         expected = HeldOut(target, rows, sampling).measure(draft).overall
         assert found.acceptance == pytest.approx(expected.acceptance, abs=1e-5)
@@ -230,12 +230,12 @@ def test_measured_with_one_bucket_acceptance_and_kl_are_bounds_and_expected_toke
     expected = HeldOut(target, rows, PLAIN).measure(draft).overall
     for count in (2, 20):
         kept = kept_of(target, rows, count)
-        known = KeptLogits(count, ALL).distributions(PLAIN, bound=True)
+        known = TopLogits(count, ALL).distributions(PLAIN, bound=True)
         found = HeldOut(known, kept, PLAIN).measure(draft).overall
         assert found.acceptance > expected.acceptance
         assert found.kl < expected.kl
         assert found.expected_tokens == pytest.approx(expected.expected_tokens, abs=1e-4)
-    # Labels with kept logits do not have those of the text's own tokens.
+    # Labels with top logits do not have those of the text's own tokens.
     without = HeldOut(known, kept.remove_columns("text_logit"), PLAIN).measure(draft).overall
     assert without.acceptance == found.acceptance
     assert without.expected_tokens != found.expected_tokens
@@ -244,7 +244,7 @@ def test_measured_with_one_bucket_acceptance_and_kl_are_bounds_and_expected_toke
 # --- whole distillations
 
 
-def from_kept(
+def from_top_logits(
     folder: Path,
     pair: Path,
     target: PreTrainedModel,
@@ -266,12 +266,12 @@ def from_kept(
         config=config,
         sampling=sampling,
         seed=0,
-        kept=KeptLogits(count, ALL),
+        top_logits=TopLogits(count, ALL),
     )
 
 
 @pytest.mark.slow
-def test_a_draft_from_kept_logits_ends_where_one_beside_its_target_does(
+def test_a_draft_from_top_logits_ends_where_one_beside_its_target_does(
     pair: Path, models: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path
 ) -> None:
     config = changed(QUICK, epochs=6)
@@ -285,10 +285,10 @@ def test_a_draft_from_kept_logits_ends_where_one_beside_its_target_does(
         sampling=PLAIN,
         seed=0,
     )
-    whole = from_kept(tmp_path, pair, models[0], ALL, config)
+    whole = from_top_logits(tmp_path, pair, models[0], ALL, config)
     assert whole.acceptance_after == pytest.approx(beside.acceptance_after, abs=1e-3)
     assert not whole.is_bound
-    part = from_kept(tmp_path, pair, models[0], 128, config)
+    part = from_top_logits(tmp_path, pair, models[0], 128, config)
     assert part.is_bound
     assert part.acceptance_after >= part.acceptance_before
     dev = HeldOut(models[0], rollouts(pair, 8, seed=2), PLAIN)
@@ -297,10 +297,10 @@ def test_a_draft_from_kept_logits_ends_where_one_beside_its_target_does(
     gained = beside.acceptance_after - beside.acceptance_before
     assert truly > beside.acceptance_after - 0.2 * gained
     # What is finished is read, and other logits are other settings.
-    assert from_kept(tmp_path, pair, models[0], 128, config) == part
+    assert from_top_logits(tmp_path, pair, models[0], 128, config) == part
     shutil.move(tmp_path / "draft-128", tmp_path / "draft-127")
     with pytest.raises(ValueError, match="made with other settings"):
-        from_kept(tmp_path, pair, models[0], 127, config)
+        from_top_logits(tmp_path, pair, models[0], 127, config)
 
 
 # --- refusals
@@ -310,7 +310,7 @@ def test_a_draft_from_kept_logits_ends_where_one_beside_its_target_does(
     ("sampling", "message"),
     [
         (SamplingConfig(temperature=0.7), "at temperature 0.7, top_k 0, top_p 1.0: run the target"),
-        (SamplingConfig(top_k=9), "8 kept logits of 400 do not give"),
+        (SamplingConfig(top_k=9), "8 top logits of 400 do not give"),
         (SamplingConfig(top_p=0.999), r"at \d+ of \d+ positions.*nucleus reaches outside"),
     ],
 )
@@ -324,7 +324,7 @@ def test_logits_that_do_not_give_what_serving_draws_from_are_refused_before_a_mo
 ) -> None:
     monkeypatch.setattr("distill.distillation.load_student", None)  # would not load
     with pytest.raises(ConfigError, match=message):
-        from_kept(tmp_path, pair, models[0], 8, QUICK, sampling)
+        from_top_logits(tmp_path, pair, models[0], 8, QUICK, sampling)
     assert not (tmp_path / "draft-8").exists()
 
 
@@ -340,10 +340,10 @@ def test_undecided_positions_are_counted_over_all_rows() -> None:
         [{"prompt_ids": [2, 3], "completion_ids": [4 + n, 5, 6]} for n in range(4)]
     )
     kept = kept_of(target, rows, 2)
-    known = KeptLogits(2, 40).distributions(SamplingConfig(top_p=0.99))
+    known = TopLogits(2, 40).distributions(SamplingConfig(top_p=0.99))
     with pytest.raises(ConfigError, match="of 12 positions"):
         check_decided(kept, known)
-    greedy = KeptLogits(2, 40).distributions(SamplingConfig(temperature=0.0))
+    greedy = TopLogits(2, 40).distributions(SamplingConfig(temperature=0.0))
     assert check_decided(kept, greedy) == [0]
 
 
@@ -380,7 +380,7 @@ def test_undecided_positions_are_left_out_of_a_distillation_and_counted(
             config=QUICK,
             sampling=TIED,
             seed=0,
-            kept=KeptLogits(8, ALL),
+            top_logits=TopLogits(8, ALL),
         )
 
     none, some = of(10**9, "none"), of(25, "some")
@@ -400,7 +400,7 @@ def test_undecided_positions_are_left_out_of_a_distillation_and_counted(
 def test_an_undecided_position_adds_nothing_to_the_loss(pair: Path, tmp_path: Path) -> None:
     target, student = load_model(str(pair / "target")), load_model(str(pair / "draft"))
     kept = kept_of(target, rollouts(pair, 4, seed=3), 8)
-    known = KeptLogits(8, ALL).distributions(TIED)
+    known = TopLogits(8, ALL).distributions(TIED)
     tied = with_ties(kept, 7)
     trainer = trainer_of(known, student, tied, tmp_path, TIED)
     batch = next(iter(trainer.get_train_dataloader()))
@@ -408,7 +408,7 @@ def test_an_undecided_position_adds_nothing_to_the_loss(pair: Path, tmp_path: Pa
     decided = known.decided(columns)
     assert 0 < int((~decided).sum()) < len(decided)
     q = torch.randn(len(decided), ALL, generator=torch.Generator().manual_seed(0))
-    teacher = cast(KeptTeacher, trainer.teacher)
+    teacher = cast(TopLogitsTeacher, trainer.teacher)
     whole = teacher.divergence(LOSSES["forward_kl"], q, columns)
     part = {name: values[decided] for name, values in columns.items()}
     only = teacher.divergence(LOSSES["forward_kl"], q[decided], part)

@@ -1,4 +1,4 @@
-"""Rollouts that a draft is spared: its head learns from these alone."""
+"""Rollouts that are held out from a draft: its head learns from these alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from datasets import Dataset
 from recipes import make_rollouts, train_draft, train_head
 from recipes.config import PipelineConfig, parse
 from specdata.errors import ConfigError
-from specdata.storage.dataset import is_spared, load_stored, of_split
+from specdata.storage.dataset import is_held_out, load_stored, of_split
 from tests.test_sharding import pair, with_train_and_dev
 
 __all__ = ["pair"]
@@ -21,12 +21,12 @@ SHARE = 0.4
 
 def tree_of(pair: Path, folder: Path) -> dict[str, Any]:
     tree = with_train_and_dev(pair, folder)
-    tree["rollouts"]["keep_states"] = True
+    tree["rollouts"]["store_states"] = True
     tree["output"] = str(folder / "out")
     # The draft is made of the target in float32, the target's states are kept in bfloat16.
     tree["models"] = {"target": tree["models"]["target"], "dtype": "bfloat16"}
     init = {"kind": "target", "layers": 1, "align": True}
-    tree["draft"] = {"init": init, "epochs": 1, "spared": SHARE, "report_to": []}
+    tree["draft"] = {"init": init, "epochs": 1, "held_out_share": SHARE, "report_to": []}
     tree["head"] = {"depth": 1, "epochs": 1}
     return tree
 
@@ -39,11 +39,11 @@ def config_of(tree: dict[str, Any], folder: Path) -> PipelineConfig:
 
 def test_a_share_of_prompts_is_about_that_share_and_grows_with_it() -> None:
     names = [f"prompt {number}" for number in range(4000)]
-    some = {name for name in names if is_spared(name, 0.2)}
-    more = {name for name in names if is_spared(name, 0.5)}
+    some = {name for name in names if is_held_out(name, 0.2)}
+    more = {name for name in names if is_held_out(name, 0.5)}
     assert some < more
     assert len(some) == pytest.approx(800, abs=4 * (4000 * 0.2 * 0.8) ** 0.5)
-    assert not any(is_spared(name, 0.0) for name in names)
+    assert not any(is_held_out(name, 0.0) for name in names)
 
 
 def test_a_share_and_the_rest_of_a_split_are_all_of_it_and_have_nothing_in_common() -> None:
@@ -54,16 +54,20 @@ def test_a_share_and_the_rest_of_a_split_are_all_of_it_and_have_nothing_in_commo
         ]
     )
     everything = of_split(rows, "train", Path("r"))["example_id"]
-    rest, spared = (
-        of_split(rows, "train", Path("r"), spared=SHARE, wants_spared=wanted)["example_id"]
+    rest, held_out = (
+        of_split(rows, "train", Path("r"), held_out_share=SHARE, wants_held_out=wanted)[
+            "example_id"
+        ]
         for wanted in (False, True)
     )
-    assert sorted([*rest, *spared]) == sorted(everything)
-    assert all(is_spared(name, SHARE) for name in spared)
-    assert not any(is_spared(name, SHARE) for name in rest)
-    assert of_split(rows, "train", Path("r"), wants_spared=True)["example_id"] == everything
-    with pytest.raises(ConfigError, match="are among the share 1e-09 that the draft is spared"):
-        of_split(rows, "train", Path("r"), spared=1e-9, wants_spared=True)
+    assert sorted([*rest, *held_out]) == sorted(everything)
+    assert all(is_held_out(name, SHARE) for name in held_out)
+    assert not any(is_held_out(name, SHARE) for name in rest)
+    assert of_split(rows, "train", Path("r"), wants_held_out=True)["example_id"] == everything
+    with pytest.raises(
+        ConfigError, match="are among the share 1e-09 that is held out from the draft"
+    ):
+        of_split(rows, "train", Path("r"), held_out_share=1e-9, wants_held_out=True)
 
 
 @pytest.mark.slow
@@ -77,18 +81,22 @@ def test_draft_and_head_learn_from_different_rollouts(pair: Path, tmp_path: Path
         split: {row["example_id"] for row in rollouts if row["split"] == split}
         for split in ("train", "dev")
     }
-    spared = {name for name in of["train"] if is_spared(name, SHARE)}
-    assert 0 < len(spared) < len(of["train"])
+    held_out = {name for name in of["train"] if is_held_out(name, SHARE)}
+    assert 0 < len(held_out) < len(of["train"])
     learnt = train_draft._rollouts(config, "train")
-    assert {*learnt["example_id"]} == of["train"] - spared
+    assert {*learnt["example_id"]} == of["train"] - held_out
     assert {*train_draft._rollouts(config, "dev")["example_id"]} == of["dev"]
     labels = load_stored(tmp_path / "out" / "labels")
-    assert {*labels["example_id"]} == spared | of["dev"]
+    assert {*labels["example_id"]} == held_out | of["dev"]
     assert {row["split"] for row in labels} == {"train", "dev"}
 
 
-def test_rollouts_are_not_spared_for_a_head_that_is_not_trained(pair: Path, tmp_path: Path) -> None:
+def test_rollouts_are_not_held_out_for_a_head_that_is_not_trained(
+    pair: Path, tmp_path: Path
+) -> None:
     tree = tree_of(pair, tmp_path)
     del tree["head"]
-    with pytest.raises(ConfigError, match=r"draft\.spared \(0\.4\) keeps rollouts for a head"):
+    with pytest.raises(
+        ConfigError, match=r"draft\.held_out_share \(0\.4\) keeps rollouts for a head"
+    ):
         config_of(tree, tmp_path)

@@ -1,4 +1,4 @@
-"""A head's outputs as the survival of the draft under way, and the cost rule that learns."""
+"""A head's outputs as prefix acceptance of the draft under way, and the cost rule that learns."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from torch import Tensor
 from eval.drafting.stopping import DraftedToken, UpcomingToken
 from eval.drafting.stopping.cost import Cost, CostEstimates
 from eval.drafting.stopping.logistic import sigmoid
-from eval.drafting.stopping.survival import Survival
+from eval.drafting.stopping.prefix_acceptance import PrefixAcceptance
 from eval.rounds import Round
 from heads import AcceptanceHead, BaseHead
 from heads.immediate import ImmediateHead
-from heads.inputs import HeadInputs, Moment
+from heads.inputs import DecisionPoint, HeadInputs
 
 WIDTH = 8
 READS = ("hidden_before", "embedding", "hidden", "log_q", "position")
 
 
-def immediate(*moments: str) -> ImmediateHead:
+def immediate(*decision_points: str) -> ImmediateHead:
     torch.manual_seed(3)
-    head = ImmediateHead(hidden_size=WIDTH, width=8, depth=1, reads=READS, moments=moments).eval()
+    head = ImmediateHead(
+        hidden_size=WIDTH, width=8, depth=1, reads=READS, decision_points=decision_points
+    ).eval()
     torch.nn.init.normal_(head.output.weight)
     return head
 
@@ -43,29 +45,29 @@ def upcoming(token: DraftedToken) -> UpcomingToken:
 
 
 @torch.inference_mode()
-def estimates(head: ImmediateHead, drafted: list[DraftedToken]) -> dict[Moment, list[float]]:
-    """What the head says of each token at each moment, the features put together here."""
-    made: dict[Moment, list[float]] = {moment: [] for moment in Moment}
+def estimates(head: ImmediateHead, drafted: list[DraftedToken]) -> dict[DecisionPoint, list[float]]:
+    """The head's answer for each token at each decision point, the features put together here."""
+    made: dict[DecisionPoint, list[float]] = {point: [] for point in DecisionPoint}
     for place, token in enumerate(drafted):
         assert token.state is not None
         features: dict[str, Tensor] = {
             "hidden_before": token.state,
             "position": torch.tensor(float(place)),
         }
-        for moment in Moment:
-            if moment is Moment.DRAWN:
+        for point in DecisionPoint:
+            if point is DecisionPoint.DRAWN:
                 assert token.embedding is not None
                 q = token.distribution[token.token]
                 features |= {"embedding": token.embedding, "log_q": q.log()}
-            if moment is Moment.CONSUMED:
+            if point is DecisionPoint.CONSUMED:
                 after = drafted[place + 1].state if place + 1 < len(drafted) else None
                 if after is None:
                     continue
                 features |= {"hidden": after}
-            if moment not in head.moments:
+            if point not in head.decision_points:
                 continue
-            logit = head.logits(HeadInputs(dict(features), moment))
-            made[moment].append(sigmoid(float(logit)))
+            logit = head.logits(HeadInputs(dict(features), point))
+            made[point].append(sigmoid(float(logit)))
     return made
 
 
@@ -73,28 +75,28 @@ def estimates(head: ImmediateHead, drafted: list[DraftedToken]) -> dict[Moment, 
 def test_older_tokens_count_as_consumed_and_the_newest_as_drawn(asks: bool) -> None:
     head, drafted = immediate("before", "drawn", "consumed"), tokens(5)
     known = estimates(head, drafted)
-    survival = Survival(head)
+    prefix_acceptance = PrefixAcceptance(head)
     for _ in range(2):  # a second round starts afresh
-        survival.begin()
+        prefix_acceptance.begin()
         older = 1.0
         for place, token in enumerate(drafted):
             if place and asks:
-                consumed = older * known[Moment.CONSUMED][place - 1]
-                before = consumed * known[Moment.BEFORE][place]
-                assert survival.before(upcoming(token)) == pytest.approx(before)
-            older *= known[Moment.CONSUMED][place - 1] if place else 1.0
-            expected = older * known[Moment.DRAWN][place]
-            assert survival.after(token) == pytest.approx(expected)
+                consumed = older * known[DecisionPoint.CONSUMED][place - 1]
+                before = consumed * known[DecisionPoint.BEFORE][place]
+                assert prefix_acceptance.before(upcoming(token)) == pytest.approx(before)
+            older *= known[DecisionPoint.CONSUMED][place - 1] if place else 1.0
+            expected = older * known[DecisionPoint.DRAWN][place]
+            assert prefix_acceptance.after(token) == pytest.approx(expected)
 
 
 def test_a_head_that_judges_drawn_tokens_alone_keeps_those_estimates() -> None:
     head, drafted = immediate("before", "drawn"), tokens(4)
-    known, survival, product = estimates(head, drafted), Survival(head), 1.0
+    known, prefix_acceptance, product = estimates(head, drafted), PrefixAcceptance(head), 1.0
     for place, token in enumerate(drafted):
-        before = product * known[Moment.BEFORE][place]
-        assert survival.before(upcoming(token)) == pytest.approx(before)
-        product *= known[Moment.DRAWN][place]
-        assert survival.after(token) == pytest.approx(product)
+        before = product * known[DecisionPoint.BEFORE][place]
+        assert prefix_acceptance.before(upcoming(token)) == pytest.approx(before)
+        product *= known[DecisionPoint.DRAWN][place]
+        assert prefix_acceptance.after(token) == pytest.approx(product)
 
 
 @pytest.mark.parametrize("late", [(), ("consumed",)])
@@ -102,33 +104,35 @@ def test_a_token_that_is_judged_before_it_is_drawn_counts_so_until_more_is_known
     late: tuple[str, ...],
 ) -> None:
     head, drafted = immediate("before", *late), tokens(4)
-    known, survival, older = estimates(head, drafted), Survival(head), 1.0
-    final = known[Moment.CONSUMED if late else Moment.BEFORE]
+    known, prefix_acceptance, older = estimates(head, drafted), PrefixAcceptance(head), 1.0
+    final = known[DecisionPoint.CONSUMED if late else DecisionPoint.BEFORE]
     for place, token in enumerate(drafted):
         older *= final[place - 1] if place else 1.0
-        expected = older * known[Moment.BEFORE][place]
-        assert survival.before(upcoming(token)) == pytest.approx(expected)
-        assert survival.after(token) == pytest.approx(expected)
+        expected = older * known[DecisionPoint.BEFORE][place]
+        assert prefix_acceptance.before(upcoming(token)) == pytest.approx(expected)
+        assert prefix_acceptance.after(token) == pytest.approx(expected)
 
 
 def test_specdecs_head_is_one_token_late_and_its_bias_is_undone_only_if_asked() -> None:
     torch.manual_seed(2)
     head, drafted = AcceptanceHead(hidden_size=WIDTH, depth=1, rejection_weight=6.0), tokens(4)
     for calibrated in (False, True):
-        survival, product = Survival(head, calibrated=calibrated), 1.0
+        prefix_acceptance, product = PrefixAcceptance(head, calibrated=calibrated), 1.0
         for place, token in enumerate(drafted):
             if place:
                 raw = float(torch.sigmoid(head(token.state).detach()))
                 product *= 6 * raw / (1 - raw + 6 * raw) if calibrated else raw
-            assert survival.after(token, newest=0.5) == pytest.approx(product * 0.5)
+            assert prefix_acceptance.after(token, newest=0.5) == pytest.approx(product * 0.5)
 
 
-def rounds_of(survival: Survival, head: BaseHead, shift: float, count: int) -> None:
+def rounds_of(
+    prefix_acceptance: PrefixAcceptance, head: BaseHead, shift: float, count: int
+) -> None:
     """Decode with a head whose logits are `shift` too high."""
     chance, drafted = random.Random(0), tokens(6)
     generator = torch.Generator().manual_seed(4)
     for _ in range(count):
-        survival.begin()
+        prefix_acceptance.begin()
         # Other states in each round, the same head.
         length = chance.randint(1, 6)
         noise = 2.0 * torch.randn(6, WIDTH, generator=generator)
@@ -138,21 +142,23 @@ def rounds_of(survival: Survival, head: BaseHead, shift: float, count: int) -> N
         ]
         accepted, alive = 0, True
         for place, token in enumerate(turn):
-            survival.after(token)
-            inputs = HeadInputs.from_drafted(head.reads, turn[: place + 1], Moment.DRAWN)
+            prefix_acceptance.after(token)
+            inputs = HeadInputs.from_drafted(head.reads, turn[: place + 1], DecisionPoint.DRAWN)
             assert inputs is not None
             with torch.inference_mode():
                 alive = alive and chance.random() < sigmoid(float(head.logits(inputs)) - shift)
             accepted += alive
-        survival.observe(Round(length, length, accepted, accepted + 1, length, 0.0, 0.0, 0.0))
+        prefix_acceptance.observe(
+            Round(length, length, accepted, accepted + 1, length, 0.0, 0.0, 0.0)
+        )
 
 
 def test_a_head_that_is_sure_of_too_much_is_recalibrated_by_what_is_accepted() -> None:
     for refit in (True, False):
         head = immediate("drawn")
-        survival = Survival(head, refit=refit)
-        rounds_of(survival, head, shift=1.5, count=500)
-        model = survival.models[Moment.DRAWN]
+        prefix_acceptance = PrefixAcceptance(head, refit=refit)
+        rounds_of(prefix_acceptance, head, shift=1.5, count=500)
+        model = prefix_acceptance.models[DecisionPoint.DRAWN]
         if refit:
             assert model.intercept == pytest.approx(-1.5, abs=0.3)
             assert model.slope == pytest.approx(1.0, abs=0.3)
