@@ -13,8 +13,9 @@ from eval.drafting.stopping import STOPPING_RULES
 from eval.measuring.methods import check_methods
 from eval.verifiers import VERIFIERS
 from recipes.command import RECIPES, TOOLS, main
-from recipes.config import build
+from recipes.config import PipelineConfig, build
 from recipes.launcher import PROFILES
+from specdata.config import fields_of, section_type
 from specdata.processes import TIMEOUT
 
 ROOT = Path(__file__).parent.parent
@@ -91,6 +92,21 @@ def test_every_option_in_a_command_of_the_documents_exists(
     missing = [each for each in named if not re.search(rf"--{each[1]}\b", helps[each[0]])]
     assert len(named) > 10
     assert not missing
+
+
+def test_every_key_of_a_configuration_that_the_documents_name_exists() -> None:
+    sections = "|".join(fields_of(PipelineConfig))
+    # As `draft.init.vocabulary: 8192`, or after the section's own page: `init.kind`.
+    key = re.compile(rf"`((?:{sections})(?:\.[a-z_]+)+)(?=[:`])")
+    pages = [document.read_text() for document in DOCUMENTS]
+    named = {name for page in pages for name in key.findall(page)} - {"rollouts.json"}
+    assert len(named) > 15
+    for name in named:
+        here: type | None = PipelineConfig
+        for part in name.split("."):
+            assert here is not None, name
+            assert part in fields_of(here), name
+            here = section_type(fields_of(here)[part].annotation)
 
 
 def test_every_file_function_and_test_that_papers_names_exists() -> None:
