@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.integrations import (
     TensorBoardCallback,
     WandbCallback,
@@ -22,9 +29,9 @@ from transformers.integrations import (
     is_wandb_available,
 )
 
-from distill.adapters import trained_weights
-from distill.config import Reporter
-from distill.watch import SCORE, History, Measurement, score
+from distill.adapters import base_of, set_weights, trained_weights
+from distill.config import DistilConfig, Reporter
+from distill.watch import SCORE, HeldOut, History, Measurement, score
 from specdata.errors import ConfigError, ManifestError, TrainingDivergedError
 from specdata.storage.checkpoints import complete_steps, newest_complete
 from specdata.storage.files import atomic_folder
@@ -48,10 +55,9 @@ class Watch(TrainerCallback):  # type: ignore[misc]
     def __init__(
         self,
         trainer: Trainer,
-        measure: Callable[[Weights | None, int], Measurement | None],
-        *,
-        every: int,
-        keep: Literal["best", "last"],
+        held_out: HeldOut,
+        plain: PreTrainedModel,
+        config: DistilConfig,
         label: str,
         remedy: str,
     ) -> None:
@@ -59,17 +65,17 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
         Args:
             trainer: the one that this is a callback of.
-            measure: weights and their step -> their figures on the main process, None elsewhere;
-                called with None for the weights that training starts from.
-            every: steps between measurements.
-            keep: whether to store the best weights.
+            held_out: the rollouts to measure on.
+            plain: a copy of the draft, given the weights that are measured (`set_weights`).
+            config: how often to measure, and whether to store the best weights.
             label: of the training, in errors.
             remedy: what to do about its folder if it diverged.
         """
         self.trainer = trainer
-        self.measure = measure
-        self.every = every
-        self.keep = keep
+        self.held_out = held_out
+        self.plain = plain
+        self.every = config.eval_steps
+        self.keep = config.keep
         self.label = label
         self.remedy = remedy
 
@@ -80,7 +86,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         if not measurements(state):
             self._measure(args, state)
         elif self.keep == "best":
-            self._check_best(Path(args.output_dir), state)
+            load_best(Path(args.output_dir), best_step(measurements(state)))  # must be there
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -95,7 +101,9 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         # All processes take part where each holds only a share of the weights.
         weights = trained_weights(self.trainer)
         main, step = state.is_world_process_zero, state.global_step
-        mine = self.measure(weights if step else None, step)
+        if step and main:
+            set_weights(self.plain, weights)
+        mine = self.held_out.measure_on_main(base_of(self.plain), step=step, watched_only=True)
         (measured,) = broadcast_object_list([mine])
         assert measured is not None
         if not math.isfinite(score(measured)):
@@ -111,10 +119,6 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         is_best = best_step(measurements(state)) == step
         if main and self.keep == "best" and is_best:
             store_best(Path(args.output_dir), step, weights, _needed(args, state))
-
-    def _check_best(self, work: Path, state: TrainerState) -> None:
-        """Refuse to go on without the best weights so far. Raises ManifestError."""
-        load_best(work, best_step(measurements(state)))
 
 
 def _needed(args: TrainingArguments, state: TrainerState) -> set[int]:

@@ -26,7 +26,7 @@ from distill.adapters import (
     set_weights,
     trained_weights,
 )
-from distill.batches import Fitted, check_context, content_of, fitted
+from distill.batches import check_context, content_of, fitted
 from distill.callbacks import (
     Watch,
     Weights,
@@ -172,7 +172,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     student = load_student(str(draft), config.lora, seed=seed)
     plain = load_plain(str(draft), config.lora)
     held_out = HeldOut(measured, dev, sampling, watched=config.eval_rollouts)
-    before = _measured(held_out, plain)
+    before = held_out.measure_on_main(base_of(plain))
 
     history = History(best_step=0)
     if config.epochs > 0:
@@ -183,20 +183,8 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
         if state.is_main_process:
             set_weights(plain, weights)
     plain = merged(plain)
-    after = _measured(held_out, plain, step=history.best_step or 0)
-    (after,) = broadcast_object_list([after])
-    _check_finite(after, out, config, settings)
-    if before is not None:
-        is_bound = isinstance(measured, TopLogitDistributions) and not measured.is_exact
-        history = replace(history, before=before, after=after)
-        _save(history, fit, plain, target, out, settings, is_bound=is_bound, undecided=undecided)
-    wait_for_main()
-    return _stored(out)
-
-
-def _check_finite(
-    after: Measurement | None, out: Path, config: DistilConfig, settings: Settings
-) -> None:
+    measured_after = held_out.measure_on_main(base_of(plain), step=history.best_step or 0)
+    (after,) = broadcast_object_list([measured_after])
     assert after is not None  # the main process has sent it
     if not math.isfinite(after.overall.acceptance):
         raise TrainingDivergedError(
@@ -206,6 +194,29 @@ def _check_finite(
             learning_rate=config.learning_rate,
             remedy=settings.remedy,
         )
+    if before is not None:  # on the main process
+        result = DistilResult(
+            acceptance_before=before.overall.acceptance,
+            acceptance_after=after.overall.acceptance,
+            positions=after.overall.positions,
+            steps=history.measurements[-1].step if history.measurements else 0,
+            best_step=history.best_step,
+            before=before,
+            after=after,
+            cut=fit.cut,
+            left_out=fit.left_out,
+            is_bound=isinstance(measured, TopLogitDistributions) and not measured.is_exact,
+            undecided=undecided,
+        )
+        with atomic_folder(out) as temporary:
+            save_model(plain, temporary)
+            copy_tokenizer(str(target), temporary)
+            settings.write(temporary / SETTINGS_FILE)
+            write_json(temporary / RESULT_FILE, asdict(result))
+            replace(history, before=before, after=after).write(temporary)
+        shutil.rmtree(_work(out), ignore_errors=True)
+    wait_for_main()
+    return _stored(out)
 
 
 def _known(
@@ -237,19 +248,6 @@ def _load_teacher(target: str, load: Loading, config: DistilConfig) -> PreTraine
     return load_sharded(target, load)
 
 
-def _measured(
-    held_out: HeldOut, plain: PreTrainedModel, *, step: int = 0, watched_only: bool = False
-) -> Measurement | None:
-    """Measure a draft on the main process; None on others, which only run a target in parts."""
-    measured = None
-    if join_processes().is_main_process:
-        measured = held_out.measure(base_of(plain), step=step, watched_only=watched_only)
-    else:
-        held_out.attend(watched_only=watched_only)
-    wait_for_main()
-    return measured
-
-
 def _trained(
     trainer: Trainer,
     plain: PreTrainedModel,
@@ -259,20 +257,7 @@ def _trained(
 ) -> tuple[History, Weights]:
     """Train; return what is known of it, and the weights to keep (on the main process)."""
     work, label = Path(trainer.args.output_dir), "distilling the draft"
-
-    def measure(weights: Weights | None, step: int) -> Measurement | None:
-        if weights is not None and trainer.is_world_process_zero():
-            set_weights(plain, weights)
-        return _measured(held_out, plain, step=step, watched_only=True)
-
-    watch = Watch(
-        trainer,
-        measure,
-        every=config.eval_steps,
-        keep=config.keep,
-        label=label,
-        remedy=settings.remedy,
-    )
+    watch = Watch(trainer, held_out, plain, config, label, settings.remedy)
     trainer.add_callback(watch)
     train_resumably(trainer, work, settings, label=label)
     weights = trained_weights(trainer)
@@ -283,43 +268,6 @@ def _trained(
     if trainer.is_world_process_zero():
         weights = load_best(work, best)
     return replace(history, best_step=best), weights
-
-
-def _save(
-    history: History,
-    fit: Fitted,
-    plain: PreTrainedModel,
-    target: str | Path,
-    out: Path,
-    settings: Settings,
-    *,
-    is_bound: bool,
-    undecided: int,
-) -> None:
-    """Make the model folder, with the result and the history beside the weights."""
-    before, after = history.before, history.after
-    assert before is not None
-    assert after is not None
-    result = DistilResult(
-        acceptance_before=before.overall.acceptance,
-        acceptance_after=after.overall.acceptance,
-        positions=after.overall.positions,
-        steps=history.measurements[-1].step if history.measurements else 0,
-        best_step=history.best_step,
-        before=before,
-        after=after,
-        cut=fit.cut,
-        left_out=fit.left_out,
-        is_bound=is_bound,
-        undecided=undecided,
-    )
-    with atomic_folder(out) as temporary:
-        save_model(plain, temporary)
-        copy_tokenizer(str(target), temporary)
-        settings.write(temporary / SETTINGS_FILE)
-        write_json(temporary / RESULT_FILE, asdict(result))
-        history.write(temporary)
-    shutil.rmtree(_work(out), ignore_errors=True)
 
 
 def _stored(out: Path) -> DistilResult:

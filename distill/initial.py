@@ -19,7 +19,6 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
     set_seed,
 )
@@ -55,7 +54,7 @@ ALIGNED_ROWS = 128
 RIDGE = 1e-2
 # The context of a fresh draft whose target has no limit, unless the rollouts are longer.
 LEAST_POSITIONS = 2048
-# Ids that the layers of a cut draft are tried on.
+# Ids that a made draft is tried on.
 PROBE = 8
 
 
@@ -115,23 +114,57 @@ def make_initial(
     if out.exists():
         settings.check_file(out / SETTINGS_FILE)
     elif state.is_main_process:
-        model, made = _make(
-            str(target),
-            draft,
-            rollouts,
-            config,
-            seed,
-            getattr(torch, states_dtype),
-            target_load,
-        )
+        made: dict[str, Any] = {"kind": config.kind}
+        if config.kind == "model":
+            if draft is None:
+                raise ConfigError(
+                    "draft.init.kind is model, but no draft is given: set models.draft"
+                )
+            check_shared_vocabulary(load_tokenizer(str(target)), load_tokenizer(str(draft)))
+            model = load_model(str(draft))
+        elif config.kind == "fresh":
+            made["architecture"] = config.architecture
+            model = _fresh(str(target), rollouts, config, seed)
+        else:
+            whole = load_model(str(target), load=target_load)
+            layers = config.layers
+            if isinstance(layers, int):
+                layers = choose_layers(config.choose, layers, len(decoder_layers(whole)[1]))
+            made["layers"] = layers
+            model = cut(whole, layers)
+            if config.align:
+                align_output(model, whole, rollouts, getattr(torch, states_dtype))
+        vocabulary = model.config.get_text_config().vocab_size
         if config.vocabulary is not None:
+            # The target's: an existing draft may name others, and decoding ends at these.
             _, ends = load_generation(str(target))
-            made |= _reduce(model, rollouts, config.vocabulary, ends)
+            vocabulary_ids = frequent_tokens(rollouts, config.vocabulary, vocabulary, ends)
+            reduce_vocabulary(model, vocabulary_ids)
+            made |= {
+                "vocabulary": config.vocabulary,
+                "coverage": coverage(rollouts, vocabulary_ids),
+            }
         made["parameters"] = sum(weight.numel() for weight in model.parameters())
+        ids = (torch.arange(PROBE, device=model.device) * 7919 % vocabulary).unsqueeze(0)
+        with torch.inference_mode():
+            logits = model(input_ids=ids, use_cache=False).logits
+        if config.vocabulary is not None and not logits[..., ~model.t2d].isneginf().all():
+            raise ConfigError(
+                f"{type(model).__name__} changes the logits that its output embedding gives, so "
+                "that tokens left out of its vocabulary would have a probability: leave "
+                "draft.init.vocabulary out"
+            )
         with atomic_folder(out) as temporary:
             save_model(model, temporary)
             copy_tokenizer(str(target), temporary)
-            _check_saved(model, temporary)
+            with torch.inference_mode():
+                found = load_model(str(temporary))(input_ids=ids, use_cache=False).logits
+            if not torch.equal(logits, found):
+                raise ConfigError(
+                    f"{type(model).__name__} gives other logits once it is saved and loaded again, "
+                    "so no draft can be made of it: give draft.init another kind, or leave its "
+                    "vocabulary whole"
+                )
             settings.write(temporary / SETTINGS_FILE)
             write_json(temporary / RESULT_FILE, made)
     wait_for_main()
@@ -240,13 +273,23 @@ def cut(model: PreTrainedModel, chosen: Sequence[int]) -> PreTrainedModel:
             f"draft.init.layers names layer {outside[0]}, but the target has {len(layers)} layers, "
             f"0 to {len(layers) - 1}"
         )
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    for key, value in list(vars(text).items()):  # lists with an entry a layer are cut alike
+        is_of_layers = isinstance(value, list | tuple) and len(value) == len(layers)
+        if is_of_layers and "token" not in key and key != "architectures":
+            setattr(text, key, type(value)(value[index] for index in chosen))
+    text.num_hidden_layers = len(chosen)
+    config.name_or_path = ""
     with torch.device("meta"):
-        made: PreTrainedModel = type(model)(_cut_config(model.config, chosen, len(layers)))
-    places = dict(zip(range(len(chosen)), chosen, strict=True))
+        made: PreTrainedModel = type(model)(config)
     for here, module in made.named_modules():
-        new = _number_in(name, here)
-        old = None if new is None else places[new]
-        there = here if old is None else f"{name}.{old}{here.removeprefix(f'{name}.{new}')}"
+        new = old = None  # numbers of the layer that the module is in
+        there = here
+        if here.startswith(f"{name}."):
+            new = int(here[len(name) + 1 :].split(".")[0])
+            old = chosen[new]
+            there = f"{name}.{old}{here.removeprefix(f'{name}.{new}')}"
         try:
             source = model.get_submodule(there)
             _share(source, module, {(old, new), (len(layers), len(chosen))})
@@ -257,36 +300,6 @@ def cut(model: PreTrainedModel, chosen: Sequence[int]) -> PreTrainedModel:
             ) from error
     made.generation_config = _special(model.generation_config)
     return made.eval()
-
-
-def _make(
-    target: str,
-    draft: str | Path | None,
-    rollouts: Dataset,
-    config: InitConfig,
-    seed: int,
-    states_dtype: torch.dtype,
-    target_load: Loading,
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The draft with its whole vocabulary, and what was made."""
-    if config.kind == "model":
-        if draft is None:
-            raise ConfigError("draft.init.kind is model, but no draft is given: set models.draft")
-        check_shared_vocabulary(load_tokenizer(target), load_tokenizer(str(draft)))
-        return load_model(str(draft)), {"kind": "model"}
-    if config.kind == "fresh":
-        fresh = _fresh(target, rollouts, config, seed)
-        return fresh, {"kind": "fresh", "architecture": config.architecture}
-    whole = load_model(target, load=target_load)
-    if isinstance(config.layers, list):
-        layers = config.layers
-    else:
-        _, found = decoder_layers(whole)
-        layers = choose_layers(config.choose, config.layers, len(found))
-    draft_model = cut(whole, layers)
-    if config.align:
-        align_output(draft_model, whole, rollouts, states_dtype)
-    return draft_model, {"kind": "target", "layers": layers}
 
 
 @torch.no_grad()
@@ -385,45 +398,6 @@ def _special(generation: GenerationConfig) -> GenerationConfig:
     )
 
 
-def _reduce(
-    model: PreTrainedModel, rollouts: Dataset, count: int, ends: Iterable[int]
-) -> dict[str, Any]:
-    """Reduce a draft's vocabulary, and make sure that nothing else has a probability then.
-
-    `ends` are the target's end tokens: an existing draft may name others, and decoding ends there.
-    """
-    vocabulary = model.config.get_text_config().vocab_size
-    vocabulary_ids = frequent_tokens(rollouts, count, vocabulary, ends)
-    reduce_vocabulary(model, vocabulary_ids)
-    with torch.inference_mode():
-        logits = model(input_ids=_probe(model), use_cache=False).logits
-    if not bool(logits[..., ~model.t2d].isneginf().all()):
-        raise ConfigError(
-            f"{type(model).__name__} changes the logits that its output embedding gives, so that "
-            "tokens left out of its vocabulary would have a probability: leave "
-            "draft.init.vocabulary out"
-        )
-    return {"vocabulary": count, "coverage": coverage(rollouts, vocabulary_ids)}
-
-
-def _cut_config(config: PreTrainedConfig, chosen: Sequence[int], layers: int) -> PreTrainedConfig:
-    """The configuration of a cut model: fewer layers, and lists with an entry a layer cut alike."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    for key, value in list(vars(text).items()):
-        is_of_layers = isinstance(value, list | tuple) and len(value) == layers
-        if is_of_layers and "token" not in key and key != "architectures":
-            setattr(text, key, type(value)(value[index] for index in chosen))
-    text.num_hidden_layers = len(chosen)
-    config.name_or_path = ""
-    return config
-
-
-def _number_in(name: str, module: str) -> int | None:
-    """The number of the layer that a module is or is part of; None if it is of no layer."""
-    return int(module[len(name) + 1 :].split(".")[0]) if module.startswith(f"{name}.") else None
-
-
 def _share(
     source: nn.Module, module: nn.Module, places: set[tuple[int | None, int | None]]
 ) -> None:
@@ -433,9 +407,11 @@ def _share(
     """
     for kind in ("_parameters", "_buffers"):
         theirs, ours = getattr(source, kind), getattr(module, kind)
-        if {key: _shape(value) for key, value in theirs.items()} != {
-            key: _shape(value) for key, value in ours.items()
-        }:
+        shapes = (
+            {key: None if value is None else value.shape for key, value in values.items()}
+            for values in (theirs, ours)
+        )
+        if next(shapes) != next(shapes):
             raise ValueError("its weights have other shapes")
         ours.update(theirs)
     # GPT-2 may scale attention by the number of the layer.
@@ -455,26 +431,3 @@ def _share(
             and (there, value) not in places
         ):
             raise ValueError(f"its {key} is {there} there and would be {value}")
-
-
-def _shape(value: Tensor | None) -> torch.Size | None:
-    return None if value is None else value.shape
-
-
-def _probe(model: PreTrainedModel) -> Tensor:
-    """(1, n) ids to try a model on."""
-    size: int = model.config.get_text_config().vocab_size
-    return (torch.arange(PROBE, device=model.device) * 7919 % size).unsqueeze(0)
-
-
-@torch.inference_mode()
-def _check_saved(model: PreTrainedModel, folder: Path) -> None:
-    """Raise ConfigError unless what was saved is the same model when it is loaded."""
-    ids = _probe(model)
-    expected = model(input_ids=ids, use_cache=False).logits
-    found = load_model(str(folder))(input_ids=ids, use_cache=False).logits
-    if not torch.equal(expected, found):
-        raise ConfigError(
-            f"{type(model).__name__} gives other logits once it is saved and loaded again, so no "
-            "draft can be made of it: give draft.init another kind, or leave its vocabulary whole"
-        )

@@ -25,6 +25,7 @@ from specdata.labels.top_logits import (
 from specdata.lm_head import LMHead, find_lm_head
 from specdata.models import check_length, device
 from specdata.probability import overlap, probabilities, to_vocabulary
+from specdata.processes import join_processes, wait_for_main
 from specdata.sampling import SamplingConfig
 from specdata.sharded import is_sharded
 from specdata.storage.files import write_json
@@ -235,16 +236,22 @@ class HeldOut:
         )
 
     @torch.inference_mode()
-    def attend(self, *, watched_only: bool = False) -> None:
-        """Take part in what another process measures: a target in parts is run by all of them.
+    def measure_on_main(
+        self, draft: PreTrainedModel, *, step: int = 0, watched_only: bool = False
+    ) -> Measurement | None:
+        """Measure a draft on the main process, as `measure`, while the others wait: None there.
 
-        Args:
-            watched_only: as the other one calls `measure`.
+        A target in parts is run by all of them.
         """
-        if self._target.is_sharded:
+        measured = None
+        if join_processes().is_main_process:
+            measured = self.measure(draft, step=step, watched_only=watched_only)
+        elif self._target.is_sharded:
             batches = self._batches[: self._watched] if watched_only else self._batches
             for index, batch in enumerate(batches):
                 self._target.at(index, batch)
+        wait_for_main()
+        return measured
 
     def _values(self, index: int, batch: _Batch, draft: LMHead) -> tuple[Tensor, Tensor]:
         """(N, C) values of COLUMNS at a batch's positions, and which count; float64 on the CPU."""
