@@ -124,6 +124,21 @@ def test_every_file_function_and_test_that_papers_names_exists() -> None:
         assert defined, (path, name)
 
 
+def test_every_law_has_its_test() -> None:
+    _, *rows = (
+        (ROOT / "CONTRIBUTING.md").read_text().split("## Laws and their tests")[1].split("\n| ")
+    )
+    assert 100 < len(rows) <= 140
+    for law, tests in (row.rsplit(" | ", 1) for row in rows[1:]):
+        file = source = ""
+        named = re.findall(r"`(test_\w+\.py)?(?:::(\w+))?`", tests)
+        assert named, law
+        for path, test in named:
+            file = path or file
+            source = (ROOT / "tests" / file).read_text()
+            assert re.search(rf"^(async )?def {test or 'test_'}", source, re.M), (law, file, test)
+
+
 def test_every_verifier_has_its_row_in_papers() -> None:
     papers = (ROOT / "PAPERS.md").read_text()
     for name in VERIFIERS:
