@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -132,6 +131,12 @@ def result(folder: Path) -> dict[str, object]:
     return {**shards(folder, "rollouts"), **shards(folder, "labels"), **weights, "counts": counts}
 
 
+def with_pair(finished: Path, folder: Path) -> Path:
+    """A folder in which only the pair is made: one process trains it."""
+    shutil.copytree(finished / "out" / "pair", folder / "out" / "pair")
+    return folder
+
+
 def shards(folder: Path, stage: str) -> dict[str, bytes]:
     """The files of a stored dataset."""
     paths = sorted((folder / "out" / stage).glob("*.parquet"))
@@ -188,6 +193,7 @@ def test_the_python_example_of_the_readme_runs(
     assert capsys.readouterr().out.strip()
 
 
+@EXHAUSTIVE
 def test_an_evaluation_in_batches_measures_counts_and_is_published(
     finished: Path, tmp_path: Path
 ) -> None:
@@ -216,6 +222,7 @@ def test_an_evaluation_in_batches_measures_counts_and_is_published(
         assert "Speeds were **not measured**: 4 prompts were decoded together." in card
 
 
+@EXHAUSTIVE
 def test_a_head_is_evaluated_under_another_sampler_than_its_labels(
     finished: Path, tmp_path: Path
 ) -> None:
@@ -242,60 +249,43 @@ def test_a_warm_run_does_nothing_again(finished: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in (finished / "out").rglob("*")} == before
 
 
-Called = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Called:
-    """Calls a recipe in this process, in `tmp_path`: status, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def called(recipe: str, *arguments: str) -> tuple[int, str, str]:
-        status = RECIPES[recipe].run(command(tmp_path, "", *arguments)[2:])
-        return status, *capsys.readouterr()
-
-    return called
-
-
-def test_a_run_that_was_moved_is_still_the_same_run(
-    finished: Path, tmp_path: Path, call: Called
-) -> None:
+@EXHAUSTIVE
+def test_a_run_that_was_moved_is_still_the_same_run(finished: Path, tmp_path: Path) -> None:
     moved = tmp_path / "moved" / "run 2"
     shutil.copytree(finished / "out", moved)
     shutil.rmtree(moved / "release")
     for here in ("moved/run 2", str(moved), "moved/../moved/run 2/"):
         flags = ["--output", here, "--models.target", f"{here}/pair/target"]
-        status, shown, error = call("pipeline", *flags, "--models.draft", f"{here}/pair/draft")
-        assert status == 0, error
-        assert shown.count("already done") == (6 if here == "moved/run 2" else 7)
-        assert f"draft: {Path(here)}/release/draft" in shown
+        done = run(tmp_path, "pipeline.py", *flags, "--models.draft", f"{here}/pair/draft")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("already done") == (6 if here == "moved/run 2" else 7)
+        assert f"draft: {Path(here)}/release/draft" in done.stdout
     for name in ("draft", "head"):
         ours, theirs = moved / "release" / name, finished / "out" / "release" / name
         weights = "model.safetensors"
         assert (ours / weights).read_bytes() == (theirs / weights).read_bytes()
 
 
+@EXHAUSTIVE
 def test_a_truncated_head_is_refused_and_the_message_mends_it(
-    finished: Path, tmp_path: Path, call: Called
+    finished: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(finished / "out", tmp_path / "out")
     shutil.rmtree(tmp_path / "out" / "eval")
     weights = tmp_path / "out" / "head" / "model" / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-10])
-    status, _, error = call("run-eval")
-    assert status == 2
-    assert "remove out/head and train it again with recipes/train_head.py" in error
+    refused = run(tmp_path, "run_eval.py")
+    assert refused.returncode == 2
+    assert "remove out/head and train it again with recipes/train_head.py" in refused.stderr
     shutil.rmtree(tmp_path / "out" / "head")
-    assert call("train-head")[0] == 0
+    assert run(tmp_path, "train_head.py").returncode == 0
     assert weights.read_bytes() == whole
-    status, _, error = call("run-eval")
-    assert status == 0, error
+    done = run(tmp_path, "run_eval.py")
+    assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.exhaustive
+@EXHAUSTIVE
 def test_a_disk_that_fills_in_any_stage_is_named_and_the_same_command_goes_on(
     finished: Path,
     tmp_path: Path,
@@ -351,6 +341,7 @@ def test_the_sizes_of_a_plan_are_those_of_the_files(
     assert "5 prompts x 5 methods = 25 generations" in Eval(config).size
 
 
+@EXHAUSTIVE
 def test_a_damaged_shard_stops_the_next_stage_and_is_named(finished: Path, tmp_path: Path) -> None:
     subprocess.run(["cp", "-r", f"{finished}/out", str(tmp_path)], check=True)
     shard = tmp_path / "out" / "rollouts" / "shard-00001.parquet"
@@ -390,35 +381,26 @@ def test_a_stage_without_its_predecessor_says_which_recipe_to_run(tmp_path: Path
         assert f"run recipes/{needed} first" in done.stderr
 
 
-def test_a_run_killed_at_any_stage_ends_with_the_result_it_would_have_had(
+def test_a_run_that_is_killed_ends_with_the_result_it_would_have_had(
     finished: Path, tmp_path: Path
 ) -> None:
-    patterns = {
-        "pair/target.training/checkpoint-*": signal.SIGKILL,
-        "draft/model.training/checkpoint-*": signal.SIGTERM,
-    }
-    missed = []
-    for pattern, number in patterns.items():
-        process = subprocess.Popen(
-            command(tmp_path, "pipeline.py"),
-            cwd=tmp_path,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        while process.poll() is None and not list((tmp_path / "out").glob(pattern)):
-            time.sleep(0.005)
-        if process.poll() is None:
-            os.killpg(process.pid, number)
-        else:
-            missed.append(pattern)
-        assert process.wait() == (143 if number == signal.SIGTERM else -number)
-    assert not missed, "the run ended before it could be killed"
-    done = run(tmp_path, "pipeline.py")
+    folder = with_pair(finished, tmp_path)
+    process = subprocess.Popen(
+        command(folder, "pipeline.py"),
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    while not list((folder / "out").glob("draft/model.training/checkpoint-*")):
+        assert process.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    done = run(folder, "pipeline.py")
     assert done.returncode == 0, done.stderr
-    assert result(tmp_path) == result(finished)
-    temporary = [path.name for path in (tmp_path / "out").rglob("*.tmp*")]
-    assert not temporary
+    assert result(folder) == result(finished)
+    assert not [path.name for path in (folder / "out").rglob("*.tmp*")]
 
 
 # --- launched
@@ -462,12 +444,6 @@ def port() -> int:
         return int(free.getsockname()[1])
 
 
-def with_pair(finished: Path, folder: Path) -> Path:
-    """A folder in which only the pair is made: one process trains it."""
-    shutil.copytree(finished / "out" / "pair", folder / "out" / "pair")
-    return folder
-
-
 @pytest.fixture(scope="module")
 def two_nodes(finished: Path, port: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = with_pair(finished, tmp_path_factory.mktemp("two_nodes"))
@@ -475,7 +451,7 @@ def two_nodes(finished: Path, port: int, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-@pytest.mark.exhaustive
+@EXHAUSTIVE
 def test_a_launcher_fails_with_what_a_recipe_said_of_its_configuration(tmp_path: Path) -> None:
     launcher = start(tmp_path, "cpu-2")
     said = launcher.communicate()[1]
@@ -489,7 +465,7 @@ def test_a_launcher_fails_with_what_a_recipe_said_of_its_configuration(tmp_path:
     ["cpu-2", *(pytest.param(form, marks=EXHAUSTIVE) for form in ("zero2", "zero3", "two nodes"))],
 )
 def test_every_launch_makes_what_one_process_makes(
-    form: str, finished: Path, tmp_path: Path, call: Called, request: pytest.FixtureRequest
+    form: str, finished: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Rollouts and labels byte for byte, draft and head up to rounding.
 
@@ -518,8 +494,8 @@ def test_every_launch_makes_what_one_process_makes(
     shutil.copytree(launched / "out", tmp_path / "out")
     for stage in ("labels", "head"):
         shutil.rmtree(tmp_path / "out" / stage)
-    status, _, error = call("train-head")
-    assert status == 0, error
+    done = run(tmp_path, "train_head.py")
+    assert done.returncode == 0, done.stderr
     assert shards(launched, "labels") == shards(tmp_path, "labels")
     both, alone = (
         load_file(folder / "out/head/model/model.safetensors") for folder in (launched, tmp_path)
@@ -528,7 +504,7 @@ def test_every_launch_makes_what_one_process_makes(
         assert (both[name] - value).abs().max() < 1e-4, name
 
 
-@pytest.mark.exhaustive
+@EXHAUSTIVE
 def test_after_lost_nodes_the_same_command_ends_with_the_same_bytes(
     finished: Path, two_nodes: Path, port: int, tmp_path: Path
 ) -> None:
