@@ -10,10 +10,11 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
 
 from recipes import make_logits, make_rollouts, pipeline, publish, run_eval, train_draft, train_head
-from recipes.launcher import LAUNCH, PROFILES, launch_command, start
 from recipes.recipe import LAUNCHED
 from specdata import __version__
 from specdata.config import nearest
@@ -29,46 +30,50 @@ RECIPES = {
 }
 
 
-def inspect(arguments: Sequence[str]) -> int:
-    """Show what stored rollouts or labels hold."""
-    from specdata.inspect.__main__ import main
-
-    return main(arguments, "draftsmith inspect")
-
-
-def compare(arguments: Sequence[str]) -> int:
-    """Compare greedy decoding with transformers' own: identical, tied, or a bug."""
-    from eval.analysis.compare import main
-
-    return main(arguments, "draftsmith compare")
-
-
-def replay(arguments: Sequence[str]) -> int:
-    """Replay stopping rules on recorded acceptance, against the oracle."""
-    from eval.analysis.replay import main
-
-    return main(arguments, "draftsmith replay")
-
-
-def sweep(arguments: Sequence[str]) -> int:
-    """Train and compare SpecDec++'s grid of acceptance heads."""
-    from eval.analysis.sweep import main
-
-    return main(arguments, "draftsmith sweep")
+MODULES = {
+    "inspect": ("specdata.inspect.__main__", "Show what stored rollouts or labels hold."),
+    "compare": (
+        "eval.analysis.compare",
+        "Compare greedy decoding with transformers' own: identical, tied, or a bug.",
+    ),
+    "replay": (
+        "eval.analysis.replay",
+        "Replay stopping rules on recorded acceptance, against the oracle.",
+    ),
+    "sweep": ("eval.analysis.sweep", "Train and compare SpecDec++'s grid of acceptance heads."),
+    "trees": (
+        "eval.analysis.trees",
+        "Search for the best draft tree along held-out text of the target.",
+    ),
+    "table": (
+        "eval.reporting.table",
+        "Print a finished evaluation as a table for a README, and copy what to commit of it.",
+    ),
+}
+"""Tool -> its module, whose `main` is called, and what it does."""
+# A folder beside the packages, in a checkout as in an installed wheel.
+LAUNCH = Path(__file__).parent.parent / "launch"
+PROFILES = sorted(path.stem for path in LAUNCH.glob("*.yaml"))
 
 
-def trees(arguments: Sequence[str]) -> int:
-    """Search for the best draft tree along held-out text of the target."""
-    from eval.analysis.trees import main
+def launch_command(
+    profile: str, options: Sequence[str], recipe: str, arguments: Sequence[str]
+) -> list[str]:
+    """The command line that starts a recipe under a launch profile, from any folder.
 
-    return main(arguments, "draftsmith trees")
-
-
-def table(arguments: Sequence[str]) -> int:
-    """Print a finished evaluation as a table for a README, and copy what to commit of it."""
-    from eval.reporting.table import main
-
-    return main(arguments, "draftsmith table")
+    Args:
+        profile: a name in `PROFILES`.
+        options: of `accelerate launch`; they win over the profile.
+        recipe: a name in `RECIPES`.
+        arguments: of the recipe.
+    """
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", str(LAUNCH / f"{profile}.yaml")]
+    engine = LAUNCH / f"{profile}.json"
+    if engine.exists():  # the profile itself names it relative to a checkout
+        command += ["--deepspeed_config_file", str(engine)]
+    module = f"recipes.{recipe.replace('-', '_')}"
+    return [*command, *options, "--module", module, *arguments]
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -87,7 +92,10 @@ def launch(arguments: Sequence[str]) -> int:
         close = [nearest(word, RECIPES) for word in arguments[1:2] if not word.startswith("-")]
         parser.error(f"name a recipe after the profile: {'; '.join(close) or ', '.join(RECIPES)}")
     os.environ[LAUNCHED] = shlex.join(["draftsmith", "launch", *arguments[:here]])
-    return start(launch_command(profile, arguments[1:here], arguments[here], arguments[here + 1 :]))
+    # Seconds that torchrun leaves its processes to write a checkpoint once it is told to stop.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
+    command = launch_command(profile, arguments[1:here], arguments[here], arguments[here + 1 :])
+    os.execv(command[0], command)  # whose signals and exit status are then this process's
 
 
 def profile(arguments: Sequence[str]) -> int:
@@ -104,16 +112,7 @@ def profile(arguments: Sequence[str]) -> int:
     return 0
 
 
-TOOLS: dict[str, Callable[[Sequence[str]], int]] = {
-    "inspect": inspect,
-    "compare": compare,
-    "replay": replay,
-    "sweep": sweep,
-    "trees": trees,
-    "table": table,
-    "launch": launch,
-    "profile": profile,
-}
+TOOLS = (*MODULES, "launch", "profile")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,12 +128,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return RECIPES[name].run(given[1:], f"draftsmith {name}")
     if name not in TOOLS:
         parser.error(f"unknown command {name!r}: {nearest(name, [*RECIPES, *TOOLS])}")
-    return TOOLS[name](given[1:])
+    if name in MODULES:
+        return int(import_module(MODULES[name][0]).main(given[1:], f"draftsmith {name}"))
+    return (launch if name == "launch" else profile)(given[1:])
 
 
 def _parser() -> argparse.ArgumentParser:
     described = {name: recipe.description for name, recipe in RECIPES.items()}
-    described |= {name: tool.__doc__ or "" for name, tool in TOOLS.items()}
+    described |= {name: does for name, (_, does) in MODULES.items()}
+    described |= {tool.__name__: tool.__doc__ or "" for tool in (launch, profile)}
     lines = [f"  {name:<14} {text}" for name, text in described.items()]
     parser = argparse.ArgumentParser(
         "draftsmith",

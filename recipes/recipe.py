@@ -221,7 +221,6 @@ HUB_ID = "OWNER/NAME"
 """Stands for the Hub id that only the user knows."""
 
 
-TP_PLAN = "--models.load.target.tp_plan"
 LAUNCHED = "DRAFTSMITH_LAUNCH"
 """Environment variable: the words before a recipe's name under `draftsmith launch`."""
 ALONE = ("publish",)
@@ -247,25 +246,13 @@ class CommandLine:
             start = [*(launched if launched and name not in ALONE else ["draftsmith"]), name]
         else:
             start = [_python(), str(Path(sys.argv[0]).with_name(f"{name.replace('-', '_')}.py"))]
-        return shlex.join([*start, *_placeless(self.arguments), *more])
+        return shlex.join([*start, *self.arguments, *more])
 
     def inspect(self, dataset: Path) -> str:
         """The command that shows a stored dataset."""
         is_command = self.program is not None or LAUNCHED in os.environ
         tool = "draftsmith inspect" if is_command else f"{_python()} -m specdata.inspect"
         return f"{tool} {shlex.quote(str(dataset))}"
-
-
-def _placeless(arguments: Sequence[str]) -> list[str]:
-    """Arguments without tp_plan, which the next recipe may refuse, or one process."""
-    kept, words = [], iter(arguments)
-    for word in words:
-        if word.startswith(TP_PLAN):
-            if "=" not in word:
-                next(words, None)
-        else:
-            kept.append(word)
-    return kept
 
 
 def _python() -> str:

@@ -231,22 +231,38 @@ def run_stage(stage: Stage) -> dict[str, Any]:
         say(f"{stage.name}: already done ({took})", style="green")
         return dict(stored["results"])
     say(f"{stage.name}: {'continuing' if stored else 'starting'} in {stage.folder}", style="bold")
+    from eval.measuring.environment import describe_environment
+    from specdata.models import device
+
     prepare_libraries()
     begun = time.perf_counter()
     if not is_main():
         # Until the main process has accepted the folder, and is seen at work there: run.json alone
         # may be that of an earlier run.
         _wait(stage.folder, lambda: _begun(stage.folder), PATIENCE)
-        with _stage_remedy(stage):
-            results = stage.run()
+        results = stage.run()
         wait_for(stage.folder, GRACE)  # the next stage looks for what the main process writes last
         return results
     with _locked(stage.folder):
-        record = _new_record(decisive, stage.config)
+        where = describe_environment(device=str(device()), dtype=stage.config.models.dtype)
+        record = {
+            "schema_version": 1,
+            **decisive.values,
+            "finished": False,
+            "arguments": sys.argv,
+            "config": stage.config.model_dump(mode="json"),
+            "seed": stage.config.seed,
+            "environment": where.model_dump(mode="json"),
+            "processes": process_count(),
+            "wall_seconds": None,
+            "results": None,
+        }
         write_json(stage.folder / RUN, record)
         try:
-            with _stage_remedy(stage):
-                record["results"] = stage.run()
+            record["results"] = stage.run()
+        except TrainingDivergedError as error:
+            error.remedy = stage.remedy  # run.json holds the learning rate, too
+            raise
         except USER_ERRORS:
             # Nothing was made before a mistake was found: another command may use the folder.
             if {file.name for file in stage.folder.iterdir()} <= {RUN, LOCK, MANIFEST, PROGRESS}:
@@ -258,16 +274,6 @@ def run_stage(stage: Stage) -> dict[str, Any]:
         write_json(stage.folder / RUN, record)
     say(f"{stage.name}: done in {record['wall_seconds']:.0f} s", style="green")
     return dict(record["results"])
-
-
-@contextmanager
-def _stage_remedy(stage: Stage) -> Iterator[None]:
-    """Have an error that a lower learning rate mends say what to do about the whole stage."""
-    try:
-        yield
-    except TrainingDivergedError as error:
-        error.remedy = stage.remedy  # run.json holds the learning rate, too
-        raise
 
 
 def prepare_libraries() -> None:
@@ -428,27 +434,6 @@ def _stored(stage: Stage, decisive: Settings) -> dict[str, Any] | None:
     stored = stage_record(stage.folder)
     decisive.check({key: stored[key] for key in decisive.values}, stage.folder)
     return stored
-
-
-def _new_record(decisive: Settings, config: PipelineConfig) -> dict[str, Any]:
-    from eval.measuring.environment import describe_environment
-    from specdata.models import device
-
-    where = describe_environment(device=str(device()), dtype=config.models.dtype)
-    return {
-        "schema_version": 1,
-        "stage": decisive.values["stage"],
-        "finished": False,
-        "arguments": sys.argv,
-        "settings": decisive.values["settings"],
-        "inputs": decisive.values["inputs"],
-        "config": config.model_dump(mode="json"),
-        "seed": config.seed,
-        "environment": where.model_dump(mode="json"),
-        "processes": process_count(),
-        "wall_seconds": None,
-        "results": None,
-    }
 
 
 @contextmanager

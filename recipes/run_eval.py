@@ -14,6 +14,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from eval.measuring.experiment import Artefacts
     from eval.measuring.results import Results
     from heads import BaseHead
-    from specdata.prompts.loading import LoadedPrompts, Prompt
+    from specdata.prompts.loading import Prompt
 
 
 class Eval(Stage):
@@ -152,8 +153,13 @@ class Eval(Stage):
         """Measure with every process that can, and report in the main one."""
         config = self.config
         from eval.measuring.experiment import Artefacts, stored_results
-        from specdata.models import check_shared_vocabulary, load_model, load_tokenizer
-        from specdata.prompts.loading import dropped
+        from specdata.models import (
+            check_shared_vocabulary,
+            load_model,
+            load_tokenizer,
+            longest_prompt,
+        )
+        from specdata.prompts.loading import dropped, load_prompts
 
         if not _is_measuring(config):
             return {}
@@ -162,7 +168,10 @@ class Eval(Stage):
         names = [draft_name, *path_drafts(config.eval)]
         for name in names:
             check_shared_vocabulary(tokenizer, load_tokenizer(name))
-        loaded = _prompts(config)
+        # Prompts that leave each model room to answer.
+        models_read = [models.target, *names]
+        room = min(longest_prompt(name, config.eval.max_new_tokens) for name in models_read)
+        loaded = load_prompts(config.eval.sets, tokenizer, seed=config.seed, max_tokens=room)
         prompts = loaded.prompts
         for line in dropped(loaded.report):
             say(line)
@@ -198,7 +207,8 @@ class Eval(Stage):
                 f"records in {self.folder / 'prompts'} were removed while it was measured"
             )
         write_results(self.folder / RESULTS, results)
-        _keep_samples(self.folder, prompts, models.target)
+        decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+        write_samples(self.folder / SAMPLES, make_samples(prompts, self.folder, decode))
         verdict = _verdict(config, results)
         if verdict is not None:
             verdict.write(self.folder / VERDICT)
@@ -244,29 +254,6 @@ def _verdict(config: PipelineConfig, results: Results) -> HeadVerdict | None:
         _load_head(head).to(draft.device),
         sampling=config.sampling,
     )
-
-
-def _keep_samples(folder: Path, prompts: Sequence[Prompt], target: str) -> None:
-    """Write the texts of a few prompts beside the results."""
-    from specdata.models import load_tokenizer
-
-    tokenizer = load_tokenizer(target)
-
-    def decode(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
-
-    write_samples(folder / SAMPLES, make_samples(prompts, folder, decode))
-
-
-def _prompts(config: PipelineConfig) -> LoadedPrompts:
-    """The prompts of every set, those that leave each model room to answer."""
-    from specdata.models import load_tokenizer, longest_prompt
-    from specdata.prompts.loading import load_prompts
-
-    models = [config.models.target, draft_in_use(config), *path_drafts(config.eval)]
-    room = min(longest_prompt(name, config.eval.max_new_tokens) for name in models)
-    tokenizer = load_tokenizer(config.models.target)
-    return load_prompts(config.eval.sets, tokenizer, seed=config.seed, max_tokens=room)
 
 
 def _decode(
@@ -372,7 +359,10 @@ def _context(config: PipelineConfig, results: Results, verdict: HeadVerdict | No
         for stage in earlier
         if stage.name != "release" and finished(stage.folder)
     }
-    draft = records.get("draft")
+    draft, here, command = records.get("draft"), eval_folder(config), ""
+    if (here / RUN).is_file():
+        program, *given = map(without_passwords, stage_record(here)["arguments"])
+        command = shlex.join([Path(program).name, *given])
     return Context(
         title=f"{config.models.target} with {draft_in_use(config)}",
         stages={name: record["wall_seconds"] for name, record in records.items()},
@@ -386,17 +376,9 @@ def _context(config: PipelineConfig, results: Results, verdict: HeadVerdict | No
         if draft
         else {},
         verdict=verdict,
-        command=_command(eval_folder(config)),
-        samples=read_samples(eval_folder(config) / SAMPLES),
+        command=command,
+        samples=read_samples(here / SAMPLES),
     )
-
-
-def _command(folder: Path) -> str:
-    """The command line of an evaluation, from its run.json; empty if that is not yet written."""
-    if not (folder / RUN).is_file():
-        return ""
-    program, *given = map(without_passwords, stage_record(folder)["arguments"])
-    return shlex.join([Path(program).name, *given])
 
 
 RECIPE = Recipe("Decode prompts with every method, and report.", (Eval,))

@@ -12,9 +12,8 @@ import yaml
 from eval.drafting.stopping import STOPPING_RULES
 from eval.measuring.methods import check_methods
 from eval.verifiers import VERIFIERS
-from recipes.command import RECIPES, TOOLS, main
+from recipes.command import PROFILES, RECIPES, TOOLS, main
 from recipes.config import PipelineConfig, build
-from recipes.launcher import PROFILES
 from specdata.config import fields_of, section_type
 from specdata.processes import TIMEOUT
 

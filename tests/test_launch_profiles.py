@@ -18,7 +18,7 @@ import yaml
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, patch_environment
 from accelerate.utils.launch import _filter_args
 
-from recipes.launcher import LAUNCH
+from recipes.command import LAUNCH
 
 NAMES = ["cpu", "cpu-2", "fsdp2", "multi_gpu", "multi_node", "single_gpu"]
 NAMES += ["zero1", "zero2", "zero3", "zero3_offload"]

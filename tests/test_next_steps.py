@@ -88,17 +88,6 @@ def test_a_pair_that_vllm_refuses_is_not_served_with_it(tmp_path: Path) -> None:
     assert [step.purpose for step in said] == ["look", "load", "upload"]
 
 
-@pytest.mark.parametrize(
-    "given",
-    [["--models.load.target.tp_plan", "auto"], ["--models.load.target.tp_plan=auto"]],
-    ids=["two words", "one word"],
-)
-def test_the_next_recipe_is_not_told_to_split_the_target(given: list[str]) -> None:
-    """Some refuse it, and what is printed starts one process."""
-    _, train = steps("train-draft", *given, "--seed", "7")
-    assert train.line == steps("train-draft", "--seed", "7")[1].line
-
-
 def test_a_draft_learns_from_the_logits_that_were_stored() -> None:
     _, keep = steps("make-rollouts", "--logits.top_logits", "4")
     assert shlex.split(keep.line)[1] == "make-logits"
