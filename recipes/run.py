@@ -260,10 +260,9 @@ def run_stage(stage: Stage) -> dict[str, Any]:
         write_json(stage.folder / RUN, record)
         try:
             record["results"] = stage.run()
-        except TrainingDivergedError as error:
-            error.remedy = stage.remedy  # run.json holds the learning rate, too
-            raise
-        except USER_ERRORS:
+        except USER_ERRORS as error:
+            if isinstance(error, TrainingDivergedError):
+                error.remedy = stage.remedy  # run.json holds the learning rate, too
             # Nothing was made before a mistake was found: another command may use the folder.
             if {file.name for file in stage.folder.iterdir()} <= {RUN, LOCK, MANIFEST, PROGRESS}:
                 (stage.folder / MANIFEST).unlink(missing_ok=True)
