@@ -72,7 +72,6 @@ MANY = "[{name: maths, split: test, count: 999999}]"
     ("recipe", "flags", "message"),
     [
         ("make-rollouts", ["--rollouts.sets", "[]"], "must name at least one prompt set"),
-        ("make-rollouts", ["--rollouts.sets", TYPO], "did you mean 'instruct'?"),
         ("make-rollouts", ["--rollouts.sets", SPLIT], "unknown split 'tset'"),
         ("make-rollouts", ["--rollouts.sets", MANY], "has 6250 prompts, 999999 were asked for"),
         ("make-rollouts", ["--rollouts.sets", "[{name: gsm8k, split: x}]"], "has no split 'x'"),
@@ -82,7 +81,6 @@ MANY = "[{name: maths, split: test, count: 999999}]"
         ("make-rollouts", ["--method", "K=2"], "this recipe measures nothing"),
         ("run-eval", ["--eval.max_new_tokens", "1024"], "set it to 1023 or less"),
         ("run-eval", ["--eval.threads", "9999"], "the processors of this machine"),
-        ("run-eval", ["--eval.sets", SPLIT], "unknown split 'tset'"),
         ("run-eval", ["--method", "{name: a, verifier: blok}"], "did you mean 'block'?"),
         ("run-eval", ["--method", "{name: a, verifier: biased_uno}"], "it needs epsilon"),
         (
@@ -91,7 +89,6 @@ MANY = "[{name: maths, split: test, count: 999999}]"
             "it has no x (parameters: none)",
         ),
         ("publish", ["--eval.methods", "[{name: plain, decoder: plain}]"], "a draft's card needs"),
-        ("pipeline", ["--rollouts.sets", "[]"], "must name at least one prompt set"),
         (
             "pipeline",
             ["--rollouts.sets", "[{name: code, count: 1}]"],
@@ -102,9 +99,7 @@ MANY = "[{name: maths, split: test, count: 999999}]"
             ["--method", "{name: a, stop: head}"],
             "to eval.methods (--method leaves only the methods that it names: give it once more",
         ),
-        ("pipeline", ["--eval.max_new_tokens", "1024"], "set it to 1023 or less"),
         ("pipeline", ["--eval.sets", TYPO], "did you mean 'instruct'?"),
-        ("pipeline", ["--method", "{name: a, verifier: blok}"], "did you mean 'block'?"),
     ],
 )
 def test_a_plan_refuses_what_a_run_refuses_before_anything_is_made(
@@ -123,7 +118,7 @@ def test_a_plan_refuses_what_a_run_refuses_before_anything_is_made(
 
 
 @pytest.mark.parametrize("stop", [name for name, rule in STOPPING_RULES.items() if rule.adaptive])
-@pytest.mark.parametrize("threshold", ["2", "-1", ".nan", "true", "high"])
+@pytest.mark.parametrize("threshold", ["2", "high"])
 def test_a_threshold_that_no_rule_can_have_is_refused(
     stop: str, threshold: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,44 +45,23 @@ def test_lists_and_null_can_be_given_on_the_command_line() -> None:
     [
         (["--head.dept", "1"], "did you mean 'head.depth'"),
         (["--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
-        (["--config", "."], "cannot be read"),
         (["--head.depth", "deep"], r"head.depth: .*\(got 'deep'\)"),
         (["--eval.sets", "[{nam: maths}]"], "did you mean 'name'"),
         (["--draft.objective", "best"], "draft.objective: must be 'forward_kl', 'reverse_kl'"),
         (["--sampling.top_p", "0"], "top_p must lie in"),
         (["--eval.methods", "[{name: a}]"], "no method is 'plain', .* add {name: plain"),
         (["--seed", "[1"], "not a YAML value"),
-        (["--rollouts.shard_size", "0"], "rollouts.shard_size: must be greater than or equal to 1"),
         (["--eval.max_new_tokens", "0"], "eval.max_new_tokens: must be greater than or equal to 1"),
-        (
-            ["--rollouts.vllm.url", "ftp://x"],
-            r"rollouts.vllm.url: must begin with http:// or https:// \(got 'ftp://x'\)",
-        ),
         (["--eval.sets", "[]"], "at least one prompt set"),
-        (["--models.dtype", "int8"], "models.dtype: must be 'float32', 'bfloat16' or 'float16'"),
         (["--draft.epochs", ".nan"], "draft.epochs: must be a finite number"),
-        (["--seed", "-1"], "seed: must be greater than or equal to 0"),
         (["--seed", "4294967296"], "seed: must be less than or equal to 4294967295"),
         (["--toy.target_width", "7"], "toy.target_width: must be a multiple of 2"),
         (["--output", ""], "output: must have at least 1 character"),
-        (["--models.draft", ""], "models.draft: must have at least 1 character"),
         (["--head.depth", "true"], r"head.depth: must be a number \(got true\)"),
-        (["--rollouts.sets", "[{name: maths, count: true}]"], "'count' must be a number"),
-        (["--sampling", "{top_k: true}"], "sampling: 'top_k' must be a number"),
-        (["--eval.max_new_tokens", "99999999999"], "less than or equal to 16777216"),
-        (["--rollouts.max_new_tokens", "99999999999"], "less than or equal to 16777216"),
         (["--rollouts", "null"], r"rollouts: must be a section, .* and is empty \(null\)"),
-        (["--eval", "7"], r"eval: must be a section, a mapping of keys \(got 7\)"),
-        (["--output", " "], r"output: must be a folder, not blank \(got ' '\)"),
         (["--output=~/x"], r"output: must be written out \(got '~/x'\)"),
         (["--method", "{stop: head}"], r"--method '\{stop: head\}': name: is missing"),
-        (["--method", "{stop: head, length: 3}"], r"--method '.*: stop head does not use length"),
         (["--output", "a\x1b[2J"], r"output: must hold no control characters"),
-        (["--models.target", "a\r"], r"models.target: must hold no control characters"),
-        (
-            ["--eval.methods", '[{name: "a\\e[2J"}, {name: plain, decoder: plain}]'],
-            r"method 'a\\x1b\[2J': name: must hold no control characters",
-        ),
         (["--models", "{target: a, draft: b, target: c}"], "--models: .*: 'target' is given twice"),
     ],
 )
@@ -129,19 +108,12 @@ def test_merge_keys_are_loaded_and_a_key_beside_them_wins() -> None:
     [
         "a: {x: 1, x: 2}",
         "[&a {x: 1}, {<<: *a, y: 1, y: 2}]",
-        "[&a {x: 1, x: 2}, {<<: *a}]",
         "[&a {x: 1}, {<<: *a, <<: *a}]",
-        "{1: a, 0x1: b}",
     ],
 )
 def test_a_key_that_is_given_twice_is_refused_beside_merge_keys_too(text: str) -> None:
     with pytest.raises(yaml.constructor.ConstructorError, match="is given twice"):
         _load_yaml(text)
-
-
-def test_a_key_that_is_given_twice_on_the_command_line_is_called_that() -> None:
-    with pytest.raises(ConfigError, match=r"--method: .*'length' is given twice"):
-        parse(["--method", "{name: a, length: 3, length: 4}"])
 
 
 def test_a_key_that_is_given_twice_is_refused_with_its_line(tmp_path: Path) -> None:
