@@ -180,20 +180,16 @@ def find_lm_head(model: PreTrainedModel) -> LMHead:
     size = model.config.get_text_config().vocab_size
     ids = (torch.arange(8, device=model.device) * 7919 % size).unsqueeze(0)
     vocabulary = model(input_ids=ids, use_cache=False).logits.shape[-1]
-    if embedding is not None and _fits(embedding, hidden_states(model, ids)):
-        for logit_transform in _logit_transforms(model):
-            if all(
-                _agrees(model, embedding, logit_transform, ids, large) for large in (False, True)
-            ):
-                return LMHead(model, embedding, logit_transform, vocabulary)
+    if getattr(embedding, "weight", None) is not None:
+        states = hidden_states(model, ids)
+        if isinstance(states, Tensor) and embedding.weight.shape[-1] == states.shape[-1]:
+            for logit_transform in _logit_transforms(model):
+                if all(
+                    _agrees(model, embedding, logit_transform, ids, large)
+                    for large in (False, True)
+                ):
+                    return LMHead(model, embedding, logit_transform, vocabulary)
     return LMHead(model, None, _same, vocabulary)
-
-
-def _fits(embedding: nn.Module, states: Any) -> bool:
-    weight = getattr(embedding, "weight", None)
-    return (
-        isinstance(states, Tensor) and weight is not None and weight.shape[-1] == states.shape[-1]
-    )
 
 
 def _agrees(
@@ -207,9 +203,12 @@ def _agrees(
     states = hidden_states(model, ids)
     bare = _finite(embedding(states).float())
     factor = LARGE / float(bare.abs().amax().clamp(min=1e-6)) if large else 1.0
-    with _scaled(embedding, factor):
+    hook = embedding.register_forward_hook(lambda _module, _inputs, output: output * factor)
+    try:
         own = model(input_ids=ids, use_cache=False).logits
         ours = logit_transform(embedding(states)).to(own.device)
+    finally:
+        hook.remove()
     if own.shape != ours.shape or not torch.equal(own.isneginf(), ours.isneginf()):
         return False
     accuracy = 1e-2 if own.dtype in (torch.bfloat16, torch.float16) else 1e-4
@@ -220,15 +219,6 @@ def _agrees(
 def _finite(logits: Tensor) -> Tensor:
     """Logits with 0 where they are -inf, as at tokens that a reduced vocabulary leaves out."""
     return logits.masked_fill(logits.isneginf(), 0.0)
-
-
-@contextmanager
-def _scaled(embedding: nn.Module, factor: float) -> Iterator[None]:
-    hook = embedding.register_forward_hook(lambda _module, _inputs, output: output * factor)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _logit_transforms(model: PreTrainedModel) -> Iterator[LogitTransform]:
