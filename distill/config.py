@@ -177,7 +177,7 @@ class DistilConfig(Config):
     )
     cache: str | None = Field(
         None,
-        description="dataset with top target logits (stage logits, or labels with top_logits) to "
+        description="dataset with top target logits (stage logits) to "
         "learn from, without the target: all tokens outside them count as one",
     )
     sets: list[str] | None = Field(

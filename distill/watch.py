@@ -352,7 +352,7 @@ class _TopLogitsTarget:
         def there(positions: slice, q: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             top = {name: values[positions].to(q.device) for name, values in columns.items()}
             p, decided = self._known.distribution(top, q), self._known.decided(top)
-            if self._known.is_exact or "text_logit" not in top:
+            if self._known.is_exact:
                 return p, p.gather(-1, text), decided
             return p, (top["text_logit"] - log_total(top)).exp(), decided
 

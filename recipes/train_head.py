@@ -59,7 +59,7 @@ class Labels(Stage):
         """As many rows as rollouts."""
         labels = self.config.labels
         # An id, a drafted id and eight numbers; of training rollouts a pair for each further draw.
-        token = 40 + PAIR * labels.top_logits
+        token = 40
         drawn = self.config.sampling.temperature > 0
         return rows_size(
             self.config, {"": token, "train": token + PAIR * drawn * (labels.draws - 1)}
@@ -75,7 +75,8 @@ class Labels(Stage):
     def run(self) -> dict[str, Any]:
         """Run target and draft along the rollouts, in every process."""
         config = self.config
-        from specdata.labels.make import labels_from_cache, load_labels, make_labels, mean_overlap
+        from specdata.labels.make import load_labels, make_labels, mean_overlap
+        from specdata.labels.top_logits import TopLogits
         from specdata.models import (
             check_shared_vocabulary,
             load_model,
@@ -103,7 +104,7 @@ class Labels(Stage):
         make: Callable[..., int]
         if cache := config.labels.cache:
             rows = cached_rows(config, cache, "labels.cache", source, rollouts)
-            make = partial(labels_from_cache, Path(cache), draft, rows=rows)
+            make = partial(make_labels, TopLogits.of(Path(cache)), draft, rows)
         else:
             target = load_model(models.target, load=models.loading("target"))
             tensor_parallel = is_shared(config, "labels")

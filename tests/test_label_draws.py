@@ -14,7 +14,10 @@ import torch
 
 from specdata.errors import ConfigError
 from specdata.labels.config import LabelsConfig
-from specdata.labels.make import labels_from_cache, make_labels
+from specdata.labels.make import make_labels
+from specdata.labels.top_logits import TopLogits
+from specdata.lm_head import find_lm_head
+from specdata.logits.make import ModelLogits
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import load_stored, of_split
 from specdata.storage.manifest import read_manifest
@@ -131,10 +134,13 @@ def test_labels_from_top_logits_have_the_draws_of_those_made_with_the_target(
     tmp_path: Path,
 ) -> None:
     sampling = SamplingConfig(top_k=8)
-    with_target = label(tmp_path, "kept", LabelsConfig(draws=3, top_logits=8), sampling)
-    labels_from_cache(
-        tmp_path / "kept",
+    with_target = label(tmp_path, "labels", LabelsConfig(draws=3), sampling)
+    target = find_lm_head(tiny_llama(0, vocab=V))
+    rollouts = load_stored(tmp_path / "rollouts").to_list()
+    make_labels(
+        TopLogits(8, V),
         tiny_llama(1, vocab=V),
+        datasets.Dataset.from_list(ModelLogits(target, 8)(rollouts)),  # type: ignore[arg-type]
         tmp_path / "again",
         LabelsConfig(draws=4),
         sampling=sampling,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipes import make_rollouts, train_head
+from recipes import make_logits, make_rollouts, train_head
 from specdata.labels.make import load_labels
 from specdata.probability import SamplingConfig
 from tests.test_sharding import ROOT, pair, with_train_and_dev
@@ -24,18 +24,16 @@ SAMPLING = SamplingConfig(top_k=8)
 
 @pytest.fixture(scope="module")
 def labelled(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with rollouts and labels, made by one process, that keep ten logits a position
-    and have three draws.
-    """
+    """A run with rollouts, ten logits a position, and labels of three draws, by one process."""
     folder = tmp_path_factory.mktemp("labelled")
     tree = with_train_and_dev(pair, folder)
     tree |= {"output": str(folder / "out"), "sampling": {"top_k": 8}}
-    tree |= {"labels": {"shard_size": 4, "top_logits": 10, "draws": 3}}
+    tree |= {"labels": {"shard_size": 4, "draws": 3}, "logits": {"top_logits": 10}}
     tree |= {"head": {"depth": 1, "epochs": 1}}
     (folder / "pair.yaml").write_text(yaml.safe_dump(tree))
     asked = ["--config", str(folder / "pair.yaml")]
-    assert make_rollouts.RECIPE.run(asked) == 0
-    assert train_head.RECIPE.run(asked) == 0
+    for recipe in (make_rollouts, make_logits, train_head):
+        assert recipe.RECIPE.run(asked) == 0
     return folder
 
 
@@ -83,11 +81,11 @@ def test_labels_from_top_logits_are_those_of_the_target_and_keep_none(
     labelled: Path, tmp_path: Path
 ) -> None:
     asked = unlabelled(labelled, tmp_path / "out")
-    asked += ["--labels.cache", str(labelled / "out" / "labels"), "--labels.top_logits", "0"]
+    asked += ["--labels.cache", str(labelled / "out" / "logits")]
     assert train_head.RECIPE.run(asked) == 0
     again = load_labels(tmp_path / "out" / "labels", SAMPLING)
     first = load_labels(labelled / "out" / "labels", SAMPLING)
-    assert "top_ids" not in again.column_names
+    assert again.column_names == first.column_names
     for mine, theirs in zip(again, first, strict=True):
         assert mine["draft_ids"] == theirs["draft_ids"]
         assert mine["more_draft_ids"] == theirs["more_draft_ids"]
@@ -115,7 +113,7 @@ def test_top_logits_that_do_not_fit_the_run_are_refused_before_anything_is_made(
     message: str,
 ) -> None:
     asked = unlabelled(labelled, tmp_path / "out")
-    asked += ["--labels.cache", str(labelled / "out" / "labels"), "--labels.top_logits", "0"]
+    asked += ["--labels.cache", str(labelled / "out" / "logits")]
     places = {"draft": str(pair / "draft"), "rollouts": str(tmp_path / "out" / "rollouts")}
     asked += [places.get(argument, argument) for argument in arguments]
     assert train_head.RECIPE.run(asked) == 2
@@ -128,7 +126,7 @@ def test_other_rollouts_than_those_of_the_top_logits_are_refused(
 ) -> None:
     asked = ["--config", str(labelled / "pair.yaml"), "--output", str(tmp_path / "out")]
     assert make_rollouts.RECIPE.run([*asked, "--seed", "1"]) == 0
-    asked += ["--labels.cache", str(labelled / "out" / "labels"), "--labels.top_logits", "0"]
+    asked += ["--labels.cache", str(labelled / "out" / "logits")]
     assert train_head.RECIPE.run(asked) == 2
     assert "rollouts: '" in capsys.readouterr().err
 

@@ -35,7 +35,7 @@ from specdata.server.config import ServerConfig
 from specdata.storage.dataset import load_stored
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings
-from specdata.storage.schema import TEXT_LOGIT, TOP_LOGITS, Logits, Rollout
+from specdata.storage.schema import TOP_LOGITS, Logits, Rollout
 from tests import test_vllm
 from tests.test_acceptance import rollouts
 from tests.test_sharding import pair, with_train_and_dev
@@ -206,7 +206,7 @@ def test_a_server_gives_the_logits_of_the_model_that_it_runs(kind: Kind, count: 
         found = served(rows)
     for ours, theirs in zip(found, own(rows, count), strict=True):
         assert ours["top_ids"] == theirs["top_ids"]
-        for name in (*TOP_LOGITS.names, *TEXT_LOGIT.names):
+        for name in TOP_LOGITS.names:
             # What is left of 1 is known to float32's rounding of 1.
             close = 1e-2 if name == "rest_logit" else 1e-4
             assert ours[name] == pytest.approx(theirs[name], abs=close), name  # type: ignore[literal-required]

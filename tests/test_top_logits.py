@@ -7,16 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from transformers import PreTrainedModel
 
 from specdata.errors import ConfigError
 from specdata.labels.config import LabelsConfig
-from specdata.labels.make import labels_from_cache, make_labels
-from specdata.labels.top_logits import TopLogitDistributions, top_logits
+from specdata.labels.make import make_labels
+from specdata.labels.top_logits import TopLogitDistributions, TopLogits, top_logits
+from specdata.lm_head import find_lm_head
+from specdata.logits.make import ModelLogits
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import load_stored
 from specdata.storage.resume import Settings
 from specdata.storage.schema import Label
-from tests.test_acceptance import close, rollouts, stored
+from tests.test_acceptance import close, rollouts
 from tests.tiny import tiny_llama
 
 V, N = 40, 12
@@ -38,17 +41,20 @@ def quiet(rows: int) -> None:
     """Report nothing."""
 
 
-def full(folder: Path, sampling: SamplingConfig, draft: int, top: int = 0) -> list[Label]:
-    """Labels made with the target."""
-    if not (folder / "rollouts").exists():
-        stored(folder / "rollouts", rollouts(9, vocab=V))
-    out = folder / f"full-{draft}-{top}"
+def label(
+    out: Path,
+    target: PreTrainedModel | TopLogits,
+    rows: Dataset,
+    sampling: SamplingConfig,
+    *,
+    bound: bool = False,
+) -> list[Label]:
     make_labels(
-        tiny_llama(0, vocab=V, layers=2),
-        tiny_llama(draft, vocab=V),
-        load_stored(folder / "rollouts"),
+        target,
+        tiny_llama(2, vocab=V),
+        rows,
         out,
-        LabelsConfig(shard_size=4, top_logits=top),
+        LabelsConfig(shard_size=4, bound=bound),
         sampling=sampling,
         seed=5,
         settings=Settings({}),
@@ -57,38 +63,42 @@ def full(folder: Path, sampling: SamplingConfig, draft: int, top: int = 0) -> li
     return load_stored(out).to_list()
 
 
-def kept(
-    folder: Path, sampling: SamplingConfig, draft: int, top: int, *, bound: bool = False
+def target() -> PreTrainedModel:
+    return tiny_llama(0, vocab=V, layers=2)
+
+
+def with_logits(count: int) -> Dataset:
+    """Rollouts with the columns of stage logits."""
+    source = ModelLogits(find_lm_head(target()), min(count, V))
+    return Dataset.from_list(source(rollouts(9, vocab=V)))  # type: ignore[arg-type]
+
+
+def full(folder: Path, sampling: SamplingConfig) -> list[Label]:
+    """Labels made with the target."""
+    return label(folder / "full", target(), Dataset.from_list(rollouts(9, vocab=V)), sampling)
+
+
+def from_logits(
+    folder: Path, sampling: SamplingConfig, count: int, *, bound: bool = False
 ) -> list[Label]:
-    """Labels made from the logits that another draft's labels keep."""
-    full(folder, SamplingConfig(), 1, top)
-    labels_from_cache(
-        folder / f"full-1-{top}",
-        tiny_llama(draft, vocab=V),
-        folder / "kept",
-        LabelsConfig(shard_size=5, bound=bound),
-        sampling=sampling,
-        seed=5,
-        settings=Settings({}),
-        report=quiet,
-    )
-    return load_stored(folder / "kept").to_list()
+    """Labels made from top logits."""
+    top = TopLogits(min(count, V), V)
+    return label(folder / "top", top, with_logits(count), sampling, bound=bound)
 
 
 @pytest.mark.parametrize("sampling", EXACT.values(), ids=EXACT.keys())
 def test_labels_of_another_draft_and_sampler_are_those_made_with_the_target(
     sampling: SamplingConfig, tmp_path: Path
 ) -> None:
-    again, with_target = kept(tmp_path, sampling, 2, N), full(tmp_path, sampling, 2)
+    again, with_target = from_logits(tmp_path, sampling, N), full(tmp_path, sampling)
     close(again, with_target)
     assert again[0].keys() == with_target[0].keys()
 
 
-@pytest.mark.parametrize("sampling", REFUSED.values(), ids=REFUSED.keys())
-def test_when_all_logits_are_stored_every_sampler_is_exact(
-    sampling: SamplingConfig, tmp_path: Path
-) -> None:
-    close(kept(tmp_path, sampling, 2, V + 5), full(tmp_path, sampling, 2))
+@pytest.mark.parametrize("which", ["plain", "another temperature, top-p"])
+def test_when_all_logits_are_stored_every_sampler_is_exact(which: str, tmp_path: Path) -> None:
+    sampling = REFUSED[which]
+    close(from_logits(tmp_path, sampling, V + 5), full(tmp_path, sampling))
 
 
 @pytest.mark.parametrize("sampling", REFUSED.values(), ids=REFUSED.keys())
@@ -96,7 +106,7 @@ def test_a_sampler_that_the_top_logits_do_not_decide_is_refused(
     sampling: SamplingConfig, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="12 top logits of 40 do not give"):
-        kept(tmp_path, sampling, 2, N)
+        from_logits(tmp_path, sampling, N)
     assert not (tmp_path / "kept").exists()
 
 
@@ -104,14 +114,14 @@ def test_a_nucleus_that_reaches_outside_is_refused_with_the_number_of_positions(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ConfigError, match=r"at \d+ of \d+ positions.*nucleus reaches outside"):
-        kept(tmp_path, SamplingConfig(top_p=0.999), 2, N)
+        from_logits(tmp_path, SamplingConfig(top_p=0.999), N)
 
 
 def test_a_bound_is_exact_inside_and_an_upper_bound_of_the_overlap(tmp_path: Path) -> None:
-    again = kept(tmp_path, SamplingConfig(), 2, N, bound=True)
+    again = from_logits(tmp_path, SamplingConfig(), N, bound=True)
     inside = outside = 0
-    cache = load_stored(tmp_path / f"full-1-{N}")
-    for row, true, source in zip(again, full(tmp_path, SamplingConfig(), 2), cache, strict=True):
+    cache = with_logits(N)
+    for row, true, source in zip(again, full(tmp_path, SamplingConfig()), cache, strict=True):
         assert row["draft_ids"] == true["draft_ids"]
         assert row["log_q"] == pytest.approx(true["log_q"], abs=1e-5)
         for index, token in enumerate(row["draft_ids"]):
@@ -139,8 +149,7 @@ def test_labels_of_rollouts_with_undecided_positions_are_those_of_the_parts_betw
     tmp_path: Path,
 ) -> None:
     sampling, width = SamplingConfig(top_k=N), N
-    full(tmp_path, SamplingConfig(), 1, N)
-    source = load_stored(tmp_path / f"full-1-{N}")
+    source = with_logits(N)
     rows = source.to_list()
     tied = [(1, 1), (1, 2), (2, len(rows[2]["next_logit"]) - 1)]
     for row, index in tied:
@@ -148,21 +157,10 @@ def test_labels_of_rollouts_with_undecided_positions_are_those_of_the_parts_betw
     positions = sum(len(row["completion_ids"]) for row in rows)
     assert len(tied) <= 0.05 * positions
 
-    def again(rows: list[dict[str, object]], name: str) -> list[Label]:
-        labels_from_cache(
-            tmp_path / f"full-1-{N}",
-            tiny_llama(2, vocab=V),
-            tmp_path / name,
-            LabelsConfig(shard_size=5),
-            sampling=sampling,
-            seed=5,
-            settings=Settings({}),
-            report=quiet,
-            rows=Dataset.from_list(rows),
-        )
-        return load_stored(tmp_path / name).to_list()
+    def again(rows: Dataset, name: str) -> list[Label]:
+        return label(tmp_path / name, TopLogits(N, V), rows, sampling)
 
-    whole, parts = again(source.to_list(), "whole"), again(rows, "parts")
+    whole, parts = again(source, "whole"), again(Dataset.from_list(rows), "parts")
     values = {
         (*row["prompt_ids"], *row["completion_ids"][:index]): (token, accept)
         for row in whole

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
-
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from specdata.config import Config
 
@@ -19,21 +17,10 @@ class LabelsConfig(Config):
         description="draft tokens labelled a position of the training rollouts, from one pass of "
         "each model; at temperature 0 all are equal, and there is one",
     )
-    top_logits: int = Field(
-        default=0,
-        ge=0,
-        description="largest target logits a position to store, to label again without it; 0: none",
-    )
     cache: str | None = Field(
         default=None,
-        description="labels with top logits to make these from, without the target",
+        description="dataset of stage logits to make these from, without the target",
     )
     bound: bool = Field(
         default=False, description="with cache: upper bounds will do where not exact"
     )
-
-    @model_validator(mode="after")
-    def _cache_holds_logits(self) -> Self:
-        if self.top_logits and self.cache:
-            raise ValueError("top_logits must be 0 with cache, which keeps them")
-        return self

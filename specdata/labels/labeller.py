@@ -6,7 +6,7 @@ time, since those of a whole batch would need more memory than the models.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specdata.labels.top_logits import TopLogitDistributions, top_logits
+from specdata.labels.top_logits import TopLogitDistributions
 from specdata.lm_head import LMHead
 from specdata.models import check_length
 from specdata.probability import (
@@ -39,11 +39,10 @@ TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 16384}
 VALUES_AT_ONCE = 1 << 20
 POSITIONS = {"cpu": 32, "cuda": 256}
 
-# C positions of a batch and the draft's distributions there, (C, V) -> the target's distributions
-# there, (C, V), and what else is stored of the target. With `DECIDED` (C,) among that, positions
-# at which it is False are left out of the labels.
 DECIDED = "decided"
-DistributionsAt = Callable[[slice, Tensor], tuple[Tensor, Mapping[str, Tensor]]]
+# C positions of a batch and the draft's distributions there, (C, V) -> the target's distributions
+# there, (C, V), and which of them are decided, (C,), all if None: others are left out.
+DistributionsAt = Callable[[slice, Tensor], tuple[Tensor, Tensor | None]]
 
 PartDone = Callable[[float, int], object]
 """Told of a number of rows that were labelled since the last call, and of their positions."""
@@ -146,8 +145,9 @@ class Labeller:
         def at(here: slice) -> dict[str, Tensor]:
             logits = to_vocabulary(self.draft.logits(states[here]), self.vocabulary)
             q = probabilities(logits, self.sampling)
-            p, more = distributions(here, q)
-            return {**_compare(p, q, batch.uniforms[here]), **more}
+            p, decided = distributions(here, q)
+            columns = _compare(p, q, batch.uniforms[here])
+            return columns if decided is None else columns | {DECIDED: decided}
 
         return in_chunks(states, self.vocabulary, at)
 
@@ -200,18 +200,12 @@ def _compare(p: Tensor, q: Tensor, uniforms: Tensor) -> dict[str, Tensor]:
     }
 
 
-def target_distributions(
-    target: LMHead, sampling: SamplingConfig, top: int, batch: Batch
-) -> DistributionsAt:
-    """The target's distributions from the states that the rollouts keep, or from its own forward.
-
-    With its `top` largest logits to keep.
-    """
+def target_distributions(target: LMHead, sampling: SamplingConfig, batch: Batch) -> DistributionsAt:
+    """The target's distributions from the states stored with the rollouts, or its own forward."""
     states = target_states(target, batch)
 
-    def there(here: slice, _q: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-        logits = target.logits(states[here])
-        return probabilities(logits, sampling), top_logits(logits, top) if top else {}
+    def there(here: slice, _q: Tensor) -> tuple[Tensor, Tensor | None]:
+        return probabilities(target.logits(states[here]), sampling), None
 
     return there
 
@@ -287,10 +281,9 @@ def distributions_of_top_logits(
         name: values.view(len(batch.row), -1).to(batch.ids.device) for name, values in top.items()
     }
 
-    def there(here: slice, q: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def there(here: slice, q: Tensor) -> tuple[Tensor, Tensor | None]:
         top_here = {name: column[here] for name, column in columns.items()}
-        p = distributions.distribution(top_here, q)
-        return p, {DECIDED: distributions.decided(top_here)}
+        return distributions.distribution(top_here, q), distributions.decided(top_here)
 
     return there
 

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from specdata.errors import ManifestError
 from specdata.labels.config import LabelsConfig
 from specdata.labels.labeller import (
+    Batch,
+    DistributionsAt,
     Labeller,
     PartDone,
     distributions_of_top_logits,
@@ -27,11 +29,11 @@ from specdata.probability import SamplingConfig
 from specdata.storage.dataset import fill_dataset, load_stored
 from specdata.storage.manifest import read_manifest
 from specdata.storage.resume import Settings, differences
-from specdata.storage.schema import LABELS, MORE_DRAWS, TOP_LOGITS, Label
+from specdata.storage.schema import LABELS, MORE_DRAWS, Label
 
 
 def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
-    target: PreTrainedModel,
+    target: PreTrainedModel | TopLogits,
     draft: PreTrainedModel,
     rollouts: datasets.Dataset,
     folder: Path,
@@ -51,12 +53,15 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
     position, in the columns `MORE_DRAWS`. The first token does not depend on S, nor does any other.
     `fill_dataset` describes several processes, resume and errors.
 
+    From top logits the target is not run (`TopLogitDistributions` says what is exact then). A
+    rollout with positions that they do not decide is stored in parts, without them.
+
     Args:
-        target: the model of p.
+        target: the model of p, or the logits of it that the rollouts are stored with.
         draft: the model of q.
-        rollouts: the target's completions, columns of `ROLLOUTS`.
+        rollouts: the target's completions, columns of `ROLLOUTS`; with top logits of `LOGITS`.
         folder: where the dataset goes.
-        config: rollouts of a shard, tokens drawn at each position, logits to keep.
+        config: rollouts of a shard, tokens drawn at each position, whether a bound will do.
         sampling: the sampler that tokens are served with; stored, and checked by `load_labels`.
         seed: the run's seed; a row's own seed is made of it and of what identifies the row.
         settings: what else decides the rows; stored in the manifest, compared on resume.
@@ -65,87 +70,50 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
         tensor_parallel: whether each process holds a part of the target; see `fill_dataset`.
 
     Returns:
-        Number of labelled rollouts.
+        Number of rows.
 
     Raises:
-        ConfigError: if a rollout is longer than a model's context.
+        ConfigError: if a rollout is longer than a model's context, or the top logits are too few
+            for this sampler.
     """
-    p, q = find_lm_head(target), find_lm_head(draft)
-    top = min(config.top_logits, p.vocabulary)
+    q = find_lm_head(draft)
+    distributions: Callable[[Batch], DistributionsAt]
+    if isinstance(target, TopLogits):
+        known = target.distributions(sampling, bound=config.bound)
+        check_decided(rollouts, known)
+        distributions, models = partial(distributions_of_top_logits, known), [q]
+        vocabulary, settings = known.vocabulary, settings.extended({"bound": config.bound})
+    else:
+        p = find_lm_head(target)
+        distributions, models = partial(target_distributions, p, sampling), [p, q]
+        vocabulary = p.vocabulary
+    # At temperature 0 every draw is the most probable token.
+    draws = 1 if sampling.temperature == 0 else config.draws
     work = Labeller(
-        partial(target_distributions, p, sampling, top),
+        distributions,
         q,
-        p.vocabulary,
+        vocabulary,
         sampling,
         seed,
-        tokens_at_once(p, q),
-        _draws(config, sampling),
+        tokens_at_once(*models),
+        draws,
         part_done,
     )
-    settings = settings.extended({"top_logits": top})
-    with prepacked(target, draft):
-        return _fill(
-            rollouts,
+
+    def shard(start: int) -> list[Label]:
+        stop = min(start + config.shard_size, len(rollouts))
+        return work(rollouts.select(range(start, stop)).to_list())
+
+    own = {"sampling": asdict(sampling), "seed": seed, "vocabulary": vocabulary, "draws": draws}
+    with prepacked(*(model.model for model in models)):
+        return fill_dataset(
             folder,
-            work,
-            config,
-            settings,
+            pa.schema([*LABELS, *(MORE_DRAWS if draws > 1 else ())]),
+            settings.extended(own),
+            [partial(shard, start) for start in range(0, len(rollouts), config.shard_size)],
             report,
-            stores_logits=top > 0,
             tensor_parallel=tensor_parallel,
         )
-
-
-def labels_from_cache(  # noqa: PLR0913 - as `make_labels`
-    source: Path,
-    draft: PreTrainedModel,
-    folder: Path,
-    config: LabelsConfig,
-    *,
-    sampling: SamplingConfig,
-    seed: int,
-    settings: Settings,
-    report: Callable[[int], object],
-    part_done: PartDone | None = None,
-    rows: datasets.Dataset | None = None,
-) -> int:
-    """Label the rollouts of an earlier dataset, from the target logits that it keeps.
-
-    The target is not run. What is exact, and what is refused: see `TopLogitDistributions`. A
-    rollout with positions that are not decided is stored in parts, without them.
-
-    Args:
-        source: a logits dataset, or labels made with `top_logits`.
-        draft: the model of q.
-        folder: where the new dataset goes.
-        config: sizes, and whether a bound will do; see `TopLogitDistributions`.
-        sampling: the sampler that tokens are served with.
-        seed: as in `make_labels`; the same seed draws the same tokens.
-        settings: what else decides the rows.
-        report: called with the number of rows done.
-        part_done: told of work within a shard, as by `Labeller`.
-        rows: those of it to label (default: all).
-
-    Raises:
-        ConfigError: if the dataset keeps no logits, or not enough of them for this sampler.
-    """
-    distributions = TopLogits.of(source).distributions(sampling, bound=config.bound)
-    q, distributions_at = find_lm_head(draft), partial(distributions_of_top_logits, distributions)
-    work = Labeller(
-        distributions_at,
-        q,
-        distributions.vocabulary,
-        sampling,
-        seed,
-        tokens_at_once(q),
-        _draws(config, sampling),
-        part_done,
-    )
-    settings = settings.extended({"bound": config.bound})
-    with prepacked(draft):
-        rows = load_stored(source) if rows is None else rows
-        check_decided(rows, distributions)
-        return _fill(rows, folder, work, config, settings, report)
 
 
 def sampling_of(folder: Path) -> SamplingConfig:
@@ -170,37 +138,6 @@ def load_labels(folder: Path, sampling: SamplingConfig) -> datasets.Dataset:
             "the rollouts again, or ask for theirs. Stored -> asked:\n  " + "\n  ".join(changed)
         )
     return load_stored(folder)
-
-
-def _draws(config: LabelsConfig, sampling: SamplingConfig) -> int:
-    """S; 1 at temperature 0, where every draw is the most probable token."""
-    return 1 if sampling.temperature == 0 else config.draws
-
-
-def _fill(
-    rollouts: datasets.Dataset,
-    folder: Path,
-    work: Labeller,
-    config: LabelsConfig,
-    settings: Settings,
-    report: Callable[[int], object],
-    *,
-    stores_logits: bool = False,
-    tensor_parallel: bool = False,
-) -> int:
-    more = [*(MORE_DRAWS if work.draws > 1 else ()), *(TOP_LOGITS if stores_logits else ())]
-    schema = pa.schema([*LABELS, *more])
-
-    def shard(start: int) -> list[Label]:
-        stop = min(start + config.shard_size, len(rollouts))
-        return work(rollouts.select(range(start, stop)).to_list())
-
-    own = {"sampling": asdict(work.sampling), "seed": work.seed, "vocabulary": work.vocabulary}
-    own["draws"] = work.draws
-    shards = [partial(shard, start) for start in range(0, len(rollouts), config.shard_size)]
-    return fill_dataset(
-        folder, schema, settings.extended(own), shards, report, tensor_parallel=tensor_parallel
-    )
 
 
 def mean_overlap(labels: datasets.Dataset) -> dict[str, float]:

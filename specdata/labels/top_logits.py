@@ -15,11 +15,11 @@ from torch import Tensor
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig, nucleus, probabilities
 from specdata.storage.manifest import read_manifest
-from specdata.storage.schema import TEXT_LOGIT, TOP_LOGITS
+from specdata.storage.schema import TOP_LOGITS
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = (*TOP_LOGITS.names, *TEXT_LOGIT.names)
+COLUMNS = TOP_LOGITS.names
 # Largest share of positions that may be left out because their distributions are not decided. They
 # are no random ones, and leaving out a share of them moves a mean acceptance by up to that share.
 MOST_UNDECIDED = 0.05
@@ -49,7 +49,7 @@ class TopLogits:
         if not stored.get("top_logits"):
             raise ConfigError(
                 f"{folder} keeps no target logits: name a dataset of stage logits "
-                "(draftsmith make-logits), or labels made with labels.top_logits larger than 0"
+                "(draftsmith make-logits)"
             )
         return cls(stored["top_logits"], stored["vocabulary"])
 

@@ -60,7 +60,7 @@ class Source(Protocol):
         """V of the target."""
 
     def __call__(self, rows: Sequence[Rollout]) -> list[Logits]:
-        """Each rollout with its columns of `TOP_LOGITS` and `TEXT_LOGIT`, in the order given."""
+        """Each rollout with its columns of `TOP_LOGITS`, in the order given."""
 
 
 def make_logits(

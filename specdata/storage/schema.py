@@ -124,7 +124,7 @@ LABELS = pa.schema(
 # More columns of labels with S > 1 draws: S - 1 more tokens drawn from q at each position, and
 # their min(1, p/q), one position after the other; empty lists in rows that are not trained on.
 MORE_DRAWS = pa.schema([("more_draft_ids", _IDS), ("more_accept_prob", _REALS)])
-# More columns of labels that can be made again without the target: see specdata.labels.top_logits.
+# More columns of rollouts with top logits: see specdata.labels.top_logits.
 # The first two hold N values a position, one position after the other.
 TOP_LOGITS = pa.schema(
     [
@@ -132,8 +132,7 @@ TOP_LOGITS = pa.schema(
         ("top_logits", _REALS),
         ("rest_logit", _REALS),
         ("next_logit", _REALS),
+        ("text_logit", _REALS),
     ]
 )
-# One more: the logit of the completion's own token, on the scale of the others.
-TEXT_LOGIT = pa.schema([("text_logit", _REALS)])
-LOGITS = pa.schema([*ROLLOUTS, *TOP_LOGITS, *TEXT_LOGIT])
+LOGITS = pa.schema([*ROLLOUTS, *TOP_LOGITS])
