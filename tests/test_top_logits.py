@@ -107,7 +107,7 @@ def test_a_sampler_that_the_top_logits_do_not_decide_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="12 top logits of 40 do not give"):
         from_logits(tmp_path, sampling, N)
-    assert not (tmp_path / "kept").exists()
+    assert not (tmp_path / "top").exists()
 
 
 def test_a_nucleus_that_reaches_outside_is_refused_with_the_number_of_positions(

@@ -160,10 +160,26 @@ def assistant_mask(
         ConfigError: as `chat_ids`.
     """
     if tokenizer.chat_template and _MARKER.search(tokenizer.get_chat_template()):
-        ids, mask = _by_markers(tokenizer, messages)
+        chat_ids(tokenizer, messages, reply=False)  # for its errors
+        out = tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, mask = out["input_ids"], out["assistant_masks"]
     else:
         ids = chat_ids(tokenizer, messages, reply=False)
-        mask = _by_prefixes(tokenizer, messages, ids)
+        mask = [0] * len(ids)
+        added = set(tokenizer.get_added_vocab().values())
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                begin = _prefix(tokenizer, messages[:index], ids, reply=True)
+                stop = _prefix(tokenizer, messages[: index + 1], ids, reply=False)
+                # Up to its end token, without the white space that templates put after it.
+                for end in range(stop, begin, -1):
+                    if ids[end - 1] in added:
+                        stop = end
+                    if ids[end - 1] in added or tokenizer.decode([ids[end - 1]]).strip():
+                        break
+                mask[begin:stop] = [1] * (stop - begin)
     check_mask(tokenizer, messages, ids, mask)
     return ids, mask
 
@@ -182,7 +198,16 @@ def check_mask(
             f"the loss mask trains on {which} of a conversation with {len(said)} assistant "
             f"turns.\n{_shown(tokenizer, ids, mask)}"
         )
-    masked = [_decoded(tokenizer, ids[start:stop]) for start, stop in _runs(mask)]
+    added = set(tokenizer.get_added_vocab().values())
+    masked, start = [], 0
+    for bit, group in groupby(mask):
+        span = list(ids[start : start + len(list(group))])
+        start += len(span)
+        if bit:  # a span without special tokens, and also without its end token if that is none
+            bare = span[:-1] if span[-1] in added else span
+            masked.append(
+                [tokenizer.decode(each, skip_special_tokens=True).strip() for each in (span, bare)]
+            )
     wrong = next((pair for pair in zip(said, masked, strict=False) if pair[0] not in pair[1]), None)
     if wrong or len(said) != len(masked):
         detail = f"turn {wrong[0]!r}, trained on {wrong[1][0]!r}" if wrong else ""
@@ -192,30 +217,6 @@ def check_mask(
             "or moves the assistant's text; mark it with {% generation %} and {% endgeneration %}."
             f"\n{_shown(tokenizer, ids, mask)}"
         )
-
-
-def _by_markers(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
-) -> tuple[list[int], list[int]]:
-    chat_ids(tokenizer, messages, reply=False)  # for its errors
-    out = tokenizer.apply_chat_template(
-        list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
-    return out["input_ids"], out["assistant_masks"]
-
-
-def _by_prefixes(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], ids: Sequence[int]
-) -> list[int]:
-    mask = [0] * len(ids)
-    added = set(tokenizer.get_added_vocab().values())
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before = _prefix(tokenizer, messages[:index], ids, reply=True)
-            after = _prefix(tokenizer, messages[: index + 1], ids, reply=False)
-            stop = _end_of_turn(tokenizer, ids[before:after], added)
-            mask[before : before + stop] = [1] * stop
-    return mask
 
 
 def _prefix(
@@ -236,34 +237,6 @@ def _prefix(
         f"({tokenizer.decode(part[at : at + 8])!r}, then {tokenizer.decode(whole[at : at + 8])!r})."
         " It strips or rewrites text; mark the assistant's part of the template with "
         "{% generation %} and {% endgeneration %}, or keep white space as it comes"
-    )
-
-
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase, span: Sequence[int], added: set[int]) -> int:
-    """Length of a turn up to its end token, without the white space that templates put after it."""
-    stop = len(span)
-    while stop and span[stop - 1] not in added and not tokenizer.decode([span[stop - 1]]).strip():
-        stop -= 1
-    return stop if stop and span[stop - 1] in added else len(span)
-
-
-def _runs(mask: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Start and end of each span of ones."""
-    start = 0
-    for bit, group in groupby(mask):
-        stop = start + len(list(group))
-        if bit:
-            yield start, stop
-        start = stop
-
-
-def _decoded(tokenizer: PreTrainedTokenizerBase, span: Sequence[int]) -> tuple[str, ...]:
-    """A span without special tokens, and also without its end token if that is none."""
-    bare = list(span)
-    if bare[-1] in tokenizer.get_added_vocab().values():
-        bare.pop()
-    return tuple(
-        tokenizer.decode(part, skip_special_tokens=True).strip() for part in (list(span), bare)
     )
 
 
