@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +24,11 @@ from specdata.storage.resume import differences
 from specdata.terminal import TokenProgress, progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from datasets import Dataset
 
     from specdata.labels.labeller import PartDone
     from specdata.labels.top_logits import TopLogits
+    from specdata.logits.make import Source
 
 
 class Logits(Stage):
@@ -64,25 +62,31 @@ class Logits(Stage):
 
     def run(self) -> dict[str, Any]:
         """Run the target, or ask its server, along the rollouts."""
+        from specdata.logits.make import make_logits
         from specdata.models import load_tokenizer, vocabulary_fingerprint
         from specdata.storage.dataset import load_stored
         from specdata.storage.manifest import read_manifest
 
         config = self.config
+        assert config.logits is not None
         tokenizer = load_tokenizer(config.models.target)
         rollouts = load_stored(folder(config, "rollouts"))
         source = made_of(config, vocabulary_fingerprint(tokenizer))
-        with progress(len(rollouts), "logits", "rollout", is_shown=is_main()) as bar:
+        with (
+            progress(len(rollouts), "logits", "rollout", is_shown=is_main()) as bar,
+            ExitStack() as stack,
+        ):
             shown = TokenProgress(bar)
-            with ExitStack() as stack:
-                make, served = _maker(config, rollouts, shown.part, stack)
-                make(
-                    rollouts,
-                    self.folder,
-                    config.logits,
-                    settings=self.dataset_settings({**source, **served}),
-                    report=shown.update,
-                )
+            maker, served = _source(config, rollouts, shown.part, stack)
+            make_logits(
+                maker,
+                rollouts,
+                self.folder,
+                config.logits,
+                settings=self.dataset_settings({**source, **served}),
+                report=shown.update,
+                tensor_parallel=is_shared(config, "logits"),
+            )
         manifest = read_manifest(self.folder)
         more = {name: manifest["settings"][name] for name in ("top_logits", "vocabulary")}
         return {**manifest["counts"], **more}
@@ -99,21 +103,22 @@ class Logits(Stage):
         return steps_to_draft(self.config, line)
 
 
-def _maker(
+def _source(
     config: PipelineConfig, rollouts: Dataset, part_done: PartDone, stack: ExitStack
-) -> tuple[Callable[..., int], dict[str, Any]]:
-    """The maker of the dataset, and what its manifest says of a server."""
-    from specdata.logits.make import logits_of_model, make_logits
+) -> tuple[Source, dict[str, Any]]:
+    """The source of the logits, and what the manifest says of a server."""
+    from specdata.lm_head import find_lm_head
+    from specdata.logits.make import ModelLogits
     from specdata.models import load_generation, load_model
+    from specdata.prepack import prepacked
 
     models, wanted = config.models, config.logits
     assert wanted is not None
     if wanted.backend == "transformers":
-        target = load_model(models.target, load=models.loading("target"))
-        tensor_parallel = is_shared(config, "logits")
-        return partial(
-            logits_of_model, target, part_done=part_done, tensor_parallel=tensor_parallel
-        ), {}
+        target = find_lm_head(load_model(models.target, load=models.loading("target")))
+        stack.enter_context(prepacked(target.model))
+        count = min(wanted.top_logits, target.vocabulary)
+        return ModelLogits(target, count, part_done), {}
     from specdata.logits.served import ServedLogits, check_lengths
     from specdata.server.client import ServerClient
 
@@ -124,7 +129,7 @@ def _maker(
     vocabulary = load_generation(models.target)[0].get_text_config().vocab_size
     count = min(wanted.top_logits, vocabulary)
     source = ServedLogits(client, wanted.backend, served, count, vocabulary, part_done)
-    return partial(make_logits, source), {"served": served}
+    return source, {"served": served}
 
 
 def made_of(config: PipelineConfig, tokenizer: str) -> dict[str, Any]:

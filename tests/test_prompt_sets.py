@@ -111,7 +111,6 @@ def test_every_catalogued_set_has_a_row_here() -> None:
     assert set(CATALOGUE) == {*ROWS, "sharegpt"}
     for entry in CATALOGUE.values():
         assert entry.licence
-        assert entry.citation
         assert entry.splits.keys() <= {"train", "dev", "test"}
 
 

@@ -15,7 +15,6 @@ from typing import Protocol, cast
 import datasets
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from specdata.labels.labeller import (
     Batch,
@@ -26,9 +25,8 @@ from specdata.labels.labeller import (
     tokens_at_once,
 )
 from specdata.labels.top_logits import top_logits
-from specdata.lm_head import LMHead, find_lm_head
+from specdata.lm_head import LMHead
 from specdata.logits.config import LogitsConfig
-from specdata.prepack import prepacked
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.resume import Settings
 from specdata.storage.schema import LOGITS, Logits, Rollout
@@ -148,29 +146,3 @@ class ModelLogits:
             return {**top_logits(logits, self.count), "text_logit": own}
 
         return in_chunks(states, self.vocabulary, at)
-
-
-def logits_of_model(
-    target: PreTrainedModel,
-    rollouts: datasets.Dataset,
-    folder: Path,
-    config: LogitsConfig,
-    *,
-    settings: Settings,
-    report: Callable[[int], object],
-    part_done: PartDone | None = None,
-    tensor_parallel: bool = False,
-) -> int:
-    """`make_logits` by the target itself."""
-    head = find_lm_head(target)
-    source = ModelLogits(head, min(config.top_logits, head.vocabulary), part_done)
-    with prepacked(target):
-        return make_logits(
-            source,
-            rollouts,
-            folder,
-            config,
-            settings=settings,
-            report=report,
-            tensor_parallel=tensor_parallel,
-        )

@@ -1,7 +1,7 @@
 """The prompt sets of the papers: where each comes from, its licence, template and splits.
 
 Licences are what the data set's own page states; "unknown" is what the page says. Where a paper
-does not say how it cut a set or worded a prompt, `note` says that the choice is ours.
+does not say how it cut a set or worded a prompt, a comment says that the choice is ours.
 
 A split is either one of the source's own, or a part of it that is cut by content: prompts are
 ranked by the sha256 of their columns, and a split is a range of ranks. So it depends on no seed and
@@ -68,24 +68,20 @@ class CataloguedSet:
     Args:
         hub: id on the Hub, or the URL of a file to download where the set is not there.
         licence: as its page states it.
-        citation: the paper of the data set.
         splits: our splits in terms of the source's.
         form: how a row becomes a prompt.
         subset: the source's configuration.
         revision: branch or commit.
         files: which files hold a split, where the repository holds more.
-        note: what is ours, or worth knowing.
     """
 
     hub: str
     licence: str
-    citation: str
     splits: Mapping[str, Part]
     form: Form
     subset: str | None = None
     revision: str | None = None
     files: Mapping[str, str] = field(default_factory=dict)
-    note: str = ""
 
 
 def _dev_of_train(share: float) -> dict[str, Part]:
@@ -110,10 +106,10 @@ SHAREGPT_ROLES = {
 }
 
 CATALOGUE: Mapping[str, CataloguedSet] = {
-    "alpaca": CataloguedSet(
+    "alpaca": CataloguedSet(  # Taori et al., Stanford Alpaca, 2023
+        # Sizes as in SpecDec++ (40k/10k/2k of 52k); which prompts are in which is ours.
         hub="tatsu-lab/alpaca",
         licence="cc-by-nc-4.0",
-        citation="Taori et al., Stanford Alpaca, 2023",
         splits={
             "test": Part("train", 0, 2 / 52),
             "dev": Part("train", 2 / 52, 12 / 52),
@@ -129,12 +125,11 @@ CATALOGUE: Mapping[str, CataloguedSet] = {
                 _ALPACA.format(more="", input=""),
             ),
         ),
-        note="sizes as in SpecDec++ (40k/10k/2k of 52k); which prompts are in which is ours",
     ),
-    "sharegpt": CataloguedSet(
+    "sharegpt": CataloguedSet(  # ShareGPT conversations as used by Vicuna, Chiang et al., 2023
+        # The papers give no split: 96/2/2 by conversation is ours.
         hub="anon8231489123/ShareGPT_Vicuna_unfiltered",
         licence="apache-2.0 (of the collection; the texts are users' and ChatGPT's)",
-        citation="ShareGPT conversations as used by Vicuna, Chiang et al., 2023",
         splits={
             "test": Part("train", 0, 0.02),
             "dev": Part("train", 0.02, 0.04),
@@ -142,42 +137,38 @@ CATALOGUE: Mapping[str, CataloguedSet] = {
         },
         form=Form(messages="conversations", roles=SHAREGPT_ROLES, keys=("from", "value")),
         files={"train": "ShareGPT_V3_unfiltered_cleaned_split.json"},
-        note="the papers give no split: 96/2/2 by conversation is ours",
     ),
-    "gsm8k": CataloguedSet(
+    "gsm8k": CataloguedSet(  # Cobbe et al., arXiv 2110.14168
+        # Dev is 5 % of the source's train split (ours).
         hub="openai/gsm8k",
         licence="mit",
-        citation="Cobbe et al., arXiv 2110.14168",
         splits=_dev_of_train(0.05),
         form=Form(ask=("{question}",), plain=("Question: {question}\nAnswer:",)),
         subset="main",
-        note="dev is 5 % of the source's train split (ours)",
     ),
-    "humaneval": CataloguedSet(
+    "humaneval": CataloguedSet(  # Chen et al., arXiv 2107.03374
+        # The chat wording is ours.
         hub="openai/openai_humaneval",
         licence="mit",
-        citation="Chen et al., arXiv 2107.03374",
         splits={"test": Part("test")},
         form=Form(
             ask=("Complete the following Python function.\n\n```python\n{prompt}```",),
             plain=("{prompt}",),
         ),
-        note="the chat wording is ours",
     ),
-    "wmt-en-de": CataloguedSet(
+    "wmt-en-de": CataloguedSet(  # Bojar et al., WMT 2014
+        # MCSD's template, without its last space.
         hub="wmt/wmt14",
         licence="unknown",
-        citation="Bojar et al., WMT 2014",
         splits=_OWN,
         form=Form(ask=(_WMT,), plain=(_WMT,)),
         subset="de-en",
         files={name: f"de-en/{name}-*" for name in ("train", "validation", "test")},
-        note="MCSD's template, without its last space",
     ),
-    "xsum": CataloguedSet(
+    "xsum": CataloguedSet(  # Narayan et al., arXiv 1808.08745
+        # The wording is ours.
         hub="EdinburghNLP/xsum",
         licence="unknown",
-        citation="Narayan et al., arXiv 1808.08745",
         splits=_OWN,
         form=Form(
             ask=("Summarize the following article in one sentence.\n\n{document}",),
@@ -185,12 +176,11 @@ CATALOGUE: Mapping[str, CataloguedSet] = {
         ),
         revision=PARQUET_EXPORT,
         files=_EXPORTED,
-        note="the wording is ours",
     ),
-    "dolly": CataloguedSet(
+    "dolly": CataloguedSet(  # Conover et al., Databricks, 2023
+        # The paper gives no split: 13/1/1 is ours, and so is the use of Alpaca's wording.
         hub="databricks/databricks-dolly-15k",
         licence="cc-by-sa-3.0",
-        citation="Conover et al., Databricks, 2023",
         splits={
             "test": Part("train", 0, 1 / 15),
             "dev": Part("train", 1 / 15, 2 / 15),
@@ -206,51 +196,45 @@ CATALOGUE: Mapping[str, CataloguedSet] = {
                 _ALPACA.format(more="", input=""),
             ),
         ),
-        note="the paper gives no split: 13/1/1 is ours, and so is the use of Alpaca's wording",
     ),
-    "mt-bench": CataloguedSet(
+    "mt-bench": CataloguedSet(  # Zheng et al., arXiv 2306.05685
+        # 80 questions of two turns.
         hub="HuggingFaceH4/mt_bench_prompts",
         licence="apache-2.0",
-        citation="Zheng et al., arXiv 2306.05685",
         splits={"test": Part("train")},
         form=Form(plain=("USER: {prompt.0}\nASSISTANT:",), questions="prompt"),
-        note="80 questions of two turns",
     ),
-    "spec-bench": CataloguedSet(
+    "spec-bench": CataloguedSet(  # Xia et al., Findings of ACL 2024, arXiv 2401.07851
+        # Not on the Hub as far as we know: `source` must be a downloaded question.jsonl.
         hub="https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/"
         "question.jsonl",
         licence="not stated with the file; its questions come from six data sets with their own",
-        citation="Xia et al., Findings of ACL 2024, arXiv 2401.07851",
         splits={"test": Part("train")},
         form=Form(plain=("USER: {turns.0}\nASSISTANT:",), questions="turns"),
-        note="not on the Hub as far as we know: `source` must be a downloaded question.jsonl",
     ),
-    "lm1b": CataloguedSet(
+    "lm1b": CataloguedSet(  # Chelba et al., arXiv 1312.3005
+        # The first half of a sentence's words is the prompt (ours; the paper does not say).
         hub="billion-word-benchmark/lm1b",
         licence="none stated",
-        citation="Chelba et al., arXiv 1312.3005",
         splits={"train": Part("train"), "test": Part("test")},
         form=Form(plain=("{text}",), keep=0.5),
         revision=PARQUET_EXPORT,
         files=_EXPORTED,
-        note="the first half of a sentence's words is the prompt (ours; the paper does not say)",
     ),
-    "webqa": CataloguedSet(
+    "webqa": CataloguedSet(  # Berant et al., EMNLP 2013
+        # WebQuestions; dev is 10 % of the source's train split (ours).
         hub="stanfordnlp/web_questions",
         licence="unknown",
-        citation="Berant et al., EMNLP 2013",
         splits=_dev_of_train(0.1),
         form=Form(ask=("{question}",), plain=("Question: {question}\nAnswer:",)),
-        note="WebQuestions; dev is 10 % of the source's train split (ours)",
     ),
-    "piqa": CataloguedSet(
+    "piqa": CataloguedSet(  # Bisk et al., arXiv 1911.11641
+        # The goal is asked as an open question (ours).
         hub="ybisk/piqa",
         licence="unknown",
-        citation="Bisk et al., arXiv 1911.11641",
         splits=_OWN,
         form=Form(ask=("{goal}",), plain=("Question: {goal}\nAnswer:",)),
         revision=PARQUET_EXPORT,
         files=_EXPORTED,
-        note="the goal is asked as an open question (ours)",
     ),
 }
