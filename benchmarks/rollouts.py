@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -38,6 +38,7 @@ from specdata.labels.labeller import (
 )
 from specdata.labels.top_logits import TopLogitDistributions
 from specdata.lm_head import find_lm_head
+from specdata.logits.make import ModelLogits
 from specdata.models import DTYPES, device, load_model
 from specdata.prepack import prepacked
 from specdata.probability import SamplingConfig, drawn_tokens
@@ -130,15 +131,12 @@ def labels(
     """Labelling with both models, and again with the draft alone from top target logits."""
     p, q = find_lm_head(target), find_lm_head(draft)
     at_once = tokens_at_once(p, q)
-    label = Labeller(partial(target_distributions, p, PLAIN, 0), q, p.vocabulary, PLAIN, 0, at_once)
-    keep = Labeller(
-        partial(target_distributions, p, TOP_K, TOP_N), q, p.vocabulary, TOP_K, 0, at_once
-    )
+    label = Labeller(partial(target_distributions, p, PLAIN), q, p.vocabulary, PLAIN, 0, at_once)
     top_logits = TopLogitDistributions(TOP_N, p.vocabulary, TOP_K)
     again = Labeller(
         partial(distributions_of_top_logits, top_logits), q, p.vocabulary, TOP_K, 0, at_once
     )
-    with_logits = keep(rows)
+    with_logits = cast(list[Rollout], ModelLogits(p, TOP_N)(rows))
     return {
         "labels": lambda: tokens_of(label(rows)),
         "relabels": lambda: tokens_of(again(with_logits)),
@@ -286,7 +284,7 @@ def labelling(target: PreTrainedModel, draft: PreTrainedModel, repeats: int) -> 
     p, q = find_lm_head(target), find_lm_head(draft)
     sampling = SamplingConfig(0.2, 0, 0.9)
     work = Labeller(
-        partial(target_distributions, p, sampling, 0),
+        partial(target_distributions, p, sampling),
         q,
         p.vocabulary,
         sampling,

@@ -260,9 +260,7 @@ class Draft(Stage):
         if results["is_bound"]:
             say("  (upper bounds: all tokens whose logits draft.cache does not keep count as one)")
         if results["best_step"] is not None:
-            say(
-                f"  top_logits: the weights after step {results['best_step']} of {results['steps']}"
-            )
+            say(f"  best: the weights after step {results['best_step']} of {results['steps']}")
         return
 
     def next(self, line: CommandLine) -> list[Step]:

@@ -55,7 +55,7 @@ def labels() -> float:
     """One row of 1536 tokens, V = 131072, keeping 8 logits."""
     vocabulary, sampling = 131072, SamplingConfig()
     p, q = (find_lm_head(llama(seed, vocabulary)) for seed in (0, 1))
-    distributions = partial(target_distributions, p, sampling, 8)
+    distributions = partial(target_distributions, p, sampling)
     label = Labeller(distributions, q, vocabulary, sampling, 0, tokens_at_once(p, q))
     label([row(1)])
     return peak(lambda: label([row(1534)]))

@@ -67,7 +67,7 @@ def labeller(
 ) -> Labeller:
     p, q = find_lm_head(target), find_lm_head(draft)
     return Labeller(
-        partial(target_distributions, p, sampling, 0), q, p.vocabulary, sampling, 0, 64, draws
+        partial(target_distributions, p, sampling), q, p.vocabulary, sampling, 0, 64, draws
     )
 
 

@@ -102,7 +102,7 @@ def test_keeping_states_changes_no_token() -> None:
 
 def labels(rows: datasets.Dataset) -> list[dict[str, Any]]:
     work = Labeller(
-        partial(target_distributions, P, SAMPLING, 0), find_lm_head(DRAFT), 23, SAMPLING, 0, 64
+        partial(target_distributions, P, SAMPLING), find_lm_head(DRAFT), 23, SAMPLING, 0, 64
     )
     return [dict(row) for row in work(rows.to_list())]  # type: ignore[arg-type]
 
