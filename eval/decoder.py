@@ -305,7 +305,6 @@ class SpeculativeDecoder:
                 draft_seconds=drafted - started,
                 target_seconds=scored - drafted,
                 overhead_seconds=self._now() - scored if alone else 0.0,
-                tokens=tuple(tree.token_list),
             )
             rounds.append(record)
             if drafter is not None:

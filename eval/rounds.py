@@ -24,8 +24,6 @@ class Round:
         draft_seconds: time in the draft, its stopping rule included.
         target_seconds: time in the target.
         overhead_seconds: time in verification, cache work and bookkeeping.
-        tokens: token ids of the drafted nodes in draft order, where they are known; the first
-            `accepted` of a chain are those that were accepted.
     """
 
     drafted: int
@@ -36,7 +34,6 @@ class Round:
     draft_seconds: float
     target_seconds: float
     overhead_seconds: float
-    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

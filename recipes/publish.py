@@ -7,6 +7,7 @@ python recipes/publish.py --config recipes/configs/toy.yaml
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from specdata.errors import ConfigError, ManifestError
 from specdata.prompts.config import PromptSet
 from specdata.prompts.reading import source_of
 from specdata.storage.files import fingerprint
+from specdata.storage.manifest import PROGRESS
 
 _TOO = " (--method leaves only the methods that it names: give it once more, for this one)"
 
@@ -101,7 +103,7 @@ class Release(Stage):
                 datasets=_texts_of_draft(config, config.draft),
                 measures=_measures(trained),
             )
-            out = self.folder / "draft"
+            out = self.folder / PROGRESS / "draft"
             if not out.exists():  # else an interrupted run has finished this one
                 source = Path(draft_in_use(config))
                 release_draft(source, out, results, about, push_to=publish.draft_id)
@@ -111,7 +113,7 @@ class Release(Stage):
             base = publish.draft_id or draft_in_use(config)
             sets = _training_sets(config)
             about = replace(shared, base_model=base, datasets=sets, measures=measures)
-            out = self.folder / "head"
+            out = self.folder / PROGRESS / "head"
             if not out.exists():
                 release_head(
                     Path(head),
@@ -123,6 +125,12 @@ class Release(Stage):
                     push_to=publish.head_id,
                 )
             made["head"] = publish.head_id or str(self.folder / "head")
+        for former in self.folder.glob("[!.]*"):
+            if former.is_dir():
+                shutil.rmtree(former)
+        for name in made:
+            (self.folder / PROGRESS / name).replace(self.folder / name)
+        shutil.rmtree(self.folder / PROGRESS, ignore_errors=True)
         return made
 
     def show(self, results: dict[str, Any]) -> None:

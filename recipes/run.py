@@ -222,9 +222,8 @@ def run_stage(stage: Stage) -> dict[str, Any]:
         if not stage.is_copy or stage_record(stage.folder)["stage"] != stage.name:
             raise
         say(f"{stage.name}: {stage.folder} was made of others; making it again", style="bold")
-        with _locked(stage.folder):
-            for path in stage.folder.glob("[!.]*"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with _locked(stage.folder):  # what was made stays until all of the new is there
+            shutil.rmtree(stage.folder / PROGRESS, ignore_errors=True)
         stored = None
     if stored and stored["finished"]:
         took = f"{stored['wall_seconds']:.0f} s, {stage.folder}"

@@ -18,8 +18,13 @@ from tests.tiny import tiny_llama
 SAMPLING = SamplingConfig()
 
 
-def generated(threshold: float, seed: int) -> Generation:
+def generated(threshold: float, seed: int, read: list[torch.Tensor] | None = None) -> Generation:
+    """A text of a tiny pair; what each forward of the target read is appended to `read`."""
     target, draft = tiny_llama(0, vocab=12).float(), tiny_llama(1, vocab=12).float()
+    if read is not None:
+        target.register_forward_pre_hook(
+            lambda _module, _args, kwargs: read.append(kwargs["input_ids"]), with_kwargs=True
+        )
     return assisted_generate(
         target,
         draft,
@@ -47,10 +52,12 @@ def test_its_threshold_ends_drafts_and_without_one_all_have_the_full_length() ->
 def test_accepted_tokens_are_those_that_were_drafted_also_where_the_target_ends_the_text() -> None:
     by_target = by_draft = 0
     for seed in range(60):
-        made, start = generated(0.0, seed), 0
-        for turn in made.rounds:
+        read: list[torch.Tensor] = []
+        made, start = generated(0.0, seed, read), 0
+        for turn, ids in zip(made.rounds, read, strict=True):
             emitted = made.tokens[start : start + turn.emitted].tolist()
-            assert list(turn.tokens[: turn.accepted]) == emitted[: turn.accepted]
+            drafted = ids[0, ids.shape[1] - turn.drafted :].tolist()
+            assert drafted[: turn.accepted] == emitted[: turn.accepted]
             assert turn.emitted - turn.accepted in (0, 1)
             start += turn.emitted
         last = made.rounds[-1]

@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from eval.measuring.results import read_results
+from eval.reporting import release
 from recipes.config import PipelineConfig, parse
 from recipes.pipeline import RECIPE
+from recipes.publish import Release
 from recipes.recipe import Recipe, show_plan
 from recipes.run import Stage, run_stage
 from recipes.stages import STAGES
@@ -166,6 +168,26 @@ def test_what_is_made_is_not_made_again_and_other_settings_or_inputs_are_refused
         (own / "more.json").write_text("{}")
         with pytest.raises(ManifestError, match=r"(?s)with other settings.*inputs\.|contents diff"):
             run_stage(stage)
+
+
+@pytest.mark.slow
+def test_a_release_stays_whole_until_all_of_another_is_there(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = made(Release, configuration())
+    parts = ("draft", "head")
+    before = {part: fingerprint(str(stage.folder / part)) for part in parts}
+
+    def fails(*_given: Any, **_named: Any) -> None:
+        raise ConnectionError("cannot upload to the Hub")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(release, "release_head", fails)
+        with pytest.raises(ConnectionError):
+            run_stage(made(Release, configuration(*OTHER)))
+    assert before == {part: fingerprint(str(stage.folder / part)) for part in parts}
+    run_stage(made(Release, configuration(*OTHER)))
+    assert "mit" in (stage.folder / "head" / "README.md").read_text()
 
 
 class Killed(BaseException):
