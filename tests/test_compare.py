@@ -14,7 +14,6 @@ from torch import Tensor
 from eval.analysis.compare import explain, main, read_method, table
 from eval.analysis.ties import (
     NOISE_FACTOR,
-    Choice,
     compare_sequences,
     greedy_reference,
     judge_difference,
@@ -271,8 +270,3 @@ def test_a_difference_is_explained_with_tokens_logits_gap_and_noise(pair: dict[s
     assert f"{expected[1]} {tokenizer.decode([expected[1]])!r}" in shown
     assert f"noise {difference.found.noise:.3g}" in shown  # type: ignore[union-attr]
     assert table([comparison]).row_count == 1
-
-
-def test_a_choice_is_tied_up_to_a_multiple_of_the_noise() -> None:
-    for gap, tied in ((0.0, True), (NOISE_FACTOR * 0.5, True), (NOISE_FACTOR * 0.5 + 1e-6, False)):
-        assert Choice(0, 3, 7.0 - gap, 4, 7.0, 0.5).tied is tied

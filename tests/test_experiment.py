@@ -98,20 +98,6 @@ def test_a_batched_evaluation_counts_what_decoding_one_by_one_counts(
         assert batched.block_efficiency == alone.block_efficiency
 
 
-def test_a_batched_evaluation_states_no_speed(timed: Results, untimed: Path) -> None:
-    results = read_results(untimed / "results.json")
-    check_metrics(results)
-    assert timed.timed
-    assert not results.timed
-    assert results.environment.batch_size == 2
-    assert results.latency == {"maths": None, "code": None}
-    for run in results.runs:
-        assert (run.tokens_per_second, run.speedup) == (None, None)
-        assert set(run.intervals).isdisjoint({"tokens_per_second", "speedup"})
-        assert set(run.seconds.values()) == {0.0}
-    assert "Speeds were not measured (2 prompts" in sections_of(results)[1].summary
-
-
 def test_an_interrupted_batched_evaluation_ends_as_it_would_have(untimed: Path) -> None:
     files = {path: path.read_bytes() for path in (untimed / "prompts").glob("*.json")}
     times = {path: path.stat().st_mtime_ns for path in files}

@@ -11,7 +11,6 @@ import pytest
 import torch
 from datasets import Dataset
 
-import eval.analysis.head_verdict as module
 from eval.analysis.expectation import Counts, Traces, expected_counts
 from eval.analysis.head_verdict import (
     HeadVerdict,
@@ -159,12 +158,6 @@ def test_without_dev_nothing_is_judged_and_without_test_it_is_said(labels: Datas
     assert "look better than they are" in made.basis()
 
 
-def test_no_prompt_set_crowds_out_another(labels: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ROLLOUTS", 3)
-    made = judged(labels, AcceptanceHead(hidden_size=16, depth=0).eval())
-    assert made.rollouts == {"dev": 3, "test": 6}
-
-
 def test_a_stored_verdict_is_read_again_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
     made, path = synthetic_verdict(), tmp_path / "verdict.json"
     assert HeadVerdict.read(path) is None
@@ -287,14 +280,6 @@ def test_settings_are_chosen_on_dev_and_judged_on_test() -> None:
     for left_out in ("head", "fixed"):
         dev = [r for r in DEV if r.family != left_out]
         assert compare(dev, TEST, PROMPTS, **TIMES) == {}
-
-
-def test_the_fixed_length_comes_first_and_then_the_hardest_to_beat() -> None:
-    more = [("confidence", 9.5), ("cumulative", 8.0), ("margin", 8.2)]
-    rivals = [result(name, "1", seconds) for name, seconds in more]
-    found = compare([*DEV, *rivals], [*TEST, *rivals], PROMPTS, **TIMES)
-    rules = [r.rule for r in found["replay"]]
-    assert rules == ["fixed", "cumulative", "margin", "logit", "confidence"]
 
 
 def runs_of(results: Results, name: str) -> list[Run]:

@@ -31,12 +31,6 @@ def chosen(*arguments: str) -> list[str]:
     return [method.name for method in parse(flags, "").config.eval.methods]
 
 
-def test_methods_are_chosen_by_name_in_the_order_given_and_plain_stays() -> None:
-    assert chosen("block K=8", "K=2") == ["plain", "block K=8", "K=2"]
-    assert chosen("K=2", "K=2", "plain") == ["plain", "K=2"]
-    assert len(chosen()) > 5
-
-
 def test_a_method_can_be_written_on_the_command_line() -> None:
     flags = [
         "--method",
@@ -46,12 +40,6 @@ def test_a_method_can_be_written_on_the_command_line() -> None:
     plain, tree, rule = parse(flags, "").config.eval.methods
     assert (plain.decoder, tree.name, tree.widths) == ("plain", "my tree", (2, 2))
     assert rule.stop.threshold == 0.1
-
-
-def test_the_selection_is_made_among_methods_given_on_the_command_line() -> None:
-    flags = ["--eval.methods", "[{name: plain, decoder: plain}, {name: a}, {name: b}]"]
-    config = parse([*flags, "--method", "b"], "").config
-    assert [method.name for method in config.eval.methods] == ["plain", "b"]
 
 
 @pytest.mark.parametrize(
@@ -78,18 +66,13 @@ def test_a_mistaken_method_is_named(text: str, message: str) -> None:
         ("[{name: plain}]", "'plain' has decoder: speculative.* must have decoder: plain"),
         ("[{name: a, decoder: plain}]", "'a' has decoder: plain.* must be named 'plain'"),
         ("[{name: ''}, {name: plain, decoder: plain}]", "a method's name is empty"),
-        ("[]", "no method is 'plain', .* got no method"),
+        ("[{name: a}, {name: a}]", "two methods are named 'a'"),
         ("[{name: a}, {name: b}]", "add {name: plain, decoder: plain}; got a, b"),
     ],
 )
 def test_names_of_methods_that_cannot_be_compared_are_refused(methods: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(["--eval.methods", methods])
-
-
-def test_two_methods_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="two methods are named 'a'"):
-        chosen("{name: a, length: 2}", "{name: a, length: 3}")
 
 
 @pytest.mark.parametrize(
@@ -99,14 +82,10 @@ def test_two_methods_of_one_name_are_refused() -> None:
         ("{name: odd, verifier: greedy_block, stop: cost}", "is biased"),
         ("{name: odd, stop: cost, threshold: .5}", "stop cost does not use threshold"),
         ("{name: odd, threshold: .5, limit: 8}", "stop fixed does not use threshold, limit"),
-        ("{name: odd, stop: head, length: 8}", "stop head does not use length"),
         (
             "{name: odd, verifier: rrs, drafter: tree, widths: [2], length: 8}",
             "drafter tree does not use length",
         ),
-        ("{name: odd, stop: head, token_seconds: 1}", "stop head does not use token_seconds"),
-        ("{name: odd, calibration: [1, 2]}", "stop fixed does not use calibration"),
-        ("{name: odd, stop: logit, head: false}", "stop logit does not use head"),
         (
             "{name: odd, stop: cost, draft_seconds: -1}",
             "draft_seconds: must be greater than or equal to 0",
@@ -115,21 +94,14 @@ def test_two_methods_of_one_name_are_refused() -> None:
             "{name: odd, decoder: assisted, stop: logit}",
             "decoder assisted does not use stop: leave it out .* or take decoder: speculative",
         ),
-        ("{name: odd, decoder: assisted, stop: head}", "decoder assisted does not use stop: leave"),
         (
             "{name: odd, verifier: naive, drafter: dynamic_tree, nodes: 5}",
             "a dynamic tree needs nodes and depth of 1 or more",
         ),
-        ("{name: odd, gain: 0.5}", "only it has them, and gain: got chain with nodes 0, depth 0"),
         (
             "{name: odd, verifier: traversal, drafter: dynamic_tree, nodes: 5, depth: 3}",
             "this drafter gives tree, chosen",
         ),
-        (
-            "{name: odd, verifier: naive, drafter: dynamic_tree, nodes: 5, depth: 3, length: 8}",
-            "drafter dynamic_tree does not use length",
-        ),
-        ("{name: odd, tree_attention: false}", "drafter chain does not use tree_attention"),
         ("{name: odd, path_drafts: [other]}", "drafter chain does not use path_drafts"),
         (
             "{name: odd, drafter: paths, paths: 2, verifier: rrs, path_drafts: [other]}",
@@ -143,7 +115,6 @@ def test_two_methods_of_one_name_are_refused() -> None:
             "{name: odd, verifier: traversal, drafter: tree, widths: [100, 100, 100, 100]}",
             "at most 4096 nodes, .* got 101010100: lower widths",
         ),
-        ("{name: odd, verifier: rrs, drafter: paths, paths: 1000000000}", "at most 4096 nodes"),
     ],
 )
 def test_an_impossible_method_is_refused_by_name_before_any_model_is_loaded(
@@ -164,7 +135,6 @@ def test_an_impossible_method_is_refused_by_name_before_any_model_is_loaded(
     [
         ("{name: odd, decoder: assisted}", "one prompt at a time"),
         ("{name: odd, stop: cost}", "give draft_seconds and token_seconds"),
-        ("{name: odd, stop: cost, token_seconds: 1}", "give draft_seconds and token_seconds"),
     ],
 )
 def test_what_needs_times_is_refused_in_batches(method: str, message: str) -> None:
@@ -174,19 +144,6 @@ def test_what_needs_times_is_refused_in_batches(method: str, message: str) -> No
     config = parse(["--method", method, *batches], "").config
     with pytest.raises(ConfigError, match=f"method 'odd': .*{message}"):
         check_methods(config.eval, config.sampling, head=True)
-
-
-def test_a_cost_rule_that_counts_instead_of_timing_works_in_batches() -> None:
-    given = "{name: a, stop: cost, draft_seconds: 0.2, target_seconds: 1}"
-    flags = ["--method", given, "--eval.engine", "eager", "--eval.batch", "2"]
-    config = parse(flags, "").config
-    check_methods(config.eval, config.sampling, head=True)
-
-
-def test_asking_before_drawing_needs_a_head() -> None:
-    method = MethodConfig(name="odd", stop="cost", before_drawing=True)
-    with pytest.raises(ConfigError, match="method 'odd': before_drawing asks an acceptance head"):
-        check_methods(evaluation(method), SamplingConfig(), head=False)
 
 
 def test_batches_run_eagerly_and_hold_a_prompt() -> None:
@@ -209,12 +166,6 @@ def test_path_drafts_are_numbered_from_the_draft_of_the_run() -> None:
     check_methods(config, SamplingConfig(), head=False)
     assert path_drafts(config) == ["x", "y"]
     assert first.reported() == {"paths": 3, "path_drafts": ["x", "", "x"]}
-
-
-def test_path_drafts_are_inputs_of_the_evaluation() -> None:
-    method = "{name: a, verifier: rrs, drafter: paths, paths: 2, path_drafts: ['', mine/x]}"
-    inputs = Eval(parse(["--method", method], "").config).inputs
-    assert inputs["path draft mine/x"] == "mine/x"
 
 
 def evaluation(*methods: MethodConfig) -> EvalConfig:
@@ -256,18 +207,6 @@ def test_a_fitted_calibration_reaches_the_methods_that_give_none() -> None:
         "before_drawing": False,
     }
     check_methods(fitted, sampling, head=False)
-
-
-def test_the_cost_rule_works_with_and_without_a_head() -> None:
-    with_head, without = (
-        MethodConfig(name="a", stop="cost"),
-        MethodConfig(name="b", stop="cost", head=False),
-    )
-    assert with_head.stop.reads_head
-    assert not without.stop.reads_head
-    assert not MethodConfig(name="c").stop.reads_head
-    for head in (False, True):
-        check_methods(evaluation(with_head, without), SamplingConfig(), head=head)
 
 
 def test_another_list_of_methods_goes_to_another_folder_and_is_read_from_there() -> None:

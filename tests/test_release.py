@@ -25,7 +25,7 @@ from eval.analysis.head_verdict import HeadVerdict
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.results import Results, check_metrics, read_results
 from eval.reporting.lengths import measured_lengths
-from eval.reporting.metadata import About, check_repository, hub_id, metadata, public_name
+from eval.reporting.metadata import About, check_repository, metadata, public_name
 from eval.reporting.release import head_run, release_draft, release_head
 from eval.reporting.rendering import escape_markdown
 from eval.reporting.table import chosen
@@ -165,16 +165,6 @@ def test_a_released_draft_drafts_the_length_measured_in_transformers(
     assert torch.equal(target.generate(prompt, assistant_model=assistant, **ask), plain)
 
 
-def test_a_length_of_our_loop_is_never_set_for_transformers(pair: Pair, tmp_path: Path) -> None:
-    ours = pair.renamed(synthetic_results(datasets=("alpaca",)))
-    out = release_draft(pair.draft, tmp_path / "out", ours)
-    settings = json.loads((out / "generation_config.json").read_text())
-    assert "num_assistant_tokens" not in settings
-    card = (out / "README.md").read_text()
-    assert "| transformers | not measured |" in card
-    assert "`generation_config.json` leaves it to transformers" in card
-
-
 def test_the_draft_card_names_the_best_length_of_each_engine_with_its_interval(
     pair: Pair, draft: Path
 ) -> None:
@@ -194,22 +184,6 @@ def test_the_draft_card_names_the_best_length_of_each_engine_with_its_interval(
         assert ("not told apart" in row) == best.tied
 
 
-def test_a_card_loads_with_its_metadata(draft: Path, head: Path) -> None:
-    data = ModelCard.load(draft / "README.md").data.to_dict()
-    assert data["base_model"] == "JackFram/llama-68m"
-    assert data["base_model_relation"] == "finetune"
-    assert data["library_name"] == "transformers"
-    assert data["pipeline_tag"] == "text-generation"
-    assert data["license"] == "apache-2.0"
-    assert data["language"] == ["en", "code"]
-    assert data["datasets"] == ["tatsu-lab/alpaca"]
-    assert "speculative-decoding" in data["tags"]
-    data = ModelCard.load(head / "README.md").data.to_dict()
-    assert data["base_model"] == "acme/draft-160m"
-    assert data["base_model_relation"] == "adapter"
-    assert {"license", "language", "datasets"}.isdisjoint(data)
-
-
 def test_the_model_index_survives_the_hubs_own_reader(pair: Pair, draft: Path, head: Path) -> None:
     for folder, drafter in ((draft, "fixed-"), (head, "head-")):
         index = metadata_load(folder / "README.md")["model-index"]
@@ -225,29 +199,6 @@ def test_the_model_index_survives_the_hubs_own_reader(pair: Pair, draft: Path, h
             assert method[1].startswith((drafter, "block-"))
             (run,) = [r for r in pair.results.of(result.dataset_name) if r.method == method[1]]
             assert result.metric_value == pytest.approx(getattr(run, result.metric_type), abs=1e-4)
-
-
-def test_base_models_are_the_draft_and_the_target_where_both_are_on_the_hub(
-    pair: Pair, tmp_path: Path
-) -> None:
-    about = About("acme/draft-160m@v2", datasets=["a/b@v1", "https://x.org/y", "mine.jsonl"])
-    out = release_head(pair.head, tmp_path / "head", pair.results, about)
-    card = ModelCard.load(out / "README.md")
-    assert card.data.base_model == "acme/draft-160m"  # without its revision
-    assert card.data.datasets == ["a/b"]
-    assert "not named there: target, y, mine.jsonl" in card.text
-    assert hub_id("acme/target-7b") == "acme/target-7b"
-    for name in (
-        str(pair.target),
-        "target",
-        "runs/toy/pair/target",
-        "../up",
-        "my/gone.jsonl",
-        None,
-    ):
-        assert hub_id(name) is None
-    assert public_name("my/gone.jsonl") == "gone.jsonl"
-    assert public_name("./draft") == "draft"
 
 
 def test_draft_and_target_are_both_base_models_of_a_pair_on_the_hub() -> None:
@@ -276,15 +227,6 @@ def test_draft_and_target_are_both_base_models_of_a_pair_on_the_hub() -> None:
             validate_repo_id(base)
         read = ModelCard(f"---\n{data.to_yaml()}\n---\n").data
         assert read.to_dict() == data.to_dict()
-
-
-def test_a_folder_that_is_named_like_a_repository_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert hub_id("acme/draft") == "acme/draft"
-    (tmp_path / "acme" / "draft").mkdir(parents=True)
-    assert hub_id("acme/draft") is None
 
 
 @pytest.mark.parametrize(
@@ -588,11 +530,6 @@ def test_another_tokenizer_is_refused(pair: Pair, tmp_path: Path) -> None:
     runs = [r.model_copy(update={"target": str(tmp_path / "other")}) for r in pair.results.runs]
     with pytest.raises(VocabularyMismatchError):
         release_draft(pair.draft, tmp_path / "out", pair.results.model_copy(update={"runs": runs}))
-
-
-def test_a_finished_release_is_not_overwritten(pair: Pair, draft: Path) -> None:
-    with pytest.raises(FileExistsError):
-        release_draft(pair.draft, draft, pair.results)
 
 
 def test_names_are_escaped_in_markdown() -> None:

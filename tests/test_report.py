@@ -22,9 +22,7 @@ from eval.reporting.charts import (
     LOOKS,
     PLOTS,
     drawings,
-    fixed_lengths,
     kinds,
-    look_of,
     plot,
     positions_of,
 )
@@ -258,13 +256,6 @@ def test_without_plain_decoding_the_report_shows_tokens_per_second(results: Resu
     assert render_page(alone, Context())
 
 
-def test_plain_decoding_alone_makes_a_report(results: Results, tmp_path: Path) -> None:
-    only = [results.runs[0]]
-    alone = results.model_copy(update={"runs": only, "latency": {"alpaca": None}})
-    page = Page(write_report(alone, tmp_path).read_text(encoding="utf-8"))
-    assert "Only the target alone was measured." in " ".join(page.text)
-
-
 def test_without_times_tables_say_so_and_drawings_need_none(tmp_path: Path) -> None:
     untimed = synthetic_results(datasets=("alpaca",), timed=False)
     check_metrics(untimed)
@@ -347,24 +338,6 @@ def test_drawings_of_a_page_take_its_colour_and_depend_on_the_results_alone(
     assert once == again
     assert len(once) == 2
     assert all("currentColor" in svg and "#24292f" not in svg for svg in once)
-
-
-def test_lengths_are_lines_in_order_and_adaptive_rules_are_not_among_them(
-    results: Results,
-) -> None:
-    groups = fixed_lengths(results.of("alpaca")).values()
-    assert [[run.method for run in runs] for runs in groups] == [
-        ["fixed-2", "fixed-4", "fixed-6", "fixed-8", "fixed-12"],
-        ["block-6"],
-        ["biased-0.05"],
-    ]
-
-
-def test_every_run_has_a_look_and_looks_differ(results: Results) -> None:
-    shown = {look_of(run).label for run in results.runs}
-    assert shown == {LOOKS[key].label for key in DRAWN["speedup"]}
-    assert len({look.colour for look in LOOKS.values()}) == len(LOOKS)
-    assert len({look.marker for look in LOOKS.values()}) == len(LOOKS)
 
 
 def test_the_figures_of_a_position_are_those_of_the_generations(results: Results) -> None:

@@ -17,7 +17,6 @@ from eval.measuring.samples import (
     shown_prompts,
     write_samples,
 )
-from specdata.errors import ManifestError
 from tests.test_experiment import METHODS, PROMPTS, evaluate
 
 THEIRS = MethodConfig(name="theirs", decoder="assisted", length=3)
@@ -62,16 +61,6 @@ def test_batches_and_interruptions_keep_the_same_texts(folder: Path, tmp_path: P
         first = alone[each.prompt_id + each.dataset]
         assert each.prompt == first.prompt
         assert each.methods == {m.name: first.methods[m.name] for m in METHODS[1:]}
-
-
-def test_damaged_tokens_are_refused(folder: Path, tmp_path: Path) -> None:
-    record = json.loads(record_file(folder / "prompts", PROMPTS[0]).read_text())
-    (tmp_path / "prompts").mkdir()
-    path = record_file(tmp_path / "prompts", PROMPTS[0])
-    for tokens in ({"K=3": 7}, [3]):
-        path.write_text(json.dumps(record | {"tokens": tokens}))
-        with pytest.raises(ManifestError, match=r"damaged.*remove it, and run again"):
-            make_samples(PROMPTS, tmp_path, in_words)
 
 
 def test_samples_are_read_as_they_were_written_and_a_lost_or_damaged_file_is_none(

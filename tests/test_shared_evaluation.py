@@ -53,11 +53,6 @@ def test_times_are_measured_by_one_process_a_device_of_one_machine_and_counts_by
     assert ("each on a GPU of its own" if devices else "they share the CPU") in said
 
 
-def test_all_processes_of_a_machine_with_as_many_gpus_measure_times() -> None:
-    said = who_measures(timed=True, processes=8, local_processes=8, devices=8)
-    assert said == "times are measured by all 8 processes, each on a GPU of its own"
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a pair and its configuration."""

@@ -31,31 +31,19 @@ EXPLAINED = (
 
 
 @dataclass(frozen=True, slots=True)
-class WhatIfRow:
-    """A method in the table.
-
-    Attributes:
-        method: its name.
-        speedups: text and whether it is the best lossless one, for each of `RATIOS`.
-    """
-
-    method: str
-    speedups: list[tuple[str, bool]]
-
-
-@dataclass(frozen=True, slots=True)
 class WhatIf:
     """The table.
 
     Attributes:
         ratios: headings.
-        rows: methods that draft, in the order they were run.
+        rows: methods that draft, in the order they were run; of each the text for each of `RATIOS`
+            and whether it is the best lossless one.
         own: the fitted ratio of this run, a sentence; empty if it could not be fitted.
         explained: how to read it.
     """
 
     ratios: list[str]
-    rows: list[WhatIfRow]
+    rows: list[tuple[str, list[tuple[str, bool]]]]
     own: str
     explained: str = EXPLAINED
 
@@ -85,7 +73,7 @@ def what_if(results: Results) -> WhatIf | None:
     lossless = np.array([row.lossless for row in drafting])
     best = np.where(lossless[:, None], speedups, 0.0).max(axis=0)  # 0 where all are biased
     rows = [
-        WhatIfRow(
+        (
             row.method + ("" if row.lossless else " †"),
             [(f"{x:.2f}x", bool(x == y)) for x, y in zip(own, best, strict=True)],
         )
