@@ -22,7 +22,8 @@ from torch import Tensor
 
 from eval.drafts import DraftTree, How
 from eval.measuring.environment import describe_environment
-from eval.verifiers import VERIFIERS, Verifier
+from eval.verifiers import VERIFIERS
+from eval.verifiers.rule import Verifier
 from specdata.storage.files import write_json
 
 SCHEMA_VERSION = 1

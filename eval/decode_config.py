@@ -45,8 +45,8 @@ class DraftingConfig(Config):
     """
 
     strict_parameters: ClassVar[bool] = True
-    """True if parameters of other stopping rules than the chosen one are refused, unless they have
-    their defaults. If not, they are ignored, so that one call can name parameters of several."""
+    """True if parameters of other stopping rules than the chosen one are refused. If not, they are
+    ignored, so that one call can name parameters of several."""
 
     verifier: str = Field(default="token", description="acceptance rule: a name in `VERIFIERS`")
     verifier_args: dict[str, Any] = Field(
@@ -164,11 +164,6 @@ class DecodeConfig(DraftingConfig):
             raise ConfigError(
                 f"unknown verifier {self.verifier!r}: {nearest(self.verifier, VERIFIERS)}"
             )
-        self._check_shape()
-        self._check_combination()
-        return self
-
-    def _check_shape(self) -> None:
         if min((1, *self.widths)) < 1:
             raise ConfigError(f"widths must be 1 or larger, got {self.widths}")
         if (self.drafter == "tree") != bool(self.widths):
@@ -201,8 +196,6 @@ class DecodeConfig(DraftingConfig):
                 f"path_drafts must name one draft (0, 1, ...) for each of {self.paths} paths, got "
                 f"{self.path_drafts}"
             )
-
-    def _check_combination(self) -> None:
         verifier = VERIFIERS[self.verifier]
         if self.verifier_args or verifier.required:
             self.make_verifier()  # only the rule itself, which needs torch, knows their ranges
@@ -221,6 +214,7 @@ class DecodeConfig(DraftingConfig):
                 "of its draft, so the length must not depend on drafted tokens: "
                 f"stop={self.stop.name!r} is biased"
             )
+        return self
 
     @property
     def sampling(self) -> SamplingConfig:

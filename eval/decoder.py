@@ -26,8 +26,7 @@ from eval.runtime.engines import Engine
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import CachedSequence, ForwardCoroutine, drive, run_batch
 from eval.runtime.transformers_models import check_rope, check_trees
-from eval.verifiers import Verifier
-from eval.verifiers.rule import Drawn
+from eval.verifiers.rule import Drawn, Verifier
 from heads import BaseHead
 from heads.probe import check_head, warn_of_other_sampling
 from specdata.errors import ConfigError

@@ -6,7 +6,7 @@ draw order and may repeat a token: multiplicity is part of the verifiers' proofs
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -133,13 +133,10 @@ class DraftTree:
     @cached_property
     def identical(self) -> bool:
         """True if tokens that compete for one position were drawn from one distribution."""
-        groups: list[Sequence[int]] = [(0,)]
-        while groups:
-            children = self.children(groups.pop())
-            if len({self.distribution_indices[child - 1] for child in children}) > 1:
-                return False
-            groups += {tuple(self.follow(children, index)) for index in range(len(children))}
-        return True
+        drawn_from: dict[int, set[int]] = {}
+        for after, index in zip(self.verified_after, self.distribution_indices, strict=True):
+            drawn_from.setdefault(after, set()).add(index)
+        return all(len(rows) == 1 for rows in drawn_from.values())
 
     @cached_property
     def verified_after(self) -> list[int]:
@@ -173,21 +170,11 @@ class DraftTree:
         """
         if not len(self):
             return [], []
-        # Of a tensor that was changed, other numbers must be read.
-        version = None if target.is_inference() else target._version
-        key = id(target), version, after is self.parent_list
-        if key not in self._chances:
-            index = torch.tensor([list(after), self.token_list, self.distribution_indices])
-            rows, tokens, drawn_from = index.to(target.device, non_blocking=True)
-            p, q = target[rows, tokens], self.distributions[drawn_from, tokens]
-            read = torch.stack([p.double(), q.double()]).tolist()
-            self._chances[key] = target, read[0], read[1]
-        return self._chances[key][1:]
-
-    @cached_property
-    def _chances(self) -> dict[tuple[Hashable, ...], tuple[Tensor, list[float], list[float]]]:
-        """The numbers that were read: enumerations ask again and again."""
-        return {}
+        index = torch.tensor([list(after), self.token_list, self.distribution_indices])
+        rows, tokens, drawn_from = index.to(target.device, non_blocking=True)
+        p, q = target[rows, tokens], self.distributions[drawn_from, tokens]
+        ps, qs = torch.stack([p.double(), q.double()]).tolist()
+        return ps, qs
 
     @property
     def kind(self) -> str:
@@ -296,81 +283,39 @@ class DraftTree:
         Raises:
             ValueError: that states what must hold and what was given.
         """
-        self._check_form()
-        self._check_distributions()
-        self._check_siblings()
-        return self
-
-    def _check_form(self) -> None:
-        """Shapes, types, ids; parents come before their children."""
-        count = len(self)
-        if self.how not in get_args(How) or self.shape not in get_args(TreeShape):
-            raise ValueError(
-                f"how must be one of {get_args(How)} and shape one of {get_args(TreeShape)};"
-                f" got {self.how!r}, {self.shape!r}"
-            )
-        for name, index in (
-            ("tokens", self.tokens),
-            ("parents", self.parents),
-            ("distribution_index", self.distribution_index),
-        ):
-            _require(index.shape == (count,), f"{name} must have shape ({count},)", index)
-            _require(index.dtype in INTEGERS, f"{name} must be integers", index)
-        _require(self.distributions.ndim == 2, "distributions must be (M, V)", self.distributions)
-        if count == 0:
-            return
-        _in_range("token ids", self.tokens, self.vocabulary)
-        _in_range("rows of distributions", self.distribution_index, self.distributions.shape[0])
-        late = (self.parents < 0) | (self.parents > torch.arange(count))
-        if bool(late.any()):
-            node = int(late.nonzero()[0]) + 1
-            raise ValueError(
-                f"a parent must come before its child: node {node} follows"
-                f" node {self.parent_list[node - 1]}"
-            )
-        self._check_shape()
-
-    def _check_shape(self) -> None:
-        """The parents make the form that `shape` names."""
-        widths = [len(siblings) for siblings in self.children_of]
-        branching = {
-            "chain": max(widths) > 1,
-            "paths": max(widths[1:]) > 1,
-            "siblings": max(widths[1:]) > 0,
-            "tree": False,
-        }
-        if branching[self.shape]:
-            raise ValueError(
-                f"these parents do not make a draft of form {self.shape}: children a node {widths}"
-            )
-        if self.shape in ("chain", "paths") and self.how != "iid":
-            raise ValueError(f"shape {self.shape!r} is drawn how='iid', got {self.how!r}")
-        if self.planned is not None and self.planned < len(self):
-            raise ValueError(f"planned must be the length {len(self)} or more, got {self.planned}")
-
-    def _check_distributions(self) -> None:
-        """Every distribution is a probability distribution of float32 or wider."""
-        distributions = (
-            self.distributions
-            if self.tail is None
-            else torch.cat([self.distributions, self.tail.unsqueeze(0)])
-        )
-        _require(
-            distributions.dtype in FLOATS,
-            "distributions q must be float32 or float64",
-            distributions,
-        )
-        if not bool(torch.isfinite(distributions).all()) or bool((distributions < 0).any()):
+        count, q = len(self), self.distributions
+        if self.how not in get_args(How):
+            raise ValueError(f"how must be one of {get_args(How)}, got {self.how!r}")
+        _require(q.ndim == 2 and q.dtype in FLOATS, "q must be (M, V), float32 or float64", q)
+        for index in (self.tokens, self.parents, self.distribution_index):
+            fits = index.shape == (count,) and index.dtype in INTEGERS
+            _require(fits, f"tokens, parents and rows of q must be ({count},) integers", index)
+        every = q if self.tail is None else torch.cat([q, self.tail.unsqueeze(0)])
+        if not bool(torch.isfinite(every).all()) or bool((every < 0).any()):
             raise ValueError("distributions q must be finite and non-negative")
-        error = (distributions.sum(dim=-1) - 1).abs()
-        if distributions.shape[0] and float(error.max()) > SUM_TOLERANCE[distributions.dtype]:
+        error = (every.sum(dim=-1) - 1).abs()
+        if len(every) and float(error.max()) > SUM_TOLERANCE[q.dtype]:
             raise ValueError(
                 f"every distribution q must sum to 1; row {int(error.argmax())} is off by"
                 f" {float(error.max()):.3g}: pass probabilities, not logits"
             )
-
-    def _check_siblings(self) -> None:
-        """Drafted tokens have q > 0; picks without replacement are distinct."""
+        if count:
+            _in_range("token ids", self.tokens, self.vocabulary)
+            _in_range("rows of distributions", self.distribution_index, len(q))
+        for node, parent in enumerate(self.parent_list, start=1):
+            if not 0 <= parent < node:
+                raise ValueError(
+                    f"a parent must come before its child: node {node} follows node {parent}"
+                )
+        widths = [len(siblings) for siblings in self.children_of]
+        most = {"chain": (1, 1), "paths": (count, 1), "siblings": (count, 0)}
+        first, later = most.get(self.shape, (count, count))
+        if widths[0] > first or max(widths[1:], default=0) > later:
+            raise ValueError(
+                f"these parents do not make a draft of form {self.shape}: children a node {widths}"
+            )
+        if self.planned is not None and self.planned < count:
+            raise ValueError(f"planned must be the length {count} or more, got {self.planned}")
         for siblings in self.children_of:
             tokens = [self.token_list[child - 1] for child in siblings]
             if self.how != "iid" and len(set(tokens)) < len(tokens):
@@ -384,6 +329,7 @@ class DraftTree:
                         f"node {child} holds token {token}, to which its distribution q gives"
                         " probability 0: pass the distribution the token was really drawn from"
                     )
+        return self
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:
@@ -411,24 +357,18 @@ def _in_range(name: str, index: Tensor, size: int) -> None:
         raise ValueError(f"{name} must lie in [0, {size}), got {low} to {high}")
 
 
-def _same_distribution(first: Tensor, second: Tensor) -> bool:
-    """True if two distributions are equal but for rounding.
-
-    The tolerance is relative to each probability, so zeros must coincide; an absolute one would
-    merge distributions of many small probabilities that differ as a whole.
-    """
-    tolerance = SAME_DISTRIBUTION_EPSILONS * torch.finfo(first.dtype).eps
-    return bool(((first - second).abs() <= tolerance * torch.minimum(first, second)).all())
-
-
 def _share_distributions(contexts: Sequence[tuple[int, ...]], distributions: Tensor) -> Tensor:
-    """For every row of `distributions` the first equal row of the same context: (rows,)."""
+    """For every row of `distributions` the first equal row of the same context: (rows,).
+
+    Equal but for rounding: the tolerance is relative to each probability, so zeros must coincide;
+    an absolute one would merge distributions of many small probabilities that differ as a whole.
+    """
+    tolerance = SAME_DISTRIBUTION_EPSILONS * torch.finfo(distributions.dtype).eps
     index = list(range(len(contexts)))
     order = sorted(index, key=lambda row: (contexts[row], row))
     for previous, row in pairwise(order):
-        first = index[previous]
-        if contexts[previous] == contexts[row] and _same_distribution(
-            distributions[first], distributions[row]
-        ):
-            index[row] = first
+        first = distributions[index[previous]]
+        gap, smaller = (first - distributions[row]).abs(), first.minimum(distributions[row])
+        if contexts[previous] == contexts[row] and bool((gap <= tolerance * smaller).all()):
+            index[row] = index[previous]
     return torch.tensor(index, dtype=torch.long)

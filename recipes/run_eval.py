@@ -31,6 +31,7 @@ from eval.measuring.methods import (
 from eval.measuring.results import read_results, write_results
 from eval.measuring.samples import SAMPLES, make_samples, read_samples, write_samples
 from eval.reporting.report import Context, terminal, write_report
+from eval.runtime.engines import engine_on
 from recipes.checks import check_loading, check_room, given_models
 from recipes.config import PipelineConfig
 from recipes.layout import RESULTS, draft_in_use, eval_folder, folder, head_in_use, sampled
@@ -278,6 +279,9 @@ def _decode(
             dtype=config.models.dtype_of("target"),
             batch_size=evaluation.batch,
         )
+        used = engine_on(evaluation.engine, environment.device)
+        if used != evaluation.engine:
+            say(f"Engine {evaluation.engine} gains nothing but on a CPU: forwards run {used}.")
         generations = len(prompts) * len(evaluation.methods)
         with progress(generations, "evaluation", "generation", is_shown=is_main()) as bar:
             measure_prompts(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from eval.drafts import DraftTree, How
-from eval.verifiers import Verifier
+from eval.verifiers.rule import Verifier
 
 Prefix = tuple[int, ...]
 TabularModel = Mapping[Prefix, Tensor]

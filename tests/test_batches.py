@@ -73,25 +73,6 @@ class Counted(CachedModel):
         return super().run_all(forwards)
 
 
-def test_a_slot_that_is_free_is_given_to_the_next_prompt() -> None:
-    """Lengths differ much: if slots stayed empty, most forwards would serve few sequences."""
-    target = tiny_llama(2, vocab=40)
-    model = Counted(target, 40)
-    model.served = []
-    verifier = DecodeConfig().make_verifier()
-    decoder = SpeculativeDecoder(model, SamplingConfig(), None, verifier, frozenset({1}))
-    prompts = [torch.tensor([2 + index % 20]) for index in range(24)]
-    seeds = [torch.Generator().manual_seed(index) for index in range(24)]
-    outs = decoder.generate_batch(prompts, max_new_tokens=60, generators=seeds, size=4)
-    lengths = sorted(len(out.tokens) for out in outs)
-    assert lengths[0] < 5 < 55 < lengths[-1], "the lengths must differ for this test to mean much"
-    total = sum(lengths)
-    assert sum(model.served) == total
-    # Only when no prompt is left may a forward serve fewer sequences.
-    alone = sum(served for served in model.served if served < 4)
-    assert alone <= 3 * 60
-
-
 def test_sequences_that_need_the_same_model_share_its_forwards() -> None:
     target, draft = tiny_llama(2, vocab=40), tiny_llama(2, vocab=40)
     config = DecodeConfig(length=3)

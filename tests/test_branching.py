@@ -96,38 +96,6 @@ def greedy_rounds(config: DecodeConfig) -> int:
     return rounds
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_greedy_output_is_identical_to_generate(name: str) -> None:
-    greedy_rounds(CASES[name].replace(temperature=0.0, path_temperatures=()))
-
-
-def test_tree_attention_scores_each_node_as_its_path_alone() -> None:
-    model = tiny_llama(3, vocab=30, layers=2)
-    runner = CachedModel(model, 30)
-    cached = runner.sequence(0, SamplingConfig())
-    committed = [2, 9, 4]
-    tokens, parents = [5, 6, 7, 8, 9, 7], [0, 0, 1, 1, 2, 4]
-    with torch.inference_mode():
-        runner.run(cached.append(committed[:2], 1))
-        # In two parts, as a draft grows, after a token that is not in the cache yet.
-        first = runner.run(cached.append_tree(tokens[:2], parents[:2], committed[2:]))
-        rest = runner.run(cached.append_tree(tokens[2:], parents[2:]))
-        logits = torch.cat([first, rest])
-        for node in range(len(tokens) + 1):
-            path, at = [], node
-            while at:
-                path.append(tokens[at - 1])
-                at = parents[at - 1]
-            alone = model(input_ids=torch.tensor([committed + path[::-1]])).logits[0, -1]
-            torch.testing.assert_close(logits[node], alone, atol=1e-10, rtol=0)
-        # The accepted path is committed; what follows is scored as after committed tokens.
-        cached.accept([1, 4, 6])
-        assert cached.length == 6
-        after = cached.distribution(runner.run(cached.append([11], 1))[0])
-        alone = model(input_ids=torch.tensor([[*committed, 5, 8, 7, 11]])).logits[0, -1].softmax(-1)
-        torch.testing.assert_close(after, alone.to(after), atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize(
     ("widths", "how", "shape"),
     [((3, 2), "iid", "tree"), ((3, 2), "distinct", "tree"), ((3, 2), "greedy", "tree"),

@@ -24,17 +24,6 @@ from specdata.storage.schema import LABELS
 from tests.tiny import tiny_llama
 
 
-def test_the_fit_finds_the_coefficients_that_made_the_labels() -> None:
-    chance = np.random.default_rng(0)
-    q_max = chance.uniform(0.05, 0.999, 40_000)
-    odds = 1.5 + 0.4 * logit(q_max)
-    soft = fit_calibration(expit(odds), q_max)
-    assert (soft.intercept, soft.slope) == (pytest.approx(1.5, abs=1e-3), pytest.approx(0.4, 1e-2))
-    outcomes = (chance.random(len(odds)) < expit(odds)).astype(np.float64)
-    hard = fit_calibration(outcomes, q_max)
-    assert (hard.intercept, hard.slope) == pytest.approx((1.5, 0.4), abs=0.1)
-
-
 def test_the_fit_is_where_the_penalised_likelihood_is_flat() -> None:
     chance = np.random.default_rng(1)
     q_max, accept = chance.uniform(0.1, 0.9, 60), chance.uniform(size=60)

@@ -24,30 +24,6 @@ def head(width: int = 16) -> AcceptanceHead:
     return made
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        DecodeConfig(temperature=0.0, length=3),
-        DecodeConfig(temperature=0.0, stop="confidence", threshold=0.5),
-        DecodeConfig(temperature=0.0, stop="head", threshold=0.5),
-    ],
-    ids=lambda config: config.stop,
-)
-def test_greedy_output_is_identical_to_generate(config: DecodeConfig) -> None:
-    target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(3, vocab=40)
-    decoder = SpeculativeDecoder.from_config(target, draft, config, head())
-    for start in range(2, 10):
-        prompt = torch.tensor([start, 5, start + 7])
-        plain = target.generate(
-            prompt.unsqueeze(0),
-            attention_mask=torch.ones(1, 3, dtype=torch.long),
-            do_sample=False,
-            max_new_tokens=30,
-        )
-        out = decoder.generate(prompt, max_new_tokens=30, generator=torch.Generator())
-        assert out.tokens.tolist() == plain[0, 3:].tolist()
-
-
 def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
     target = tiny_llama(0, vocab=40)
     decoder = SpeculativeDecoder.from_config(target, target, DecodeConfig(length=4))

@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eval.drafts import DraftTree
-from eval.verifiers import VERIFIERS, Verifier
+from eval.verifiers import VERIFIERS
 from eval.verifiers.optimum import optimal_acceptance, optimal_acceptance_independent
+from eval.verifiers.rule import Verifier
 from eval.verifiers.selection import luce as luce_module
 from eval.verifiers.selection import solvers
 from eval.verifiers.selection.linear_program import solve_linear_program, solve_max_flow
-from eval.verifiers.selection.luce import fit_pair, fit_race, race_distribution
+from eval.verifiers.selection.luce import fit_pair, fit_race
 from eval.verifiers.selection.pairs import PairRule, pair_masses
 from eval.verifiers.selection.solvers import (
     Selection,
-    best_rule,
     selector,
     truncated,
     truncated_nosort,
@@ -33,7 +33,6 @@ from tests.oracles import (
     expected_accepted,
     independent_siblings,
     joint_distribution,
-    markov_model,
     output_distribution,
     path_drafts,
     random_distribution,
@@ -142,73 +141,7 @@ def test_selection_over_a_reduced_vocabulary_is_exact(
         )
 
 
-def test_reducing_a_large_vocabulary_costs_less_than_half_a_percent_of_acceptance() -> None:
-    """Against a tournament over all 5000 tokens."""
-    p, q = (distribution.numpy() for distribution in random_distributions(0, 1, size=5000))
-    for k in (2, 3):
-        reduced = selector("truncated", 5)(p, [q] * k).distribution
-        in_full = selector("truncated", 5)(p, [q.copy() for _ in range(k)]).distribution
-        gain = np.minimum(p, reduced).sum() - np.minimum(p, in_full).sum()
-        assert gain >= -0.005
-
-
-def test_distribution_of_luce_selection_of_worked_examples() -> None:
-    theta = np.log(P3.numpy() / Q3.numpy())
-    expected = {
-        2: ([0.29812808, 0.33857143, 0.36330049], 0.79812808),
-        3: ([0.35257653, 0.34065385, 0.30676962], 0.85257653),
-    }
-    for k, (distribution, accepted) in expected.items():
-        b = race_distribution(theta - theta.max(), Q3.numpy(), k, 0.2)
-        np.testing.assert_allclose(b, distribution, atol=1e-8)
-        assert np.minimum(P3.numpy(), b).sum() == pytest.approx(accepted, abs=1e-8)
-
-
 # --- losslessness and acceptance ---
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("alphabet", [None, 2])
-@pytest.mark.parametrize(("k", "alike"), [(1, True), (2, True), (2, False), (3, True), (3, False)])
-def test_output_distribution_is_the_target_distribution(
-    solver: str, alphabet: int | None, k: int, alike: bool
-) -> None:
-    verifier = VERIFIERS["importance"].make(solver=solver, s=2, alphabet=alphabet)
-    for seed in range(4):
-        p, *qs = random_distributions(seed, k, size=3, alike=alike)
-        accepted = acceptance(verifier, p, qs)
-        assert accepted <= optimal_acceptance_independent(p, qs) + 1e-12
-        single = max(float(torch.minimum(p, q).sum()) for q in qs)
-        if k == 1:
-            assert accepted == pytest.approx(single, abs=1e-12)
-        elif alphabet is None and solver != "luce":
-            assert accepted >= single - 1e-12
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("alike", [True, False])
-def test_acceptance_is_the_overlap_with_b_and_the_residual_on_drafted_tokens(
-    solver: Any, alike: bool
-) -> None:
-    verifier = VERIFIERS["importance"].make(solver=solver, s=1)
-    for seed in range(8):
-        p, *qs = random_distributions(seed, 2, size=4, alike=alike)
-        arrays = [q.numpy() for q in qs]
-        distributions = [arrays[0]] * 2 if alike else arrays
-        selection = selector(solver, 1)(p.numpy(), distributions)
-        b = torch.from_numpy(selection.distribution)
-        residual = (p - b).clamp(min=0)
-        residual = residual / residual.sum() if residual.sum() > 1e-12 else p
-        hit = 0.0
-        for tokens in product(range(4), repeat=2):
-            mass = float(qs[0][tokens[0]] * qs[1][tokens[1]])
-            weights = selection.weights(list(tokens))
-            for x, weight in zip(tokens, weights, strict=True):
-                rejected = 1 - min(1.0, float(p[x] / b[x])) if b[x] > 0 else 0.0
-                drafted = float(residual[list(set(tokens))].sum())
-                hit += mass * weight / sum(weights) * rejected * drafted
-        overlap = float(torch.minimum(p, b).sum())
-        assert acceptance(verifier, p, qs) == pytest.approx(overlap + hit, abs=1e-12)
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -270,28 +203,6 @@ def test_truncation_loses_at_most_the_bound_of_the_paper(form: Any, alike: bool)
             assert accepted >= best - np.maximum(gains[s:], 0).sum() - 1e-12
 
 
-def test_a_hard_fill_that_would_be_worse_is_not_taken() -> None:
-    generator = torch.Generator().manual_seed(0)
-    q = random_distribution(30, generator).numpy()
-    hard = next(truncated(q, q, q, 5))
-    assert np.minimum(q, hard.distribution(q, q)).sum() < 0.9
-    for solver in SOLVERS:
-        distribution = selector(solver, 5)(q, [q] * 3).distribution  # type: ignore[arg-type]
-        assert np.minimum(q, distribution).sum() == pytest.approx(1.0, abs=1e-9)
-
-
-def test_more_drafts_never_hurt_the_tournament() -> None:
-    for seed in range(8):
-        p, *qs = (distribution.numpy() for distribution in random_distributions(seed, 3, size=6))
-        for solver in ("lp", "truncated", "truncated_nosort"):
-            accepted = [
-                np.minimum(p, selector(solver, 2)(p, qs[:k]).distribution).sum()  # type: ignore[arg-type]
-                for k in (1, 2, 3)
-            ]
-            assert accepted[0] <= accepted[1] + 1e-12
-            assert accepted[1] <= accepted[2] + 1e-12
-
-
 @pytest.mark.parametrize(("size", "k", "gap"), [(5, 2, 0.01), (40, 2, 0.01), (40, 4, 0.02)])
 def test_luce_selection_is_near_the_optimum(size: int, k: int, gap: float) -> None:
     for seed in range(6):
@@ -300,17 +211,6 @@ def test_luce_selection_is_near_the_optimum(size: int, k: int, gap: float) -> No
         accepted = np.minimum(p.numpy(), distribution).sum()
         best = optimal_acceptance(p, q, k)
         assert best - gap <= accepted <= best + 1e-12
-
-
-@pytest.mark.parametrize("k", [2, 4])
-def test_luce_selection_is_near_the_optimum_at_large_vocabularies(k: int) -> None:
-    generator = torch.Generator().manual_seed(3)
-    logits = 2 * torch.randn(32_000, generator=generator, dtype=torch.float64)
-    noise = torch.randn(32_000, generator=generator, dtype=torch.float64)
-    p, q = logits.softmax(0), (logits + noise).softmax(0)
-    distribution = selector("luce", 5)(p.numpy(), [q.numpy()] * k).distribution
-    assert abs(distribution.sum() - 1) < 1e-12
-    assert np.minimum(p.numpy(), distribution).sum() >= optimal_acceptance(p, q, k) - 0.01
 
 
 def test_augmenting_paths_solve_the_linear_program() -> None:
@@ -336,30 +236,7 @@ def test_the_alphabet_accepts_more_than_the_papers_second_test() -> None:
     assert acceptance(verifier, P3, [Q3, Q3]) >= 0.55 - 1e-12
 
 
-def test_constant_rules_keep_the_acceptance_of_the_better_of_two_drafts() -> None:
-    p = P3.numpy()
-    rule, distribution = best_rule(p, R3.numpy(), np.array([0.0, 0.0, 1.0]), iter(()))
-    assert rule.first == 1.0
-    np.testing.assert_array_equal(distribution, R3.numpy())
-
-
 # --- several places ---
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("independent", [False, True])
-def test_paths_are_lossless_and_block_verification_gains(solver: str, independent: bool) -> None:
-    for seed in range(4):
-        p = random_model(2, 2, 10 * seed)
-        q, other = (random_model(2, 2, 10 * seed + 1 + index) for index in range(2))
-        drafts = list(path_drafts([q, other if independent else q], 2))
-        accepted = {}
-        for name in ("importance", "multipath_block"):
-            verifier = VERIFIERS[name].make(solver=solver, s=1)
-            emitted = output_distribution(verifier, iter(drafts), p, 3, q)
-            assert total_variation(emitted, joint_distribution(p, (), 3)) <= 1e-12
-            accepted[name] = expected_accepted(verifier, iter(drafts), p)
-        assert accepted["importance"] <= accepted["multipath_block"] + 1e-12
 
 
 def test_multipath_block_of_one_path_is_block_verification() -> None:
@@ -385,28 +262,7 @@ def test_multipath_block_of_one_position_is_importance(solver: str) -> None:
         )
 
 
-def test_multipath_block_of_a_worked_example() -> None:
-    p = markov_model((0.5, 0.5), ((0.7, 0.3), (0.2, 0.8)), 2)
-    q = markov_model((0.8, 0.2), ((0.4, 0.6), (0.5, 0.5)), 2)
-    drafts = list(path_drafts([q, q], 2))
-    multipath = VERIFIERS["multipath_block"].make(solver="lp")
-    assert expected_accepted(multipath, iter(drafts), p) == pytest.approx(1.622, abs=1e-7)
-    selection = VERIFIERS["importance"].make(solver="lp")
-    assert expected_accepted(selection, iter(drafts), p) == pytest.approx(1.592, abs=1e-7)
-
-
 # --- edges ---
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_one_hot_and_disjoint_distributions(solver: str) -> None:
-    verifier = VERIFIERS["importance"].make(solver=solver)
-    hot = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
-    cold = torch.tensor([0.4, 0.0, 0.6], dtype=torch.float64)
-    for k in (1, 2, 3):
-        assert acceptance(verifier, hot, [Q3] * k) == pytest.approx(1 - 0.7**k, abs=1e-9)
-        assert acceptance(verifier, hot, [cold] * k) == 0.0
-        assert acceptance(verifier, hot, [hot] * k) == pytest.approx(1.0, abs=1e-12)
 
 
 def test_the_full_program_refuses_a_large_vocabulary() -> None:

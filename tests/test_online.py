@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 from scipy.optimize import minimize
@@ -57,15 +55,3 @@ def test_old_outcomes_are_forgotten_and_silence_changes_nothing() -> None:
     before = model.coefficients
     assert model.accept(2.0) == sigmoid(before[0] + 2.0 * before[1])
     assert model.coefficients == before
-
-
-def test_surprises_that_repeat_leave_it_finite_and_right() -> None:
-    """Where odds saturate, a plain Newton step goes astray."""
-    model = OnlineLogistic((0.0, 5.0))
-    for _ in range(200):
-        model.observe(30.0, False)
-    assert all(map(math.isfinite, model.coefficients))
-    assert model.accept(30.0) < 0.05
-    for _ in range(400):
-        model.observe(30.0, True)
-    assert model.accept(30.0) > 0.5

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from eval.analysis import theory
 from eval.drafts import DraftTree
-from eval.verifiers import VERIFIERS, Verifier
-from eval.verifiers.block import greedy_block
+from eval.verifiers import VERIFIERS
 from eval.verifiers.persistent_residual import PersistentResidual
-from eval.verifiers.rule import Outcome, Rng
+from eval.verifiers.rule import Outcome, Rng, Verifier
 from specdata.probability import residual
 from tests.oracles import (
     Prefix,
@@ -30,7 +29,6 @@ from tests.oracles import (
     markov_model,
     output_distribution,
     path_drafts,
-    random_distribution,
     random_model,
     rounds_distribution,
     target_rows,
@@ -84,14 +82,6 @@ def test_block_is_token_verification_for_one_token() -> None:
         torch.testing.assert_close(token.bonus, block.bonus)
 
 
-def test_traversal_of_a_chain_is_block_verification() -> None:
-    p, q = random_model(3, 3, 3, 0.3), random_model(3, 3, 4, 0.3)
-    for _, tree in chain_drafts(q, 3):
-        block, walk = (made(name)(tree, target_rows(tree, p)) for name in ("block", "traversal"))
-        torch.testing.assert_close(block.stop, walk.stop)
-        torch.testing.assert_close(block.bonus, walk.bonus)
-
-
 def test_block_accepts_a_prefix_with_its_capped_ratio() -> None:
     """P(tau >= i | x^i) = r_i = R_i / max(1, max_j<=i R_j), R the joint ratio without a cap."""
     p, q = random_model(3, 3, 5, 0.3), random_model(3, 3, 6, 0.3)
@@ -126,12 +116,6 @@ def test_block_goldens(
     assert verdict.stop.tolist() == pytest.approx(stop, abs=1e-7)
     for node, distribution in residuals.items():
         assert verdict.bonus[node].tolist() == pytest.approx(distribution, abs=1e-7)
-
-
-def test_greedy_block_golden() -> None:
-    p, q = MARKOV
-    tree = chain_draft((1, 1, 0), q)
-    assert made("greedy_block")(tree, target_rows(tree, p)).stop.tolist() == [0, 0, 0, 1]
 
 
 def test_traversal_goldens() -> None:
@@ -215,30 +199,7 @@ def test_greedy_block_over_several_rounds_keeps_the_joint_distribution(
         assert total_variation(joint, joint_distribution(p, (), emitted)) <= 1e-12
 
 
-def test_persistent_residuals_nest_and_expire() -> None:
-    """A rejection while a residual persists adds another; both last for the planned length."""
-    p, q = random_model(2, 7, 31), random_model(2, 7, 32)
-    seen: set[int] = set()
-    waiting: list[tuple[Prefix, Verifier]] = [((), made("greedy_block"))]
-    while waiting:
-        sequence, verifier = waiting.pop()
-        seen.add(len(verifier.residuals))
-        assert all(
-            residual.ratio > 1 and 1 <= residual.remaining <= 2 for residual in verifier.residuals
-        )
-        assert verifier.needs_tail(3) is False
-        assert verifier.needs_tail(0) is bool(verifier.residuals)
-        for _, tree in chain_drafts(conditioned(q, sequence, 3), 3) if len(sequence) < 4 else ():
-            target = target_rows(tree, conditioned(p, sequence, 3))
-            for _, end in verifier.outcomes(tree, target):
-                for token in end.distribution.nonzero().flatten().tolist():
-                    after = verifier.after(tree, target, end, token)
-                    drafted = tuple(tree.token_list[: end.node])
-                    waiting.append(((*sequence, *drafted, token), after))
-    assert seen == {0, 1, 2}
-
-
-def test_a_residual_that_persists_past_the_draft_needs_the_distribution_after_it() -> None:
+def test_a_residual_carried_past_the_draft_needs_the_distribution_after_it() -> None:
     q = torch.tensor([[0.6, 0.4], [0.5, 0.5]])
     held = dataclasses.replace(made("greedy_block"), residuals=(PersistentResidual(1.5, 3),))
     target = torch.tensor([[0.5, 0.5]] * 3)
@@ -251,30 +212,6 @@ def test_a_residual_that_persists_past_the_draft_needs_the_distribution_after_it
         held.draw(DraftTree.chain(torch.tensor([0, 1]), q), target, torch.Generator())
     verdict = held(DraftTree.chain(torch.tensor([0, 1]), q, tail=q[0]), target)
     assert float(verdict.stop.sum()) == pytest.approx(1.0)
-
-
-def test_sampling_persists_the_residuals_that_enumeration_gives() -> None:
-    p, q = random_model(2, 6, 41), random_model(2, 6, 42)
-    generator = torch.Generator().manual_seed(0)
-    residuals = 0
-    for _ in range(40):
-        verifier, sequence = made("greedy_block"), ()
-        while len(sequence) < 4:
-            drafts = list(chain_drafts(conditioned(q, sequence, 2), 2, tail=True))
-            weights = torch.tensor([weight for weight, _ in drafts])
-            tree = drafts[int(torch.multinomial(weights, 1, generator=generator))][1]
-            target = target_rows(tree, conditioned(p, sequence, 2))
-            drawn = verifier.draw(tree, target, generator)
-            possible = [
-                verifier.after(tree, target, end, drawn.token)
-                for _, end in verifier.outcomes(tree, target)
-                if end.node == len(drawn.nodes) and float(end.distribution[drawn.token]) > 0
-            ]
-            assert drawn.verifier in possible
-            residuals += bool(drawn.verifier.residuals)
-            sequence = (*sequence, *tree.token_list[: len(drawn.nodes)], drawn.token)
-            verifier = drawn.verifier
-    assert residuals > 10
 
 
 @pytest.mark.parametrize(
@@ -315,19 +252,6 @@ def test_greedy_block_is_biased_where_the_draft_stops_on_its_tokens() -> None:
     assert total_variation(joint, joint_distribution(p, (), 4)) > 1e-2
 
 
-def test_greedy_block_plans_its_length_from_the_committed_sequence() -> None:
-    """The length may depend on what was committed, which is known before anything is drafted."""
-    p, q = random_model(2, 8, 57), random_model(2, 8, 58)
-
-    def draft(sequence: Prefix, verifier: Verifier) -> WeightedDrafts:
-        length = 1 + (len(sequence) + sum(sequence)) % 3
-        tail = verifier.needs_tail(length)
-        return chain_drafts(conditioned(q, sequence, length), length, tail=tail)
-
-    joint, _ = rounds_distribution(made("greedy_block"), p, 5, draft)
-    assert total_variation(joint, joint_distribution(p, (), 5)) <= 1e-12
-
-
 @pytest.mark.parametrize(("planned", "lossless"), [(3, True), (None, False)])
 def test_an_end_token_cuts_a_draft_short_but_not_the_persistent_residual(
     planned: int | None, lossless: bool
@@ -350,18 +274,6 @@ def test_an_end_token_cuts_a_draft_short_but_not_the_persistent_residual(
     joint, _ = rounds_distribution(made("greedy_block"), p, 4, draft)
     bias = total_variation(joint, joint_distribution(p, (), 4))
     assert bias <= 1e-12 if lossless else bias > 1e-3
-
-
-def test_block_survives_ratios_that_overflow() -> None:
-    """p/q = inf on the first token, p = 0 on the second: the second is never accepted."""
-    q = torch.tensor([[5e-324, 1.0, 0.0], [0.5, 0.5, 0.0]], dtype=torch.float64)
-    target = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [1.0, 0.0, 0.0]]).double()
-    tree = DraftTree.chain(torch.tensor([0, 0]), q)
-    for name in ("token", "block", "greedy_block", "traversal"):
-        verdict = made(name)(tree, target)
-        assert verdict.stop.tolist() == [0, 1, 0]
-        assert float(verdict.bonus[1, 0]) == 0.0
-        assert bool(torch.isfinite(verdict.bonus).all())
 
 
 # --- wrong variants fail ---
@@ -407,65 +319,3 @@ def test_the_right_form_of_block_verification_passes() -> None:
 @pytest.mark.parametrize("wrong", ["first failure", "uncapped last test", "plain residual"])
 def test_a_wrong_block_verification_fails(wrong: str) -> None:
     assert bias_of(lambda tree, target, rng: variant(tree, target, rng, wrong)) > 1e-3
-
-
-def test_a_dropped_persistent_residual_fails() -> None:
-    def forgets(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
-        return dataclasses.replace(greedy_block(tree, target, rng), residual=None)
-
-    assert bias_of(forgets) > 1e-3
-
-
-@pytest.mark.parametrize("name", ["token", "block"])
-def test_looking_at_a_token_and_then_dropping_it_fails(name: str) -> None:
-    """A rule that discards the drafted token it stops at is biased; one that keeps it is not."""
-    p, q = random_model(3, 3, 63), random_model(3, 3, 64)
-
-    def drafts(drop: bool) -> WeightedDrafts:
-        for weight, tree in chain_drafts(q, 2, lambda drafted: drafted[-1] == 0):
-            kept = tuple(tree.token_list)
-            if drop and kept[-1] == 0:
-                kept = kept[:-1]
-            yield weight, chain_draft(kept, q)
-
-    exact = joint_distribution(p, (), 3)
-    assert total_variation(output_distribution(made(name), drafts(False), p, 3, q), exact) <= 1e-12
-    assert total_variation(output_distribution(made(name), drafts(True), p, 3, q), exact) > 1e-3
-
-
-def test_a_distribution_that_was_not_drawn_from_fails() -> None:
-    """Storing another distribution than the one a token was drawn from breaks losslessness."""
-    p, q, raw = random_model(3, 2, 65), random_model(3, 2, 66), random_model(3, 2, 67)
-    wrong = (
-        (weight, chain_draft(tuple(tree.token_list), raw)) for weight, tree in chain_drafts(q, 2)
-    )
-    emitted = output_distribution(made("token"), wrong, p, 3, q)
-    assert total_variation(emitted, joint_distribution(p, (), 3)) > 1e-3
-
-
-# --- precision ---
-
-
-@pytest.mark.parametrize("vocabulary", [2, 4096, 131072])
-@pytest.mark.parametrize("name", ["token", "block", "greedy_block", "traversal"])
-def test_float32_agrees_with_float64(name: str, vocabulary: int) -> None:
-    """Probabilities of stopping to 1e-5, emitted distributions to 1e-5 in total variation."""
-    generator = torch.Generator().manual_seed(vocabulary)
-    logits = 3 * torch.randn(5, vocabulary, generator=generator, dtype=torch.float64)
-    noise = torch.randn(5, vocabulary, generator=generator, dtype=torch.float64)
-    p, q = logits.softmax(-1), (logits + 0.7 * noise).softmax(-1)[:4]
-    for _ in range(3):
-        tokens = torch.multinomial(q, 1, generator=generator).flatten()
-        wide = made(name)(DraftTree.chain(tokens, q), p)
-        narrow = made(name)(DraftTree.chain(tokens, q.float()), p.float())
-        assert narrow.stop.dtype == torch.float32
-        assert float((wide.stop - narrow.stop.double()).abs().max()) < 1e-5
-        gap = (wide.bonus - narrow.bonus.double()).abs().sum(-1) * wide.stop
-        assert float(gap.max()) < 2e-5
-
-
-def test_random_distributions_of_the_harness_have_zeros_and_sum_to_one() -> None:
-    generator = torch.Generator().manual_seed(0)
-    distributions = torch.stack([random_distribution(5, generator, 0.35) for _ in range(200)])
-    assert float((distributions.sum(-1) - 1).abs().max()) < 1e-12
-    assert 0.2 < float((distributions == 0).double().mean()) < 0.4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -15,7 +14,7 @@ from scipy.special import expit
 from eval.analysis.traces import acceptance_traces
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafting.stopping import DraftedToken
-from eval.drafting.stopping.logistic import POSITIONS, Margin, MarginModels
+from eval.drafting.stopping.logistic import Margin, MarginModels
 from eval.drafting.stopping.numbers import SHAPES, Network, Numbers, fit_network
 from eval.drafting.stopping.recorded import Reals, RecordedTokens
 from eval.rounds import Round
@@ -57,21 +56,6 @@ def test_each_position_is_fitted_on_the_tokens_that_a_draft_reaches_there() -> N
     assert expit(second[0] + second[1] * 2.0) == pytest.approx((0.5 + 0.5) / 1.5, abs=0.04)
 
 
-def test_there_is_a_pair_for_each_position_and_the_last_serves_all_further_ones() -> None:
-    chance = np.random.default_rng(1)
-    fitted = Margin().with_fit(Margin.fit(recorded(chance.random((3, 70))), np.full((3, 70), 0.9)))
-    assert len(fitted.pairs) == POSITIONS
-    assert fitted.reported() == json.loads(json.dumps(fitted.reported()))
-    pairs = ((9.0, 0.0), (9.0, 0.0), (-9.0, 0.0))
-    rule = Margin(threshold=0.5, coefficients=pairs, limit=30).start(None)
-    rule.begin()
-    should_stop = rule.should_stop
-    assert [should_stop(drawn(1.0)) for _ in range(4)] == [False, False, True, True]
-    lengths = Margin(threshold=0.5, coefficients=pairs).recorded_lengths(recorded(np.ones((1, 9))))
-    assert lengths is not None
-    assert lengths[0].tolist() == [3, 3, 3, 3, 3, 3, 2, 1, 0]
-
-
 def test_the_margin_learns_from_known_outcomes_at_their_own_position_only() -> None:
     rule = MarginModels(Margin(coefficients=((0.0, 0.5),) * 4, threshold=0.9))
     before = [model.accept(3.0) for model in rule.models]
@@ -84,29 +68,6 @@ def test_the_margin_learns_from_known_outcomes_at_their_own_position_only() -> N
     assert after[0] > before[0]  # accepted
     assert after[1] < before[1]  # the first that was not
     assert after[2:] == before[2:]  # censored
-
-
-def test_without_refitting_nothing_is_learned() -> None:
-    for refit in (True, False):
-        rule = Margin(coefficients=((0.0, 0.5),), threshold=0.5, refit=refit).start(None)
-        for _ in range(30):
-            rule.begin()
-            should_stop = rule.should_stop
-            should_stop(drawn(3.0))
-            rule.observe(finished(drafted=1, accepted=0))
-        rule.begin()
-        assert rule.should_stop(drawn(3.0)) == refit
-
-
-def test_labels_without_margins_are_refused() -> None:
-    tokens = RecordedTokens(
-        lengths=np.array([2]), q=np.ones((1, 2)), q_max=np.ones((1, 2)), margin=None
-    )
-    with pytest.raises(ValueError, match=r"margins .* were not recorded"):
-        Margin.fit(tokens, np.ones((1, 2)))
-    with pytest.raises(ValueError, match=r"numbers .* were not recorded"):
-        Numbers.fit(tokens, np.ones((1, 2)))
-    assert Margin().recorded_lengths(tokens) is None
 
 
 def test_the_network_learns_what_made_the_labels_and_is_the_same_each_time() -> None:

@@ -281,32 +281,21 @@ class BranchingDrafter(Drafter):
         """Draw the children of a level's nodes; return their nodes."""
         children: list[int] = []
         for node in level:
-            if self._shape == "paths":
-                numbers = [builder.path_numbers[node - 1]] if node else range(len(self._paths))
-                for number in numbers:
-                    children += self._extend_path(builder, number, node, scores, generator)
-            else:
+            if self._shape != "paths":
                 index = builder.add_distribution(node, scores[0, node])
                 tokens = _candidates(builder.distributions[index], width, self._how, generator)
                 children += builder.add(node, index, tokens)
+                continue
+            numbers = [builder.path_numbers[node - 1]] if node else range(len(self._paths))
+            for number in numbers:
+                path, draft = self._paths[number], self._draft_of[number]
+                distribution = scores[draft, node]
+                if self._own_samplings:
+                    distribution = path.sequence.distribution(distribution, path.sampling)
+                index = builder.add_distribution(node, distribution, (draft, path.sampling))
+                token = draw_one(builder.distributions[index], generator)
+                children += builder.add(node, index, [token])
         return children
-
-    def _extend_path(
-        self,
-        builder: TreeBuilder,
-        number: int,
-        node: int,
-        scores: dict[tuple[int, int], Tensor],
-        generator: torch.Generator,
-    ) -> list[int]:
-        """Draw the next token of one path, whose last node is given."""
-        path, draft = self._paths[number], self._draft_of[number]
-        distribution = scores[draft, node]
-        if self._own_samplings:
-            distribution = path.sequence.distribution(distribution, path.sampling)
-        index = builder.add_distribution(node, distribution, (draft, path.sampling))
-        token = draw_one(builder.distributions[index], generator)
-        return builder.add(node, index, [token])
 
     def accept(self, nodes: list[int], length: int) -> None:
         """Commit the accepted path in every cache and drop the other nodes."""

@@ -49,8 +49,9 @@ class TreeBuilder:
             distribution: (V,).
             source: what made it, where paths of one tree have several drafts or temperatures.
         """
-        context = self._prefix(parent) if self._shape == "paths" else (parent,)
-        key = context, source
+        path = path_to(self.parents, parent)
+        prefix = tuple(self.tokens[step - 1] for step in path)
+        key = prefix if self._shape == "paths" else (parent,), source
         if key not in self._index_of:
             self._index_of[key] = len(self.distributions)
             self.distributions.append(distribution)
@@ -66,10 +67,6 @@ class TreeBuilder:
             self.parents.append(parent)
             self._distribution_index.append(distribution)
         return list(range(first, first + len(tokens)))
-
-    def _prefix(self, node: int) -> tuple[int, ...]:
-        """The drafted tokens down to a node."""
-        return tuple(self.tokens[step - 1] for step in path_to(self.parents, node))
 
     def tree(self) -> DraftTree:
         """The finished draft; an empty chain if no node was added."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from eval.rounds import Generation, Round
-    from eval.verifiers import Verifier
+    from eval.verifiers.rule import Verifier
 
 POSITIONS = 16
 """Most positions of one generation at which the verifier is enumerated, evenly spaced: each takes

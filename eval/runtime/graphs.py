@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,11 @@ from transformers import Cache, PreTrainedModel
 from eval.runtime.engines import ENGINES, Engine
 from eval.runtime.kv_cache import CacheLayer
 from eval.runtime.prepack import Prepacker
-from eval.runtime.transformers_models import length_dependent_rope
+from eval.runtime.transformers_models import (
+    WeightVersions,
+    length_dependent_rope,
+    weight_versions,
+)
 from specdata.errors import ConfigError
 from specdata.lm_head import capturing_hidden
 from specdata.prepack import multiplies
@@ -45,9 +48,6 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 3e-2, tor
 Graph = Callable[..., tuple[Tensor, Tensor]]
 """A forward of tensors: (token ids, positions, mask if there is one, keys and values of each layer)
 to (logits, hidden states); see `ForwardGraphs.__call__` for the shapes."""
-
-WeightVersions = list[tuple[int, int]]
-"""Address and version counter of each parameter; equal lists mean unchanged weights."""
 
 _SHARED: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, ForwardGraphs]] = (
     weakref.WeakKeyDictionary()
@@ -70,26 +70,6 @@ def shared_graphs(model: PreTrainedModel, engine: Engine) -> ForwardGraphs:
     if engine not in by_engine or by_engine[engine].versions != versions:
         by_engine[engine] = ForwardGraphs(model, versions, compiled=engine == "compiled")
     return by_engine[engine]
-
-
-def weight_versions(model: PreTrainedModel) -> WeightVersions:
-    """A value that changes with a model's weights."""
-    return [(weight.data_ptr(), weight._version) for weight in model.parameters()]
-
-
-def check_capturable(model: PreTrainedModel) -> None:
-    """Raise ConfigError for a model whose forward cannot be a graph: see `ForwardGraphs`."""
-    if rope := length_dependent_rope(model):
-        # A graph would keep the frequencies of one length.
-        raise ConfigError(
-            f"{model.config.model_type} has a rope that depends on the length of the sequence "
-            f"({rope}), so it cannot be captured: use engine 'eager'"
-        )
-    weights = list(model.parameters())
-    if len({weight.device for weight in weights}) > 1 or isinstance(weights[0], DTensor):
-        raise ConfigError(
-            "a model spread over devices or processes cannot be captured: use engine 'eager'"
-        )
 
 
 class _GraphKind(NamedTuple):
@@ -122,12 +102,22 @@ class ForwardGraphs:
     """
 
     def __init__(self, model: PreTrainedModel, versions: WeightVersions, *, compiled: bool) -> None:
+        if rope := length_dependent_rope(model):
+            # A graph would keep the frequencies of one length.
+            raise ConfigError(
+                f"{model.config.model_type} has a rope that depends on the length of the sequence "
+                f"({rope}), so it cannot be captured: use engine 'eager'"
+            )
+        weights = list(model.parameters())
+        if len({weight.device for weight in weights}) > 1 or isinstance(weights[0], DTensor):
+            raise ConfigError(
+                "a model spread over devices or processes cannot be captured: use engine 'eager'"
+            )
         self.versions = versions
         self._model = weakref.ref(model)
         self._compiled = compiled
         self._prepacker = Prepacker()
         self._graphs: dict[_GraphKind, Graph] = {}
-        check_capturable(model)
 
     def __call__(
         self,
@@ -167,44 +157,30 @@ class ForwardGraphs:
             graph = self._graphs[kind] = self._capture(inputs, kind)
         return graph(*inputs)
 
-    def _trace(
-        self, model: PreTrainedModel, forward: Graph, examples: Sequence[Tensor], *, compiled: bool
-    ) -> Graph:
-        with torch.inference_mode(False), torch.no_grad():
-            traced = make_fx(
-                forward, tracing_mode="symbolic", _allow_non_fake_inputs=True, pre_dispatch=True
-            )(*examples)
-            if multiplies(model.device, model.dtype):
-                self._prepacker.rewrite(traced)
-            graph: Graph = torch.compile(traced, dynamic=True) if compiled else traced
-        return graph
-
     def _capture(self, inputs: Sequence[Tensor], kind: _GraphKind) -> Graph:
         """Make the graph of a kind, and compare it with the eager forward on the given inputs."""
         model = self._model()
         assert model is not None
         forward = eager_forward(model, kind.masked, kind.last)
-        with refusing_capture(model):
-            examples = _examples(inputs, kind.masked)
-            graph = self._trace(model, forward, examples, compiled=kind.compiled)
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                traced = make_fx(
+                    forward, tracing_mode="symbolic", _allow_non_fake_inputs=True, pre_dispatch=True
+                )(*_examples(inputs, kind.masked))
+                if multiplies(model.device, model.dtype):
+                    self._prepacker.rewrite(traced)
+                graph: Graph = torch.compile(traced, dynamic=True) if kind.compiled else traced
             # Either may run first: both write the same keys and values to the same positions.
             expected, actual = forward(*inputs)[0], graph(*inputs)[0]
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the forward of {model.config.model_type} cannot be captured ({error}): use "
+                "engine 'eager'"
+            ) from error
         check_same_logits(model, expected, actual)
         return graph
-
-
-@contextmanager
-def refusing_capture(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, what goes wrong while a graph is made is raised as ConfigError, memory apart."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"the forward of {model.config.model_type} cannot be captured ({error}): use "
-            "engine 'eager'"
-        ) from error
 
 
 def check_same_logits(model: PreTrainedModel, expected: Tensor, actual: Tensor) -> None:

@@ -103,22 +103,16 @@ class KVCache(Cache):  # type: ignore[misc]
         return copy
 
     def copy_from(
-        self, other: KVCache, slots: list[int], cache_positions: list[int], *, slot: int, start: int
+        self, other: KVCache, rows: list[int], columns: list[int], slot: int, start: int
     ) -> None:
-        """Store n entries of another cache in one slot, from cache position `start` on.
-
-        Args:
-            other: the cache to copy from.
-            slots: n slots of it.
-            cache_positions: n cache positions, one in each of those.
-            slot: the slot of this cache.
-            start: cache positions in use there.
-        """
-        self.place(slice(slot, slot + 1), start, start + len(slots))
+        """Store entries of another cache, by row and column, in a slot from `start` on."""
+        self.place(slice(slot, slot + 1), start, start + len(rows))
         for mine, theirs in zip(self.layers, other.layers, strict=True):
-            entries = [buffer[slots, :, cache_positions] for buffer in (theirs.keys, theirs.values)]
             # (n, heads, size) -> (1, heads, n, size)
-            keys, values = (entry.transpose(0, 1).unsqueeze(0) for entry in entries)
+            keys, values = (
+                buffer[rows, :, columns].transpose(0, 1).unsqueeze(0)
+                for buffer in (theirs.keys, theirs.values)
+            )
             mine.update(keys, values)
 
 

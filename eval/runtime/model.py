@@ -203,8 +203,10 @@ class CachedModel:
         mask: Tensor | None = None
         if layout.visible is not None:
             mask = self._additive(layout.visible)[None, None]
-        elif self._takes_masks and self._needs_mask(layout.start, count):
-            mask = self._causal_mask(layout.start, count)
+        elif self._takes_masks:
+            graph = self._graphs is not None and count <= LONGEST_GRAPH_FORWARD
+            if (graph and not self._sdpa) if count == 1 else (graph or layout.start > 0):
+                mask = self._causal_mask(layout.start, count)
         logits, hidden = self._run_slot(
             forward.sequence.slot,
             layout.start,
@@ -265,13 +267,6 @@ class CachedModel:
         """Token ids that the model has, others replaced."""
         return known_ids(ids, self.model) if self._has_fewer_ids else ids
 
-    def _needs_mask(self, start: int, count: int) -> bool:
-        """True if the causal attention of consecutive tokens must be given as a mask."""
-        graph = self._graphs is not None and count <= LONGEST_GRAPH_FORWARD
-        if count == 1:
-            return graph and not self._sdpa
-        return graph or start > 0
-
     def _additive(self, visible: Tensor) -> Tensor:
         """The additive mask of a boolean one, in the model's type and on its device."""
         dtype = self._dtype
@@ -322,42 +317,28 @@ class CachedModel:
         ]
 
     def _run_unrolled(self, forward: Forward, layout: Layout) -> tuple[Tensor, Tensor | None]:
-        """Score a whole tree as a batch of its paths from the root to each leaf."""
-        slot, start, parents = forward.sequence.slot, layout.start, forward.parents
-        assert len(layout.ancestors) == len(parents), "only a whole tree can be unrolled"
-        committed = len(forward.tokens) - len(parents)
-        nodes = range(1, len(parents) + 1)
+        """Score a whole tree as a batch of its paths from the root to each leaf (an ablation)."""
+        start, parents = layout.start, forward.parents
+        committed, nodes = len(forward.tokens) - len(parents), range(len(parents))
         # A node comes after its ancestors, so the ancestors of a leaf in order are its path.
         ancestors = layout.ancestors.tolist()
         paths = [
-            [node for node in nodes if ancestors[leaf - 1][node - 1]]
+            [*range(committed), *(committed + node for node in nodes if ancestors[leaf][node])]
             for leaf in nodes
-            if leaf not in parents
+            if leaf + 1 not in parents
         ]
-        longest = max(map(len, paths))
-        ids = torch.tensor(
-            [
-                [
-                    *forward.tokens[:committed],
-                    *(forward.tokens[committed + node - 1] for node in path),
-                    *[0] * (longest - len(path)),
-                ]
-                for path in paths
-            ],
-            device=self.device,
+        width = max(map(len, paths))
+        ids = [[forward.tokens[i] for i in path] + [0] * (width - len(path)) for path in paths]
+        positions = torch.arange(start, start + width, device=self.device).expand(len(paths), -1)
+        cache = self.kv_cache.repeat_prefix(forward.sequence.slot, start, len(paths))
+        cache.place(slice(0, len(paths)), start, start + width)
+        mask = self._causal_mask(start, width).expand(len(paths), -1, -1, -1) if start else None
+        logits, hidden = self._run_eager(
+            cache, torch.tensor(ids, device=self.device), positions, mask, width
         )
-        count = ids.shape[1]
-        positions = torch.arange(start, start + count, device=self.device).expand(len(paths), -1)
-        cache = self.kv_cache.repeat_prefix(slot, start, len(paths))
-        cache.place(slice(0, len(paths)), start, start + count)
-        mask = self._causal_mask(start, count).expand(len(paths), -1, -1, -1) if start else None
-        logits, hidden = self._run_eager(cache, ids, positions, mask, count)
-        # Each token is read where it stands first: on the first path that has it.
-        rows = [0] * committed
-        rows += [next(row for row, path in enumerate(paths) if node in path) for node in nodes]
+        # Each token is read on the first path that has it.
+        tokens = range(len(forward.tokens))
+        rows = [next(row for row, path in enumerate(paths) if i in path) for i in tokens]
         columns = [position - start for position in layout.positions]
-        self.kv_cache.copy_from(
-            cache, rows, [start + column for column in columns], slot=slot, start=start
-        )
-        rows, columns = rows[-forward.logits_to_keep :], columns[-forward.logits_to_keep :]
+        self.kv_cache.copy_from(cache, rows, layout.positions, forward.sequence.slot, start)
         return logits[rows, columns], None if hidden is None else hidden[rows, columns]

@@ -31,6 +31,15 @@ _PLACES: ContextVar[tuple[Tensor, Tensor]] = ContextVar("places of packed tokens
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
 
+WeightVersions = list[tuple[int, int]]
+"""Address and version counter of each parameter; equal lists mean unchanged weights."""
+
+
+def weight_versions(model: PreTrainedModel) -> WeightVersions:
+    """What tells that a model's weights have changed: every in-place operation counts."""
+    return [(weight.data_ptr(), weight._version) for weight in model.parameters()]
+
+
 def check_forward(model: PreTrainedModel) -> None:
     """Refuse models that cannot be told where a token stands, or cannot drop one.
 

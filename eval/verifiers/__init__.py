@@ -13,21 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from eval.verifiers.rule import Verdict, Verifier
+    from eval.verifiers.rule import Verifier
 
-__all__ = ["VERIFIERS", "Verdict", "Verifier", "VerifierSpec"]
-
-
-def __getattr__(name: str) -> Any:
-    """Import what needs torch when it is first asked for."""
-    if name not in ("Verdict", "Verifier"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from eval.verifiers import rule
-
-    return getattr(rule, name)
+__all__ = ["VERIFIERS", "VerifierSpec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +67,9 @@ class VerifierSpec:
         from eval.verifiers.rule import Verifier
         from eval.verifiers.rules import RULES
 
-        try:
-            rule = RULES[self.name](**parameters)
-        except TypeError as error:
-            raise ValueError(f"unusable parameters {parameters}: {error}") from error
         return Verifier(
             self.name,
-            rule,
+            RULES[self.name](**parameters),
             self.takes,
             self.residual_persists,
             branching=self.branching,

@@ -128,8 +128,9 @@ def batch(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
     from p.
     """
     node, children, rule = 0, tree.children_of[0], rrs
+    chances = tree.chances(target, tree.parent_list)
     while children:
-        outcome = rule(target[node], Candidates.of(tree, children, target, tree.parent_list), rng)
+        outcome = rule(target[node], Candidates.of(tree, children, chances), rng)
         if isinstance(outcome, Tensor):
             return Outcome(node, outcome)
         node, rule = children[outcome], token

@@ -113,7 +113,12 @@ def modified_rows(residuals: PersistentResiduals, tree: DraftTree, target: Tenso
     Raises:
         ValueError: if a residual reaches past the chain and `tree.tail` is missing.
     """
-    check_tail(residuals, tree)
+    if needs_tail(residuals, len(tree)) and tree.tail is None:
+        raise ValueError(
+            f"a residual persists over the next {max(item.remaining for item in residuals)} tokens,"
+            f" but the draft's distribution after its {len(tree)} tokens is missing: pass"
+            " DraftTree.chain(..., tail=...) whenever verifier.needs_tail(length) is True"
+        )
     rows = target.clone()
     for depth in range(len(tree) + 1):
         if not residuals:
@@ -167,24 +172,9 @@ def needs_tail(residuals: Sequence[PersistentResidual], length: int) -> bool:
     return any(item.remaining > length for item in residuals)
 
 
-def check_tail(residuals: PersistentResiduals, tree: DraftTree) -> None:
-    """Raise ValueError unless q is known at every position that a persistent residual reaches."""
-    if needs_tail(residuals, len(tree)) and tree.tail is None:
-        raise ValueError(
-            f"a residual persists over the next {max(item.remaining for item in residuals)} tokens,"
-            f" but the draft's distribution after its {len(tree)} tokens is missing: pass"
-            " DraftTree.chain(..., tail=...) whenever verifier.needs_tail(length) is True"
-        )
-
-
 def draft_distribution(tree: DraftTree, depth: int) -> Tensor:
-    """(V,) the draft's distribution after `depth` tokens of a chain.
-
-    Raises:
-        ValueError: after the last token of a chain without `tail`.
-    """
+    """(V,) the draft's distribution after `depth` tokens of a chain."""
     if depth < len(tree):
         return tree.distribution_of(depth + 1)
-    if tree.tail is None:
-        raise ValueError(f"the draft's distribution after its {len(tree)} tokens (tail) is missing")
+    assert tree.tail is not None
     return tree.tail

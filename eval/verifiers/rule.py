@@ -82,21 +82,10 @@ class Candidates:
 
     @classmethod
     def of(
-        cls,
-        tree: DraftTree,
-        children: Sequence[int],
-        target: Tensor,
-        after: Sequence[int] | None = None,
+        cls, tree: DraftTree, children: Sequence[int], chances: tuple[list[float], list[float]]
     ) -> Candidates:
-        """The candidates that these nodes of a draft hold.
-
-        Args:
-            tree: the draft.
-            children: the nodes.
-            target: (N+1, V) the target's distributions.
-            after: the node after which each token is verified, if not `DraftTree.verified_after`.
-        """
-        p, q = tree.chances(target, tree.verified_after if after is None else after)
+        """The candidates that these nodes hold, given `DraftTree.chances` of the draft."""
+        p, q = chances
         return cls(
             [tree.token_list[child - 1] for child in children],
             [tree.distribution_of(child) for child in children],
@@ -120,9 +109,9 @@ def walk(node_rule: NodeRule) -> Rule:
     """
 
     def rule(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
-        group = [0]
+        group, chances = [0], tree.chances(target, tree.verified_after)
         while children := tree.children(group):
-            outcome = node_rule(target[group[0]], Candidates.of(tree, children, target), rng)
+            outcome = node_rule(target[group[0]], Candidates.of(tree, children, chances), rng)
             if isinstance(outcome, Tensor):
                 return Outcome(group[0], outcome)
             group = tree.follow(children, outcome)

@@ -10,9 +10,9 @@ whether it needs a head, labels or times. `tests/test_stopping.py` drives every 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from eval.drafting.stopping.cost import Cost
@@ -63,9 +63,8 @@ def read_rule(
         stop: the rule's name, or a rule whose parameters are already in it.
         parameters: settings that belong to no other part of the configuration.
         others: names of the settings of other parts, for the hint at an unknown name.
-        strict: refuse a parameter that only other rules have, unless its value is a default of
-            theirs. Otherwise such a parameter is checked and ignored, so that one call can name
-            the parameters of several rules.
+        strict: refuse a parameter that only other rules have. Otherwise it is ignored, so that one
+            call can name the parameters of several rules.
 
     Raises:
         ValidationError: with each mistake under its own key.
@@ -76,43 +75,16 @@ def read_rule(
     if kind is None:
         known = ", ".join(STOPPING_RULES)
         raise _mistakes({"stop": f"unknown stop {stop!r}; choose from {known}"}, {"stop": stop})
-    have = {name for each in STOPPING_RULES.values() for name in each.model_fields}
-    unknown = [name for name in parameters if name not in {*have, *kind.model_fields}]
-    if unknown:
-        names = [*others, *sorted({*have, *kind.model_fields})]
+    have = {name for each in (*STOPPING_RULES.values(), kind) for name in each.model_fields}
+    if unknown := [name for name in parameters if name not in have]:
+        names = [*others, *sorted(have)]
         hints = {name: f"unknown key: {nearest(name, names)}" for name in unknown}
         raise _mistakes(hints, parameters)
-    given = {} if rule else {n: v for n, v in parameters.items() if n in kind.model_fields}
-    unread = {name: value for name, value in parameters.items() if name not in given}
-    for name, value in unread.items():
-        _check_unread(name, value)
-    wrong = [name for name, value in unread.items() if not _is_default(name, value)]
-    if strict and wrong:
-        raise ValueError(f"stop {kind.name} does not use {', '.join(wrong)}")
-    return rule or kind.model_validate(given)
-
-
-def _is_default(name: str, value: Any) -> bool:
-    """True if a value is the default of some rule with that parameter."""
-    fields = [rule.model_fields.get(name) for rule in STOPPING_RULES.values()]
-    return any(field is not None and field.get_default() == value for field in fields)
-
-
-def _check_unread(name: str, value: Any) -> None:
-    """Raise ValidationError unless some rule with that parameter accepts the value."""
-    error: ValidationError | None = None
-    for rule in STOPPING_RULES.values():
-        if field := rule.model_fields.get(name):
-            try:
-                hint: Any = Annotated[field.annotation, field]
-                TypeAdapter(hint, config=rule.model_config).validate_python(value)
-            except ValidationError as refused:
-                error = refused
-            else:
-                return
-    if error is not None:
-        first = error.errors(include_url=False)[0]
-        raise _mistakes({name: f"{first['msg']} (got {value!r})"}, {name: value})
+    own = kind.model_fields if rule is None else ()
+    unread = [name for name in parameters if name not in own]
+    if strict and unread:
+        raise ValueError(f"stop {kind.name} does not use {', '.join(unread)}")
+    return rule or kind.model_validate({n: v for n, v in parameters.items() if n in own})
 
 
 def _mistakes(messages: Mapping[str, str], values: Mapping[str, Any]) -> ValidationError:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,12 +49,7 @@ class RecordedHead:
 
     def select(self, chosen: NDArray[np.bool_]) -> RecordedHead:
         """The outputs on some rollouts; `chosen` is (R,)."""
-        return RecordedHead(
-            before=_select(self.before, chosen),
-            drawn=_select(self.drawn, chosen),
-            consumed=_select(self.consumed, chosen),
-            rejection_weight=self.rejection_weight,
-        )
+        return replace(self, **_selected(self, chosen))
 
     def probabilities(self, logits: Reals, *, calibrated: bool) -> Reals:
         """Acceptance probabilities, raw as SpecDec++ uses them or with the loss's bias undone."""
@@ -95,15 +91,8 @@ class RecordedTokens:
 
     def select(self, chosen: NDArray[np.bool_]) -> RecordedTokens:
         """Those of some rollouts; `chosen` is (R,)."""
-        return RecordedTokens(
-            lengths=self.lengths[chosen],
-            q=self.q[chosen],
-            q_max=self.q_max[chosen],
-            entropy=_select(self.entropy, chosen),
-            margin=_select(self.margin, chosen),
-            log_mass_above=_select(self.log_mass_above, chosen),
-            head=None if self.head is None else self.head.select(chosen),
-        )
+        head = None if self.head is None else self.head.select(chosen)
+        return replace(self, **_selected(self, chosen), head=head)
 
     def most(self) -> Lengths:
         """Tokens that may be drafted from a position; a round ends with a token of the target."""
@@ -111,8 +100,10 @@ class RecordedTokens:
         return np.asarray(ahead.clip(min=0))
 
 
-def _select(values: Reals | None, chosen: NDArray[np.bool_]) -> Reals | None:
-    return None if values is None else values[chosen]
+def _selected(recorded: RecordedHead | RecordedTokens, chosen: NDArray[np.bool_]) -> dict[str, Any]:
+    """The rows of every array that was recorded."""
+    values = {field.name: getattr(recorded, field.name) for field in fields(recorded)}
+    return {name: v[chosen] for name, v in values.items() if isinstance(v, np.ndarray)}
 
 
 def constant_length(tokens: RecordedTokens, length: int) -> Lengths:
