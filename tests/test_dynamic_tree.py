@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -28,17 +28,15 @@ def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
     ]
 
 
-def path_probabilities(committed: list[int], depth: int) -> dict[tuple[int, ...], float]:
+@cache
+def path_probabilities(committed: tuple[int, ...], depth: int) -> dict[tuple[int, ...], float]:
     """Every path of at most `depth` tokens that no end token is followed on."""
     draft = tiny_llama(1, vocab=VOCABULARY)
     found = {(): 1.0}
-    for length in range(1, depth + 1):
-        for path in itertools.product(range(VOCABULARY), repeat=length):
-            if END in path[:-1]:
-                continue
-            ids = torch.tensor([[*committed, *path[:-1]]])
-            after = draft(input_ids=ids).logits[0, -1].softmax(-1)
-            found[path] = found[path[:-1]] * float(after[path[-1]])
+    for length in range(depth):
+        for prefix in [path for path in found if len(path) == length and END not in path]:
+            after = draft(input_ids=torch.tensor([[*committed, *prefix]])).logits[0, -1].softmax(-1)
+            found |= {(*prefix, x): found[prefix] * p for x, p in enumerate(after.tolist())}
     return {path: value for path, value in found.items() if path}
 
 
@@ -63,7 +61,7 @@ def test_a_dynamic_tree_holds_the_most_probable_paths_of_all(nodes: int, depth: 
     """Under the draft's own distribution, whatever the sampler: ranked by enumeration."""
     with torch.inference_mode():
         for committed in ([2, 3], [4, 1, 5], [3]):
-            ranked = path_probabilities(committed, depth)
+            ranked = path_probabilities(tuple(committed), depth)
             best = sorted(ranked, key=lambda path: -ranked[path])[:nodes]
             tree, forwards = drafted(committed, nodes=nodes, depth=depth)
             assert sorted(paths_of(tree)) == sorted(best)
@@ -74,7 +72,7 @@ def test_a_dynamic_tree_holds_the_most_probable_paths_of_all(nodes: int, depth: 
 def test_a_level_is_added_while_the_last_ones_nodes_are_worth_the_gain_together() -> None:
     with torch.inference_mode():
         for committed in ([2, 3], [4, 1, 5], [3], [5, 5]):
-            ranked = path_probabilities(committed, 1)
+            ranked = path_probabilities(tuple(committed), 1)
             first = sorted(ranked.values(), reverse=True)[:5]
             goes_on = [v for p, v in ranked.items() if v in first and p[-1] != END]
             worth = math.fsum(goes_on)

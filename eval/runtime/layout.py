@@ -52,26 +52,20 @@ def lay_out(length: int, ancestors: Tensor, count: int, parents: Sequence[int]) 
     if not parents:
         return Layout(start, list(range(start, start + count)), None, ancestors)
     root = length + committed  # cache position of the first node
-    ancestors = _with_nodes(ancestors, parents)
-    paths = ancestors[cached:]
+    # A row and a column for each further node: itself, and the ancestors of its parent.
+    extended = torch.eye(cached + len(parents), dtype=torch.bool)
+    extended[:cached, :cached] = ancestors
+    for row, parent in enumerate(parents, start=cached):
+        if parent:
+            extended[row] |= extended[parent - 1]
+    paths = extended[cached:]
     visible = torch.zeros(count, start + count, dtype=torch.bool)
     visible[:committed] = torch.ones(committed, start + count, dtype=torch.bool).tril(length)
     visible[committed:, :root] = True
     visible[committed:, root:] = paths
     depths: list[int] = paths.sum(-1).tolist()
     positions = [*range(length, root), *(root - 1 + depth for depth in depths)]
-    return Layout(start, positions, visible, ancestors)
-
-
-def _with_nodes(ancestors: Tensor, parents: Sequence[int]) -> Tensor:
-    """The matrix of `Layout.ancestors` with a row and a column for each further node."""
-    cached = len(ancestors)
-    extended = torch.eye(cached + len(parents), dtype=torch.bool)
-    extended[:cached, :cached] = ancestors
-    for row, parent in enumerate(parents, start=cached):
-        if parent:
-            extended[row] |= extended[parent - 1]
-    return extended
+    return Layout(start, positions, visible, extended)
 
 
 @dataclass(frozen=True, slots=True)

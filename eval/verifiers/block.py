@@ -73,20 +73,13 @@ def _longest(ratios: list[float], tree: DraftTree, target: Tensor, rng: Rng) -> 
             continue
         passes = ratio
         if tau < length:
-            masses = masses or _masses(ratios, tree, target)
+            if not masses:  # m_i = sum (r_i p - q)+, all read from the device at once
+                scales = torch.tensor(ratios[1:length], dtype=target.dtype).unsqueeze(1)
+                rows = torch.tensor(tree.distribution_indices[1:])
+                q = tree.distributions[rows.to(target.device, non_blocking=True)]
+                scaled = scales.to(target.device, non_blocking=True) * target[1:length]
+                masses = (scaled - q).clamp(min=0.0).sum(dim=-1).tolist()
             passes = masses[tau - 1] / (masses[tau - 1] + 1.0 - ratio)
         if rng.bernoulli(passes):
             return tau
     return 0
-
-
-def _masses(ratios: list[float], tree: DraftTree, target: Tensor) -> list[float]:
-    """m_i = sum (r_i p - q)+ for i in 1 .. L-1, all read from the device at once."""
-    length = len(tree)
-    scales = torch.tensor(ratios[1:length], dtype=target.dtype).unsqueeze(1)
-    later = torch.tensor(tree.distribution_indices[1:])
-    device = target.device
-    p, q = target[1:length], tree.distributions[later.to(device, non_blocking=True)]
-    excess = (scales.to(device, non_blocking=True) * p - q).clamp(min=0.0)
-    masses: list[float] = excess.sum(dim=-1).tolist()
-    return masses

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from eval.verifiers.multi_candidate import follow_if_drafted, token
 from eval.verifiers.rule import Candidates, NodeRule, Rng
-from eval.verifiers.selection.groups import Array, Ids, largest
+from eval.verifiers.selection.groups import Array, largest
 from eval.verifiers.selection.solvers import Solver, selector
 from specdata.probability import residual
 
@@ -61,9 +61,9 @@ def importance(solver: Solver = "truncated", s: int = 5, alphabet: int | None = 
             inside = np.flatnonzero(np.isin(tokens, likely)).tolist()
             if not inside:
                 return follow_if_drafted(p, tokens, rng)
-            selected = select(
-                target[likely], _restricted([distributions[i] for i in inside], likely)
-            )
+            # Conditional on the likely tokens; drafts that share one array go on sharing one.
+            parts = {id(each): each[likely] / each[likely].sum() for each in distributions}
+            selected = select(target[likely], [parts[id(distributions[i])] for i in inside])
             weights = selected.weights([int((likely == tokens[i]).argmax()) for i in inside])
             b = np.zeros_like(target)
             b[likely] = selected.distribution
@@ -95,22 +95,13 @@ def as_distributions(distributions: Sequence[Tensor]) -> list[Array]:
     distinct: list[tuple[Tensor, Array]] = []
     shared = []
     for distribution in distributions:
-        known = [array for seen, array in distinct if _same(seen, distribution)]
+        known = [
+            array
+            for seen, array in distinct
+            if seen.data_ptr() == distribution.data_ptr() or torch.equal(seen, distribution)
+        ]
         if not known:
             known = [as_distribution(distribution)]
             distinct.append((distribution, known[0]))
         shared.append(known[0])
     return shared
-
-
-def _same(first: Tensor, second: Tensor) -> bool:
-    return first.data_ptr() == second.data_ptr() or torch.equal(first, second)
-
-
-def _restricted(distributions: Sequence[Array], tokens: Ids) -> list[Array]:
-    """Distributions conditional on these tokens; those that are one array remain one array."""
-    parts = {
-        id(distribution): distribution[tokens] / distribution[tokens].sum()
-        for distribution in distributions
-    }
-    return [parts[id(distribution)] for distribution in distributions]

@@ -10,7 +10,7 @@ from eval.verifiers.block import block
 from eval.verifiers.importance import SMALLEST, as_distribution, as_distributions
 from eval.verifiers.multi_candidate import follow_if_drafted
 from eval.verifiers.rule import Outcome, Rng, Rule
-from eval.verifiers.selection.solvers import Select, Solver, selector
+from eval.verifiers.selection.solvers import Solver, selector
 
 
 def multipath_block(solver: Solver = "truncated", s: int = 5) -> Rule:
@@ -41,49 +41,38 @@ def multipath_block(solver: Solver = "truncated", s: int = 5) -> Rule:
     def rule(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
         alive = [0]
         while True:
-            groups, distributions = _selected(tree, target, rng, alive, select)
-            reached, distribution = _end_of_block(tree, target, rng, groups, distributions)
-            children = tree.children(groups[reached])
-            if reached == len(distributions):
-                return Outcome(groups[reached][0], distribution)
+            # 1. Select down the paths: the nodes alive at every depth, and the distribution (V,)
+            # of each selected token.
+            groups, distributions = [alive], list[Tensor]()
+            while children := tree.children(groups[-1]):
+                tokens = [tree.token_list[child - 1] for child in children]
+                drafts = [tree.distribution_of(child) for child in children]
+                p = target[groups[-1][0]]
+                if len(tokens) == 1:
+                    chosen, distribution = 0, drafts[0].double()
+                else:
+                    selection = select(as_distribution(p), as_distributions(drafts))
+                    chosen = rng.categorical(selection.weights(tokens))
+                    distribution = torch.from_numpy(selection.distribution)
+                distributions.append(distribution.clamp(min=SMALLEST).to(p.device))
+                groups.append(tree.follow(children, chosen))
+            # 2. Block verification of the selected path.
+            nodes = [group[0] for group in groups]
+            rows = target[nodes].double()
+            if not distributions:
+                return Outcome(nodes[0], rows[0])
+            steps = torch.arange(len(distributions))
+            selected = torch.tensor([tree.token_list[node - 1] for node in nodes[1:]])
+            path = DraftTree(selected, steps, torch.stack(distributions), steps, "chain")
+            end = block(path, rows, rng)
+            if end.node == len(distributions):
+                return Outcome(nodes[end.node], end.distribution)
+            # 3. Where it ends, another path may have drafted the next token.
+            children = tree.children(groups[end.node])
             tokens = [tree.token_list[child - 1] for child in children]
-            outcome = follow_if_drafted(distribution, tokens, rng)
+            outcome = follow_if_drafted(end.distribution, tokens, rng)
             if isinstance(outcome, Tensor):
-                return Outcome(groups[reached][0], outcome)
+                return Outcome(nodes[end.node], outcome)
             alive = tree.follow(children, outcome)
 
     return rule
-
-
-def _selected(
-    tree: DraftTree, target: Tensor, rng: Rng, alive: list[int], select: Select
-) -> tuple[list[list[int]], list[Tensor]]:
-    """Groups of nodes alive at every depth, and the distribution (V,) of each selected token."""
-    groups, distributions = [alive], []
-    while children := tree.children(groups[-1]):
-        tokens = [tree.token_list[child - 1] for child in children]
-        drafts = [tree.distribution_of(child) for child in children]
-        p = target[groups[-1][0]]
-        if len(tokens) == 1:
-            chosen, distribution = 0, drafts[0].double()
-        else:
-            selection = select(as_distribution(p), as_distributions(drafts))
-            chosen = rng.categorical(selection.weights(tokens))
-            distribution = torch.from_numpy(selection.distribution)
-        distributions.append(distribution.clamp(min=SMALLEST).to(p.device))
-        groups.append(tree.follow(children, chosen))
-    return groups, distributions
-
-
-def _end_of_block(
-    tree: DraftTree, target: Tensor, rng: Rng, groups: list[list[int]], distributions: list[Tensor]
-) -> tuple[int, Tensor]:
-    """Block verification of the selected path: accepted length, next token's distribution (V,)."""
-    nodes = [group[0] for group in groups]
-    rows = target[nodes].double()
-    if not distributions:
-        return 0, rows[0]
-    steps = torch.arange(len(distributions))
-    tokens = torch.tensor([tree.token_list[node - 1] for node in nodes[1:]])
-    end = block(DraftTree(tokens, steps, torch.stack(distributions), steps, "chain"), rows, rng)
-    return end.node, end.distribution

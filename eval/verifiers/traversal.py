@@ -33,14 +33,21 @@ def _visit(
     children = tree.children(group)
     removed: list[int] = []
     for index, child in enumerate(children):
-        x, q = tree.token_list[child - 1], _distribution(tree, child, removed)
+        x, q = tree.token_list[child - 1], tree.distribution_of(child)
+        if removed:  # the distribution that the token was drawn from lacks the earlier picks
+            q = q.clone()
+            q[removed] = 0.0
+            q = q / q.sum()
         below = min(1.0, share * float(p[x]) / float(q[x]))
         if below > 0.0:
             end = _visit(tree, target, rng, tree.follow(children, index), below)
             if end is not None:
                 return end
         last = index == len(children) - 1
-        used, share = share, _share_left(share, p, q)
+        used = share
+        if share < 1.0:  # after this rejection m / (m + 1 - a), m = sum (a p - q)+
+            mass = float((share * p - q).clamp(min=0.0).sum())
+            share = mass / (mass + 1.0 - share)
         # The residual is computed only where a later sibling or the outcome needs it.
         if share == 0.0 or (last and node and not rng.bernoulli(share)):
             return None
@@ -50,21 +57,3 @@ def _visit(
         if tree.how == "distinct":
             removed.append(x)
     return Outcome(node, p) if node == 0 or rng.bernoulli(share) else None
-
-
-def _share_left(share: float, p: Tensor, q: Tensor) -> float:
-    """Share of a node after a child was rejected: m / (m + 1 - a), m = sum (a p - q)+."""
-    if share >= 1.0:
-        return 1.0
-    mass = float((share * p - q).clamp(min=0.0).sum())
-    return mass / (mass + 1.0 - share)
-
-
-def _distribution(tree: DraftTree, child: int, removed: list[int]) -> Tensor:
-    """(V,) the distribution that a child's token was drawn from, earlier picks removed."""
-    distribution = tree.distribution_of(child)
-    if not removed:
-        return distribution
-    distribution = distribution.clone()
-    distribution[removed] = 0.0
-    return distribution / distribution.sum()
