@@ -62,8 +62,9 @@ def importance(solver: Solver = "truncated", s: int = 5, alphabet: int | None = 
             if not inside:
                 return follow_if_drafted(p, tokens, rng)
             # Conditional on the likely tokens; drafts that share one array go on sharing one.
-            parts = {id(each): each[likely] / each[likely].sum() for each in distributions}
-            selected = select(target[likely], [parts[id(distributions[i])] for i in inside])
+            drafts = [distributions[i] for i in inside]
+            parts = {id(each): each[likely] / each[likely].sum() for each in drafts}
+            selected = select(target[likely], [parts[id(each)] for each in drafts])
             weights = selected.weights([int((likely == tokens[i]).argmax()) for i in inside])
             b = np.zeros_like(target)
             b[likely] = selected.distribution
