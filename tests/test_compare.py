@@ -237,8 +237,3 @@ def test_methods_are_greedy_and_mistakes_in_them_are_named() -> None:
     }.items():
         with pytest.raises(ConfigError, match=reason):
             read_method(text)
-
-
-def test_a_choice_is_tied_up_to_a_multiple_of_the_noise() -> None:
-    for gap, tied in ((0.0, True), (NOISE_FACTOR * 0.5, True), (NOISE_FACTOR * 0.5 + 1e-6, False)):
-        assert Choice(0, 3, 7.0 - gap, 4, 7.0, 0.5).tied is tied
