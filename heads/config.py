@@ -27,16 +27,7 @@ FeatureName = Literal[
 ]
 
 # What pays, by the ablation (`benchmarks/head_figures`): position and since_rejection do not.
-DEFAULT_FEATURES: tuple[FeatureName, ...] = (
-    "hidden_before",
-    "embedding",
-    "hidden",
-    "log_q",
-    "log_q_max",
-    "margin",
-    "entropy",
-    "log_mass_above",
-)
+DEFAULT_FEATURES: tuple[FeatureName, ...] = get_args(FeatureName)[:-2]
 # Features that are not known before the token is drawn, and the decision point from which they are;
 # those of `heads.inputs.FEATURES`, which imports torch.
 KNOWN_FROM: dict[FeatureName, DecisionPointName] = {
@@ -181,35 +172,27 @@ class HeadConfig(Config):
             if len({*values}) < len(values):
                 raise ValueError(f"{name} must name each once, got {list(values)}")
         if self.kind == "immediate":
-            self._check_first_point()
-        if self.kind == "immediate" and self.mixing is not None:
-            self._check_mixing()
+            order: tuple[DecisionPointName, ...] = get_args(DecisionPointName)
+            first = min(self.decision_points, key=order.index)
+            known = [KNOWN_FROM.get(name, "before") for name in self.features]
+            if not any(order.index(point) <= order.index(first) for point in known):
+                raise ValueError(
+                    f"of the features {', '.join(self.features)} none is known at the decision "
+                    f"point {first}: name one that is, or leave that point out"
+                )
+            # Nothing of these is there without the target's own text.
+            needs: list[str] = [
+                name for name in ("position", "since_rejection") if name in self.features
+            ]
+            needs += ["before"] if "before" in self.decision_points else []
+            needs += [f"draws {self.draws}"] if self.draws > 1 else []
+            needs += [f"cache {self.cache}"] if self.cache != "none" else []
+            if needs and self.mixing is not None:
+                raise ValueError(
+                    f"mixing {self.mixing} cannot be with {', '.join(needs)}, which need the "
+                    "target's own text: leave them out, or set mixing to null"
+                )
         return self
-
-    def _check_first_point(self) -> None:
-        """Raise ValueError if the head would be asked before it can read anything."""
-        order: tuple[DecisionPointName, ...] = get_args(DecisionPointName)
-        first = min(self.decision_points, key=order.index)
-        known = [KNOWN_FROM.get(name, "before") for name in self.features]
-        if not any(order.index(point) <= order.index(first) for point in known):
-            raise ValueError(
-                f"of the features {', '.join(self.features)} none is known at the decision point "
-                f"{first}: name one that is, or leave that point out"
-            )
-
-    def _check_mixing(self) -> None:
-        """Raise ValueError for what needs the target's own text, without mixing."""
-        needs: list[str] = [
-            name for name in ("position", "since_rejection") if name in self.features
-        ]
-        needs += ["before"] if "before" in self.decision_points else []
-        needs += [f"draws {self.draws}"] if self.draws > 1 else []
-        needs += [f"cache {self.cache}"] if self.cache != "none" else []
-        if needs:
-            raise ValueError(
-                f"mixing {self.mixing} cannot be with {', '.join(needs)}, which need the target's "
-                "own text: leave them out, or set mixing to null"
-            )
 
     def passes(self, rows: int) -> int:
         """Passes over so many training rows."""

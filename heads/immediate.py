@@ -100,12 +100,6 @@ class ImmediateHead(BaseHead):
         self.reads = tuple(
             name for name in reads if FEATURES[name].point <= self.decision_points[-1]
         )
-        if not any(FEATURES[name].point <= self.decision_points[0] for name in self.reads):
-            raise ValueError(
-                f"of the features {', '.join(reads)} none is known at the decision point "
-                f"{self.decision_points[0].name.lower()!r}: name one that is, or leave "
-                "that point out"
-            )
         self.width = width
         self.depth = depth
         self.draft = draft

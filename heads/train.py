@@ -26,7 +26,7 @@ from heads.batches import LabelRows, micro_batch_count
 from heads.config import HeadConfig
 from heads.contexts import Context, FeatureCache, MixedContext, TargetContext, number_scales
 from heads.immediate import ImmediateHead
-from heads.inputs import FEATURES, DecisionPoint, logits_of_states
+from heads.inputs import logits_of_states
 from heads.loop import (
     Checkpoint,
     Training,
@@ -379,8 +379,6 @@ def new_head(
 ) -> BaseHead:
     """An untrained head of the kind that is asked for, the same one for the same seed."""
     hidden_size = int(draft.get_output_embeddings().weight.shape[-1])
-    known = {point.name.lower(): point for point in DecisionPoint}
-    last = max(known[name] for name in config.decision_points)
     provenance: dict[str, Any] = {
         "draft": draft.name_or_path or None,
         "sampling": None if sampling is None else asdict(sampling),
@@ -398,7 +396,7 @@ def new_head(
         return ImmediateHead(
             hidden_size=hidden_size,
             embedding_size=int(draft.get_input_embeddings().weight.shape[-1]),
-            reads=[name for name in config.features if FEATURES[name].point <= last],
+            reads=config.features,
             decision_points=config.decision_points,
             width=config.width,
             depth=config.depth,

@@ -360,10 +360,6 @@ def test_what_is_known_at_none_of_its_points_is_left_out() -> None:
         ({"hidden_size": 0}, "hidden_size >= 1"),
         ({"reads": ["log_q", "loq_q"]}, "unknown features loq_q"),
         ({"decision_points": ["later"]}, "decision_points must name some of"),
-        (
-            {"reads": ["log_q"], "decision_points": ["before", "drawn"]},
-            "none is known at the decision point 'bef",
-        ),
         ({"scales": {"log_q": (0.0, 0.0)}}, "positive standard deviation of log_q"),
     ],
 )

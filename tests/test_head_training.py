@@ -548,7 +548,7 @@ def test_a_maximum_length_that_cuts_labels_says_how_many(
     ("settings", "message"),
     [
         ({"width": 64}, r"kind specdec\+\+ does not read width \(got 64\)"),
-        ({"decision_points": ["drawn"]}, r"kind specdec\+\+ does not read decision points"),
+        ({"decision_points": ["drawn"]}, r"kind specdec\+\+ does not read decision_points"),
         ({"kind": "immediate", "rejection_weight": 6}, "kind immediate does not read rejection_w"),
         ({"batch_size": 0}, r"head\.batch_size: must be "),
         ({"mixing": None}, "mixing must be a number, got null"),
