@@ -21,12 +21,11 @@ from specdata.errors import ConfigError
 from specdata.processes import is_main
 from specdata.storage.files import fingerprint
 from specdata.storage.resume import differences
-from specdata.terminal import TokenProgress, progress
+from specdata.terminal import progress
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from specdata.labels.labeller import PartDone
     from specdata.labels.top_logits import TopLogits
     from specdata.logits.make import Source
 
@@ -76,15 +75,14 @@ class Logits(Stage):
             progress(len(rollouts), "logits", "rollout", is_shown=is_main()) as bar,
             ExitStack() as stack,
         ):
-            shown = TokenProgress(bar)
-            maker, served = _source(config, rollouts, shown.part, stack)
+            maker, served = _source(config, rollouts, stack)
             make_logits(
                 maker,
                 rollouts,
                 self.folder,
                 config.logits,
                 settings=self.dataset_settings({**source, **served}),
-                report=shown.update,
+                report=bar.update,
                 tensor_parallel=is_shared(config, "logits"),
             )
         manifest = read_manifest(self.folder)
@@ -104,7 +102,7 @@ class Logits(Stage):
 
 
 def _source(
-    config: PipelineConfig, rollouts: Dataset, part_done: PartDone, stack: ExitStack
+    config: PipelineConfig, rollouts: Dataset, stack: ExitStack
 ) -> tuple[Source, dict[str, Any]]:
     """The source of the logits, and what the manifest says of a server."""
     from specdata.lm_head import find_lm_head
@@ -118,7 +116,7 @@ def _source(
         target = find_lm_head(load_model(models.target, load=models.loading("target")))
         stack.enter_context(prepacked(target.model))
         count = min(wanted.top_logits, target.vocabulary)
-        return ModelLogits(target, count, part_done), {}
+        return ModelLogits(target, count), {}
     from specdata.logits.served import ServedLogits, check_lengths
     from specdata.server.client import ServerClient
 
@@ -128,7 +126,7 @@ def _source(
     check_lengths(rollouts, client.check(served))
     vocabulary = load_generation(models.target)[0].get_text_config().vocab_size
     count = min(wanted.top_logits, vocabulary)
-    source = ServedLogits(client, wanted.backend, served, count, vocabulary, part_done)
+    source = ServedLogits(client, wanted.backend, served, count, vocabulary)
     return source, {"served": served}
 
 

@@ -20,7 +20,7 @@ from specdata.errors import ConfigError
 from specdata.processes import is_main, process_count
 from specdata.prompts.reading import prompt_inputs
 from specdata.rollouts.config import check_samples
-from specdata.terminal import TokenProgress, progress
+from specdata.terminal import progress
 
 if TYPE_CHECKING:
     from specdata.rollouts.backend import Backend
@@ -163,7 +163,6 @@ class Rollouts(Stage):
             settings = self.dataset_settings(made_of)
             asked = turns_asked(loaded.prompts, wanted.samples)
             with progress(asked, "rollouts", "row", is_shown=is_main()) as bar:
-                shown = TokenProgress(bar)
                 make_rollouts(
                     backend,
                     loaded.prompts,
@@ -171,8 +170,7 @@ class Rollouts(Stage):
                     wanted,
                     dialogue=Dialogue(tokenizer, longest),
                     settings=settings,
-                    report=shown.update,
-                    part_done=shown.part,
+                    report=bar.update,
                     tensor_parallel=is_shared(config, "rollouts"),
                 )
             counts = read_manifest(self.folder)["counts"]

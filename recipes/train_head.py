@@ -20,7 +20,7 @@ from recipes.recipe import CommandLine, Recipe, load_head
 from recipes.run import Stage, Step, say
 from recipes.sizes import PAIR, draft_width, in_bytes, rows_size
 from specdata.processes import is_main, refuse_fsdp
-from specdata.terminal import TokenProgress, progress
+from specdata.terminal import progress
 
 # Width of the AUROC's 95 % interval above which good settings of one head, some of which differ by
 # .02, cannot be told apart.
@@ -110,15 +110,13 @@ class Labels(Stage):
             tensor_parallel = is_shared(config, "labels")
             make = partial(make_labels, target, draft, rollouts, tensor_parallel=tensor_parallel)
         with progress(len(rollouts), "labels", "rollout", is_shown=is_main()) as bar:
-            shown = TokenProgress(bar)
             rows = make(
                 self.folder,
                 config.labels,
                 sampling=config.sampling,
                 seed=config.seed,
                 settings=self.dataset_settings({**source, "draft": identity(draft_name)}),
-                report=shown.update,
-                part_done=shown.part,
+                report=bar.update,
             )
         undecided = 0
         if cache:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
 
 # Seconds between two lines of progress where there is no terminal to draw a bar on.
 LINE_SECONDS = 5.0
-_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 _LINE = "{desc}: {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 
 
@@ -46,40 +44,6 @@ def progress(
         disable=not is_shown,
         **shown,
     )
-
-
-class TokenProgress:
-    """Progress of work that is finished a shard at a time: it moves within shards, too.
-
-    It shows the tokens/s since it was made. Parts of a shard may be estimates: the shard's own
-    number of rows takes their place when the shard is done.
-
-    Args:
-        bar: of rows, as of `progress`.
-    """
-
-    def __init__(self, bar: tqdm[Any]) -> None:
-        self._bar = bar
-        self._ahead = 0.0
-        self._tokens = 0
-        self._begun = time.monotonic()
-        # The time alone decides when it is drawn: tqdm would wait for as many rows as last time.
-        if not bar.disable:
-            bar.miniters, bar.dynamic_miniters = 0, False
-            bar.bar_format = (bar.bar_format or _BAR).replace("{n_fmt}", "{n:.0f}")
-
-    def part(self, rows: float, tokens: int) -> None:
-        """Count work within a shard: rows, or parts of them, and the tokens that were made."""
-        self._ahead += rows
-        self._tokens += tokens
-        rate = self._tokens / max(1e-9, time.monotonic() - self._begun)
-        self._bar.set_postfix_str(f"{self._tokens:,} tokens, {rate:,.0f} tokens/s", refresh=False)
-        self._bar.update(rows)
-
-    def update(self, rows: int) -> None:
-        """Count a shard, made now or found made; what was told of its parts is replaced."""
-        self._bar.update(rows - self._ahead)
-        self._ahead = 0.0
 
 
 class _Lines(io.TextIOBase):

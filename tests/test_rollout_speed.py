@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from specdata import prepack, probability, terminal
+from specdata import prepack, probability
 from specdata.prepack import multiplies, prepacked
 from specdata.probability import SamplingConfig, inverse_cdf, inverse_cdfs, nucleus, probabilities
-from specdata.prompts.config import PromptSet
-from specdata.prompts.loading import Prompt
 from specdata.rollouts import backend
-from specdata.rollouts.backend import TransformersBackend, sample_batch
-from specdata.rollouts.config import RolloutConfig
-from specdata.rollouts.make import make_rollouts
-from specdata.storage.dataset import load_stored
-from specdata.storage.manifest import read_manifest
-from specdata.storage.resume import Settings
-from specdata.terminal import TokenProgress, progress
+from specdata.rollouts.backend import sample_batch
 from tests.tiny import tiny_llama
 
 PLAIN = SamplingConfig()
-PART = list[tuple[float, int]]
 
 
 def sorted_nucleus(probs: Tensor, top_p: float) -> Tensor:
@@ -157,66 +146,3 @@ def test_other_precisions_and_models_too_large_for_a_copy_are_left_alone(
     model = nn.Linear(300, 200)
     with prepacked(model):
         assert "forward" not in model.__dict__
-
-
-def prompts(count: int) -> list[Prompt]:
-    return [Prompt(f"id{n}", "d", "train", [2 + n % 9, 3, 4]) for n in range(count)]
-
-
-def rolled_out(folder: Path, parts: PART, shards: list[int], stop: int = 10**9) -> None:
-    """Ten rollouts in shards of four; `stop` is how many parts may be told."""
-
-    def part_done(rows: float, tokens: int) -> None:
-        parts.append((rows, tokens))
-        if len(parts) > stop:
-            raise KeyboardInterrupt
-
-    make_rollouts(
-        TransformersBackend(tiny_llama(4, vocab=40).float(), PLAIN, 20, 3, 0),
-        prompts(10),
-        folder,
-        RolloutConfig(sets=[PromptSet("d")], max_new_tokens=20, shard_size=4),
-        settings=Settings({}),
-        report=shards.append,
-        part_done=part_done,
-    )
-
-
-def test_rollouts_tell_of_every_token_long_before_a_shard_is_done(tmp_path: Path) -> None:
-    parts: PART = []
-    shards: list[int] = []
-    rolled_out(tmp_path, parts, shards)
-    assert shards == [2, 4, 4]
-    assert sum(tokens for _, tokens in parts) == read_manifest(tmp_path)["counts"]["tokens"]
-    assert sum(rows for rows, _ in parts) == pytest.approx(10)
-    assert max(tokens for _, tokens in parts) <= 3, "each token of a batch of three"
-
-
-def test_rollouts_that_were_interrupted_within_a_shard_end_as_if_they_had_not(
-    tmp_path: Path,
-) -> None:
-    rolled_out(tmp_path / "whole", [], [])
-    with pytest.raises(KeyboardInterrupt):
-        rolled_out(tmp_path / "halted", [], [], stop=30)
-    assert not read_manifest(tmp_path / "halted")["finished"]
-    rolled_out(tmp_path / "halted", [], [])
-    whole, halted = (load_stored(tmp_path / name).to_list() for name in ("whole", "halted"))
-    assert whole == halted
-
-
-def test_progress_shows_tokens_per_second_and_moves_within_a_shard(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.0)
-    with progress(100, "rollouts", "row") as bar:
-        shown = TokenProgress(bar)
-        shown.update(64)  # found made
-        for _ in range(10):
-            shown.part(1.5, 24)
-        shown.update(36)
-    lines = capsys.readouterr().err.splitlines()
-    counts = [int(re.search(r"rollouts: (\d+)/100", line)[1]) for line in lines]  # type: ignore[index]
-    assert counts == sorted(counts)
-    assert {64, 70, 79} <= {*counts}
-    assert counts[-1] == 100
-    assert any(re.search(r"120 tokens, [\d,]+ tokens/s", line) for line in lines)

@@ -44,9 +44,6 @@ DECIDED = "decided"
 # there, (C, V), and which of them are decided, (C,), all if None: others are left out.
 DistributionsAt = Callable[[slice, Tensor], tuple[Tensor, Tensor | None]]
 
-PartDone = Callable[[float, int], object]
-"""Told of a number of rows that were labelled since the last call, and of their positions."""
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -108,7 +105,6 @@ class Labeller:
         seed: the run's seed.
         tokens_at_once: tokens of one forward; a longer row goes by itself.
         draws: S, how many Y a position of the rows of split "train"; others have one.
-        part_done: told, after each batch, of its rows and of their positions.
     """
 
     distributions: Callable[[Batch], DistributionsAt]
@@ -118,7 +114,6 @@ class Labeller:
     seed: int
     tokens_at_once: int
     draws: int = 1
-    part_done: PartDone | None = None
 
     @torch.inference_mode()
     def __call__(self, rows: Sequence[Rollout]) -> list[Label]:
@@ -130,7 +125,7 @@ class Labeller:
             ConfigError: if a row is longer than a model's context.
         """
         labels = []
-        made = columns_of_rows(rows, self.tokens_at_once, self._columns, self.part_done)
+        made = columns_of_rows(rows, self.tokens_at_once, self._columns)
         for row, mine in zip(rows, made, strict=True):
             if self.draws > 1 and row["split"] != "train":
                 mine |= {name: torch.empty(len(mine["log_q"]), 0) for name in MORE_DRAWS.names}
@@ -223,7 +218,6 @@ def columns_of_rows(
     rows: Sequence[Rollout],
     tokens_at_once: int,
     columns_of: Callable[[Sequence[Rollout]], dict[str, Tensor]],
-    part_done: PartDone | None,
 ) -> list[dict[str, Tensor]]:
     """(C, ...) columns of each row, in the order given, made of batches, longest first.
 
@@ -231,7 +225,6 @@ def columns_of_rows(
         rows: to make columns for.
         tokens_at_once: tokens of one forward; a longer row goes by itself.
         columns_of: rows -> (N, ...) columns at all their positions, in a line.
-        part_done: told, after each batch, of its rows and of their positions.
     """
     made: dict[int, dict[str, Tensor]] = {}
     whole = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
@@ -241,8 +234,6 @@ def columns_of_rows(
         starts = accumulate(lengths[:-1], initial=0)
         for index, begin, length in zip(indices, starts, lengths, strict=True):
             made[index] = {name: each[begin : begin + length] for name, each in columns.items()}
-        if part_done:
-            part_done(len(indices), sum(lengths))
     return [made[index] for index in range(len(rows))]
 
 

@@ -17,7 +17,6 @@ from specdata.labels.labeller import (
     Batch,
     DistributionsAt,
     Labeller,
-    PartDone,
     distributions_of_top_logits,
     target_distributions,
     tokens_at_once,
@@ -43,7 +42,6 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
     seed: int,
     settings: Settings,
     report: Callable[[int], object],
-    part_done: PartDone | None = None,
     tensor_parallel: bool = False,
 ) -> int:
     """Label every position of every rollout, under the sampler that serving will use.
@@ -66,7 +64,6 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
         seed: the run's seed; a row's own seed is made of it and of what identifies the row.
         settings: what else decides the rows; stored in the manifest, compared on resume.
         report: called with the number of rows done.
-        part_done: told of work within a shard, as by `Labeller`.
         tensor_parallel: whether each process holds a part of the target; see `fill_dataset`.
 
     Returns:
@@ -97,7 +94,6 @@ def make_labels(  # noqa: PLR0913 - what is labelled, how, and who is told
         seed,
         tokens_at_once(*models),
         draws,
-        part_done,
     )
 
     def shard(start: int) -> list[Label]:

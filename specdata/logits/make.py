@@ -18,7 +18,6 @@ from torch import Tensor
 
 from specdata.labels.labeller import (
     Batch,
-    PartDone,
     columns_of_rows,
     in_chunks,
     target_states,
@@ -113,12 +112,10 @@ class ModelLogits:
     Attributes:
         target: makes logits of its states.
         count: N.
-        part_done: told, after each batch, of its rows and of their positions.
     """
 
     target: LMHead
     count: int
-    part_done: PartDone | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -129,7 +126,7 @@ class ModelLogits:
     def __call__(self, rows: Sequence[Rollout]) -> list[Logits]:
         """See `Source`. Raises ConfigError if a rollout is longer than the target's context."""
         at_once = tokens_at_once(self.target)
-        made = columns_of_rows(rows, at_once, self._columns, self.part_done)
+        made = columns_of_rows(rows, at_once, self._columns)
         return [
             cast(Logits, {**row, **{name: each.flatten().tolist() for name, each in mine.items()}})
             for row, mine in zip(rows, made, strict=True)

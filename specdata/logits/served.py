@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from specdata.errors import ConfigError
-from specdata.labels.labeller import PartDone
 from specdata.server.client import ServerClient
 from specdata.storage.schema import Logits, Rollout
 
@@ -51,7 +50,6 @@ class ServedLogits:
         model: the name it serves the target under.
         count: N.
         vocabulary: V of the target.
-        part_done: told of each rollout and its positions.
     """
 
     client: ServerClient
@@ -59,7 +57,6 @@ class ServedLogits:
     model: str
     count: int
     vocabulary: int
-    part_done: PartDone | None = None
 
     def __call__(self, rows: Sequence[Rollout]) -> list[Logits]:
         """See `Source`; many requests are under way at once.
@@ -68,12 +65,7 @@ class ServedLogits:
             ConfigError: if an answer is refused or unusable.
             ConnectionError: if the server does not answer.
         """
-
-        def done(row: Logits) -> None:
-            if self.part_done:
-                self.part_done(1, len(row["completion_ids"]))
-
-        return self.client.each(self._of, rows, done)
+        return self.client.each(self._of, rows)
 
     @property
     def asked(self) -> int:

@@ -6,7 +6,7 @@ neighbours; and its cache is copied whole for every token, which takes most of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -61,20 +61,10 @@ class Completion:
     states: Tensor | None = None
 
 
-PartDone = Callable[[float, int], object]
-"""Told of rows, or parts of them, that were done since the last call, and of their new tokens."""
-
-
-def untold(_rows: float, _tokens: int) -> None:
-    """A `PartDone` that tells nobody."""
-
-
 class Backend(Protocol):
     """A completer of prompts: a model in this process or a server."""
 
-    def complete(
-        self, requests: Sequence[Request], part_done: PartDone = untold
-    ) -> list[Completion]:
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Return one completion for each request, in their order.
 
         A completion must not depend on the other requests, except through rounding.
@@ -109,9 +99,7 @@ class TransformersBackend:
         if self.store_states:
             check_keepable(self.model)
 
-    def complete(
-        self, requests: Sequence[Request], part_done: PartDone = untold
-    ) -> list[Completion]:
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """See `Backend`. The same requests always make the same batches, hence the same bits."""
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].ids))
         completions: dict[int, list[int]] = {}
@@ -129,7 +117,6 @@ class TransformersBackend:
                     [row.ids for row in rows],
                     uniforms,
                     self.sampling,
-                    part_done=part_done,
                     states=states_of,
                 )
                 states |= {
@@ -156,7 +143,6 @@ def sample_batch(
     *,
     ends: Collection[int] | None = None,
     vocabulary: int | None = None,
-    part_done: PartDone = untold,
     states: list[list[Tensor]] | None = None,
 ) -> list[list[int]]:
     """Sample a batch by inverse CDF, so that a row depends on its own uniforms alone.
@@ -170,7 +156,6 @@ def sample_batch(
         sampling: the sampler of every token.
         ends: token ids that end a completion (default: the model's own).
         vocabulary: ids from here on are never drawn (default: the model's own vocabulary).
-        part_done: told of every token; a row that ends counts for what it might have become.
         states: B lists, to which the (H,) last hidden state that each token was drawn from is
             added, on the CPU (default: they are not looked at).
 
@@ -206,12 +191,7 @@ def sample_batch(
                     if row in going:
                         states[row].append(state)
             alive = alive & ~torch.isin(token, ended_by) & (step + 1 < lengths)
-            ended = {
-                row for row, is_alive in zip(rows, alive.tolist(), strict=True) if not is_alive
-            }
-            share = sum((limits[row] - step if row in ended else 1) / limits[row] for row in going)
-            part_done(share, len(going))
-            left = len(rows) - len(ended)
+            left = int(alive.sum())
             if left == 0:
                 break
             # Rows that have ended stay where they are: the model may have no position beyond.

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdata.prompts.chat_templates import Message, next_turn
 from specdata.prompts.loading import Prompt
-from specdata.rollouts.backend import Backend, Completion, PartDone, Request, untold
+from specdata.rollouts.backend import Backend, Completion, Request
 from specdata.rollouts.config import RolloutConfig
 from specdata.storage.dataset import fill_dataset
 from specdata.storage.resume import Settings
@@ -45,7 +45,6 @@ def make_rollouts(
     dialogue: Dialogue | None = None,
     settings: Settings,
     report: Callable[[int], object],
-    part_done: PartDone = untold,
     tensor_parallel: bool = False,
 ) -> int:
     """Complete every prompt, turn after turn, and store the dataset (see `fill_dataset`).
@@ -61,7 +60,6 @@ def make_rollouts(
         dialogue: needed where prompts have follow-ups.
         settings: everything that decides the rows; stored in the manifest, compared on resume.
         report: called with the number of rows done.
-        part_done: told of work within a shard.
         tensor_parallel: whether each process holds a part of the model; see `fill_dataset`.
 
     Returns:
@@ -75,10 +73,7 @@ def make_rollouts(
         ordered[start : start + config.shard_size]
         for start in range(0, len(ordered), config.shard_size)
     ]
-    shards = [
-        partial(complete_group, backend, group, config.samples, dialogue, part_done)
-        for group in groups
-    ]
+    shards = [partial(complete_group, backend, group, config.samples, dialogue) for group in groups]
     schema = pa.schema([*ROLLOUTS, *(TARGET_STATES if config.store_states else ())])
     return fill_dataset(folder, schema, settings, shards, report, tensor_parallel=tensor_parallel)
 
@@ -131,7 +126,6 @@ def complete_group(
     group: Sequence[Prompt],
     samples: int,
     dialogue: Dialogue | None,
-    part_done: PartDone = untold,
 ) -> list[Rollout]:
     """Complete all samples and turns of some prompts; rows by prompt, then sample, then turn."""
     turns = [
@@ -141,7 +135,7 @@ def complete_group(
     ]
     rows: dict[tuple[int, int, int], Rollout] = {}
     while turns:
-        completions = backend.complete([turn.request() for turn in turns], part_done)
+        completions = backend.complete([turn.request() for turn in turns])
         pairs = list(zip(turns, completions, strict=True))
         rows.update((turn.place, turn.row(completion)) for turn, completion in pairs)
         turns = []

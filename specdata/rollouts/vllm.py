@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdata.errors import ConfigError
-from specdata.rollouts.backend import Completion, PartDone, Request, untold
+from specdata.rollouts.backend import Completion, Request
 from specdata.sampling import SamplingConfig, seed_for
 from specdata.server.client import ServerClient
 from specdata.server.config import ServerConfig
@@ -82,18 +82,14 @@ class VllmBackend:
         """
         return self._client.check(self.model)
 
-    def complete(
-        self, requests: Sequence[Request], part_done: PartDone = untold
-    ) -> list[Completion]:
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """See `Backend`; up to `config.concurrency` requests are under way at once.
 
         Raises:
             ConfigError: if an answer is refused or unusable.
             ConnectionError: if the server does not answer in `config.retries` tries.
         """
-        return self._client.each(
-            self._complete, requests, lambda completion: part_done(1, len(completion.ids))
-        )
+        return self._client.each(self._complete, requests)
 
     def close(self) -> None:
         """Close the connections."""

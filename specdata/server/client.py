@@ -72,24 +72,13 @@ class ServerClient:
         length: int | None = served[model].get("max_model_len")
         return length
 
-    def each(
-        self,
-        work: Callable[[T], R],
-        items: Sequence[T],
-        done: Callable[[R], object] = lambda _: None,
-    ) -> list[R]:
-        """The results of `work` for each item, in their order, requests side by side.
-
-        Args:
-            work: asks the server; called in threads.
-            items: what it is called with.
-            done: told of each result as it comes, in this thread.
-        """
+    def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """The results of `work`, which asks the server, for each item, requests side by side."""
         with ThreadPoolExecutor(self.config.concurrency) as pool:
             futures = [pool.submit(work, item) for item in items]
             try:
                 for future in as_completed(futures):
-                    done(future.result())
+                    future.result()  # the first trouble ends all
                 return [future.result() for future in futures]
             except BaseException:
                 pool.shutdown(cancel_futures=True)
