@@ -60,7 +60,11 @@ class Loading(Config):
     @classmethod
     def _by_name(cls, given: Any) -> Any:
         """YAML reads the number of a GPU as a number, and a size without a unit, too."""
-        return {str(key): str(size) for key, size in given.items()} if _is_map(given) else given
+        return (
+            {str(key): str(size) for key, size in given.items()}
+            if isinstance(given, Mapping)
+            else given
+        )
 
     @field_validator("max_memory")
     @classmethod
@@ -120,6 +124,15 @@ class PairLoading(Config):
         return self.target if role == "target" else self.draft
 
 
+def refuse_adapters(name: str, key: str) -> None:
+    """Raise ConfigError for adapters where `key` asks for what is done with whole matrices."""
+    if base_of_adapters(name):
+        raise ConfigError(
+            f"{key} needs whole weights, and {name} holds adapters: merge them first "
+            "(merge_and_unload of PEFT) and give the merged model, or leave it out"
+        )
+
+
 def check_bits(bits: int | None, key: str, name: str | None = None) -> None:
     """Refuse weights in few bits that cannot be had.
 
@@ -133,11 +146,8 @@ def check_bits(bits: int | None, key: str, name: str | None = None) -> None:
     """
     if not bits:
         return
-    if name is not None and base_of_adapters(name):
-        raise ConfigError(
-            f"{key}: {bits} needs whole weights to quantise, and {name} holds adapters: leave bits "
-            "out, or merge them first and give the merged model"
-        )
+    if name is not None:
+        refuse_adapters(name, f"{key}: {bits}")
     if find_spec("bitsandbytes") is None:
         raise ConfigError(
             f"{key}: {bits} needs bitsandbytes, which is not installed: pip install "
@@ -159,12 +169,8 @@ def check_tp_plan(tp_plan: str | None, key: str, name: str | None = None) -> Non
     """
     if not tp_plan:
         return
-    if name is not None and base_of_adapters(name):
-        raise ConfigError(
-            f"{key}: {name} holds adapters, whose weights each process would have to hold whole: "
-            "save the merged model as a plain folder and give that, or spread it with device_map: "
-            "auto"
-        )
+    if name is not None:
+        refuse_adapters(name, key)
     if process_count() == 1:
         raise ConfigError(
             f"{key} splits every layer over the processes of a launcher, and this is one process: "
@@ -183,12 +189,7 @@ def check_shardable(name: str, load: Loading) -> None:
     Raises:
         ConfigError: for files whose matrices are made as a whole, and for other ways to divide it.
     """
-    if base_of_adapters(name):
-        raise ConfigError(
-            f"draft.shard_teacher: {name} is a folder of adapters, which are merged into their "
-            "base in whole matrices: save the merged model with save_pretrained and give that, or "
-            "leave out draft.shard_teacher"
-        )
+    refuse_adapters(name, "draft.shard_teacher")
     for key in ("device_map", "bits"):
         if (value := getattr(load, key)) is not None:
             raise ConfigError(
@@ -196,7 +197,3 @@ def check_shardable(name: str, load: Loading) -> None:
                 f"models.load.target.{key} ({value}) puts them elsewhere or packs them: leave one "
                 "of them out"
             )
-
-
-def _is_map(value: Any) -> bool:
-    return isinstance(value, Mapping)

@@ -30,7 +30,7 @@ from transformers.distributed import DistributedConfig
 
 from specdata.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
 from specdata.errors import ConfigError, VocabularyMismatchError, full_disk
-from specdata.loading import ONE_DEVICE, Loading, check_bits, check_tp_plan
+from specdata.loading import ONE_DEVICE, Loading, check_bits, check_tp_plan, refuse_adapters
 from specdata.processes import join_processes
 from specdata.sources import base_of_adapters, hub_source, merge_adapters
 from specdata.storage.files import fingerprint, write_json
@@ -81,10 +81,7 @@ def load_model(name: str, *, dtype: str = "float32", load: Loading = ONE_DEVICE)
     check_tp_plan(load.tp_plan, "tp_plan", name)
     if base := base_of_adapters(name):
         if load.is_spread:
-            raise ConfigError(
-                f"device_map: {load.device_map} needs whole weights, and {name} holds adapters: "
-                "merge them first (merge_and_unload of PEFT) and give the merged model"
-            )
+            refuse_adapters(name, f"device_map: {load.device_map}")
         alone = Loading(device_map=load.device_map)
         model = _of_base(name, base, lambda: load_model(base, dtype=dtype, load=alone))
         return merge_adapters(model, name, base).eval()
@@ -458,15 +455,26 @@ def copy_tokenizer(name: str, folder: Path) -> None:
         ConfigError: if the tokenizer cannot be had.
     """
     tokenizer = load_tokenizer(name)
-    source = _tokenizer_folder(name)
-    for file in sorted(path for pattern in TOKENIZER_FILES for path in source.glob(pattern)):
-        copied = folder / file.relative_to(source)
+    source, revision = hub_source(name)
+    here = Path(source)
+    if not here.is_dir():  # its snapshot in the Hub's cache
+        try:
+            patterns = [*TOKENIZER_FILES]
+            here = Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
+        except (OSError, ValueError, HfHubHTTPError) as error:
+            raise ConfigError(f"cannot load the tokenizer files of {name!r}: {error}") from error
+    for file in sorted(path for pattern in TOKENIZER_FILES for path in here.glob(pattern)):
+        copied = folder / file.relative_to(here)
         copied.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copied)
     try:
-        is_same = _same(tokenizer, load_tokenizer(str(folder)))
+        found = load_tokenizer(str(folder))
     except ConfigError:  # its files alone make none beside this model
-        is_same = False
+        found = None
+    is_same = type(found) is type(tokenizer) and found.get_vocab() == tokenizer.get_vocab()
+    if is_same and tokenizer.is_fast:
+        steps = (each.backend_tokenizer.to_str() for each in (tokenizer, found))
+        is_same = next(steps) == next(steps)
     if not is_same:
         tokenizer.save_pretrained(folder)
 
@@ -483,39 +491,14 @@ def add_former_names(folder: Path) -> None:
     """
     path = folder / CONFIG_NAME
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    write_json(path, dict(sorted({**_former_names(config), **config}.items())))
-
-
-def _former_names(config: dict[str, Any]) -> dict[str, Any]:
     former = {"torch_dtype": config["dtype"]} if config.get("dtype") else {}
     rope = dict(config.get("rope_parameters") or {})
-    if "rope_theta" not in rope:  # no ropes, or several, which have no former name
-        return former
-    neox = config["model_type"] == "gpt_neox"
-    former["rotary_emb_base" if neox else "rope_theta"] = rope.pop("rope_theta")
-    if "partial_rotary_factor" in rope:
-        share = rope.pop("partial_rotary_factor")
-        former["rotary_pct" if neox else "partial_rotary_factor"] = share
-    return (
-        former if rope.get("rope_type", "default") == "default" else former | {"rope_scaling": rope}
-    )
-
-
-def _tokenizer_folder(name: str) -> Path:
-    """The folder with a model's tokenizer files: itself, or its snapshot in the Hub's cache."""
-    source, revision = hub_source(name)
-    if Path(source).is_dir():
-        return Path(source)
-    try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=[*TOKENIZER_FILES]))
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        raise ConfigError(f"cannot load the tokenizer files of {name!r}: {error}") from error
-
-
-def _same(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    if type(one) is not type(other) or one.get_vocab() != other.get_vocab():
-        return False
-    if not one.is_fast:
-        return True
-    steps, others = one.backend_tokenizer.to_str(), other.backend_tokenizer.to_str()
-    return bool(steps == others)
+    if "rope_theta" in rope:  # else there are no ropes, or several, which have no former name
+        neox = config["model_type"] == "gpt_neox"
+        former["rotary_emb_base" if neox else "rope_theta"] = rope.pop("rope_theta")
+        if "partial_rotary_factor" in rope:
+            share = rope.pop("partial_rotary_factor")
+            former["rotary_pct" if neox else "partial_rotary_factor"] = share
+        if rope.get("rope_type", "default") != "default":
+            former["rope_scaling"] = rope
+    write_json(path, dict(sorted({**former, **config}.items())))

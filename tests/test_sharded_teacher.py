@@ -277,7 +277,7 @@ def test_a_target_that_cannot_be_read_in_parts_is_refused(
     (adapters / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": str(pair / "target"), "peft_type": "LORA"})
     )
-    message = f"draft.shard_teacher: {adapters} is a folder of adapters"
+    message = f"draft.shard_teacher needs whole weights, and {adapters} holds adapters"
     with pytest.raises(ConfigError, match=message):
         load_sharded(str(adapters))
     flags = [f"--output={tmp_path / 'out'}", "--toy=null", "--draft.shard_teacher=true"]
