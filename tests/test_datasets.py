@@ -88,17 +88,6 @@ def test_an_interrupted_dataset_continues_and_has_the_bytes_of_an_uninterrupted_
     assert len(made) == 4
 
 
-def test_the_manifest_counts_what_the_shards_hold(tmp_path: Path) -> None:
-    fill(tmp_path, shards([]))
-    manifest = read_manifest(tmp_path)
-    assert manifest["counts"] == {"rows": 8, "tokens": 16, "finish": {"eos": 4, "length": 4}}
-    assert [entry["rows"] for entry in manifest["shards"]] == [2, 2, 2, 2]
-    assert set(content(tmp_path)) == {
-        "manifest.json",
-        *(f"shard-0000{index}.parquet" for index in range(4)),
-    }
-
-
 def test_a_dataset_streams_and_loads_the_rows_that_were_stored(tmp_path: Path) -> None:
     fill(tmp_path, shards([]))
     rows = [dict(row(number)) for number in range(8)]

@@ -100,7 +100,3 @@ def test_what_is_declared_is_imported_and_what_is_imported_is_declared() -> None
     }
     found = imported - {*sys.stdlib_module_names, *PACKAGES, *PARTS}
     assert found - optional == declared
-
-
-def test_the_tests_are_run_with_what_reads_gguf_files() -> None:
-    assert {*EXTRAS["gguf"]} <= {*EXTRAS["dev"]}

@@ -100,15 +100,6 @@ def test_block_is_at_least_token_on_every_text_and_both_are_between_one_and_all(
         assert (emitted[torch.arange(50), lengths - 1] == 1).all()  # the text's last token
 
 
-def test_padding_and_later_texts_do_not_matter() -> None:
-    ratios = torch.tensor([[-0.5, 0.3, -0.2], [-1.0, float("nan"), float("-inf")]])
-    for how in VERIFICATIONS:
-        both = expected_tokens(ratios, torch.tensor([3, 1]), 8, how)
-        alone = expected_tokens(ratios[:1], torch.tensor([3]), 8, how)
-        assert both[:1].equal(alone)
-        assert both[1].tolist() == [1, 0, 0]
-
-
 def test_tokens_that_one_model_gives_nothing() -> None:
     p, q = torch.tensor([0.5, 0.5, 0.0, 0.0]), torch.tensor([0.25, 0.0, 0.5, 0.0])
     ratios = log_ratios(p, q)

@@ -89,14 +89,3 @@ def test_draft_and_head_learn_from_different_rollouts(pair: Path, tmp_path: Path
     labels = load_stored(tmp_path / "out" / "labels")
     assert {*labels["example_id"]} == held_out | of["dev"]
     assert {row["split"] for row in labels} == {"train", "dev"}
-
-
-def test_rollouts_are_not_held_out_for_a_head_that_is_not_trained(
-    pair: Path, tmp_path: Path
-) -> None:
-    tree = tree_of(pair, tmp_path)
-    del tree["head"]
-    with pytest.raises(
-        ConfigError, match=r"draft\.held_out_share \(0\.4\) keeps rollouts for a head"
-    ):
-        config_of(tree, tmp_path)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from pydantic import ValidationError
 from transformers.utils import is_bitsandbytes_available
 
 from distill.teacher import Part, Teacher
@@ -175,23 +174,6 @@ def test_settings_that_contradict_each_other_are_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"models\.load\.target.*{message}"):
         built(models, load={"target": load})
-
-
-def test_a_gpu_is_named_by_its_number() -> None:
-    given = yaml.safe_load("{device_map: balanced, max_memory: {0: 20GiB, cpu: 100GiB}}")
-    assert Loading.model_validate(given).max_memory == {"0": "20GiB", "cpu": "100GiB"}
-    with pytest.raises(ValidationError):
-        Loading.model_validate({"device_map": "cuda"})
-
-
-def test_a_missing_gpu_is_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = Loading(device_map="auto", max_memory={"1": "20GiB", "cpu": "1GiB"})
-    for count, said in ((0, "no GPUs"), (1, "1 GPU ")):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
-        with pytest.raises(
-            ConfigError, match=f"max_memory names GPU 1, and this machine has {said}"
-        ):
-            load_model(str(models / "target"), load=load)
 
 
 CHECKS = {

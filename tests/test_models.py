@@ -119,19 +119,6 @@ def test_a_tokenizer_whose_kind_follows_from_its_model_stays_that_kind(tmp_path:
     assert ours(TEXT)["input_ids"] == theirs(TEXT)["input_ids"]
 
 
-def test_files_that_make_no_tokenizer_beside_the_draft_are_written_as_others(
-    tmp_path: Path,
-) -> None:
-    target = tmp_path / "target"
-    GPT2Config(vocab_size=300, bos_token_id=0, eos_token_id=0).save_pretrained(target)
-    tokenizer = train_tokenizer([TEXT] * 4, vocab_size=280)
-    tokenizer.backend_tokenizer.model.save(str(target))  # vocab.json and merges.txt
-    draft = draft_folder(tmp_path / "draft")
-    copy_tokenizer(str(target), draft)
-    theirs = load_tokenizer(str(target))
-    assert load_tokenizer(str(draft))(TEXT)["input_ids"] == theirs(TEXT)["input_ids"]
-
-
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500_000.0,
@@ -171,20 +158,6 @@ def test_former_names_of_settings_are_added_and_change_nothing_here(
     after = json.loads((tmp_path / "config.json").read_text())
     assert after == written | former
     assert AutoConfig.from_pretrained(tmp_path).to_dict() == before
-
-
-def test_the_embedded_tokenizer_names_a_class_that_every_transformers_has(tmp_path: Path) -> None:
-    tokenizer = train_tokenizer([TEXT] * 4, vocab_size=280)
-    save_tokenizer(tokenizer, tmp_path / "first")
-    save_tokenizer(load_tokenizer(str(tmp_path / "first")), tmp_path / "again")
-    for name in ("first", "again"):
-        settings = json.loads((tmp_path / name / "tokenizer_config.json").read_text())
-        assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
-        assert not settings.keys() & {"backend", "is_local", "local_files_only"}
-        loaded = load_tokenizer(str(tmp_path / name))
-        assert loaded(TEXT)["input_ids"] == tokenizer(TEXT)["input_ids"]
-        assert (loaded.eos_token, loaded.pad_token) == (tokenizer.eos_token, tokenizer.pad_token)
-        assert loaded.padding_side == "left"
 
 
 def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from specdata.prompts import reading
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import check_sets, dropped, load_prompts
 from specdata.prompts.reading import json_lines
-from specdata.toy.corpus import FAMILIES
 from specdata.toy.tokenizer import train_tokenizer
 from tests.chats import chat_tokenizer
 from tests.hub import Server
@@ -288,24 +287,6 @@ def test_a_disk_that_fills_while_a_set_is_read_stays_trouble_outside(
         check_sets([PromptSet(source, "train", 1)], seed=0)
 
 
-def test_every_character_that_json_allows_may_stand_in_a_prompt(tmp_path: Path) -> None:
-    path = tmp_path / "odd.jsonl"
-    text = "one\u2028two\u0085three \U0001f600"
-    line = json.dumps({"prompt": text}, ensure_ascii=False)
-    path.write_text("\ufeff" + line + "\r\n\n", encoding="utf-8", newline="")
-    assert texts(load_prompts([PromptSet(str(path), "train", 1)], PLAIN, seed=0)) == [text]
-
-
-def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    names = [
-        jsonl(path, [{"prompt": "a"}])
-        for path in (tmp_path / "test.jsonl", tmp_path / "sub" / "test.jsonl")
-    ]
-    with pytest.raises(ConfigError, match="different names"):
-        load_prompts([PromptSet(name, "test", 1) for name in names], PLAIN, seed=0)
-
-
 @pytest.mark.parametrize(
     ("rows", "count", "message"),
     [
@@ -330,15 +311,6 @@ def test_an_unusable_file_is_named(
     path.write_text("\n".join(rows))
     with pytest.raises(ConfigError, match=message):
         load_prompts([PromptSet(str(path), "train", count)], PLAIN, seed=0)
-
-
-def test_splits_of_an_embedded_family_share_no_prompt() -> None:
-    for family in FAMILIES:
-        sets = [PromptSet(family, split, 40) for split in ("train", "dev", "test")]
-        loaded = load_prompts(sets, PLAIN, seed=0).prompts
-        assert len(loaded) == 120
-        again = load_prompts(sets, PLAIN, seed=0).prompts
-        assert [prompt.ids for prompt in again] == [prompt.ids for prompt in loaded]
 
 
 def test_tokenizers_that_differ_are_refused_with_the_first_ids() -> None:

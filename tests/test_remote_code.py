@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from eval.reporting.release import _load_whole, _target_config
-from heads import AcceptanceHead
 from specdata.errors import ConfigError
 from specdata.inspect.__main__ import _tokenizer
 from specdata.models import load_generation, load_model, load_tokenizer
@@ -92,15 +91,6 @@ def test_a_model_with_code_of_its_own_is_refused_without_a_question(
     assert "architecture transformers itself has" in str(refusal.value)
 
 
-def test_code_beside_an_architecture_that_transformers_has_is_left_alone(
-    tmp_path: Path, marker: Path
-) -> None:
-    known = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    name = with_code(tmp_path / "model", marker, **known)
-    assert type(load_model(name)).__name__ == "LlamaForCausalLM"
-    assert not marker.exists()
-
-
 def test_publishing_and_looking_at_data_run_no_code_either(tmp_path: Path, marker: Path) -> None:
     name = with_code(tmp_path / "model", marker)
     with pytest.raises(ConfigError, match="never run here"):
@@ -108,17 +98,4 @@ def test_publishing_and_looking_at_data_run_no_code_either(tmp_path: Path, marke
     with pytest.raises(ConfigError, match="never run here"):
         _target_config(name)
     assert _tokenizer({"target": name})[0] is None
-    assert not marker.exists()
-
-
-def test_a_head_folder_with_code_is_read_as_a_head_and_the_code_left_alone(
-    tmp_path: Path, marker: Path
-) -> None:
-    head = AcceptanceHead(hidden_size=4, depth=1)
-    head.save_pretrained(tmp_path / "head")
-    path = tmp_path / "head" / "config.json"
-    (tmp_path / "head" / "mine.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
-    stored = json.loads(path.read_text())
-    path.write_text(json.dumps({**stored, "auto_map": {"AutoModel": "mine.Mine"}}))
-    assert AcceptanceHead.from_pretrained(tmp_path / "head").state_dict().keys()
     assert not marker.exists()

@@ -23,14 +23,12 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from specdata.config import read_config
-from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig, inverse_cdf, probabilities
 from specdata.prompts.chat_templates import chat_ids
 from specdata.prompts.config import PromptSet
 from specdata.prompts.loading import Prompt
 from specdata.rollouts.backend import Backend, GrowingLayer, TransformersBackend, sample_batch
-from specdata.rollouts.config import RolloutConfig, check_samples
+from specdata.rollouts.config import RolloutConfig
 from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
 from specdata.storage.dataset import load_stored
 from specdata.storage.manifest import read_manifest
@@ -94,16 +92,6 @@ def test_the_joint_distribution_of_a_batch_is_plain_samplings(sampling: Sampling
     distribution = joint_distribution(model, [2, 3], 4, sampling)
     rows = sample_batch(model, [[2, 3]] * 4000, uniforms(4000, 4), sampling)
     assert p_value(Counter(map(tuple, rows)), distribution) > 1e-6
-
-
-def test_a_row_is_the_same_alone_and_in_a_batch_of_other_lengths() -> None:
-    model = tiny_llama(4, vocab=40, layers=2)
-    asked = prompts(9)
-    draws = uniforms(9, 20)
-    together = sample_batch(model, [prompt.ids for prompt in asked], draws, SamplingConfig())
-    for index, prompt in enumerate(asked):
-        alone = sample_batch(model, [prompt.ids], draws[index : index + 1], SamplingConfig())
-        assert alone == [together[index]]
 
 
 def test_greedy_rollouts_are_those_of_generate() -> None:
@@ -206,20 +194,6 @@ def test_samples_differ_and_the_first_is_what_a_single_one_would_be(tmp_path: Pa
     texts = {tuple(row["completion_ids"]) for row in three.values()}
     assert len(texts) > 12
     assert len(three) == 18
-
-
-def test_several_greedy_samples_are_refused() -> None:
-    greedy = SamplingConfig(temperature=0.0)
-    with pytest.raises(ConfigError, match="every sample of a prompt is the same"):
-        check_samples(RolloutConfig(sets=[PromptSet("d")], samples=2), greedy)
-    check_samples(RolloutConfig(sets=[PromptSet("d")], samples=1), greedy)
-
-
-def test_an_unknown_backend_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(
-        ConfigError, match=r"backend: must be 'transformers' or 'vllm' \(got 'sglang'"
-    ):
-        read_config(RolloutConfig, {"sets": [{"name": "d"}], "backend": "sglang"})
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ import yaml
 from eval.measuring.results import Results, read_results
 from eval.measuring.sharing import is_measuring, who_measures
 from recipes.run_eval import RECIPE
-from tests.drive_eval import GRACE
 from tests.random_pair import random_pair
 
 ROOT = Path(__file__).parent.parent
@@ -176,18 +175,3 @@ def test_an_evaluation_killed_in_two_processes_goes_on_in_one_with_the_same_byte
     assert RECIPE.run(arguments(pair, tmp_path, "eval-sampled")) == 0
     assert records(tmp_path, "eval-sampled") == records(alone, "eval-sampled")
     assert results_of(tmp_path, "eval-sampled").runs == results_of(alone, "eval-sampled").runs
-
-
-@pytest.mark.exhaustive
-def test_when_the_main_process_dies_the_other_does_its_prompts_and_ends_with_a_message(
-    pair: Path, alone: Path, tmp_path: Path
-) -> None:
-    main, other = start(pair, tmp_path, "eval-sampled")
-    wait_for_records(pair, tmp_path, [main, other])
-    kill(main)
-    _, errors = other.communicate(timeout=200)
-    assert other.returncode == 1
-    assert f"for {GRACE} s: rank 0 ended, was lost, or never began, and rank 1 waited" in errors
-    stored = records(tmp_path, "eval-sampled")
-    assert stored.items() < records(alone, "eval-sampled").items(), "samples.json is the main's"
-    assert len(stored) == PROMPTS

@@ -13,7 +13,6 @@ from distill.batches import Numbered, collate, fitted
 from distill.initial import align_output, cut
 from distill.teacher import Part, Teacher
 from distill.watch import HeldOut
-from specdata.config import read_config
 from specdata.errors import ConfigError
 from specdata.labels.labeller import Labeller, target_distributions
 from specdata.lm_head import find_lm_head, hidden_states
@@ -167,17 +166,6 @@ def test_an_output_matrix_is_aligned_with_stored_states(rollouts: datasets.Datas
     torch.testing.assert_close(aligned(rollouts.map(doubled)), 2 * kept, rtol=1e-3, atol=1e-4)
 
 
-def test_states_of_a_target_that_had_another_precision_are_read_in_that(
-    rollouts: datasets.Dataset,
-) -> None:
-    made = stored_states(rollouts[0], P)
-    assert made is not None
-    row = dict(rollouts[0]) | {COLUMN: to_bytes(made.bfloat16())}
-    assert torch.equal(stored_states(row, P, torch.bfloat16), made.bfloat16())  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="numbers of 2 bytes a token"):
-        stored_states(row | {COLUMN: row[COLUMN][:-2]}, P, torch.bfloat16)
-
-
 def test_rollouts_that_are_cut_keep_the_states_of_what_is_left(rollouts: datasets.Dataset) -> None:
     longest = max(range(len(rollouts)), key=lambda n: len(rollouts[n]["completion_ids"]))
     whole = stored_states(rollouts[longest], P)
@@ -195,15 +183,3 @@ def test_states_of_another_precision_or_width_are_refused(rollouts: datasets.Dat
     row[COLUMN] = row[COLUMN][:-3]
     with pytest.raises(ConfigError, match="make the rollouts again"):
         stored_states(row, P)
-
-
-def test_a_server_gives_no_states() -> None:
-    with pytest.raises(ConfigError, match="store_states needs backend transformers"):
-        read_config(
-            RolloutConfig,
-            {
-                "sets": [{"name": "instruct", "split": "dev"}],
-                "backend": "vllm",
-                "store_states": True,
-            },
-        )

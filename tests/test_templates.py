@@ -13,7 +13,6 @@ from specdata.prompts.chat_templates import (
     chat_ids,
     check_mask,
     next_turn,
-    user_turns,
 )
 from tests.chats import FAMILIES, chat_tokenizer
 
@@ -69,15 +68,6 @@ def test_a_template_that_rewrites_what_it_rendered_is_refused(family: str, space
         assistant_mask(chat_tokenizer(family), talk)
 
 
-def test_a_mask_of_one_kind_shows_the_text_and_the_mask() -> None:
-    tokenizer = chat_tokenizer("chatml")
-    with pytest.raises(ConfigError, match=r"no token.*\ntext: .*lantern.*\nmask: \d+x0$"):
-        assistant_mask(tokenizer, TALK[:1])
-    ids = chat_ids(tokenizer, TALK, reply=False)
-    with pytest.raises(ConfigError, match=rf"every token.*\ntext: .*lantern.*\nmask: {len(ids)}x1"):
-        check_mask(tokenizer, TALK, ids, [1] * len(ids))
-
-
 def test_a_mask_beside_the_answer_is_refused_with_what_it_covers() -> None:
     tokenizer = chat_tokenizer("llama3")
     ids, mask = assistant_mask(tokenizer, TALK)
@@ -111,17 +101,6 @@ def test_a_role_that_the_template_does_not_take_is_refused_with_its_reason() -> 
         chat_ids(chat_tokenizer("mistral"), [TALK[0], TALK[2]])
 
 
-def test_a_template_that_fails_is_refused_with_its_error() -> None:
-    tokenizer = chat_tokenizer("chatml")
-    try:
-        for template, reason in (("{{ 1 // 0 }}", "zero"), ("{% if %}", "Expected")):
-            tokenizer.chat_template = template
-            with pytest.raises(TemplateRefusedError, match=reason):
-                chat_ids(tokenizer, TALK[:1])
-    finally:
-        tokenizer.chat_template = FAMILIES["chatml"]
-
-
 def test_a_template_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdata.prompts.chat_templates.SECONDS", 0.2)
     tokenizer, handler = chat_tokenizer("chatml"), signal.getsignal(signal.SIGVTALRM)
@@ -140,13 +119,6 @@ def test_a_tokenizer_without_a_chat_template_says_what_to_do() -> None:
     for ask in (lambda t: chat_ids(t, TALK), lambda t: assistant_mask(t, TALK)):
         with pytest.raises(ConfigError, match=r"has no chat template.*save one with it"):
             ask(chat_tokenizer("none"))
-
-
-def test_each_turn_of_the_user_ends_one_history() -> None:
-    assert [len(history) for history in user_turns(TALK, "all")] == [1, 3]
-    assert user_turns(TALK, "first") == [tuple(TALK[:1])]
-    assert user_turns(TALK, "last") == [tuple(TALK[:3])]
-    assert user_turns(TALK[1:2], "all") == []
 
 
 @pytest.mark.parametrize("family", SOUND)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
@@ -19,9 +15,6 @@ from specdata import terminal
 from specdata.terminal import progress, visible
 
 ROOT = Path(__file__).parent.parent
-SHOW = (
-    "from specdata.terminal import progress\nwith progress(9, 'work', 'row') as bar: bar.update(9)"
-)
 
 
 def test_progress_in_a_file_is_lines_that_say_how_far_it_is(
@@ -39,35 +32,6 @@ def test_progress_in_a_file_is_lines_that_say_how_far_it_is(
     assert "work: 10/50" in lines[0]
     assert "work: 50/50" in lines[-1]
     assert 4 <= len(lines) <= 2 + (time.monotonic() - begun) / 0.2
-
-
-@pytest.mark.slow
-def test_progress_on_a_terminal_is_one_line_that_is_drawn_over() -> None:
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    subprocess.run([sys.executable, "-c", SHOW], cwd=ROOT, stderr=theirs, check=True)
-    os.close(theirs)
-    drawn = os.read(ours, 10_000).decode()
-    os.close(ours)
-    assert "\rwork: 100%" in drawn
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("encoding", "expected"),
-    [("ascii", rb"\u2605 \xe9"), ("latin-1", b"\\u2605 \xe9")],
-)
-def test_text_that_an_encoding_lacks_is_spelt_out(encoding: str, expected: bytes) -> None:
-    text = "\u2605 \u00e9"
-    code = f"from specdata.terminal import accept_any_text as f; f(); print({text!a})"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONIOENCODING": encoding},
-        capture_output=True,
-        check=True,
-    )
-    assert done.stdout.strip() == expected
 
 
 def test_control_characters_are_spelt_out_and_other_letters_stay() -> None:

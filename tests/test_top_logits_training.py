@@ -21,7 +21,6 @@ from distill.losses import LOSSES, Loss, bucketed
 from distill.teacher import TopLogitsTeacher
 from distill.trainer import DistilTrainer, draft_trainer
 from distill.watch import HeldOut
-from specdata.config import read_config
 from specdata.errors import ConfigError
 from specdata.labels.top_logits import TopLogitDistributions, TopLogits, check_decided
 from specdata.lm_head import find_lm_head
@@ -321,12 +320,6 @@ def test_logits_that_do_not_give_what_serving_draws_from_are_refused_before_a_mo
     with pytest.raises(ConfigError, match=message):
         from_top_logits(tmp_path, pair, models[0], 8, QUICK, sampling)
     assert not (tmp_path / "draft-8").exists()
-
-
-def test_texts_of_the_draft_need_the_target() -> None:
-    given = {"cache": "kept", "on_policy": {"share": 0.5}}
-    with pytest.raises(ConfigError, match=r"on_policy.share \(0.5\) has the target read"):
-        read_config(DistilConfig, given)
 
 
 def test_undecided_positions_are_counted_over_all_rows() -> None:

@@ -18,15 +18,10 @@ from recipes.make_rollouts import RECIPE
 from specdata.errors import ConfigError, without_passwords
 from specdata.probability import SamplingConfig
 from specdata.prompts.config import PromptSet
-from specdata.prompts.loading import Prompt
 from specdata.rollouts.backend import Request, TransformersBackend
 from specdata.rollouts.config import RolloutConfig
-from specdata.rollouts.make import make_rollouts
 from specdata.rollouts.vllm import VllmBackend
 from specdata.server.config import ServerConfig
-from specdata.storage.dataset import load_stored
-from specdata.storage.manifest import read_manifest
-from specdata.storage.resume import Settings
 from tests.tiny import END, tiny_llama
 
 VOCABULARY = 40
@@ -370,25 +365,3 @@ def test_a_password_in_the_address_is_refused_before_it_is_stored_or_shown(
     with pytest.raises(ValueError, match="url") as refusal:
         ServerConfig(url=url)
     assert "hunter2" not in str(refusal.value)
-
-
-def test_a_dataset_goes_on_after_the_server_died_and_came_back(tmp_path: Path) -> None:
-    asked = [Prompt(request.key[0], "d", "train", request.ids) for request in requests(10)]  # type: ignore[arg-type]
-    config = RolloutConfig(sets=[PromptSet("d")], shard_size=3, backend="vllm")
-
-    def make(folder: Path, troubles: tuple[int, ...] = ()) -> int:
-        with (
-            serving(troubles=troubles) as server,
-            client(server, retries=1, concurrency=1) as backend,
-        ):
-            return make_rollouts(
-                backend, asked, folder, config, settings=Settings({}), report=lambda rows: None
-            )
-
-    broken = (0, 0, 0, 0, 0, 503)  # the last shard has one prompt, the one before fails
-    with pytest.raises(ConnectionError, match="503"):
-        make(tmp_path / "a", broken)
-    assert len(list((tmp_path / "a").glob("*.parquet"))) == 2
-    assert make(tmp_path / "a") == make(tmp_path / "b") == 10
-    assert load_stored(tmp_path / "a").to_list() == load_stored(tmp_path / "b").to_list()
-    assert read_manifest(tmp_path / "a") == read_manifest(tmp_path / "b")
