@@ -407,7 +407,7 @@ def test_a_run_that_is_killed_ends_with_the_result_it_would_have_had(
 
 # Counts of one method, which the main process makes in a few seconds.
 QUICK = ["--eval.batch", "4", "--method", "K=3", "--method", "head"]
-# Seconds within which launch/README.md says that a lost node's peers end, for a busy machine.
+# Seconds within which docs/launching.md says that a lost node's peers end, for a busy machine.
 SOON = 180
 
 
