@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -332,6 +333,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     options = parser.parse_args()
     transformers.logging.disable_progress_bar()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a line when it is measured
     record: dict[str, Any] = {}
     if "speed" in options.parts:
         record["speed"] = speed(options.pair, options.repeats)

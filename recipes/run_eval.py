@@ -14,6 +14,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,8 +49,7 @@ from specdata.terminal import progress
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from eval.measuring.environment import Environment
-    from eval.measuring.experiment import Artefacts
+    from eval.measuring.experiment import Artefacts, Experiment
     from eval.measuring.results import Results
     from heads import BaseHead
     from specdata.prompts.loading import Prompt
@@ -153,7 +153,7 @@ class Eval(Stage):
     def run(self) -> dict[str, Any]:
         """Measure with every process that can, and report in the main one."""
         config = self.config
-        from eval.measuring.experiment import Artefacts, stored_results
+        from eval.measuring.experiment import Artefacts
         from specdata.models import (
             check_shared_vocabulary,
             load_model,
@@ -191,18 +191,10 @@ class Eval(Stage):
             {"target": models.target, "draft": draft_name, "head": head_name},
             dict(zip(names[1:], others, strict=True)),
         )
-        environment = _decode(config, self.folder, artefacts, evaluation, prompts)
+        experiment = _measured(config, artefacts, evaluation, prompts)
         if not is_main():
             return {}
-        results = stored_results(
-            artefacts.names,
-            prompts,
-            self.folder,
-            evaluation,
-            sampling=config.sampling,
-            seed=config.seed,
-            environment=environment,
-        )
+        results = experiment.results()
         if results is None:
             raise OSError(
                 f"records in {self.folder / 'prompts'} were removed while it was measured"
@@ -257,21 +249,17 @@ def _verdict(config: PipelineConfig, results: Results) -> HeadVerdict | None:
     )
 
 
-def _decode(
-    config: PipelineConfig,
-    folder: Path,
-    models: Artefacts,
-    evaluation: EvalConfig,
-    prompts: Sequence[Prompt],
-) -> Environment:
-    """Store records of all prompts, with the other processes; where they were measured."""
+def _measured(
+    config: PipelineConfig, models: Artefacts, evaluation: EvalConfig, prompts: Sequence[Prompt]
+) -> Experiment:
+    """The experiment, once records of all prompts are stored by this process and the others."""
     import torch
 
     from eval.measuring.environment import describe_environment
-    from eval.measuring.experiment import measure_prompts
+    from eval.measuring.experiment import Experiment
     from eval.measuring.sharing import measured_on
 
-    before = torch.get_num_threads()
+    before, where = torch.get_num_threads(), eval_folder(config)
     torch.set_num_threads(evaluation.threads or before)
     try:
         environment = describe_environment(
@@ -282,22 +270,16 @@ def _decode(
         used = engine_on(evaluation.engine, environment.device)
         if used != evaluation.engine:
             say(f"Engine {evaluation.engine} gains nothing but on a CPU: forwards run {used}.")
+        experiment = Experiment(
+            models, prompts, where, evaluation, config.sampling, config.seed, environment
+        )
         generations = len(prompts) * len(evaluation.methods)
         with progress(generations, "evaluation", "generation", is_shown=is_main()) as bar:
-            measure_prompts(
-                models,
-                prompts,
-                folder,
-                evaluation,
-                sampling=config.sampling,
-                seed=config.seed,
-                environment=environment,
-                report=bar.update,
-            )
+            experiment.measure(bar.update)
     finally:
         torch.set_num_threads(before)
-    devices = measured_on(folder) or [environment.device]
-    return environment.model_copy(update={"devices": devices})
+    devices = measured_on(where) or [environment.device]
+    return replace(experiment, environment=environment.model_copy(update={"devices": devices}))
 
 
 def _is_measuring(config: PipelineConfig) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from pydantic import Field
 
 from eval.drafting.stopping import STOPPING_RULES, ActiveRule, DraftedToken
 from eval.drafting.stopping.rule import AdaptiveRule
-from eval.measuring.experiment import Artefacts, measure_prompts, stored_results
+from eval.measuring.experiment import Artefacts, Experiment
 from eval.measuring.methods import EvalConfig, MethodConfig, check_methods
 from eval.measuring.results import Results, Run, check_metrics, read_results, write_results
 from eval.reporting.report import environment_rows, sections_of, write_report
@@ -59,13 +59,10 @@ def evaluate(folder: Path, methods: list[MethodConfig], **settings: object) -> R
         {"other": tiny_llama(3, vocab=40)},
     )
     done: list[int] = []
-    shared: dict[str, Any] = {
-        "sampling": SamplingConfig(),
-        "seed": 5,
-        "environment": ENVIRONMENT.model_copy(update={"batch_size": config.batch}),
-    }
-    measure_prompts(models, PROMPTS, folder, config, **shared, report=done.append)
-    results = stored_results(models.names, PROMPTS, folder, config, **shared)
+    environment = ENVIRONMENT.model_copy(update={"batch_size": config.batch})
+    experiment = Experiment(models, PROMPTS, folder, config, SamplingConfig(), 5, environment)
+    experiment.measure(done.append)
+    results = experiment.results()
     assert results is not None
     assert sum(done) == len(PROMPTS) * len(methods)
     return results

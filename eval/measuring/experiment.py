@@ -24,13 +24,12 @@ from eval.measuring.methods import EvalConfig, MethodConfig
 from eval.measuring.records import PromptRecord, RecordStore, record_prompt
 from eval.measuring.results import Method, Results, build_results
 from eval.measuring.samples import shown_prompts
-from eval.measuring.sharing import SharedPrompts
+from eval.measuring.sharing import share_prompts
 from eval.rounds import Generation
 from eval.runtime.engines import engine_on
 from eval.verifiers import VERIFIERS
 from heads import BaseHead
 from specdata.interruption import stop_if_asked
-from specdata.processes import rank
 from specdata.prompts.loading import Prompt
 from specdata.sampling import SamplingConfig, generator_for, seed_for
 from specdata.storage.files import fingerprint
@@ -63,21 +62,9 @@ class Artefacts:
     path_drafts: Mapping[str, PreTrainedModel] = field(default_factory=dict)
 
 
-def measure_prompts(
-    models: Artefacts,
-    prompts: Sequence[Prompt],
-    folder: Path,
-    config: EvalConfig,
-    *,
-    sampling: SamplingConfig,
-    seed: int,
-    environment: Environment,
-    report: Progress,
-) -> None:
-    """Have every prompt decoded with every method and stored, by this process and others.
-
-    Processes that call this with the same arguments, but for the device, share the work; each
-    returns when all prompts are stored.
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """Methods that are measured on the same prompts, by this process and others.
 
     Args:
         models: what is measured.
@@ -87,134 +74,100 @@ def measure_prompts(
         sampling: the distribution of both models.
         seed: each prompt's draws depend on it and on the prompt, not on the method.
         environment: where this process runs.
-        report: called with the number of generations done.
     """
-    experiment = _Experiment(models, config, sampling, seed, report)
-    store = _store(folder, config, sampling, seed, environment)
-    stored = [prompt for prompt in prompts if store.has(prompt)]
-    for prompt in stored:
-        store.get(prompt)  # refuses other settings before anything is measured
-    if len(stored) == len(prompts):
-        report(len(prompts) * len(config.methods))
-        return
-    # Groups do not depend on what is stored, nor on the number of processes: a batch rounds
-    # differently with other neighbours, and an evaluation must end as it would have in one process
-    # that was not interrupted.
-    size = BATCHES * config.batch if config.batch > 1 else 1
-    groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
-    decode = experiment.counter(prompts) if config.batch > 1 else experiment.timer(prompts)
-    shared = SharedPrompts(groups, store, folder, rank(), environment.device)
-    shared.measure(
-        lambda index: decode(index, groups[index], store),
-        lambda found: report(found * len(config.methods)),
-    )
-
-
-def stored_results(
-    names: Mapping[str, str | None],
-    prompts: Sequence[Prompt],
-    folder: Path,
-    config: EvalConfig,
-    *,
-    sampling: SamplingConfig,
-    seed: int,
-    environment: Environment,
-) -> Results | None:
-    """The results of an experiment whose prompts are all stored; no model is loaded.
-
-    Args:
-        names: what results call "target", "draft" and "head".
-        prompts: of all data sets.
-        folder: as in `measure_prompts`, as are the other arguments.
-        config: methods and sizes.
-        sampling: the distribution of both models.
-        seed: of the draws.
-        environment: where the prompts were measured.
-
-    Returns:
-        The results, ready to be written; None if a prompt is not stored.
-
-    Raises:
-        ManifestError: if a stored prompt is damaged, or was measured with other settings.
-    """
-    store = _store(folder, config, sampling, seed, environment)
-    if not all(store.has(prompt) for prompt in prompts):
-        return None
-    return _results(names, prompts, store, config, sampling, seed, environment)
-
-
-def _results(
-    names: Mapping[str, str | None],
-    prompts: Sequence[Prompt],
-    store: RecordStore,
-    config: EvalConfig,
-    sampling: SamplingConfig,
-    seed: int,
-    environment: Environment,
-) -> Results:
-    measured: dict[tuple[str, str], list[PromptRecord]] = {}
-    for prompt in prompts:
-        for name, record in store.get(prompt).items():
-            measured.setdefault((prompt.dataset, name), []).append(record)
-    rows = [
-        (
-            _describe(method, dataset, names, config, sampling, seed, environment.device),
-            measured[dataset, method.name],
-        )
-        for dataset in dict.fromkeys(prompt.dataset for prompt in prompts)
-        for method in config.methods
-    ]
-    return build_results(environment, rows)
-
-
-def _store(
-    folder: Path,
-    config: EvalConfig,
-    sampling: SamplingConfig,
-    seed: int,
-    environment: Environment,
-) -> RecordStore:
-    """The stored prompts of an experiment, with what decides their records."""
-    methods: dict[str, Any] = {}
-    for method in config.methods:
-        # Drafts of paths by what they hold: their folders may move, their files not change.
-        drafts = [draft and fingerprint(draft) for draft in method.path_drafts]
-        methods[method.name] = method.model_dump(mode="json") | {"path_drafts": drafts}
-    values = {
-        "methods": methods,
-        "max_new_tokens": config.max_new_tokens,
-        "engine": engine_on(config.engine, environment.device),
-        "batch": config.batch,
-        "sampling": asdict(sampling),
-        "seed": seed,
-        "device": environment.device.partition(":")[0],  # each process has a GPU of its own
-        "dtype": environment.dtype,
-    }
-    # Times of two machines must not end up in one table. Counts have none, so they go on in another
-    # number of processes, which gives each other threads.
-    if config.batch == 1:
-        values["hardware"] = environment.hardware
-    remedy = f"choose another folder with --eval.folder NAME, or remove {folder}"
-    settings = Settings(values, remedy)
-    return RecordStore(folder / "prompts", [method.name for method in config.methods], settings)
-
-
-@dataclass(frozen=True, slots=True)
-class _Experiment:
-    """The measurement. Arguments as in `measure_prompts`."""
 
     models: Artefacts
+    prompts: Sequence[Prompt]
+    folder: Path
     config: EvalConfig
     sampling: SamplingConfig
     seed: int
-    report: Progress
+    environment: Environment
 
-    def timer(self, prompts: Sequence[Prompt]) -> _Decode:
+    def measure(self, report: Progress) -> None:
+        """Have every prompt decoded with every method and stored.
+
+        Processes that call this on the same experiment, but for the device, share the work; each
+        returns when all prompts are stored.
+
+        Args:
+            report: called with the number of generations done.
+        """
+        prompts, methods, store = self.prompts, len(self.config.methods), self._store()
+        stored = [prompt for prompt in prompts if store.has(prompt)]
+        for prompt in stored:
+            store.get(prompt)  # refuses other settings before anything is measured
+        if len(stored) == len(prompts):
+            report(len(prompts) * methods)
+            return
+        # Groups do not depend on what is stored, nor on the number of processes: a batch rounds
+        # differently with other neighbours, and an evaluation must end as it would have in one
+        # process that was not interrupted.
+        batch = self.config.batch
+        size = BATCHES * batch if batch > 1 else 1
+        groups = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+        decode = self.counter(report) if batch > 1 else self.timer(report)
+        share_prompts(
+            groups,
+            store,
+            lambda index: decode(index, groups[index], store),
+            lambda found: report(found * methods),
+            self.folder,
+            self.environment.device,
+        )
+
+    def results(self) -> Results | None:
+        """The results, ready to be written; None if a prompt is not stored.
+
+        Raises:
+            ManifestError: if a stored prompt is damaged, or was measured with other settings.
+        """
+        store = self._store()
+        if not all(store.has(prompt) for prompt in self.prompts):
+            return None
+        measured: dict[tuple[str, str], list[PromptRecord]] = {}
+        for prompt in self.prompts:
+            for name, record in store.get(prompt).items():
+                measured.setdefault((prompt.dataset, name), []).append(record)
+        rows = [
+            (self._describe(method, dataset), measured[dataset, method.name])
+            for dataset in dict.fromkeys(prompt.dataset for prompt in self.prompts)
+            for method in self.config.methods
+        ]
+        return build_results(self.environment, rows)
+
+    def _store(self) -> RecordStore:
+        """The stored prompts, with what decides their records."""
+        config, environment = self.config, self.environment
+        methods: dict[str, Any] = {}
+        for method in config.methods:
+            # Drafts of paths by what they hold: their folders may move, their files not change.
+            drafts = [draft and fingerprint(draft) for draft in method.path_drafts]
+            methods[method.name] = method.model_dump(mode="json") | {"path_drafts": drafts}
+        values = {
+            "methods": methods,
+            "max_new_tokens": config.max_new_tokens,
+            "engine": engine_on(config.engine, environment.device),
+            "batch": config.batch,
+            "sampling": asdict(self.sampling),
+            "seed": self.seed,
+            "device": environment.device.partition(":")[0],  # each process has a GPU of its own
+            "dtype": environment.dtype,
+        }
+        # Times of two machines must not end up in one table. Counts have none, so they go on in
+        # another number of processes, which gives each other threads.
+        if config.batch == 1:
+            values["hardware"] = environment.hardware
+        remedy = f"choose another folder with --eval.folder NAME, or remove {self.folder}"
+        settings = Settings(values, remedy)
+        return RecordStore(self.folder / "prompts", list(methods), settings)
+
+    def timer(self, report: Progress) -> _Decode:
         """A measurer of prompts one by one, with every method in turn; all are warmed up now."""
         runners = {method.name: self._runner(method) for method in self.config.methods}
         for run in runners.values():
-            run(prompts[0], self.config.warmup_tokens)
-        names, shown = list(runners), shown_prompts(prompts)
+            run(self.prompts[0], self.config.warmup_tokens)
+        names, shown = list(runners), shown_prompts(self.prompts)
 
         def decode(turn: int, group: Sequence[Prompt], store: RecordStore) -> None:
             (prompt,) = group
@@ -225,7 +178,7 @@ class _Experiment:
             for name in order:
                 stop_if_asked()
                 outs[name] = runners[name](prompt, self.config.max_new_tokens)
-                self.report(1)
+                report(1)
             records = {
                 method.name: self._record(method, prompt, outs[method.name], timed=True)
                 for method in self.config.methods
@@ -239,13 +192,13 @@ class _Experiment:
 
         return decode
 
-    def counter(self, prompts: Sequence[Prompt]) -> _Decode:
+    def counter(self, report: Progress) -> _Decode:
         """A measurer that decodes prompts in batches: the same tokens and counts, but no times.
 
         Each group has decoders of its own: stopping rules may learn from what was decoded before,
         which depends on interruptions and on other processes.
         """
-        shown = shown_prompts(prompts)
+        shown = shown_prompts(self.prompts)
 
         def decode(_turn: int, group: Sequence[Prompt], store: RecordStore) -> None:
             records: list[dict[str, PromptRecord]] = [{} for _ in group]
@@ -259,7 +212,7 @@ class _Experiment:
                         generator_for(self.seed, "eval", prompt.example_id) for prompt in group
                     ],
                     size=self.config.batch,
-                    report=self.report,
+                    report=report,
                 )
                 for prompt, out, record, kept in zip(group, outs, records, tokens, strict=True):
                     record[method.name] = self._record(method, prompt, out, timed=False)
@@ -323,34 +276,28 @@ class _Experiment:
             engine=self.config.engine,
         )
 
-
-def _describe(
-    method: MethodConfig,
-    dataset: str,
-    names: Mapping[str, str | None],
-    config: EvalConfig,
-    sampling: SamplingConfig,
-    seed: int,
-    device: str,
-) -> Method:
-    """The entry of a method on a dataset in the results."""
-    drafts = method.decoder != "plain"
-    used = engine_on(config.engine, device)
-    known = used == "eager" or method.decoder == "assisted"
-    engine = {} if known else {"engine": used}
-    drafter = {"plain": None, "speculative": method.drafter, "assisted": "transformers"}
-    return Method(
-        method=method.name,
-        dataset=dataset,
-        target=str(names["target"]),
-        draft=names["draft"] if drafts else None,
-        head=names["head"] if method.stop.reads_head else None,
-        drafter=drafter[method.decoder],
-        **method.columns(),
-        sampling={**asdict(sampling), "max_new_tokens": config.max_new_tokens, "seed": seed},
-        parameters=method.reported() | engine,
-        lossless=_lossless(method),
-    )
+    def _describe(self, method: MethodConfig, dataset: str) -> Method:
+        """What results record of a method on a dataset."""
+        names, drafts = self.models.names, method.decoder != "plain"
+        used = engine_on(self.config.engine, self.environment.device)
+        known = used == "eager" or method.decoder == "assisted"
+        drafter = {"plain": None, "speculative": method.drafter, "assisted": "transformers"}
+        return Method(
+            method=method.name,
+            dataset=dataset,
+            target=str(names["target"]),
+            draft=names["draft"] if drafts else None,
+            head=names["head"] if method.stop.reads_head else None,
+            drafter=drafter[method.decoder],
+            **method.columns(),
+            sampling={
+                **asdict(self.sampling),
+                "max_new_tokens": self.config.max_new_tokens,
+                "seed": self.seed,
+            },
+            parameters=method.reported() | ({} if known else {"engine": used}),
+            lossless=_lossless(method),
+        )
 
 
 def _lossless(method: MethodConfig) -> bool:

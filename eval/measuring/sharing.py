@@ -8,10 +8,10 @@ one machine, because times of two machines must not end up in one table.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from eval.measuring.records import RecordStore
+from specdata.processes import rank
 from specdata.prompts.loading import Prompt
 from specdata.storage.files import share_out, try_locked, write_json
 from specdata.storage.manifest import PROGRESS
@@ -52,61 +52,46 @@ def who_measures(*, timed: bool, processes: int, local_processes: int, devices: 
     )
 
 
-@dataclass(frozen=True, slots=True)
-class SharedPrompts:
-    """Groups of prompts that any number of processes measure together, each group in one of them.
+def share_prompts(
+    groups: Sequence[Sequence[Prompt]],
+    store: RecordStore,
+    decode: Callable[[int], None],
+    found: Callable[[int], object],
+    folder: Path,
+    device: str,
+) -> None:
+    """Have groups of prompts measured by any number of processes, each group in one of them.
 
     Args:
         groups: decoded and stored as wholes; the same in every process.
         store: of the records.
+        decode: measures the group of a number, and stores its prompts.
+        found: called with the number of prompts of a group that was stored already, or is by
+            another process.
         folder: of the evaluation.
-        rank: of this process.
-        device: of its models.
+        device: of this process's models, which it signs before it stores anything.
     """
+    signature = folder / PROGRESS / f"rank-{rank():05d}.json"
 
-    groups: Sequence[Sequence[Prompt]]
-    store: RecordStore
-    folder: Path
-    rank: int
-    device: str
+    def is_stored(index: int) -> bool:
+        if not all(store.has(prompt) for prompt in groups[index]):
+            return False
+        found(len(groups[index]))
+        return True
 
-    def measure(
-        self,
-        decode: Callable[[int], None],
-        found: Callable[[int], object],
-    ) -> None:
-        """Measure all groups; returns when each is stored, by this process or another.
-
-        Args:
-            decode: measures the group of a number, and stores its prompts.
-            found: called with the number of prompts of a group that was stored already, or is by
-                another process.
-        """
-
-        def attempt(index: int) -> bool:
-            if self._is_stored(index):
-                found(len(self.groups[index]))
-                return True
-            with try_locked(self.folder / PROGRESS / f"prompts-{index:05d}.lock") as mine:
-                if not mine:
-                    return False
-                if self._is_stored(index):  # by another process, since the last look
-                    found(len(self.groups[index]))
-                    return True
-                self._sign()
+    def attempt(index: int) -> bool:
+        if is_stored(index):
+            return True
+        with try_locked(folder / PROGRESS / f"prompts-{index:05d}.lock") as mine:
+            if not mine:
+                return False
+            if not is_stored(index):  # by another process, since the last look
+                if not signature.exists():
+                    write_json(signature, {"device": device})
                 decode(index)
-                return True
+            return True
 
-        share_out(range(len(self.groups)), attempt)
-
-    def _is_stored(self, index: int) -> bool:
-        return all(self.store.has(prompt) for prompt in self.groups[index])
-
-    def _sign(self) -> None:
-        """Have it known, before anything is stored, that this process measured."""
-        path = self.folder / PROGRESS / f"rank-{self.rank:05d}.json"
-        if not path.exists():
-            write_json(path, {"device": self.device})
+    share_out(range(len(groups)), attempt)
 
 
 def measured_on(folder: Path) -> list[str]:

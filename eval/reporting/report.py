@@ -1,4 +1,4 @@
-"""From results.json to a table in the terminal, one HTML page, and PNG files."""
+"""From results.json to a table in the terminal and one HTML page."""
 
 from __future__ import annotations
 
@@ -223,17 +223,13 @@ def terminal(results: Results, context: Context | None = None) -> Group:
 
 
 def write_report(results: Results, folder: Path, context: Context | None = None) -> Path:
-    """Write report.html and one PNG a plot into `folder`; return the path of the page.
+    """Write report.html into `folder`; return its path.
 
     Args:
         results: what to show.
-        folder: created if missing; older files of the same names are replaced.
+        folder: created if missing.
         context: title and the figures of earlier stages.
     """
-    from eval.reporting.charts import kinds, plot, write_png  # imports matplotlib
-
-    for kind in kinds(results):
-        write_png(folder / f"{kind}.png", plot(kind, results, results.datasets()))
     path = folder / PAGE
     write_text(path, render_page(results, context or Context()))
     return path
