@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ class Release(Stage):
 
     def run(self) -> dict[str, Any]:
         """Assemble and upload."""
-        from eval.reporting.metadata import About
+        from eval.reporting.metadata import About, public_name
         from eval.reporting.release import release_draft, release_head
 
         config = self.config
@@ -97,11 +97,18 @@ class Release(Stage):
         shared = About(license=publish.license, language=publish.language)
         if config.draft:
             trained = stage_record(folder(config, "draft"))["results"]
+            what = "acceptance (an upper bound)" if trained["is_bound"] else "acceptance"
+            rates = {
+                f"{what} before distillation": trained["acceptance_before"],
+                f"{what} after distillation": trained["acceptance_after"],
+            }
+            if trained["steps"] == 0:
+                rates = {what: trained["acceptance_after"]}
             about = replace(
                 shared,
                 base_model=None if config.draft.init.kind == "fresh" else source_model(config),
                 datasets=_texts_of_draft(config, config.draft),
-                measures=_measures(trained),
+                measures=rates,
             )
             out = self.folder / PROGRESS / "draft"
             if not out.exists():  # else an interrupted run has finished this one
@@ -109,10 +116,10 @@ class Release(Stage):
                 release_draft(source, out, results, about, push_to=publish.draft_id)
             made["draft"] = publish.draft_id or str(self.folder / "draft")
         if head := head_in_use(config):
-            measures = stage_record(folder(config, "head"))["results"]["after"]
+            trained, draws = stage_record(folder(config, "head"))["results"], config.labels.draws
             base = publish.draft_id or draft_in_use(config)
             sets = _training_sets(config)
-            about = replace(shared, base_model=base, datasets=sets, measures=measures)
+            about = replace(shared, base_model=base, datasets=sets, measures=trained["after"])
             out = self.folder / PROGRESS / "head"
             if not out.exists():
                 release_head(
@@ -120,7 +127,9 @@ class Release(Stage):
                     out,
                     results,
                     about,
-                    trained=_trained_on(config),
+                    trained=f"{trained['train_rows']} rollouts of "
+                    f"{', '.join(map(public_name, sets))} with {draws} drafted "
+                    f"token{'' if draws == 1 else 's'} a position",
                     verdict=HeadVerdict.read(eval_folder(config) / VERDICT),
                     push_to=publish.head_id,
                 )
@@ -174,17 +183,6 @@ def _serve(config: PipelineConfig, draft: str) -> list[Step]:
     return [Step("serve", vllm_line(draft, target))]
 
 
-def _measures(trained: Mapping[str, Any]) -> Mapping[str, float]:
-    """Acceptance on held-out rollouts before and after training, for the card."""
-    what = "acceptance (an upper bound)" if trained["is_bound"] else "acceptance"
-    if trained["steps"] == 0:
-        return {what: trained["acceptance_after"]}
-    return {
-        f"{what} before distillation": trained["acceptance_before"],
-        f"{what} after distillation": trained["acceptance_after"],
-    }
-
-
 def _results(config: PipelineConfig) -> Results:
     """The measurements, with models named as this run names them now.
 
@@ -227,16 +225,6 @@ def _texts_of_draft(config: PipelineConfig, draft: DistilConfig) -> list[str]:
     if draft.epochs or (draft.finetune and not talks):
         sources += _training_sets(config, draft.sets)
     return sources
-
-
-def _trained_on(config: PipelineConfig) -> str:
-    """On what this run's head was trained, in words."""
-    from eval.reporting.metadata import public_name
-
-    rollouts = stage_record(folder(config, "head"))["results"]["train_rows"]
-    sets, draws = map(public_name, _training_sets(config)), config.labels.draws
-    some = "1 drafted token" if draws == 1 else f"{draws} drafted tokens"
-    return f"{rollouts} rollouts of {', '.join(sets)} with {some} a position"
 
 
 RECIPE = Recipe("Assemble draft and head for the Hub.", (Release,))

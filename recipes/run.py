@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from rich.console import Console
 
@@ -65,14 +65,8 @@ KEYS = ("stage", "settings", "inputs", "finished", "wall_seconds", "results")
 console = Console(highlight=False, soft_wrap=True, width=max(100, Console().width))
 
 
-@dataclass(frozen=True)
-class Step:
-    """One thing that can be done next.
-
-    Attributes:
-        purpose: a word for it.
-        line: a file to open, a line of Python, or a command.
-    """
+class Step(NamedTuple):
+    """One thing that can be done next: a word for it, and a file, a command or a line of Python."""
 
     purpose: str
     line: str

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distill.config import DistilConfig
 from recipes.checks import (
     check_loading,
     check_room,
@@ -42,10 +43,37 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-class Initial(Stage):
+class _OfDraft(Stage):
+    """A stage that makes the draft or trains it."""
+
+    recipe, sections = "train_draft", ("draft",)
+
+    @property
+    def draft(self) -> DistilConfig:
+        """Its section."""
+        assert self.config.draft is not None
+        return self.config.draft
+
+    @property
+    def size(self) -> str:
+        """The draft."""
+        return draft_size(self.config)
+
+    def rollouts(self, split: str) -> Dataset:
+        """The rollouts of a split that the draft is trained or measured on."""
+        from specdata.prompts.reading import short_name
+        from specdata.storage.dataset import load_stored, of_split
+
+        source, wanted = folder(self.config, "rollouts"), self.draft.sets
+        sets = None if wanted is None else [short_name(name) for name in wanted]
+        share = self.draft.held_out_share if split == "train" else 0.0
+        return of_split(load_stored(source), split, source, sets=sets, held_out_share=share)
+
+
+class Initial(_OfDraft):
     """Make the draft that training starts from."""
 
-    name, recipe, sections = "initial", "train_draft", ("draft",)
+    name = "initial"
 
     @property
     def is_asked(self) -> bool:
@@ -54,40 +82,32 @@ class Initial(Stage):
 
     def decisive(self) -> dict[str, Any]:
         """The way in which it is made, and of which rollouts its vocabulary is counted."""
-        assert self.config.draft is not None
-        values: dict[str, Any] = {"init": self.config.draft.init.model_dump(mode="json")}
+        values: dict[str, Any] = {"init": self.draft.init.model_dump(mode="json")}
         values |= sampled(self.config, "target")
-        return {**values, "sets": self.config.draft.sets, **held_out_setting(self.config)}
+        return {**values, "sets": self.draft.sets, **held_out_setting(self.config)}
 
     @property
     def inputs(self) -> dict[str, str]:
         """The target, its rollouts, and the draft if one is given."""
-        assert self.config.draft is not None
         rollouts = str(folder(self.config, "rollouts"))
         inputs = {"target": self.config.models.target, "rollouts": rollouts}
-        if self.config.draft.init.kind == "model":
+        if self.draft.init.kind == "model":
             assert self.config.models.draft is not None  # the configuration's own check
             inputs["draft"] = self.config.models.draft
         return inputs
-
-    @property
-    def size(self) -> str:
-        """The draft."""
-        return draft_size(self.config)
 
     def run(self) -> dict[str, Any]:
         """Take layers, or draw weights, or reduce the vocabulary."""
         from distill.initial import make_initial
 
         config = self.config
-        assert config.draft is not None
         load = config.models.load.target
         return make_initial(
             target=config.models.target,
-            draft=config.models.draft if config.draft.init.kind == "model" else None,
-            rollouts=_rollouts(config, "train"),
+            draft=config.models.draft if self.draft.init.kind == "model" else None,
+            rollouts=self.rollouts("train"),
             out=self.folder / "model",
-            config=config.draft.init,
+            config=self.draft.init,
             seed=config.seed,
             states_dtype=config.models.dtype_of("target"),
             # Layers are taken in full precision; where the target does not fit, in memory.
@@ -95,20 +115,19 @@ class Initial(Stage):
         )
 
 
-class Finetuned(Stage):
+class Finetuned(_OfDraft):
     """Train the draft on texts."""
 
-    name, recipe, sections = "finetuned", "train_draft", ("draft",)
+    name = "finetuned"
 
     @property
     def is_asked(self) -> bool:
         """True if there is a section draft.finetune."""
-        return self.config.draft is not None and self.config.draft.finetune is not None
+        return self.config.draft is not None and self.draft.finetune is not None
 
     def decisive(self) -> dict[str, Any]:
         """The training, and of rollouts which."""
-        draft = self.config.draft
-        assert draft is not None
+        draft = self.draft
         assert draft.finetune is not None
         lora = draft.lora.model_dump(mode="json") if draft.lora else None
         values: dict[str, Any] = {"finetune": draft.finetune.model_dump(mode="json"), "lora": lora}
@@ -120,33 +139,26 @@ class Finetuned(Stage):
     @property
     def inputs(self) -> dict[str, str]:
         """The models, and conversations or rollouts."""
-        assert self.config.draft is not None
-        assert self.config.draft.finetune is not None
+        assert self.draft.finetune is not None
         inputs = {"target": self.config.models.target, "draft": initial_draft(self.config)}
-        if talks := self.config.draft.finetune.conversations:
+        if talks := self.draft.finetune.conversations:
             return inputs | conversation_inputs(talks)
         return inputs | {"rollouts": str(folder(self.config, "rollouts"))}
-
-    @property
-    def size(self) -> str:
-        """The draft."""
-        return draft_size(self.config)
 
     def run(self) -> dict[str, Any]:
         """Fine-tune with TRL."""
         from distill.finetune import finetune
 
         config = self.config
-        assert config.draft is not None
-        assert config.draft.finetune is not None
-        tuning = config.draft.finetune
+        assert self.draft.finetune is not None
+        tuning = self.draft.finetune
         return finetune(
             target=config.models.target,
             draft=initial_draft(config),
-            rollouts=None if tuning.conversations else _rollouts(config, "train"),
+            rollouts=None if tuning.conversations else self.rollouts("train"),
             out=self.folder / "model",
             config=tuning,
-            lora=config.draft.lora,
+            lora=self.draft.lora,
             seed=config.seed,
         )
 
@@ -166,32 +178,25 @@ class Finetuned(Stage):
         )
 
 
-class Draft(Stage):
+class Draft(_OfDraft):
     """Distil the draft on the rollouts."""
 
-    name, recipe, sections = "draft", "train_draft", ("draft",)
+    name = "draft"
 
     def decisive(self) -> dict[str, Any]:
         """The training, and how the target is sampled."""
-        assert self.config.draft is not None
-        return {"draft": self.config.draft.decisive(), **sampled(self.config, "target")}
+        return {"draft": self.draft.decisive(), **sampled(self.config, "target")}
 
     @property
     def inputs(self) -> dict[str, str]:
         """The models, the rollouts, and top logits instead of the target's own."""
-        assert self.config.draft is not None
         inputs = {
             "target": self.config.models.target,
             "draft": draft_to_distil(self.config),
             "rollouts": str(folder(self.config, "rollouts")),
         }
-        cache = self.config.draft.cache
+        cache = self.draft.cache
         return {**inputs, "cache": cache} if cache else inputs
-
-    @property
-    def size(self) -> str:
-        """The draft."""
-        return draft_size(self.config)
 
     def check(self) -> None:
         """Refuse a draft that cannot be made, fine-tuned or distilled."""
@@ -225,10 +230,9 @@ class Draft(Stage):
         from specdata.models import load_tokenizer, vocabulary_fingerprint
 
         config = self.config
-        assert config.draft is not None
-        train, dev = (_rollouts(config, split) for split in ("train", "dev"))
+        train, dev = (self.rollouts(split) for split in ("train", "dev"))
         top_logits = None
-        if cache := config.draft.cache:
+        if cache := self.draft.cache:
             tokenizer = vocabulary_fingerprint(load_tokenizer(config.models.target))
             source = made_of(config, tokenizer)
             train, dev = (
@@ -242,7 +246,7 @@ class Draft(Stage):
             dev=dev,
             top_logits=top_logits,
             out=self.folder / "model",
-            config=config.draft,
+            config=self.draft,
             sampling=config.sampling,
             seed=config.seed,
             teacher_load=config.models.loading("target"),
@@ -271,18 +275,6 @@ class Draft(Stage):
             load = f"load_model({json.dumps(str(draft), ensure_ascii=False)})"
             step = Step("load", f"from specdata.models import load_model; draft = {load}")
         return [step, steps_to_head(self.config, line)]
-
-
-def _rollouts(config: PipelineConfig, split: str) -> Dataset:
-    """The rollouts of a split that the draft is trained or measured on."""
-    from specdata.prompts.reading import short_name
-    from specdata.storage.dataset import load_stored, of_split
-
-    assert config.draft is not None
-    source, wanted = folder(config, "rollouts"), config.draft.sets
-    sets = None if wanted is None else [short_name(name) for name in wanted]
-    held_out_share = config.draft.held_out_share if split == "train" else 0.0
-    return of_split(load_stored(source), split, source, sets=sets, held_out_share=held_out_share)
 
 
 def check_draft_sets(config: PipelineConfig) -> None:
