@@ -6,7 +6,6 @@ only, between the very distributions that serving will compare.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import shutil
@@ -16,7 +15,7 @@ from pathlib import Path
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from pydantic import TypeAdapter
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 
 from distill.adapters import (
     base_of,
@@ -29,7 +28,6 @@ from distill.adapters import (
 from distill.batches import check_context, content_of, fitted
 from distill.callbacks import (
     Watch,
-    Weights,
     best_step,
     history_of,
     load_best,
@@ -155,7 +153,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     if out.exists():
         shutil.rmtree(_work(out), ignore_errors=True)  # of a run killed right before its end
         settings.check_file(out / SETTINGS_FILE)
-        return _stored(out)
+        return TypeAdapter(DistilResult).validate_json((out / RESULT_FILE).read_bytes())
     reports = reporters(config.report_to, out.with_name(f"{out.name}.logs"))
     state = join_processes()
     tokenizer = load_tokenizer(str(target))
@@ -164,11 +162,17 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     configs = {"target": load_generation(str(target))[0], "draft": load_generation(str(draft))[0]}
     check_context(configs, fit.rollouts, dev)
     # Before any training arguments exist, or ZeRO-3 would split the frozen teacher too.
+    undecided = 0
+    teacher: PreTrainedModel | TopLogitDistributions
+    measured: PreTrainedModel | TopLogitDistributions
     if top_logits:
-        teacher, measured, undecided = _known(top_logits, config, sampling, fit.rollouts, dev)
+        compared = sampling if config.warp == "sampler" else SamplingConfig()
+        teacher = top_logits.distributions(compared, bound=True)
+        measured = top_logits.distributions(sampling, bound=True)  # always of serving
+        for rollouts in (fit.rollouts, dev):
+            undecided += check_decided(rollouts, teacher, measured)[1]
     else:
         teacher = measured = _load_teacher(str(target), teacher_load, config)
-        undecided = 0
     student = load_student(str(draft), config.lora, seed=seed)
     plain = load_plain(str(draft), config.lora)
     held_out = HeldOut(measured, dev, sampling, watched=config.eval_rollouts)
@@ -179,9 +183,16 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
         trainer = draft_trainer(teacher, student, fit.rollouts, _work(out), config, sampling, seed)
         for callback in reports:
             trainer.add_callback(callback)
-        history, weights = _trained(trainer, plain, held_out, config, settings)
+        label = "distilling the draft"
+        trainer.add_callback(Watch(trainer, held_out, plain, config, label, settings.remedy))
+        train_resumably(trainer, _work(out), settings, label=label)
+        weights, history = trained_weights(trainer), history_of(trainer.state)
+        reached = trainer.state.global_step
+        if config.keep == "best":
+            reached = best_step(history.measurements)
+        history = replace(history, best_step=reached)
         if state.is_main_process:
-            set_weights(plain, weights)
+            set_weights(plain, weights if config.keep == "last" else load_best(_work(out), reached))
     plain = merged(plain)
     measured_after = held_out.measure_on_main(base_of(plain), step=history.best_step or 0)
     (after,) = broadcast_object_list([measured_after])
@@ -216,22 +227,7 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
             replace(history, before=before, after=after).write(temporary)
         shutil.rmtree(_work(out), ignore_errors=True)
     wait_for_main()
-    return _stored(out)
-
-
-def _known(
-    top_logits: TopLogits, config: DistilConfig, sampling: SamplingConfig, *rollouts: Dataset
-) -> tuple[TopLogitDistributions, TopLogitDistributions, int]:
-    """The logits that p is made of in the loss, and in measurements, which are always of serving.
-
-    And the number of positions at which top logits do not decide what is served.
-
-    Raises:
-        ConfigError: if those are too many (`check_decided`).
-    """
-    compared = sampling if config.warp == "sampler" else SamplingConfig()
-    learnt, known = (top_logits.distributions(each, bound=True) for each in (compared, sampling))
-    return learnt, known, sum(check_decided(rows, learnt, known)[1] for rows in rollouts)
+    return TypeAdapter(DistilResult).validate_json((out / RESULT_FILE).read_bytes())
 
 
 def _load_teacher(target: str, load: Loading, config: DistilConfig) -> PreTrainedModel:
@@ -246,33 +242,6 @@ def _load_teacher(target: str, load: Loading, config: DistilConfig) -> PreTraine
         )
         return load_model(target, load=load)
     return load_sharded(target, load)
-
-
-def _trained(
-    trainer: Trainer,
-    plain: PreTrainedModel,
-    held_out: HeldOut,
-    config: DistilConfig,
-    settings: Settings,
-) -> tuple[History, Weights]:
-    """Train; return what is known of it, and the weights to keep (on the main process)."""
-    work, label = Path(trainer.args.output_dir), "distilling the draft"
-    watch = Watch(trainer, held_out, plain, config, label, settings.remedy)
-    trainer.add_callback(watch)
-    train_resumably(trainer, work, settings, label=label)
-    weights = trained_weights(trainer)
-    history = history_of(trainer.state)
-    if config.keep == "last":
-        return replace(history, best_step=trainer.state.global_step), weights
-    best = best_step(history.measurements)
-    if trainer.is_world_process_zero():
-        weights = load_best(work, best)
-    return replace(history, best_step=best), weights
-
-
-def _stored(out: Path) -> DistilResult:
-    stored = json.loads((out / RESULT_FILE).read_text("utf-8"))
-    return TypeAdapter(DistilResult).validate_python(stored)
 
 
 def _work(out: Path) -> Path:
