@@ -241,6 +241,7 @@ def test_simulated_rounds_end_at_rejections_and_at_their_length() -> None:
     assert 0.4 < float((since[1:] == 0).mean()) < 0.55
 
 
+@pytest.mark.slow
 def test_a_mixed_context_is_still_to_be_had(tmp_path: Path) -> None:
     config = changed(IMMEDIATE, mixing=0.15, epochs=10, learning_rate=1e-2)
     result = drive(tmp_path, config, rows=64)
@@ -463,6 +464,7 @@ def test_a_head_that_diverges_ends_with_a_message_and_keeps_the_last_good_checkp
     assert drive(tmp_path, CONFIG) == reference[1]
 
 
+@pytest.mark.slow
 def test_a_head_that_knows_its_rows_by_heart_and_nothing_else_is_refused(tmp_path: Path) -> None:
     """Acceptance is pure chance: there is nothing to learn but the rows."""
     draw = np.random.default_rng(0)
