@@ -13,15 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.distill_figures.drafts import Training
 from benchmarks.distill_figures.judge import (
-    LENGTHS,
     VERIFIERS,
-    Judged,
     expected_rounds,
     prefix_acceptance,
 )
-from benchmarks.distill_figures.plots import draw
 from distill.toy import language_model
 from eval.verifiers import VERIFIERS as RULES_OF_DECODING
 from specdata.toy.corpus import corpus
@@ -81,51 +77,6 @@ def test_expected_rounds_along_the_targets_texts_are_those_of_decoding(
     weights = np.array([weight for weight, _ in texts])
     assert weights @ rounds == pytest.approx(enumerated_rounds(p, q, tokens, k, verifier))
     assert ((rounds <= drafted + 1) & (drafted <= k * rounds)).all()
-
-
-def test_rows_of_unequal_lengths_are_judged_as_each_alone() -> None:
-    ratios = np.array([[0.5, 1.2, 0.9], [0.7, 0.0, 0.0]])
-    for verifier in VERIFIERS:
-        both = expected_rounds(prefix_acceptance(ratios, [3, 1], 4, verifier), [3, 1], 2)
-        for row, length in enumerate((3, 1)):
-            own = prefix_acceptance(ratios[row : row + 1, :length], [length], 2, verifier)
-            alone = expected_rounds(own, [length], 2)
-            assert [each[row] for each in both] == [each[0] for each in alone]
-
-
-def test_the_best_length_is_the_one_that_takes_least_time() -> None:
-    accept = 0.8
-    ratios, lengths = np.full((3, 40), accept), [40] * 3
-    alive = prefix_acceptance(ratios, lengths, LENGTHS[-1], "token")
-    found = np.array([expected_rounds(alive, lengths, k) for k in LENGTHS])
-    judged = Judged(
-        np.array(lengths, dtype=float),
-        accept * np.array(lengths),
-        {"token": found[:, 0]},
-        {"token": found[:, 1]},
-    )
-    assert judged.acceptance()[0] == pytest.approx(accept)
-    for cost in (0.01, 0.2, 1.0):
-        length, values = judged.speedup("token", cost)
-        each = [40 / (rounds[0] + cost * drafted[0]) for rounds, drafted in found]
-        assert values[0] == pytest.approx(max(each))
-        assert each[length - 1] == max(each)
-
-
-def test_different_trainings_have_different_folders(tmp_path: Path) -> None:
-    one = Training("tv", dict.fromkeys(DOMAINS, 4))
-    changes: list[dict[str, Any]] = [
-        {"objective": "js"},
-        {"rollouts": {"maths": 4}},
-        {"share": 0.5},
-        {"epochs": 2.0},
-        {"learning_rate": 1e-4},
-        {"batch_size": 4},
-        {"start": tmp_path / "1 x 64" / "draft"},
-        {"start": tmp_path / "1 x 96" / "draft"},
-    ]
-    names = {one.changed(**change).name(seed) for change in [{}, *changes] for seed in (0, 1)}
-    assert len(names) == 2 * (1 + len(changes))
 
 
 def test_from_a_pair_to_figures_in_one_command(tmp_path: Path) -> None:
@@ -191,17 +142,3 @@ def check(row: dict[str, Any]) -> None:
             for verifier in VERIFIERS:
                 assert 1.0 <= rounds[verifier][k]["value"] <= int(k) + 1
     assert row["speedup"]["block"]["low"] <= row["speedup"]["block"]["value"]
-
-
-def test_the_picture_of_every_part_is_drawn(tmp_path: Path) -> None:
-    figure = {"value": 0.1, "low": 0.0, "high": 0.2, "length": 4}
-    domains = {name: {"gain": figure, "acceptance": figure} for name in DOMAINS}
-    row = {"domains": domains, "speedup": {"block": figure}, "cost": 0.2}
-    points = [{"rollouts": count, **row} for count in (6, 12)]
-    report = {
-        "objectives": {"rows": {"tv": row, "js": row}},
-        "data": {"points": {"one pass": points, "equal steps": points}},
-        "size": {"rows": {"1 x 64": row}},
-    }
-    draw(report, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,18 @@ from datasets import Dataset
 from transformers import LlamaForCausalLM
 
 from benchmarks.head_figures.__main__ import RIVALS
-from benchmarks.head_figures.data import DOMAINS, Data, of_domains
-from benchmarks.head_figures.replay import Recorded, Times, best_length, every_rule, tuned
+from benchmarks.head_figures.data import DOMAINS, Data
+from benchmarks.head_figures.replay import Recorded, Times
 from benchmarks.head_figures.variants import (
     ABLATION,
     SHIPPED,
     drawn_labels,
-    instructions_alone,
     one_draw,
 )
 from distill.toy import language_model
-from eval.analysis.expectation import Traces, expected_counts
 from eval.analysis.traces import acceptance_traces
-from eval.drafting.stopping.recorded import RecordedTokens, constant_length
-from eval.drafting.stopping.thresholds import Fixed
 from heads import AcceptanceHead, BaseHead
 from heads.immediate import ImmediateHead
-from heads.loss import soft_auroc
 from recipes.config import build
 from specdata.probability import SamplingConfig
 from specdata.toy.corpus import corpus
@@ -110,62 +105,6 @@ def test_features_that_are_computed_once_give_what_a_head_is_recorded_with(
             np.testing.assert_allclose(mine, known, atol=1e-5)
     assert ours.tokens.head.rejection_weight == theirs.tokens.head.rejection_weight
     np.testing.assert_array_equal(ours.accept, theirs.accept)
-
-
-def test_the_areas_interval_holds_its_value_which_is_that_of_the_metric(rows: Dataset) -> None:
-    recorded = Recorded.of(data_of(rows), rows)
-    scores = recorded.inputs["log_q"]
-    area = recorded.auroc(scores)
-    assert area.value == soft_auroc(scores, recorded.accept)
-    assert area.low < area.value < area.high
-    other = replace(recorded, accept=1.0 - recorded.accept).auroc(scores)
-    assert other.value == pytest.approx(1.0 - area.value)
-
-
-def traces(accept: list[list[float]]) -> Traces:
-    values = np.array(accept)
-    lengths = np.full(len(values), values.shape[1])
-    tokens = RecordedTokens(lengths=lengths, q=values, q_max=values)
-    return Traces(tokens, values)
-
-
-def test_a_setting_is_chosen_on_dev_rows_and_judged_on_test_rows() -> None:
-    dev, test = traces([[0.3] * 12] * 4), traces([[0.98] * 12] * 4)
-    rules = [Fixed(length=length) for length in (1, 8)]
-    chosen = tuned(rules, dev, test, TIMES)
-    assert chosen.setting == "1"
-    expected = expected_counts(test, constant_length(test.tokens, 1))
-    np.testing.assert_array_equal(chosen.counts.n_draft, expected.n_draft)
-
-
-def test_no_fixed_length_takes_less_time_on_the_test_rows_than_the_one_compared_with() -> None:
-    test = traces([[0.8] * 20] * 3)
-    best = TIMES.of(best_length(test, TIMES).counts)
-    for length in range(1, 20):
-        counts = expected_counts(test, constant_length(test.tokens, length))
-        assert TIMES.of(counts) >= best
-    assert best < TIMES.of(expected_counts(test, constant_length(test.tokens, 0)))
-
-
-def test_every_rival_and_the_oracle_are_replayed(rows: Dataset) -> None:
-    recorded = Recorded.of(data_of(rows), rows)
-    head = ImmediateHead(hidden_size=16, sampling=asdict(SAMPLING)).eval()
-    known = recorded.with_head(head)
-    rules = every_rule(known, known, TIMES)
-    wanted = {"fixed", "confidence", "entropy", "numbers", "head", "head, cost rule", "oracle"}
-    assert rules.keys() >= wanted | set(RIVALS)
-    times = {name: TIMES.of(replayed.counts) for name, replayed in rules.items()}
-    assert min(times, key=lambda name: times[name]) == "oracle"
-
-
-def test_fewer_rollouts_are_the_first_of_more_and_each_domain_gives_its_share(
-    rows: Dataset,
-) -> None:
-    one = of_domains(rows, {"instruct": 1, "code": 2})
-    assert sorted(one["dataset"]) == ["code", "code", "instruct"]
-    more = of_domains(rows, {"instruct": 3, "code": 2})
-    assert {*one["example_id"]} < {*more["example_id"]}
-    assert {*instructions_alone(rows)["dataset"]} == {"instruct"}
 
 
 def test_drawn_labels_are_outcomes_with_the_probability_of_acceptance(rows: Dataset) -> None:

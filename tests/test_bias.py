@@ -12,7 +12,6 @@ from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafts import DraftTree
 from eval.measuring import bias
 from eval.measuring.bias import drafted_positions, emitted_distribution, measure_bias, variation
-from eval.rounds import Round
 from eval.verifiers import VERIFIERS
 from specdata.probability import probabilities
 from specdata.sampling import SamplingConfig
@@ -54,24 +53,6 @@ def test_what_is_not_enumerated_changes_the_variation_by_its_probability_at_most
             assert abs(short - exact) <= tail + 1e-12
             changed += short != exact
     assert changed > 20, "a tail must leave something out"
-
-
-def test_tokens_that_the_draft_never_proposes_are_not_enumerated() -> None:
-    p, q = torch.tensor([0.2, 0.3, 0.5]), torch.tensor([1.0, 0.0, 0.0])
-    verifier = VERIFIERS["biased_opt"].make(epsilon=0.1)
-    emitted = emitted_distribution(verifier, p, q)
-    torch.testing.assert_close(emitted.sum(), torch.tensor(1.0, dtype=torch.float64))
-    assert variation(verifier, p, q) == pytest.approx(theory.opt_loss(p, q, 0.1), abs=1e-6)
-
-
-def test_positions_of_a_round_are_drafted_but_for_its_bonus_token() -> None:
-    def made(drafted: int, accepted: int, emitted: int) -> Round:
-        return Round(drafted, drafted, accepted, emitted, drafted, 0.0, 0.0, 0.0)
-
-    whole, rejected, ended, empty = made(2, 2, 3), made(3, 1, 2), made(3, 2, 2), made(0, 0, 1)
-    assert drafted_positions([whole]) == [True, True, False]
-    assert drafted_positions([rejected]) == [True, True]
-    assert drafted_positions([ended, empty]) == [True, True, False]
 
 
 def exact_emitted(verifier: object, p: Tensor, q: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.analysis.compare import main, read_method
+from eval.analysis.compare import main
 from eval.analysis.ties import (
     NOISE_FACTOR,
     compare_sequences,
@@ -20,7 +20,6 @@ from eval.analysis.ties import (
 )
 from eval.decoder import DecodeConfig, SpeculativeDecoder, make_drafters
 from eval.runtime.model import CachedModel
-from specdata.errors import ConfigError
 from specdata.toy.corpus import corpus
 from specdata.toy.tokenizer import train_tokenizer
 from tests.families import tiny
@@ -95,6 +94,7 @@ def test_a_decoder_with_a_defect_is_called_a_bug(
     assert comparison.count("bug") >= 2
 
 
+@pytest.mark.slow
 def test_half_precision_sequences_that_differ_are_ties() -> None:
     """Flat distributions in bfloat16: many logits are equal to a few bits, so rounding decides.
 
@@ -222,18 +222,3 @@ def test_what_cannot_be_used_is_named(
     asked = ["--target", pair["target"], "--draft", pair["draft"], "--prompts", pair["prompts"]]
     assert main([*asked, "--count", "2", *changes]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_methods_are_greedy_and_mistakes_in_them_are_named() -> None:
-    assert read_method("{length: 7}") == DecodeConfig(length=7, temperature=0.0)
-    assert read_method("{verifier: rrs, drafter: tree, widths: [2, 1]}").widths == (2, 1)
-    for text, reason in {
-        "{length: 0}": "length: must be greater than or equal to 1",
-        "{lenght: 2}": "lenght: unknown key: did you mean 'length'",
-        "{temperature: 0.5}": "no setting of it is 'temperature'",
-        "[1": "method",
-        "K=4": "must be a mapping",
-        "{length: many}": "length",
-    }.items():
-        with pytest.raises(ConfigError, match=reason):
-            read_method(text)

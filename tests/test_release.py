@@ -466,27 +466,6 @@ def test_a_failed_release_leaves_nothing_behind(pair: Pair, tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
-def test_cards_from_results_without_times_state_what_was_measured_and_no_speed(
-    pair: Pair, tmp_path: Path
-) -> None:
-    untimed = pair.renamed(synthetic_results(datasets=("alpaca", "gsm8k"), timed=False))
-    draft = release_draft(pair.draft, tmp_path / "draft", untimed)
-    settings = json.loads((draft / "generation_config.json").read_text())
-    assert "num_assistant_tokens" not in settings
-    card = (draft / "README.md").read_text()
-    assert "Speeds were **not measured**" in card
-    assert "best measured" not in card
-    assert "acceptance was measured is 12" in card
-    assert '"num_speculative_tokens": 12' not in card
-    head = release_head(pair.head, tmp_path / "head", untimed)
-    assert head_run(untimed).threshold == 0.9
-    assert "threshold=0.9,  # most tokens a target forward" in (head / "README.md").read_text()
-    for folder in (draft, head):
-        text = (folder / "README.md").read_text()
-        assert "4 prompts were decoded together" in text
-        check_metrics(read_results(folder / "results.json"))
-
-
 def test_a_card_leaves_out_methods_that_drafted_with_other_models_too(
     pair: Pair, tmp_path: Path
 ) -> None:

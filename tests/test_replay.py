@@ -23,7 +23,7 @@ from eval.drafting.stopping.recorded import BOUND, RecordedHead, RecordedTokens
 from eval.measuring.pooled import ALL_SETS
 from heads import AcceptanceHead, BaseHead
 from heads.immediate import ImmediateHead
-from heads.inputs import DecisionPoint, HeadInputs
+from heads.inputs import HeadInputs
 from specdata.lm_head import hidden_states
 from specdata.probability import SamplingConfig, probabilities
 from specdata.storage.dataset import fill_dataset, load_stored
@@ -189,12 +189,6 @@ def test_a_recorded_head_of_any_points_drafts_as_far_as_its_rules_own_object(
     assert len(found) > 2
 
 
-def test_a_cost_rule_that_measures_its_costs_cannot_be_recorded(folder: Path) -> None:
-    traces = acceptance_traces(load_stored(folder / "labels"))
-    assert STOPPING_RULES["cost"]().recorded_lengths(traces.tokens) is None
-    assert STOPPING_RULES["head"]().recorded_lengths(traces.tokens) is None  # no head
-
-
 def test_traces_hold_what_labels_say_and_the_outputs_of_the_head(folder: Path) -> None:
     draft, rows = tiny_llama(1, vocab=12).float(), load_stored(folder / "labels")
     head = made_head()
@@ -267,37 +261,6 @@ def test_a_head_is_recorded_with_one_forward_or_where_a_window_slides_with_one_a
             inputs = HeadInputs({"hidden": hidden_states(draft, ids)[0, -1]})
             expected = float(head.logits(inputs).detach())
             assert recorded.consumed[number, position] == pytest.approx(expected, abs=1e-4)
-
-
-def test_a_head_of_several_points_is_recorded_at_each_as_in_a_draft_under_way(
-    folder: Path,
-) -> None:
-    draft, rows = tiny_llama(1, vocab=12).float(), load_stored(folder / "labels").select([0, 3])
-    torch.manual_seed(3)
-    head = ImmediateHead(hidden_size=16, width=8).eval()
-    torch.nn.init.normal_(head.output.weight, std=2.0)
-    recorded = acceptance_traces(rows, draft=draft, sampling=SAMPLING, head=head).tokens.head
-    assert recorded is not None
-    with torch.no_grad():
-        for number, row in enumerate(rows):
-            for position, drafted in enumerate(drafted_tokens(draft, row)):
-                embedded = draft.get_input_embeddings()(torch.tensor(drafted.token))
-                known = [*row["prompt_ids"], *row["completion_ids"][:position], drafted.token]
-                before, after = hidden_states(draft, torch.tensor([known]))[0, -2:]
-                drawn = replace(drafted, embedding=embedded, state=before)
-                consumed = [drawn, replace(drawn, state=after)]
-                for values, inputs in (
-                    (recorded.before, HeadInputs.from_next(head.reads, drawn)),
-                    (
-                        recorded.drawn,
-                        HeadInputs.from_drafted(head.reads, [drawn], DecisionPoint.DRAWN),
-                    ),
-                    (recorded.consumed, HeadInputs.from_drafted(head.reads, consumed)),
-                ):
-                    assert values is not None
-                    assert inputs is not None
-                    expected = float(head.logits(inputs))
-                    assert values[number, position] == pytest.approx(expected, abs=1e-3)
 
 
 def simulated_traces(generator: torch.Generator) -> Traces:
@@ -406,10 +369,3 @@ def test_another_draft_than_that_of_the_labels_is_refused(
     assert not list(tmp_path.iterdir())
     moved = shutil.copytree(folder / "draft", tmp_path / "moved")
     assert main([*flags, "--draft", str(moved)]) == 0
-
-
-def test_a_folder_without_labels_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(tmp_path)]) == 2
-    assert "holds no dataset" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 from eval.analysis.expectation import Counts
 from eval.analysis.replay import saving
 from eval.drafting.stopping.recorded import Reals
-from eval.measuring.intervals import Interval, resamples
+from eval.measuring.intervals import Interval
 
 TIMES = {"draft_seconds": 0.2, "target_seconds": 1.0}
 
@@ -39,27 +39,6 @@ def test_a_saving_is_the_share_of_the_rivals_time_and_its_interval_is_the_bootst
     width = high - low
     assert found.low == pytest.approx(low, abs=0.06 * width)
     assert found.high == pytest.approx(high, abs=0.06 * width)
-
-
-def test_paired_rules_that_differ_by_a_factor_have_no_uncertainty() -> None:
-    """Both are judged on the same resample: how hard its prompts are does not enter."""
-    rival = random_counts(0)
-    rule = counts(rival.n_target * 0.9, rival.n_draft * 0.9)
-    found = saving(rule, rival, **TIMES)
-    assert (found.value, found.low, found.high) == pytest.approx((0.1, 0.1, 0.1))
-    assert saving(rival, rival, **TIMES) == Interval(0.0, 0.0, 0.0)
-
-
-def test_every_comparison_of_as_many_prompts_uses_the_same_resamples() -> None:
-    assert resamples(7) is resamples(7)
-    assert (resamples(7).sum(axis=1) == 7).all()
-    one, two, both = random_counts(0), random_counts(1), random_counts(2)
-    # With common resamples and one rival, the better rule is better at both ends.
-    faster = counts(one.n_target - 0.01, one.n_draft)
-    slow, fast = (saving(rule, two, **TIMES) for rule in (one, faster))
-    assert fast.low > slow.low
-    assert fast.high > slow.high
-    assert saving(one, both, **TIMES) == saving(one, both, **TIMES)
 
 
 def test_rollouts_of_one_prompt_are_resampled_together() -> None:

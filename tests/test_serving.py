@@ -13,10 +13,8 @@ from eval.measuring.results import Run
 from eval.reporting.lengths import ENGINES, measured_lengths
 from eval.reporting.serving import (
     DEFAULT_LENGTHS,
-    acceptance_positions,
     non_increasing,
     serving_lines,
-    synthetic_acceptance,
 )
 from tests.synthetic_results import synthetic_results
 
@@ -135,17 +133,3 @@ def test_acceptance_for_vllm_never_increases_and_stays_as_near_as_it_can() -> No
     assert all(later <= earlier for earlier, later in pairwise(rates))
     falling = fixed_chain([50, 40, 30, 30], [40, 30, 12, 12])
     assert non_increasing(falling) == falling.acceptance_by_position
-
-
-def test_the_file_for_vllm_holds_a_valid_configuration_for_each_prompt_set() -> None:
-    # Shares that increase, as rounds that ran out of room make them.
-    runs = {**acceptance_positions(synthetic_results()), "odd": fixed_chain([9, 9, 2], [6, 3, 1])}
-    configurations = synthetic_acceptance("acme/draft", runs)
-    assert list(configurations) == list(runs)
-    for settings in configurations.values():
-        assert set(settings) <= set(VLLM_KEYS)
-        assert settings["rejection_sample_method"] == "synthetic"
-        rates = json.loads(json.dumps(settings["synthetic_acceptance_rates"]))
-        assert len(rates) == settings["num_speculative_tokens"]
-        assert all(0.0 <= rate <= 1.0 for rate in rates)
-        assert all(later <= earlier for earlier, later in pairwise(rates))

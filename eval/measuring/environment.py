@@ -51,18 +51,26 @@ def describe_environment(*, device: str, dtype: str, batch_size: int = 1) -> Env
     import psutil
     import torch  # here: whoever only reads results does not need it
 
+    software = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            software[package] = version(package)
+        except PackageNotFoundError:  # an extra that is not installed
+            continue
+    # Cores this process may use; all logical ones on systems without affinity (macOS).
+    has_affinity = psutil.LINUX or psutil.WINDOWS
     on_gpu = device.startswith("cuda") and torch.cuda.is_available()
     commit, dirty = _git_state(Path(__file__))
     return Environment(
         hardware={
             "cpu": _cpu_name(),
-            "cores": _cores(),
+            "cores": len(psutil.Process().cpu_affinity()) if has_affinity else psutil.cpu_count(),
             "threads": torch.get_num_threads(),
             "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
             "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
             "cuda": torch.version.cuda if on_gpu else None,
         },
-        software={"python": platform.python_version()} | _versions(),
+        software=software,
         git_commit=commit,
         git_dirty=dirty,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -70,26 +78,6 @@ def describe_environment(*, device: str, dtype: str, batch_size: int = 1) -> Env
         dtype=dtype,
         batch_size=batch_size,
     )
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:  # an extra that is not installed
-            continue
-    return versions
-
-
-def _cores() -> int | None:
-    """Cores this process may use; all logical ones on systems without affinity (macOS)."""
-    import psutil
-
-    if psutil.LINUX or psutil.WINDOWS:
-        return len(psutil.Process().cpu_affinity())
-    cores: int | None = psutil.cpu_count()
-    return cores
 
 
 def _cpu_name() -> str:

@@ -158,12 +158,9 @@ class RecordStore:
         self._methods = tuple(methods)
         self._settings = settings
 
-    def _path(self, prompt: Prompt) -> Path:
-        return record_file(self._folder, prompt)
-
     def has(self, prompt: Prompt) -> bool:
         """True if this prompt is done."""
-        return self._path(prompt).exists()
+        return record_file(self._folder, prompt).exists()
 
     def put(
         self,
@@ -180,7 +177,9 @@ class RecordStore:
         """
         rows = {name: asdict(record) for name, record in records.items()}
         stored = {"settings": self._settings.values, "records": rows}
-        write_json(self._path(prompt), stored | ({"tokens": dict(tokens)} if tokens else {}))
+        write_json(
+            record_file(self._folder, prompt), stored | ({"tokens": dict(tokens)} if tokens else {})
+        )
 
     def get(self, prompt: Prompt) -> dict[str, PromptRecord]:
         """Method -> record of a prompt that is done.
@@ -189,7 +188,7 @@ class RecordStore:
             ManifestError: if the file is damaged.
             OtherSettingsError: if it was made with other settings, or on another machine.
         """
-        path = self._path(prompt)
+        path = record_file(self._folder, prompt)
         remedy = "remove it, and run again"
         stored = read_record(path, ("settings", "records"), remedy)
         self._settings.check(stored["settings"], self._folder)

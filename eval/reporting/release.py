@@ -108,7 +108,8 @@ def release_draft(
             # The lengths were measured without a second stop rule; the default is 0.4.
             assistant_confidence_threshold=0.0,
         )
-    config, targets = model.config.get_text_config(), _target_config(target)
+    config = model.config.get_text_config()
+    targets = load_configs(target)[0].get_text_config()
     # 1 for models without attention: then nothing is said to be divisible.
     heads = (getattr(config, "num_attention_heads", 1), getattr(targets, "num_attention_heads", 1))
     reduced, public = draft_vocabulary_ids(model), public_name(target)
@@ -383,8 +384,3 @@ def _load_whole(source: Path) -> Any:
             " them silently, save the model again with save_pretrained"
         )
     return model.eval()
-
-
-def _target_config(target: str) -> Any:
-    """The configuration of the target's language model."""
-    return load_configs(target)[0].get_text_config()
