@@ -12,7 +12,6 @@ from eval.drafting.drafters import BranchingDrafter, DraftPath
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import drive
 from eval.verifiers import VERIFIERS
-from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
 from tests.chi_square import LEVEL, p_value, power
 from tests.test_decoder import PROMPT, head
@@ -198,17 +197,3 @@ def test_candidates_are_fewer_where_the_distribution_has_fewer_tokens() -> None:
 def test_impossible_combinations_are_refused(bad: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DecodeConfig(**bad)  # type: ignore[arg-type]
-
-
-def test_rounds_of_a_tree_count_nodes_and_depth() -> None:
-    target, draft = tiny_llama(2, vocab=40), tiny_llama(1, vocab=40)
-    config = DecodeConfig(verifier="rrs", drafter="tree", widths=(2, 2))
-    decoder = SpeculativeDecoder.from_config(target, draft, config)
-    out = decoder.generate(
-        torch.tensor([3]), max_new_tokens=12, generator=torch.Generator().manual_seed(0)
-    )
-    first = out.rounds[0]
-    assert (first.drafted, first.depth, first.draft_forwards) == (6, 2, 2)
-    assert sum(record.emitted for record in out.rounds) == len(out.tokens)
-    with pytest.raises(ConfigError, match="siblings: must be"):
-        DecodeConfig(siblings="twins")  # type: ignore[arg-type]

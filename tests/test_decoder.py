@@ -38,7 +38,7 @@ def test_nothing_is_drafted_or_emitted_past_the_budget_or_an_end_token(budget: i
     target, draft = tiny_llama(0), tiny_llama(1)
     decoder = SpeculativeDecoder.from_config(target, draft, DecodeConfig(length=5))
     ended = 0
-    for seed in range(60):
+    for seed in range(25):
         generator = torch.Generator().manual_seed(seed)
         # An end token inside the prompt ends nothing.
         out = decoder.generate(torch.tensor([END]), max_new_tokens=budget, generator=generator)
@@ -53,19 +53,7 @@ def test_nothing_is_drafted_or_emitted_past_the_budget_or_an_end_token(budget: i
             assert record.drafted <= room - 1
             room -= record.emitted
         ended += out.finish == "eos"
-    assert 0 < ended < 60
-
-
-def test_the_same_seed_gives_the_same_tokens() -> None:
-    target, draft = tiny_llama(0, vocab=40), tiny_llama(1, vocab=40)
-    decoder = SpeculativeDecoder.from_config(target, draft, DecodeConfig(length=3))
-
-    def decode(seed: int) -> list[int]:
-        generator = torch.Generator().manual_seed(seed)
-        out = decoder.generate(torch.tensor([2, 3]), max_new_tokens=20, generator=generator)
-        return out.tokens.tolist()
-
-    assert decode(1) == decode(1) != decode(2)
+    assert 0 < ended < 25
 
 
 # PEFT asks transformers by a name that it will drop.

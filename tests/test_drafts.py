@@ -69,11 +69,6 @@ def test_distributions_of_many_small_probabilities_that_differ_as_a_whole_are_no
     assert draft.kind == "siblings, independent"
 
 
-def test_a_token_with_a_tiny_probability_under_its_own_distribution_is_accepted_as_drawn() -> None:
-    distributions = torch.tensor([[1.0, 0.0], [1 - 5e-7, 5e-7]], dtype=torch.float64)
-    assert DraftTree.siblings(torch.tensor([0, 1]), distributions).distribution_indices == [0, 1]
-
-
 def test_siblings_may_repeat_unless_drawn_without_replacement() -> None:
     assert DraftTree.siblings(ids(1, 1), Q2[1]).kind == "siblings, iid"
     assert DraftTree.siblings(ids(1, 2), Q2[1], "distinct").kind == "siblings, distinct"
@@ -103,16 +98,10 @@ def test_a_ragged_tree_is_checked_too() -> None:
 # --- bad ones ---
 
 BAD: dict[str, tuple[Callable[[], DraftTree], str]] = {
-    "shape": (lambda: DraftTree.chain(ids(0), Q2[0]), r"tokens \(L,\) and q \(L, V\); got"),
     "padding": (lambda: DraftTree.chain(ids(0, -1), Q2), r"ids must lie in \[0, 3\), got -1 to 0"),
-    "half": (lambda: DraftTree.chain(ids(0, 1), Q2.half()), "float32 or float64; got"),
     "sum": (
         lambda: DraftTree.chain(ids(0, 1), Q2 * torch.tensor([[1.0], [1.1]])),
         r"must sum to 1; row 1 is off by 0\.1: pass probabilities, not logits",
-    ),
-    "nan": (
-        lambda: DraftTree.chain(ids(0), torch.tensor([[float("nan"), 1.0]])),
-        "finite and non-negative",
     ),
     "never drawn": (
         lambda: DraftTree.chain(ids(2, 0), Q2),
@@ -126,11 +115,6 @@ BAD: dict[str, tuple[Callable[[], DraftTree], str]] = {
     "distributions of distinct": (
         lambda: DraftTree.siblings(ids(0, 1), Q2, "distinct"),
         r"q \(K, V\) needs how='iid', not 'distinct'; give q \(V,\)",
-    ),
-    "widths": (lambda: DraftTree.tree((2, 0), ids(0, 1), Q2), r"widths must be positive: \(2, 0\)"),
-    "tree tokens": (
-        lambda: DraftTree.tree((2, 1), ids(0, 1), Q2),
-        r"widths \(2, 1\) need 4 tokens",
     ),
     "order": (
         lambda: DraftTree(ids(0, 1), ids(2, 0), Q2, ids(0, 1), "tree").checked(),

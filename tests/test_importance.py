@@ -230,12 +230,6 @@ def test_augmenting_paths_solve_the_linear_program() -> None:
         assert values[0] == pytest.approx(values[1], abs=1e-8)
 
 
-def test_the_alphabet_accepts_more_than_the_papers_second_test() -> None:
-    """alpha >= P(W) sum_m Bin(m) alpha_m on p given W; .55 against .51 for this pair."""
-    verifier = VERIFIERS["importance"].make(solver="lp", alphabet=2)
-    assert acceptance(verifier, P3, [Q3, Q3]) >= 0.55 - 1e-12
-
-
 # --- several places ---
 
 
@@ -248,18 +242,6 @@ def test_multipath_block_of_one_path_is_block_verification() -> None:
         verdict = VERIFIERS["multipath_block"].make()(paths, target)
         torch.testing.assert_close(verdict.stop, expected.stop)
         torch.testing.assert_close(verdict.bonus, expected.bonus)
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_multipath_block_of_one_position_is_importance(solver: str) -> None:
-    p, q = random_model(3, 1, 1), random_model(3, 1, 2)
-    multipath = VERIFIERS["multipath_block"].make(solver=solver)
-    selection = VERIFIERS["importance"].make(solver=solver)
-    for k in (2, 3):
-        drafts = list(path_drafts([q] * k, 1))
-        assert expected_accepted(multipath, iter(drafts), p) == pytest.approx(
-            expected_accepted(selection, iter(drafts), p), abs=1e-12
-        )
 
 
 # --- edges ---

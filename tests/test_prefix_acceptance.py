@@ -89,16 +89,6 @@ def test_older_tokens_count_as_consumed_and_the_newest_as_drawn(asks: bool) -> N
             assert prefix_acceptance.after(token) == pytest.approx(expected)
 
 
-def test_a_head_that_judges_drawn_tokens_alone_keeps_those_estimates() -> None:
-    head, drafted = immediate("before", "drawn"), tokens(4)
-    known, prefix_acceptance, product = estimates(head, drafted), PrefixAcceptance(head), 1.0
-    for place, token in enumerate(drafted):
-        before = product * known[DecisionPoint.BEFORE][place]
-        assert prefix_acceptance.before(upcoming(token)) == pytest.approx(before)
-        product *= known[DecisionPoint.DRAWN][place]
-        assert prefix_acceptance.after(token) == pytest.approx(product)
-
-
 @pytest.mark.parametrize("late", [(), ("consumed",)])
 def test_a_token_that_is_judged_before_it_is_drawn_counts_so_until_more_is_known(
     late: tuple[str, ...],

@@ -33,7 +33,6 @@ from tests.oracles import (
     rounds_distribution,
     target_rows,
     total_variation,
-    tree_drafts,
 )
 
 TOY = constant_model((1 / 3, 2 / 3), 9), constant_model((2 / 3, 1 / 3), 9)
@@ -116,18 +115,6 @@ def test_block_goldens(
     assert verdict.stop.tolist() == pytest.approx(stop, abs=1e-7)
     for node, distribution in residuals.items():
         assert verdict.bonus[node].tolist() == pytest.approx(distribution, abs=1e-7)
-
-
-def test_traversal_goldens() -> None:
-    p, q = MARKOV
-    tree_of = {
-        1.412: tree_drafts(q, (2, 1), "iid"),
-        1.481: tree_drafts(q, (2, 2), "iid"),
-        2.0: tree_drafts(q, (2, 2), "distinct"),
-    }
-    for golden, drafts in tree_of.items():
-        accepted = expected_accepted(made("traversal"), drafts, p)
-        assert accepted == pytest.approx(golden, abs=5e-4)
 
 
 def test_batch_follows_the_accepted_rollout_only() -> None:

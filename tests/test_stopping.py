@@ -195,23 +195,6 @@ def test_a_one_hot_distribution_stops_nothing() -> None:
         assert not any(rule.should_stop(DraftedToken(0, torch.eye(4)[1], None)) for _ in range(100))
 
 
-def test_the_cost_rule_undoes_the_heads_bias_and_judges_the_newest_token_by_its_distribution() -> (
-    None
-):
-    made = head(weight=6.0)
-    states = torch.randn(6, 16, generator=torch.Generator().manual_seed(3)) / 8
-    for share in (0.05, 0.2, 0.4, 0.6):
-        costs = Cost(draft_seconds=share, token_seconds=1.0, mean_acceptance=0.9)
-        rule = CostEstimates(costs, made)
-        rule.begin()
-        stop, known = rule.should_stop, 1.0
-        for place, state in enumerate(states):
-            if place:
-                raw = float(torch.sigmoid(made(state).detach()))
-                known *= 6 * raw / (1 - raw + 6 * raw)
-            assert stop(DraftedToken(0, distribution(0.8), state)) == (known * 0.8 * 0.9 <= share)
-
-
 GOLDENS = [
     ((0.95, 0.4), (0.8, 0.2), 0.1, 0.332117),
     ((0.99, 0.3), (0.7, 0.3), 0.2092, 0.478066),
@@ -278,17 +261,6 @@ def test_the_measured_cost_rule_lies_between_the_optimum_and_the_best_fixed_leng
     assert rule.token_seconds == pytest.approx(optimum, rel=0.15)
     # One hundredth for the noise of 6000 rounds.
     assert optimum * 0.99 < seconds / emitted < optimum * 1.03 < fixed.seconds_per_token
-
-
-def test_the_prices_of_a_drafted_token_include_the_targets_share() -> None:
-    """The target takes longer for a longer draft; one more token costs that as well."""
-    rule = CostEstimates(Cost())
-    for turn in range(64):
-        k = 1 + turn % 5
-        rule.begin()
-        rule.observe(Round(k, k, 0, 1, k, 0.2 + 0.4 * k, 5.0 + 0.3 * k, 0.1))
-    assert rule.draft_seconds == pytest.approx(0.7)
-    assert rule.token_seconds == pytest.approx(5.3 + 0.7 * 3, rel=0.05)
 
 
 @pytest.mark.parametrize(
