@@ -65,7 +65,7 @@ def tokens(decoder: SpeculativeDecoder, seed: int, budget: int = 20) -> list[int
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n in ("chain", "tree") else pytest.mark.slow) for n in CASES],
+    [pytest.param(n, marks=() if n == "chain" else pytest.mark.slow) for n in CASES],
 )
 def test_the_captured_engine_gives_the_eager_ones_tokens(name: str) -> None:
     target, draft = tiny_llama(2, vocab=40, layers=2), tiny_llama(1, vocab=40)
