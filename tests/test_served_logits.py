@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from http.server import ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -39,53 +36,18 @@ from specdata.storage.schema import TOP_LOGITS, Logits, Rollout
 from tests import test_vllm
 from tests.test_acceptance import rollouts
 from tests.test_sharding import pair, with_train_and_dev
+from tests.test_vllm import Edit, Server, no_pauses
 from tests.tiny import tiny_llama
 
-__all__ = ["pair"]  # a fixture
+__all__ = ["no_pauses", "pair"]  # fixtures
 
 V, N = 40, 6
 Kind = Literal["vllm", "sglang"]
 KINDS: tuple[Kind, ...] = ("vllm", "sglang")
-Edit = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests are sent again at once."""
-    monkeypatch.setattr("specdata.server.client.time", SimpleNamespace(sleep=lambda _: None))
-
-
-class Server(ThreadingHTTPServer):
-    """Speaks what both do: /v1/models, vLLM's /v1/completions and SGLang's /generate.
-
-    Args:
-        model: what it runs.
-        edit: changes an answer.
-        troubles: statuses to answer first, 0 for none, before anything else.
-        most: log probabilities of a position that vLLM allows.
-    """
-
-    daemon_threads = True
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        edit: Edit = dict,
-        troubles: tuple[int, ...] = (),
-        most: int = 20,
-    ) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.model, self.edit, self.troubles, self.most = model, edit, list(troubles), most
-        self.bodies: list[dict[str, Any]] = []
-        self.lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
 
 class Handler(test_vllm.Handler):
-    server: Server  # type: ignore[assignment]
+    """Speaks what both do: /v1/models, vLLM's /v1/completions and SGLang's /generate."""
 
     def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
         self.answer(200, {"data": [{"id": "served", "max_model_len": 256}]})
@@ -99,7 +61,7 @@ class Handler(test_vllm.Handler):
                 self.close_connection = True
                 self.connection.close()
                 return
-            if body.get("prompt_logprobs", 0) > self.server.most:
+            if body.get("prompt_logprobs", 0) > V:
                 trouble = 400
             if trouble:
                 self.answer(trouble, {"error": {"message": "greater than max allowed"}})
@@ -158,17 +120,8 @@ def by_sglang(model: PreTrainedModel, body: dict[str, Any]) -> dict[str, Any]:
     return {"text": "w3", "output_ids": [3], "meta_info": meta}
 
 
-@contextmanager
-def serving(model: PreTrainedModel, **behaviour: Any) -> Iterator[Server]:
-    server = Server(model, **behaviour)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def serving(model: PreTrainedModel, **behaviour: Any) -> AbstractContextManager[Server]:
+    return test_vllm.serving(model=model, handler=Handler, **behaviour)
 
 
 @contextmanager
@@ -202,7 +155,7 @@ def own(rows: list[Rollout], count: int) -> list[Logits]:
 @pytest.mark.parametrize("count", [N, V])
 def test_a_server_gives_the_logits_of_the_model_that_it_runs(kind: Kind, count: int) -> None:
     rows = rollouts(9, vocab=V)
-    with serving(target(), most=V) as server, source(server, kind, count) as served:
+    with serving(target()) as server, source(server, kind, count) as served:
         found = served(rows)
     for ours, theirs in zip(found, own(rows, count), strict=True):
         assert ours["top_ids"] == theirs["top_ids"]

@@ -44,9 +44,15 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, edit: Edit = dict, troubles: tuple[int, ...] = ()) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.model = tiny_llama(4, vocab=VOCABULARY)
+    def __init__(
+        self,
+        edit: Edit = dict,
+        troubles: tuple[int, ...] = (),
+        model: Any = None,
+        handler: type[BaseHTTPRequestHandler] | None = None,
+    ) -> None:
+        super().__init__(("127.0.0.1", 0), handler or Handler)
+        self.model = model or tiny_llama(4, vocab=VOCABULARY)
         self.edit = edit
         self.troubles = list(troubles)
         self.bodies: list[dict[str, Any]] = []
@@ -123,8 +129,8 @@ def complete(model: Any, body: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def serving(edit: Edit = dict, troubles: tuple[int, ...] = ()) -> Iterator[Server]:
-    server = Server(edit, troubles)
+def serving(edit: Edit = dict, troubles: tuple[int, ...] = (), **more: Any) -> Iterator[Server]:
+    server = Server(edit, troubles, **more)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
