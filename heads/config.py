@@ -27,7 +27,16 @@ FeatureName = Literal[
 ]
 
 # What pays, by the ablation (`benchmarks/head_figures`): position and since_rejection do not.
-DEFAULT_FEATURES: tuple[FeatureName, ...] = get_args(FeatureName)[:-2]
+DEFAULT_FEATURES: tuple[FeatureName, ...] = (
+    "hidden_before",
+    "embedding",
+    "hidden",
+    "log_q",
+    "log_q_max",
+    "margin",
+    "entropy",
+    "log_mass_above",
+)
 # Features that are not known before the token is drawn, and the decision point from which they are;
 # those of `heads.inputs.FEATURES`, which imports torch.
 KNOWN_FROM: dict[FeatureName, DecisionPointName] = {
