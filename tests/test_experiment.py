@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
-from pydantic import Field
 
-from eval.drafting.stopping import STOPPING_RULES, ActiveRule, DraftedToken
-from eval.drafting.stopping.rule import AdaptiveRule
 from eval.measuring.experiment import Artefacts, Experiment
-from eval.measuring.methods import EvalConfig, MethodConfig, check_methods
+from eval.measuring.methods import EvalConfig, MethodConfig
 from eval.measuring.results import Results, Run, check_metrics, read_results, write_results
-from eval.reporting.report import environment_rows, sections_of, write_report
-from heads import AcceptanceHead
-from recipes import run_eval
-from recipes.config import parse
-from recipes.run_eval import Eval
+from eval.reporting.report import environment_rows, sections_of
 from specdata.config import read_config
 from specdata.errors import ConfigError
 from specdata.probability import SamplingConfig
@@ -194,66 +186,3 @@ def test_the_bias_of_a_biased_verifier_is_measured_stored_and_shown(tmp_path: Pa
     batched = evaluate(tmp_path / "batched", [PLAIN, fair, biased], batch=2)
     for run, alone in zip(batched.runs, results.runs, strict=True):
         assert run.total_variation == pytest.approx(alone.total_variation)
-
-
-class Patience(AdaptiveRule):
-    """A rule registered by this test: it ends after some tokens that were not the likeliest."""
-
-    name: ClassVar[str] = "patience"
-
-    patience: int = Field(default=2, ge=1, description="unlikely tokens until the draft ends")
-
-    def start(self, head: AcceptanceHead | None) -> ActiveRule:
-        return CountUnlikely(self)
-
-
-class CountUnlikely(ActiveRule):
-    def __init__(self, rule: Patience) -> None:
-        super().__init__(rule.limit)
-        self.patience = rule.patience
-
-    def begin(self) -> None:
-        self.seen = 0
-
-    def should_stop(self, drafted: DraftedToken) -> bool:
-        self.seen += drafted.token != int(drafted.distribution.argmax())
-        return self.seen >= self.patience
-
-
-def test_a_new_rule_with_a_parameter_of_its_own_is_a_class_and_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """From YAML to the report: nothing but the registry learns of it."""
-    monkeypatch.setitem(STOPPING_RULES, Patience.name, Patience)
-    methods = """[{name: plain, decoder: plain}, {name: now, stop: patience, patience: 1},
-        {name: later, stop: patience, patience: 3, limit: 6}, {name: usual, stop: patience}]"""
-    config = parse(["--eval.methods", methods], "").config
-    check_methods(config.eval, config.sampling, head=False)
-    stored = Eval(config).settings.values["eval"]["methods"]["now"]
-    assert (stored["stop"], stored["patience"], stored["limit"]) == ("patience", 1, 20)
-    write_results(tmp_path / "results.json", evaluate(tmp_path, config.eval.methods))
-    results = read_results(tmp_path / "results.json")
-    check_metrics(results)
-    _, now, later, usual = results.of("maths")
-    assert [(run.stop, run.threshold, run.length) for run in (now, later, usual)] == [
-        ("patience", None, 20),
-        ("patience", None, 6),
-        ("patience", None, 20),
-    ]
-    assert [run.parameters for run in (now, later, usual)] == [
-        {"patience": 1},
-        {"patience": 3},
-        {"patience": 2},
-    ]
-    lengths = [run.n_draft / run.rounds for run in (now, usual)]
-    assert lengths[0] < lengths[1], "the parameter must decide something"
-    page = write_report(results, tmp_path).read_text()
-    for name in ("now", "later", "usual"):
-        assert name in page
-    for text, message in {
-        "{name: a, stop: patience, patience: 0}": "patience: must be greater than or equal to 1",
-        "{name: a, stop: patience, patiense: 3}": "patiense: unknown key: did you mean 'patience'",
-        "{name: a, stop: head, patience: 3}": "stop head does not use patience",
-    }.items():
-        assert run_eval.RECIPE.run(["--method", text]) == 2
-        assert message in capsys.readouterr().err

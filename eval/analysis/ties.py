@@ -8,7 +8,7 @@ that a defect of ours cannot raise the noise that would excuse it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -214,24 +214,19 @@ def _choice(
         return None
     context = [*prompt, *tokens[:position]]
     whole = _last_logits(model, [context])
-    noise = [
-        float((_last_logits(model, pieces) - whole).abs().max())
-        for pieces in _ways(context, len(prompt))
+    # Ways of splitting the same tokens into forwards over a cache.
+    head, new = context[: len(prompt)], context[len(prompt) :]
+    ways = [[context[:-last], context[-last:]] for last in (1, CHUNK, 2 * CHUNK)]
+    ways += [
+        [head, *(new[first : first + size] for first in range(0, len(new), size))]
+        for size in (1, CHUNK)
     ]
+    noise = [float((_last_logits(model, way) - whole).abs().max()) for way in ways]
     best = int(whole.argmax())
     # Logits that are stored in few bits are equal to their neighbours within one step.
     step = torch.finfo(model.dtype).eps * float(whole[best].abs())
     token = tokens[position]
     return Choice(position, token, float(whole[token]), best, float(whole[best]), max(step, *noise))
-
-
-def _ways(tokens: list[int], prompt: int) -> Iterator[list[list[int]]]:
-    """Ways of splitting the same tokens into forwards over a cache."""
-    head, new = tokens[:prompt], tokens[prompt:]
-    for last in (1, CHUNK, 2 * CHUNK):
-        yield [tokens[:-last], tokens[-last:]]
-    for size in (1, CHUNK):
-        yield [head, *(new[first : first + size] for first in range(0, len(new), size))]
 
 
 def _last_logits(model: Any, pieces: Sequence[Sequence[int]]) -> Tensor:

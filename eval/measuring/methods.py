@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -183,29 +183,26 @@ class EvalConfig(Config):
                 f"batches run eagerly: eval.engine {self.engine!r} needs eval.batch 1, got "
                 f"{self.batch}"
             )
-        _check_names(self.methods)
-        return self
-
-
-def _check_names(methods: Sequence[MethodConfig]) -> None:
-    """Refuse methods that the report could not tell apart, or could not compare."""
-    names = [method.name for method in methods]
-    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise ConfigError(f"two methods are named {twice[0]!r}: give each a name of its own")
-    if not all(names):
-        raise ConfigError("a method's name is empty: give each method a name")
-    for method in methods:
-        if (method.name == PLAIN) != (method.decoder == "plain"):
-            must = "have decoder: plain" if method.name == PLAIN else f"be named {PLAIN!r}"
+        # The report must tell methods apart, and compare them.
+        names = [method.name for method in self.methods]
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise ConfigError(f"two methods are named {twice[0]!r}: give each a name of its own")
+        if not all(names):
+            raise ConfigError("a method's name is empty: give each method a name")
+        for method in self.methods:
+            if (method.name == PLAIN) != (method.decoder == "plain"):
+                must = "have decoder: plain" if method.name == PLAIN else f"be named {PLAIN!r}"
+                raise ConfigError(
+                    f"method {method.name!r} has decoder: {method.decoder}. The target alone is the"
+                    f" method {PLAIN!r}, with decoder: plain; this one must {must}, or be another"
+                    " method"
+                )
+        if PLAIN not in names:
             raise ConfigError(
-                f"method {method.name!r} has decoder: {method.decoder}. The target alone is the "
-                f"method {PLAIN!r}, with decoder: plain; this one must {must}, or be another method"
+                f"no method is {PLAIN!r}, the target alone, which every other is compared with: add"
+                f" {{name: {PLAIN}, decoder: plain}}; got {', '.join(names) or 'no method'}"
             )
-    if PLAIN not in names:
-        raise ConfigError(
-            f"no method is {PLAIN!r}, the target alone, which every other is compared with: add "
-            f"{{name: {PLAIN}, decoder: plain}}; got {', '.join(names) or 'no method'}"
-        )
+        return self
 
 
 def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -> None:
@@ -231,9 +228,15 @@ def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -
             raise ConfigError(f"{where} stops by a head, but none was trained")
         for reader, unread in method.unread().items():
             if unread:
+                instead = ""
+                if "stop" in unread and method.decoder == "assisted":
+                    instead = (
+                        " (transformers' own loop drafts a fixed number of tokens, `length`, or"
+                        f" stops by confidence, `{Confidence.name}`), or take decoder: speculative"
+                    )
                 raise ConfigError(
                     f"{where}: {reader} does not use {', '.join(unread)}: leave "
-                    f"{'it' if len(unread) == 1 else 'them'} out{_instead(method, unread)}"
+                    f"{'it' if len(unread) == 1 else 'them'} out{instead}"
                 )
         if config.batch > 1 and method.decoder == "assisted":
             raise ConfigError(
@@ -245,16 +248,6 @@ def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -
                 f"{where}: stop {stop.name} measures times, and nothing is timed with eval.batch "
                 f"above 1: give {' and '.join(stop.measured)}, or set eval.batch to 1"
             )
-
-
-def _instead(method: MethodConfig, unread: Sequence[str]) -> str:
-    """The suggestion of what else might have been meant."""
-    if "stop" not in unread or method.decoder == "plain":
-        return ""
-    return (
-        " (transformers' own loop drafts a fixed number of tokens, `length`, or stops by "
-        f"confidence, `{Confidence.name}`), or take decoder: speculative"
-    )
 
 
 def check_machine(config: EvalConfig) -> None:

@@ -118,7 +118,21 @@ def metadata(
         license=about.license,
         tags=[*_TAGS, tag],
         model_name=name,
-        eval_results=_eval_results(measured),
+        # Of each prompt set, with the method that they are of.
+        eval_results=[
+            EvalResult(
+                task_type="text-generation",
+                task_name="speculative decoding",
+                dataset_type=run.dataset,
+                dataset_name=run.dataset,
+                metric_type=metric,
+                metric_name=f"{meaning} ({run.method})",
+                metric_value=round(getattr(run, metric), 4),
+            )
+            for run in measured
+            for metric, meaning in _METRICS.items()
+            if getattr(run, metric) is not None
+        ],
         **more,
     )
 
@@ -128,21 +142,3 @@ def left_out(about: About, target: str) -> list[str]:
     bases = [name for name in (about.base_model, target) if name and hub_id(name) is None]
     sets = [name for name in about.datasets if hub_id(name) is None]
     return list(dict.fromkeys([*bases, *sets]))
-
-
-def _eval_results(measured: Sequence[Run]) -> list[EvalResult]:
-    """The metrics of each prompt set, with the method that they are of."""
-    return [
-        EvalResult(
-            task_type="text-generation",
-            task_name="speculative decoding",
-            dataset_type=run.dataset,
-            dataset_name=run.dataset,
-            metric_type=metric,
-            metric_name=f"{meaning} ({run.method})",
-            metric_value=round(getattr(run, metric), 4),
-        )
-        for run in measured
-        for metric, meaning in _METRICS.items()
-        if getattr(run, metric) is not None
-    ]
