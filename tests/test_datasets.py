@@ -311,17 +311,3 @@ def test_a_full_disk_stops_the_dataset_which_goes_on_when_there_is_room(
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
         drive_dataset.fill(disk / "dataset")
         assert content(disk / "dataset") == whole
-
-
-@pytest.mark.parametrize("name", ["r*", "r[x]", "__r", ".r"])
-def test_a_datasets_folder_is_taken_literally_whatever_its_name(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = tmp_path / "cwd[1]"
-    for number, folder in enumerate(("rx", name)):
-        rows = partial(list, [row(number)])
-        fill(here / folder, [rows])
-    monkeypatch.chdir(here)
-    for folder in (here / name, Path(name)):
-        assert load_stored(folder)["example_id"] == ["id1"]
-        assert [stored["example_id"] for stored in stream_stored(folder)] == ["id1"]

@@ -68,15 +68,3 @@ def test_a_chat_template_renders_them_and_without_one_they_are_plain_text(name: 
     assert plain[0].ids == tokenizer(texts[0])["input_ids"]
     with pytest.raises(ConfigError, match="no chat template"):
         load_prompts([PromptSet(name, "train", 5, chat=True)], tokenizer, seed=4)
-
-
-def test_what_cannot_be_had_is_refused() -> None:
-    tokenizer = chat_tokenizer("chatml")
-    with pytest.raises(ConfigError, match="give a `count`"):
-        load_prompts([PromptSet("chat-maths", "train", 0)], tokenizer, seed=0)
-    with pytest.raises(ConfigError, match="choose from train, dev, test"):
-        load_prompts([PromptSet("chat-maths", "validation", 1)], tokenizer, seed=0)
-    with pytest.raises(ConfigError, match="did you mean 'chat-maths'"):
-        load_prompts([PromptSet("chat-math", "train", 1)], tokenizer, seed=0)
-    with pytest.raises(ConfigError, match="has 2000 prompts, 10000 were asked for: lower `count`"):
-        load_prompts([PromptSet("chat-maths", "train", 10_000)], tokenizer, seed=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
@@ -11,10 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from datasets.exceptions import DatasetGenerationError
 
 from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.models import check_shared_vocabulary, vocabulary_fingerprint
@@ -110,18 +106,6 @@ def test_conversations_that_cannot_be_prompts_are_counted_too(tmp_path: Path) ->
         "near_empty": 1,
     }
     assert "System role not supported" in entry["refused_because"]
-
-
-def test_text_in_parquet_that_is_not_utf8_costs_its_row_alone(tmp_path: Path) -> None:
-    bad = pa.Array.from_buffers(
-        pa.string(),
-        2,
-        [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0\6\0\0\0"), pa.py_buffer(b"\xff\xfegood")],
-    )
-    pq.write_table(pa.table({"prompt": bad}), tmp_path / "bad.parquet")
-    loaded = load_prompts([PromptSet(str(tmp_path / "bad.parquet"), "t", 0)], PLAIN, seed=0)
-    assert texts(loaded) == ["good"]
-    assert loaded.report[0]["dropped"]["undecodable"] == 1
 
 
 def test_a_set_of_which_nothing_is_left_is_refused_with_the_reasons(tmp_path: Path) -> None:
@@ -270,21 +254,6 @@ def test_of_a_hub_data_set_the_asked_revision_configuration_and_split_are_read(h
     assert not any("de-en/train" in path or "plain_text/train" in path for path in fetched)
     assert any("piqa/revision/refs/convert/parquet" in path for path in asked)
     assert any("data/resolve/v2/" in path for path in asked)
-
-
-def test_a_disk_that_fills_while_a_set_is_read_stays_trouble_outside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fill(*_: object, **__: object) -> None:
-        try:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        except OSError as error:
-            raise DatasetGenerationError("An error occurred while generating") from error
-
-    source = parquet(tmp_path / "a.parquet", [{"prompt": "good"}])
-    monkeypatch.setattr("datasets.load_dataset", fill)
-    with pytest.raises(OSError, match="No space left"):  # exit status 1, not 2
-        check_sets([PromptSet(source, "train", 1)], seed=0)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from distill.config import DistilConfig, FinetuneConfig
 from distill.distillation import distil
@@ -284,22 +283,6 @@ def test_a_target_that_cannot_be_read_in_parts_is_refused(
     flags += [f"--models.target={adapters}", f"--models.draft={pair / 'draft'}"]
     assert train_draft.RECIPE.run(flags) == 2
     assert message in capsys.readouterr().err
-
-
-def without_plan(folder: Path) -> None:
-    join_processes()
-    with pytest.raises(ConfigError, match="no plan that divides its layers for gpt2"):
-        load_sharded(str(folder))
-    leave_processes()
-
-
-@pytest.mark.exhaustive
-def test_a_family_that_would_be_gathered_as_a_whole_is_refused(
-    tmp_path: Path, server: ForkServerContext
-) -> None:
-    config = GPT2Config(vocab_size=40, n_embd=8, n_layer=2, n_head=2, n_positions=32)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    finish(start_two(server, without_plan, tmp_path, **ON_CPU))
 
 
 @pytest.mark.parametrize(

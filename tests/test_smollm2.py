@@ -121,20 +121,6 @@ def test_another_file_than_the_pinned_one_is_refused(
 
 
 @pytest.mark.exhaustive
-def test_a_folder_of_something_else_is_neither_used_nor_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = registry(tmp_path / "index", monkeypatch)
-    out = tmp_path / "run" / "target"
-    small_llama().save_pretrained(out)
-    with pytest.raises(ConfigError, match=r"was not made of tiny-model 1\.0"):
-        make_target(source, out)
-    make_target(source, tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"was not made of tiny-model 2\.0"):
-        make_target(replace(source, version="2.0"), tmp_path / "other")
-
-
-@pytest.mark.exhaustive
 def test_a_build_that_is_killed_leaves_nothing_half_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,12 +29,6 @@ def test_prompts_of_different_splits_never_meet_even_for_different_seeds(family:
         assert {split_of(text) for text in texts} == {split}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_answers_to_one_prompt_vary(family: str) -> None:
-    answers = {example.completion for example in examples(family, 100, seed=0)}
-    assert len(answers) > 90
-
-
 def test_the_training_documents_hold_no_prompt_of_dev_or_test() -> None:
     documents = corpus(seed=0, **SMALL)
     for split in ("dev", "test"):
@@ -51,13 +45,6 @@ def test_maths_answers_are_right() -> None:
         for left, sign, right, result in steps:
             a, b = int(left), int(right)
             assert int(result) == {"+": a + b, "-": a - b, "*": a * b}[sign]
-
-
-def test_code_answers_compile_and_name_their_function() -> None:
-    for example in examples("code", 200, seed=3):
-        compile(example.prompt + example.completion, "example", "exec")
-        name = example.prompt[len("def ") :].partition("(")[0]
-        assert name.isidentifier()
 
 
 def test_prompt_tokens_are_a_prefix_of_the_document_tokens() -> None:
