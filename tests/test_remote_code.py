@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from eval.reporting.release import _load_whole, _target_config
+from eval.reporting.release import _load_whole
 from specdata.errors import ConfigError
 from specdata.inspect.__main__ import _tokenizer
-from specdata.models import load_generation, load_model, load_tokenizer
+from specdata.models import load_configs, load_generation, load_model, load_tokenizer
 from tests.chats import chat_tokenizer
 from tests.tiny import tiny_llama
 
@@ -78,7 +78,7 @@ def with_code(folder: Path, marker: Path, **changes: Any) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("load", [load_model, load_tokenizer, load_generation])
+@pytest.mark.parametrize("load", [load_model, load_tokenizer, load_generation, load_configs])
 def test_a_model_with_code_of_its_own_is_refused_without_a_question(
     tmp_path: Path, marker: Path, load: Callable[[str], object], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,7 +95,5 @@ def test_publishing_and_looking_at_data_run_no_code_either(tmp_path: Path, marke
     name = with_code(tmp_path / "model", marker)
     with pytest.raises(ConfigError, match="never run here"):
         _load_whole(Path(name))
-    with pytest.raises(ConfigError, match="never run here"):
-        _target_config(name)
     assert _tokenizer({"target": name})[0] is None
     assert not marker.exists()
