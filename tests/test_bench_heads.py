@@ -22,8 +22,6 @@ from benchmarks.head_figures.replay import Recorded, Times
 from benchmarks.head_figures.variants import (
     ABLATION,
     SHIPPED,
-    drawn_labels,
-    one_draw,
 )
 from distill.toy import language_model
 from eval.analysis.traces import acceptance_traces
@@ -105,31 +103,6 @@ def test_features_that_are_computed_once_give_what_a_head_is_recorded_with(
             np.testing.assert_allclose(mine, known, atol=1e-5)
     assert ours.tokens.head.rejection_weight == theirs.tokens.head.rejection_weight
     np.testing.assert_array_equal(ours.accept, theirs.accept)
-
-
-def test_drawn_labels_are_outcomes_with_the_probability_of_acceptance(rows: Dataset) -> None:
-    drawn = drawn_labels(rows)
-    for name in ("accept_prob", "more_accept_prob"):
-        outcomes = np.concatenate([np.asarray(values) for values in drawn[name]])
-        chances = np.concatenate([np.asarray(values) for values in rows[name]])
-        assert {*outcomes.tolist()} == {0.0, 1.0}
-        deviation = np.sqrt((chances * (1 - chances)).sum())
-        assert abs((outcomes - chances).sum()) < 4 * deviation  # fails once in 16,000
-    assert drawn["draft_ids"] == rows["draft_ids"]
-    assert "more_draft_ids" not in one_draw(rows).column_names
-
-
-def test_each_variant_of_the_ablation_differs_from_the_shipped_head_in_one_way() -> None:
-    assert len({variant.name for variant in ABLATION}) == len(ABLATION)
-    whole, *others = ABLATION
-    assert whole.config(None) == SHIPPED
-    for variant in others:
-        changed = variant.config(None) != SHIPPED
-        assert changed != (variant.rows is not whole.rows), variant.name
-    # The position is unknown along a recorded rollout, so these are judged by AUROC alone.
-    for variant in ABLATION:
-        reads = variant.config(None).features
-        assert variant.replayed == (not {"position", "since_rejection"} & {*reads})
 
 
 def test_from_rollouts_to_figures_in_one_command(tmp_path: Path) -> None:

@@ -99,19 +99,3 @@ def test_the_bias_of_a_generation_is_that_of_its_own_positions(temperature: floa
         tokens, variations = tokens + count, variations + expected
     assert tokens > 20
     assert variations > 0.5, "there must be a bias to find"
-
-
-def test_a_long_generation_is_measured_at_evenly_spaced_positions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target, draft = tiny_llama(0, vocab=40), tiny_llama(1, vocab=40)
-    config = DecodeConfig(verifier="biased_opt", verifier_args={"epsilon": 0.2}, length=2)
-    decoder = SpeculativeDecoder.from_config(target, draft, config)
-    prompt, seeds = torch.tensor([2, 5]), map(torch.Generator().manual_seed, range(20))
-    outs = (decoder.generate(prompt, max_new_tokens=40, generator=seed) for seed in seeds)
-    out = next(out for out in outs if len(out.tokens) > 5)
-    measure = (target, draft, config.make_verifier(), config.sampling, prompt, out)
-    _, count = measure_bias(*measure)
-    assert count == min(len(out.tokens), bias.POSITIONS)
-    monkeypatch.setattr(bias, "POSITIONS", 5)
-    assert measure_bias(*measure)[1] == 5

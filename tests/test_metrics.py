@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from eval.measuring.environment import describe_environment
-from eval.measuring.intervals import RESAMPLES, bootstrap_weights, interval
 from eval.measuring.methods import PLAIN
 from eval.measuring.metrics import (
     compute_metrics,
@@ -292,14 +291,3 @@ def test_the_total_variation_is_a_ratio_of_sums_with_an_interval() -> None:
     unmeasured = compute_metrics(by_hand())
     assert unmeasured.total_variation is None
     assert "total_variation" not in unmeasured.intervals
-
-
-def test_the_bootstrap_resamples_prompts_with_equal_chances() -> None:
-    weights = bootstrap_weights(4, seed=1)
-    assert weights.shape == (RESAMPLES, 4)
-    assert (weights.sum(axis=1) == 4).all()
-    # 4000 draws a prompt: a standard deviation of 0.027.
-    assert np.abs(weights.mean(axis=0) - 1).max() < 0.12
-    assert (bootstrap_weights(4, seed=1) == weights).all()
-    low, high = interval(np.arange(1001.0))
-    assert (low, high) == pytest.approx((25.0, 975.0))

@@ -165,25 +165,6 @@ def test_a_released_draft_drafts_the_length_measured_in_transformers(
     assert torch.equal(target.generate(prompt, assistant_model=assistant, **ask), plain)
 
 
-def test_the_draft_card_names_the_best_length_of_each_engine_with_its_interval(
-    pair: Pair, draft: Path
-) -> None:
-    card = (draft / "README.md").read_text()
-    for engine, best in measured_lengths(pair.results).items():
-        if best is None:
-            assert engine in {"vLLM", "SGLang", "llama.cpp"}
-            assert f"| {engine} | not measured |" in card
-            assert " (its draft length was not measured: " in card
-            continue
-        (row,) = [line for line in card.splitlines() if line.startswith(f"| {engine} | K")]
-        assert f"K = {best.length}" in row
-        speed = best.speed
-        said = f"{speed.value:.1f} [{speed.low:.1f}, {speed.high:.1f}]"
-        assert escape_markdown(said) in row
-        assert str(best.runner_up) in row
-        assert ("not told apart" in row) == best.tied
-
-
 def test_the_model_index_survives_the_hubs_own_reader(pair: Pair, draft: Path, head: Path) -> None:
     for folder, drafter in ((draft, "fixed-"), (head, "head-")):
         index = metadata_load(folder / "README.md")["model-index"]

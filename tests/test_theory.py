@@ -122,11 +122,6 @@ def test_merging_contexts_of_a_markov_chain_changes_nothing() -> None:
     )
 
 
-def test_a_batch_of_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1 response, got 0"):
-        theory.batch_rejections(lambda _: torch.ones(1), lambda _: torch.ones(1), 1, 0)
-
-
 # --- accepted tokens ---
 
 FORMULAS = {
