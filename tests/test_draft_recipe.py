@@ -11,7 +11,7 @@ from recipes import train_draft
 from recipes.config import PipelineConfig, parse
 from recipes.layout import folder
 from recipes.make_rollouts import Rollouts
-from recipes.publish import _measures, _texts_of_draft
+from recipes.publish import _texts_of_draft
 from recipes.run import run_stage
 from recipes.run_eval import _context
 from tests.synthetic_results import synthetic_results
@@ -123,9 +123,3 @@ def test_a_card_names_the_texts_that_the_draft_was_trained_on(
     found = _texts_of_draft(config, config.draft)
     hub = "anon8231489123/ShareGPT_Vicuna_unfiltered"
     assert found == [hub if name == "sharegpt" else name for name in texts]
-
-
-def test_a_card_of_a_draft_that_was_not_distilled_names_no_distillation() -> None:
-    measures = _measures({**ACCEPTANCE, "is_bound": False})
-    assert measures["acceptance"] == 0.5
-    assert not any("distillation" in name for name in measures)

@@ -83,9 +83,10 @@ def test_draft_and_head_learn_from_different_rollouts(pair: Path, tmp_path: Path
     }
     held_out = {name for name in of["train"] if is_held_out(name, SHARE)}
     assert 0 < len(held_out) < len(of["train"])
-    learnt = train_draft._rollouts(config, "train")
+    draft = train_draft.Draft(config)
+    learnt = draft.rollouts("train")
     assert {*learnt["example_id"]} == of["train"] - held_out
-    assert {*train_draft._rollouts(config, "dev")["example_id"]} == of["dev"]
+    assert {*draft.rollouts("dev")["example_id"]} == of["dev"]
     labels = load_stored(tmp_path / "out" / "labels")
     assert {*labels["example_id"]} == held_out | of["dev"]
     assert {row["split"] for row in labels} == {"train", "dev"}
