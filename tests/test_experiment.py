@@ -140,6 +140,7 @@ def test_the_ablation_of_tree_attention_decodes_the_same_and_is_named(timed: Res
         assert ablation.parameters == {**tree.parameters, "tree_attention": False}
 
 
+@pytest.mark.slow
 def test_the_engine_reaches_every_method_of_ours_and_is_shown(
     timed: Results, tmp_path: Path
 ) -> None:
