@@ -4,6 +4,8 @@
 # make test-oldest, make test-newest   the whole test-suite with the oldest and the newest versions that pyproject.toml
 #                                      allows, each in an environment of its own
 PYTHON ?= python3
+# Further options of pytest: make test PYTEST="--durations=30 -k heads".
+PYTEST ?=
 VENV := .venv
 CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
@@ -30,10 +32,10 @@ real: $(INSTALLED)
 	@$(RUN) $(BIN)/python recipes/pipeline.py --config recipes/configs/smollm2-135m-t1.yaml
 
 test: $(INSTALLED)
-	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive"
+	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(PYTEST)
 
 test-all: $(INSTALLED)
-	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 test-oldest:
 	@$(MAKE) test-all VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
@@ -49,7 +51,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 check: lint
-	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not slow and not exhaustive"
+	@$(RUN) $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -m "not slow and not exhaustive" $(PYTEST)
 
 fix: $(INSTALLED)
 	$(BIN)/ruff check --fix .
