@@ -391,7 +391,7 @@ def clocked(fixed: Interval, margin: Interval) -> list[Rival]:
     return rivals(fixed, margin, "K=4", "margin .5")
 
 
-FEW = "So few prompts cannot tell whether the head pays, it is not told apart from "
+FEW = "So few prompts cannot tell whether the head pays: it is not told apart from "
 
 
 @pytest.mark.parametrize(

@@ -503,7 +503,7 @@ def _decide(replay: Sequence[Rival], clock: Sequence[Rival], reason: str) -> tup
         where = "on held-out rollouts" if tied and replay else "by the clock"
         names = _list([rival.setting for rival in tied or slower])
         why = f"it is not told apart from {names} {where}"
-        return "cannot tell", f"So few prompts cannot tell whether the head pays, {why}: {numbers}."
+        return "cannot tell", f"So few prompts cannot tell whether the head pays: {why}; {numbers}."
     return "pays", f"The head pays: {numbers}."
 
 

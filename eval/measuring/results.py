@@ -212,13 +212,17 @@ def read_results(path: Path) -> Results:
     try:
         return Results.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
-        raise ManifestError(f"no results at {path}; run the evaluation first") from error
+        raise ManifestError(
+            f"no results at {path}; run the evaluation first (if it says that it is already done, "
+            f"remove {path.parent} and run it again)"
+        ) from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise ManifestError(
             f"{path} must be a results.json of schema version {SCHEMA_VERSION}: {where}:"
-            f" {first['msg']} ({error.error_count()} problems in all); run the evaluation again"
+            f" {first['msg']} ({error.error_count()} problems in all); remove "
+            f"{path.parent} and run the evaluation again"
         ) from error
 
 
