@@ -177,10 +177,10 @@ def test_plan_says_what_would_be_read_and_written_and_writes_nothing(tmp_path: P
     assert done.stderr == "", "no noise on import"
     for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
         assert f"writes {out}/{stage}" in done.stdout
-    assert "1,560 completions, at most 149,760 tokens, about 599.0 KB" in done.stdout
-    # 40 bytes a token, and 8 for each of five more draws along the 1,152 that are trained on.
-    assert "1,560 completions, at most 149,760 tokens, about 10.4 MB" in done.stdout
-    assert "head: {kind: immediate, epochs: 12, cache: disk}" in done.stdout
+    assert "1,464 completions, at most 140,544 tokens, about 562.2 KB" in done.stdout
+    # 40 bytes a token, and 8 for each of five more draws along the 1,056 that are trained on.
+    assert "1,464 completions, at most 140,544 tokens, about 9.7 MB" in done.stdout
+    assert "head: {kind: immediate, epochs: 10, cache: disk}" in done.stdout
     assert "max_grad_norm" not in done.stdout, "values that were not given are not printed"
     assert not out.exists()
 

@@ -414,13 +414,13 @@ FEW = "So few prompts cannot tell whether the head pays: it is not told apart fr
             clocked(SAVES, SAVES),
             "The head does not pay, because K=6 and margin h=.7 take less time without it on held",
         ),
-        (replayed(SAVES, SAVES), clocked(MAYBE_LOSES, SAVES), f"{FEW}K=4 by the clock: on held"),
+        (replayed(SAVES, SAVES), clocked(MAYBE_LOSES, SAVES), f"{FEW}K=4 by the clock; on held"),
         (
             replayed(SAVES, MAYBE_SAVES),
             clocked(SAVES, SAVES),
-            f"{FEW}margin h=.7 on held-out rollouts: on held",
+            f"{FEW}margin h=.7 on held-out rollouts; on held",
         ),
-        ([], clocked(SAVES, MAYBE_SAVES), f"{FEW}margin .5 by the clock: by the clock it saves"),
+        ([], clocked(SAVES, MAYBE_SAVES), f"{FEW}margin .5 by the clock; by the clock it saves"),
         ([], [], "Whether the head pays was not measured: no labels."),
     ],
 )
