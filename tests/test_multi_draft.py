@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from eval.analysis.acceptance import RULES, three_tokens
 from eval.drafts import DraftTree, How
 from eval.verifiers import VERIFIERS
 from eval.verifiers.kseq import discount
+from eval.verifiers.optimum import optimal_acceptance
 
 P3, Q3 = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]], dtype=torch.float64)
 P4, Q4 = torch.tensor([[0.45, 0.25, 0.2, 0.1], [0.35, 0.1, 0.15, 0.4]], dtype=torch.float64)
@@ -36,9 +40,11 @@ def siblings(q: Tensor, k: int, how: How) -> Iterator[tuple[float, DraftTree]]:
             yield weight, DraftTree.siblings(torch.tensor(tokens), q, how)
 
 
-def judge(name: str, p: Tensor, q: Tensor, k: int, how: How = "iid") -> tuple[Tensor, float]:
+def judge(
+    name: str, p: Tensor, q: Tensor, k: int, how: How = "iid", **parameters: Any
+) -> tuple[Tensor, float]:
     """Exact output distribution (V,) and acceptance at one position, over every draft."""
-    verifier = VERIFIERS[name].make()
+    verifier = VERIFIERS[name].make(**parameters)
     distribution, acceptance, total = torch.zeros_like(p), 0.0, 0.0
     for weight, tree in siblings(q, k, how):
         verdict = verifier(tree, p.expand(k + 1, -1))
@@ -61,30 +67,51 @@ def random_distributions(seed: int, size: int, rows: int = 2, zeros: bool = Fals
     return list(distributions / distributions.sum(dim=-1, keepdim=True))
 
 
-def recursive_acceptance(p: Tensor, distributions: list[Tensor]) -> float:
-    """1 - prod_k TV(p^k, q_k), written without the library."""
-    prefix_acceptance = 1.0
-    for q in distributions:
-        rest = (p - q).clamp(min=0)
-        prefix_acceptance *= float(rest.sum())
-        p = rest / rest.sum() if rest.sum() > 1e-14 else p
-    return 1 - prefix_acceptance
-
-
-FORMULAS: dict[str, Callable[[Tensor, Tensor, int], float]] = {
-    "naive": lambda p, q, k: float((p * (1 - (1 - q) ** k)).sum()),
-    "rrs": lambda p, q, k: recursive_acceptance(p, [q] * k),
-    "kseq": lambda p, q, k: 1 - (1 - float(torch.minimum(q, p / discount(p, q, k)).sum())) ** k,
-}
-
-
-@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("name", ["naive", "rrs", "kseq"])
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_acceptance_is_the_formula_of_the_paper(name: str, k: int) -> None:
     for seed in range(10):
         p, q = random_distributions(seed, 3, zeros=seed % 2 == 1)
         _, acceptance = judge(name, p, q, k)
-        assert acceptance == pytest.approx(FORMULAS[name](p, q, k), abs=1e-12)
+        assert acceptance == pytest.approx(RULES[name](p, q, k), abs=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_acceptance_without_replacement_averages_over_the_rejected(k: int) -> None:
+    for seed in range(10):
+        p, q = random_distributions(seed, 4, zeros=seed % 2 == 1)
+        if k > int((q > 0).sum()):
+            continue
+        _, acceptance = judge("rrs_wor", p, q, k, "distinct")
+        assert acceptance == pytest.approx(RULES["rrs_wor"](p, q, k), abs=0.02 if k > 1 else 1e-12)
+
+
+@pytest.mark.parametrize("alphabet", [None, 2])
+def test_acceptance_of_a_selection_is_its_overlap_and_the_drafted_residual(
+    alphabet: int | None,
+) -> None:
+    for seed in range(10):
+        p, q = random_distributions(seed, 3)
+        _, acceptance = judge("importance", p, q, 2, solver="lp", alphabet=alphabet)
+        found = RULES["importance"](p, q, 2, solver="lp", alphabet=alphabet)
+        best = optimal_acceptance(p, q, 2)
+        assert found <= acceptance + 1e-12 <= best + 2e-12
+        if alphabet is None:
+            assert found == pytest.approx(best, abs=1e-9)
+
+
+def test_figure_2_of_canonical_decomposition_is_theorem_3() -> None:
+    found: dict[tuple[float, float], dict[str, float]] = {}
+    for row in three_tokens([1 / 3, 1 / 6]):
+        found.setdefault((row["first"], row["x"]), {})[row["verifier"]] = row["acceptance"]
+    for (first, x), acceptance in found.items():
+        # min over S of P(S) + Q(S^c)^2 + 2 Q(S) Q(S^c), Q uniform.
+        theorem = min(
+            float(np.dot([first, x, 1 - first - x], chosen)) + 1 - (sum(chosen) / 3) ** 2
+            for chosen in product([0, 1], repeat=3)
+        )
+        assert acceptance["optimum"] == pytest.approx(theorem, abs=1e-12)
+        assert acceptance["rrs"] <= acceptance["kseq"] + 1e-12 <= acceptance["optimum"] + 2e-12
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

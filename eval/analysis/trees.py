@@ -153,13 +153,12 @@ def expected_rounds(prefix_acceptance: Reals, lengths: NDArray[np.int64]) -> Rea
     return np.asarray(starts[:, :width].sum(axis=1))
 
 
-def accepted(p: Tensor, q: Tensor, tokens: Tensor, uniforms: Tensor | None, most: int) -> Tensor:
-    """A_k at C positions for k = 1 .. `most`, given the text's token.
+def scales(p: Tensor, q: Tensor, uniforms: Tensor | None, most: int) -> Tensor:
+    """The t of the residual (p - t q)+ after k = 1 .. `most` candidates, at C positions.
 
     Args:
-        p: (C, V) the target's distributions.
+        p: (C, V) the target's distributions, float64.
         q: (C, V) the draft's.
-        tokens: (C,) of the text.
         uniforms: (C, most - 1) in [0, 1), which draw the candidates that are rejected without
             replacement; None for candidates drawn with replacement.
         most: the largest k.
@@ -169,23 +168,38 @@ def accepted(p: Tensor, q: Tensor, tokens: Tensor, uniforms: Tensor | None, most
     """
     import torch
 
-    p, q = (each.double() / each.double().sum(dim=-1, keepdim=True) for each in (p, q))
-    p_x, q_x = (each.gather(-1, tokens.unsqueeze(-1)) for each in (p, q))
-    q_over_p = torch.where(p_x > 0, q_x / p_x, 0.0)  # p is 0 there by rounding only
-    remaining, t = q.clone(), torch.zeros_like(q_x)
+    remaining, t = q.clone(), torch.zeros_like(q[:, :1])
     found = []
     for k in range(most):
         residual = (p - t * q).clamp(min=0.0)
         mass, left = (each.sum(dim=-1, keepdim=True) for each in (residual, remaining))
         can = (mass > NOTHING) & (left > NOTHING)
         t = torch.where(can, t + mass / left.clamp(min=NOTHING), t)
-        found.append((t * q_over_p).clamp(max=1.0))
+        found.append(t)
         if uniforms is not None and k + 1 < most:
             rejected = (mass * remaining - left * residual).clamp(min=0.0).cumsum(dim=-1)
             point = uniforms[:, k, None] * rejected[:, -1:]
             drawn = torch.searchsorted(rejected, point, right=True).clamp(max=q.shape[-1] - 1)
             remaining.scatter_(-1, drawn, 0.0)
     return torch.cat(found, dim=-1)
+
+
+def accepted(p: Tensor, q: Tensor, tokens: Tensor, uniforms: Tensor | None, most: int) -> Tensor:
+    """A_k at C positions for k = 1 .. `most`, given the text's token: (C, most), rising.
+
+    Args:
+        p: (C, V) the target's distributions.
+        q: (C, V) the draft's.
+        tokens: (C,) of the text.
+        uniforms: as for `scales`.
+        most: the largest k.
+    """
+    import torch
+
+    p, q = (each.double() / each.double().sum(dim=-1, keepdim=True) for each in (p, q))
+    p_x, q_x = (each.gather(-1, tokens.unsqueeze(-1)) for each in (p, q))
+    q_over_p = torch.where(p_x > 0, q_x / p_x, 0.0)  # p is 0 there by rounding only
+    return (scales(p, q, uniforms, most) * q_over_p).clamp(max=1.0)
 
 
 def acceptance_along(

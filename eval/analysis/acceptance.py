@@ -1,0 +1,221 @@
+"""Acceptance of K candidates for one position, by rule: exact given p and q, without a draw.
+
+"Acceptance" is the probability that the emitted token is one of the candidates. Its mean over the
+positions of the target's own text is what papers print as the acceptance rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from eval.analysis.trees import scales
+from eval.decode_config import DecodeConfig
+from eval.decoder import SpeculativeDecoder
+from eval.verifiers.importance import as_distribution
+from eval.verifiers.kseq import any_accepted, discount
+from eval.verifiers.optimum import optimal_acceptance
+from eval.verifiers.selection.groups import largest
+from eval.verifiers.selection.solvers import Solver, selector
+from specdata.probability import nucleus, overlap, probabilities, to_vocabulary
+from specdata.sampling import SamplingConfig, generator_for
+
+if TYPE_CHECKING:
+    from specdata.prompts.loading import Prompt
+
+POINTS = 64
+"""Of the quadrature over rejected candidates."""
+
+
+def recursive(p: Tensor, q: Tensor, k: int) -> float:
+    """Recursive rejection with replacement (SpecInfer; MCSD, Alg. 1): 1 - prod_k TV(p^k, q)."""
+    return float(_after(p, q, k, None))
+
+
+def recursive_distinct(p: Tensor, q: Tensor, k: int) -> float:
+    """Recursive rejection without replacement (MCSD, Alg. 2).
+
+    Exact given the candidates that are rejected; their average is a quadrature of `POINTS` points
+    (Sobol), since there is no product form.
+    """
+    sobol = torch.quasirandom.SobolEngine(max(1, k - 1))  # type: ignore[no-untyped-call]
+    points = sobol.draw(POINTS, dtype=torch.float64)
+    return float(_after(p, q, k, points + 0.5 / POINTS).mean())
+
+
+def _after(p: Tensor, q: Tensor, k: int, uniforms: Tensor | None) -> Tensor:
+    """Acceptance of the first k, (C,), given the uniforms (C, k - 1) that draw the rejected."""
+    count = 1 if uniforms is None else len(uniforms)
+    p, q = (each.double().expand(count, -1) for each in (p, q))
+    p, q = (each / each.sum(dim=-1, keepdim=True) for each in (p, q))
+    return overlap(p, scales(p, q, uniforms, k)[:, -1:] * q)
+
+
+def naive(p: Tensor, q: Tensor, k: int) -> float:
+    """The target's own draw, if it was drafted (MCNS): sum_x p (1 - (1 - q)^K)."""
+    return float((p.double() * (1.0 - (1.0 - q.double()) ** k)).sum())
+
+
+def k_seq(p: Tensor, q: Tensor, k: int) -> float:
+    """K-SEQ (SpecTr, Sun et al. 2023, Alg. 3): 1 - (1 - beta(rho))^K."""
+    p, q = (each.double() / each.double().sum() for each in (p, q))
+    return any_accepted(float(overlap(q, p / discount(p, q, k))), k)
+
+
+def importance(
+    p: Tensor,
+    q: Tensor,
+    k: int,
+    solver: Solver = "truncated",
+    s: int = 5,
+    alphabet: int | None = None,
+) -> float:
+    """Selection, then speculative sampling (Khisti et al. 2025): sum_x min(p, b).
+
+    With an alphabet, of K candidates m are inside with a binomial probability, and b is that of m.
+    What the verifier accepts beyond this, a residual token that was drafted, is left out, as in
+    the paper.
+    """
+    target, draft = as_distribution(p), as_distribution(q)
+    likely = np.arange(len(target)) if alphabet is None else largest(target, alphabet)
+    inside = draft[likely].sum()
+    found = 0.0
+    for m in range(1, k + 1):
+        chance = math.comb(k, m) * inside**m * max(0.0, 1.0 - inside) ** (k - m)
+        if chance > 0.0:
+            part = draft[likely] / inside
+            b = selector(solver, s)(target[likely], [part] * m).distribution
+            found += chance * float(np.minimum(target[likely], b).sum())
+    return found
+
+
+def likeliest(p: Tensor, q: Tensor, k: int) -> float:
+    """The k likeliest tokens of the draft: sum of p over them (any rule, where p is one-hot)."""
+    return float(p[q.topk(k).indices].sum())
+
+
+def optimum(p: Tensor, q: Tensor, k: int) -> float:
+    """The most that any rule accepts of iid candidates."""
+    return optimal_acceptance(p, q, k)
+
+
+def optimum_distinct(p: Tensor, q: Tensor, k: int) -> float:
+    """The most that any rule accepts of candidates drawn without replacement."""
+    return optimal_acceptance(p, q, k, "distinct")
+
+
+RULES: dict[str, Callable[..., float]] = {
+    "optimum": optimum,
+    "optimum_distinct": optimum_distinct,
+    "importance": importance,
+    "kseq": k_seq,
+    "rrs": recursive,
+    "rrs_wor": recursive_distinct,
+    "naive": naive,
+    "likeliest": likeliest,
+}
+"""(p (V,), q (V,), k, parameters) -> acceptance; verifiers by their names in `VERIFIERS`."""
+
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Least sizes of the buckets that effective alphabets are counted in."""
+
+
+def effective_alphabet(p: Tensor, top_p: float) -> int:
+    """The tokens that truncation by top-p leaves of a distribution (V,)."""
+    return int((nucleus(p, top_p) > 0).sum())
+
+
+def target_texts(
+    target: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    sampling: SamplingConfig,
+    *,
+    max_new_tokens: int,
+    seed: int,
+    batch: int = 16,
+) -> list[dict[str, Any]]:
+    """Texts of the target alone: rows with `prompt_ids`, `completion_ids`, `example_id`, `set`."""
+    decoder = SpeculativeDecoder.from_config(target, None, DecodeConfig(**asdict(sampling)))
+    made = decoder.generate_batch(
+        [torch.tensor(prompt.ids) for prompt in prompts],
+        max_new_tokens=max_new_tokens,
+        generators=[generator_for(seed, "texts", prompt.example_id) for prompt in prompts],
+        size=batch,
+    )
+    return [
+        {
+            "prompt_ids": list(prompt.ids),
+            "completion_ids": out.tokens.tolist(),
+            "example_id": prompt.example_id,
+            "sample": 0,
+            "set": prompt.dataset,
+        }
+        for prompt, out in zip(prompts, made, strict=True)
+    ]
+
+
+@torch.inference_mode()
+def values_along(
+    row: Mapping[str, Any],
+    functions: Sequence[Callable[[Tensor, Tensor], float]],
+    *,
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    sampling: SamplingConfig,
+    draft_sampling: SamplingConfig,
+    positions: int,
+) -> NDArray[np.float64]:
+    """Functions of p and q, both (V,), at positions of a text.
+
+    Args:
+        row: `prompt_ids` and `completion_ids`.
+        functions: F of them.
+        target: the model of p.
+        draft: the model of q.
+        sampling: how p is made of logits.
+        draft_sampling: how q is.
+        positions: how many, evenly over the completion; all, if it has fewer.
+
+    Returns:
+        (positions, F).
+    """
+    prompt, completion = row["prompt_ids"], row["completion_ids"]
+    count = min(positions, len(completion))
+    chosen = torch.linspace(0, len(completion) - 1, count).round().long() + len(prompt) - 1
+    ids = torch.tensor([[*prompt, *completion][:-1]])
+    both = [model(ids.to(model.device)).logits[0].cpu()[chosen] for model in (target, draft)]
+    p = probabilities(both[0].double(), sampling)
+    q = probabilities(to_vocabulary(both[1].double(), p.shape[-1]), draft_sampling)
+    pairs = zip(p, q, strict=True)
+    return np.array([[function(*pair) for function in functions] for pair in pairs])
+
+
+def three_tokens(first: Sequence[float], points: int = 21) -> list[dict[str, Any]]:
+    """Figure 2 of Khisti et al. 2025: acceptance of two drafts over three tokens.
+
+    The draft is uniform, the target (first, x, 1 - first - x).
+
+    Args:
+        first: probabilities of the first token, a panel each.
+        points: how many x, evenly over [0, 1 - first].
+
+    Returns:
+        Records of `first`, `x`, `verifier` ("optimum", "kseq", "rrs") and `acceptance`.
+    """
+    q = torch.full((3,), 1 / 3, dtype=torch.float64)
+    return [
+        {"first": a, "x": float(x), "verifier": name, "acceptance": RULES[name](p, q, 2)}
+        for a in first
+        for x in np.linspace(0.0, 1.0 - a, points)
+        for p in [torch.tensor([a, x, 1.0 - a - x], dtype=torch.float64).clamp(min=0.0)]
+        for name in ("optimum", "kseq", "rrs")
+    ]
