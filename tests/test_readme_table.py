@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -11,9 +12,18 @@ from PIL import Image
 from eval.measuring.intervals import Interval
 from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import PooledRow, pool
-from eval.measuring.results import Results, check_metrics, read_results, write_results
+from eval.measuring.records import record_prompt
+from eval.measuring.results import (
+    Method,
+    Results,
+    build_results,
+    check_metrics,
+    read_results,
+    write_results,
+)
 from eval.reporting.rendering import NOT_MEASURED
 from eval.reporting.table import ROWS, chosen, main, readme_table
+from eval.rounds import Round
 from tests.synthetic_results import synthetic_results
 
 ROOT = Path(__file__).parent.parent
@@ -81,6 +91,63 @@ def test_the_command_prints_the_table_and_writes_what_to_commit(
     with Image.open(out / "speedup.png") as picture:
         assert picture.width == 2 * 5.2 * 150
         assert picture.height < 600, "two methods take little room"
+
+
+def test_acceptance_under_the_names_of_vllm_is_counted_as_vllm_counts_it(
+    results: Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step is a round that drafted; specdec_bench counts every round, and requests alike."""
+    steps = {"a": [(4, 4), (4, 0), (4, 2), (0, 0)], "b": [(4, 1), (4, 1)]}
+    records = [
+        record_prompt(
+            name,
+            [Round(deep, deep, kept, kept + 1, deep, 0.1, 0.1, 0.1) for deep, kept in rounds],
+            seconds=1.0,
+            finish="length",
+        )
+        for name, rounds in steps.items()
+    ]
+    run = next(run for run in results.runs if run.method == "fixed-4")
+    method = Method(**{name: getattr(run, name) for name in Method.model_fields})
+    made = build_results(results.environment, [(method, records)])
+    write_results(tmp_path / "results.json", made)
+    assert main([str(tmp_path), "--format", "vllm"]) == 0
+    (pooled,) = json.loads(capsys.readouterr().out)["runs"]
+    requests = pooled.pop("requests")
+    assert requests[0]["usage"] == {"completion_tokens": 10}
+    assert [each["metrics"]["speculative_decoding"] for each in requests] == [
+        {
+            "mean_acceptance_length": 3.0,
+            "draft_acceptance_rate": 0.5,
+            "acceptance_histogram": [1, 0, 1, 0, 1],
+            "num_spec_steps": 3,
+            "num_accepted_draft_tokens": 6,
+            "num_draft_tokens": 12,
+            "num_spec_tokens": 4,
+        },
+        {
+            "mean_acceptance_length": 2.0,
+            "draft_acceptance_rate": 0.25,
+            "acceptance_histogram": [0, 2, 0, 0, 0],
+            "num_spec_steps": 2,
+            "num_accepted_draft_tokens": 2,
+            "num_draft_tokens": 8,
+            "num_spec_tokens": 4,
+        },
+    ]
+    assert pooled == {
+        "dataset": run.dataset,
+        "method": "fixed-4",
+        "spec_decode_acceptance_length": 1 + 8 / 5,
+        "spec_decode_acceptance_rate": 40.0,
+        "spec_decode_num_drafts": 5,
+        "spec_decode_draft_tokens": 20,
+        "spec_decode_accepted_tokens": 8,
+        "spec_decode_per_position_acceptance_rates": [4 / 5, 2 / 5, 1 / 5, 1 / 5],
+        "Average_AL": (10 / 4 + 4 / 2) / 2,
+        "Joint_Acceptance_Rate": {"1": 1.0, "2": 4 / 6, "3": 2 / 6, "4": 1 / 6, "5": 1 / 6},
+        "Conditional_Acceptance_Rate": {"1": 1.0, "2": 4 / 6, "3": 0.5, "4": 0.5, "5": 1.0},
+    }
 
 
 @pytest.mark.parametrize(

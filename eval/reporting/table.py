@@ -1,6 +1,6 @@
 """The table and picture of a finished evaluation for a README.
 
-python -m eval.reporting.table RESULTS [--method NAME ...] [--out FOLDER]
+python -m eval.reporting.table RESULTS [--method NAME ...] [--out FOLDER] [--format vllm]
 draftsmith table RESULTS [--method NAME ...] [--out FOLDER]
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from eval.measuring.methods import PLAIN
 from eval.measuring.results import Results, check_metrics, read_results
 from eval.reporting.rendering import NOT_MEASURED, escape_markdown
+from eval.reporting.vllm_metrics import vllm_metrics
 from specdata.config import nearest
 from specdata.errors import ConfigError, ManifestError
 from specdata.storage.files import write_text
@@ -155,6 +156,12 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         metavar="FOLDER",
         help=f"also write what to commit there: {RESULTS} and {PICTURE}",
     )
+    parser.add_argument(
+        "--format",
+        choices=("markdown", "vllm"),
+        default="markdown",
+        help="vllm: JSON with the acceptance of every method and request under vLLM's names",
+    )
     asked = parser.parse_args(arguments)
     path = asked.results / RESULTS if asked.results.is_dir() else asked.results
     try:
@@ -171,6 +178,10 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     except (ConfigError, ManifestError) as error:
         sys.stderr.write(f"error: {visible(str(error))}\n")
         return 2
+    if asked.format == "vllm":
+        runs = [run for run in results.runs if run.method in asked.method or not asked.method]
+        metrics = vllm_metrics(results.model_copy(update={"runs": runs}))
+        table = json.dumps(metrics, indent=1) + "\n"
     sys.stdout.write(table)
     return 0
 
