@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
 from distill.config import LoraConfig
-from specdata.errors import ConfigError
+from specdata.errors import ConfigError, NotFiniteError
 from specdata.loading import Loading, check_bits
 from specdata.models import load_model
 from specdata.processes import is_fsdp
@@ -46,11 +46,14 @@ def load_student(name: str, lora: LoraConfig | None, *, seed: int) -> PreTrained
         adapters start as no change.
 
     Raises:
-        ConfigError: if the draft cannot be loaded, `lora.rank` exceeds its hidden size, or
-            `lora.bits` needs a library that is not installed.
+        ConfigError: if the draft cannot be loaded or its weights are not finite, `lora.rank`
+            exceeds its hidden size, or `lora.bits` needs a library that is not installed.
     """
     if lora is None:
-        return load_model(name)
+        model = load_model(name)
+        if not all(bool(each.isfinite().all()) for each in model.parameters()):
+            raise NotFiniteError(name)  # which a training would take for too high a learning rate
+        return model
     check_bits(lora.bits, "draft.lora.bits", name)
     if lora.bits and is_fsdp():
         raise ConfigError(

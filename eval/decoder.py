@@ -9,7 +9,8 @@ from the target (unless the verifier is a biased one).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -29,7 +30,7 @@ from eval.runtime.transformers_models import check_rope, check_trees
 from eval.verifiers.rule import Drawn, Verifier
 from heads import BaseHead
 from heads.probe import check_head, warn_of_other_sampling
-from specdata.errors import ConfigError
+from specdata.errors import ConfigError, NotFiniteError
 from specdata.models import end_ids
 from specdata.probability import SamplingConfig, draw_one
 
@@ -146,6 +147,7 @@ class SpeculativeDecoder:
         Raises:
             ValueError: for an empty prompt or a budget below 1.
             ConfigError: if drafting would change the target's distribution (`check_rope`).
+            NotFiniteError: naming the model, if a distribution is needed that has none.
         """
         self._refresh_graphs()
         try:
@@ -257,7 +259,8 @@ class SpeculativeDecoder:
             if drafter is not None:
                 before = drafter.forwards
                 most = max_length - len(committed) - 1
-                tree = yield from drafter.propose(committed, most, generator)
+                with _naming(self._drafts):
+                    tree = yield from drafter.propose(committed, most, generator)
                 if verifier.needs_tail(len(tree)):
                     tree = yield from drafter.with_tail(tree, committed)
                 draft_forwards = drafter.forwards - before
@@ -275,10 +278,11 @@ class SpeculativeDecoder:
             scored = self._now() if alone else 0.0
 
             # 3. Verify: draw where the accepted path ends, and the token after it.
-            if len(tree) or verifier.residual_persists:
-                drawn = verifier.draw(tree, distributions, generator)
-            else:
-                drawn = Drawn([], draw_one(distributions[0], generator), verifier)
+            with _naming([self._target]):
+                if len(tree) or verifier.residual_persists:
+                    drawn = verifier.draw(tree, distributions, generator)
+                else:
+                    drawn = Drawn([], draw_one(distributions[0], generator), verifier)
             verifier = drawn.verifier  # of the next round: a residual may persist in it
             accepted = [tree.token_list[node - 1] for node in drawn.nodes]
 
@@ -342,6 +346,16 @@ class SpeculativeDecoder:
         """Forget all sequences and free their memory: several decoders may share one GPU."""
         for model in (self._target, *self._drafts):
             model.reset()
+
+
+@contextmanager
+def _naming(models: Sequence[CachedModel]) -> Iterator[None]:
+    """Name the models that are drawn from in the block, if their logits are not finite."""
+    try:
+        yield
+    except NotFiniteError as error:
+        names = " or ".join(each.model.config.name_or_path for each in models)
+        raise NotFiniteError(names) from error
 
 
 def make_drafters(

@@ -6,6 +6,7 @@ draw order and may repeat a token: multiplicity is part of the verifiers' proofs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,8 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from specdata.errors import NotFiniteError
 
 How = Literal["iid", "distinct", "greedy", "chosen"]
 """The drawing of siblings: independently, without replacement, the top K - 1 and one draw; or they
@@ -167,6 +170,9 @@ class DraftTree:
 
         Returns:
             N probabilities of each.
+
+        Raises:
+            NotFiniteError: if the target has no distribution there.
         """
         if not len(self):
             return [], []
@@ -174,6 +180,8 @@ class DraftTree:
         rows, tokens, drawn_from = index.to(target.device, non_blocking=True)
         p, q = target[rows, tokens], self.distributions[drawn_from, tokens]
         ps, qs = torch.stack([p.double(), q.double()]).tolist()
+        if any(map(math.isnan, ps)):
+            raise NotFiniteError
         return ps, qs
 
     @property

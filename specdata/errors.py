@@ -28,6 +28,20 @@ class VocabularyMismatchError(ValueError):
     """Target and draft do not share a vocabulary."""
 
 
+class NotFiniteError(ConfigError):
+    """A model's weights or logits are NaN or infinite, so they give no distribution.
+
+    Args:
+        model: its name, where that is known.
+    """
+
+    def __init__(self, model: str = "a model") -> None:
+        super().__init__(
+            f"{model or 'a model'} has weights or logits that are NaN or infinite: restore or "
+            "download it again, or load it in a wider type (models.dtype: float32 or bfloat16)"
+        )
+
+
 class ManifestError(ValueError):
     """A stored folder is incomplete, damaged, or belongs to another run."""
 

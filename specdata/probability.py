@@ -12,7 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from specdata.errors import NotFiniteError
 from specdata.sampling import SamplingConfig as SamplingConfig
+
+# Stands for the token of a row that is no distribution, because a logit is NaN or infinite.
+NO_TOKEN = -1
 
 # A residual with less mass than this can only be reached through rounding; p itself is used then.
 NEGLIGIBLE_MASS = 1e-15
@@ -35,12 +39,14 @@ def probabilities(logits: Tensor, sampling: SamplingConfig) -> Tensor:
         sampling: the warp; the same object must be used for p and for q.
 
     Returns:
-        (..., V) probabilities, float32 (float64 if the logits are float64), rows sum to 1.
+        (..., V) probabilities, float32 (float64 if the logits are float64), rows sum to 1; to NaN
+        where the largest logit is NaN or infinite, so that who draws from a row sees it.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if sampling.temperature == 0.0:
         best = logits.argmax(dim=-1, keepdim=True)  # the first of equal maxima, as in generate()
-        return torch.zeros_like(logits).scatter_(-1, best, 1.0)
+        largest = logits.gather(-1, best)
+        return torch.zeros_like(logits).scatter_(-1, best, largest - largest + 1.0)
     if sampling.temperature != 1.0:
         # Shifting first keeps a tiny temperature from overflowing to inf - inf.
         logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
@@ -115,7 +121,7 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
         uniform: (...) one uniform a row.
 
     Returns:
-        (...) token ids, int64.
+        (...) token ids, int64; NO_TOKEN in a row whose sum is no positive number.
     """
     return inverse_cdfs(probs, uniform.unsqueeze(-1)).squeeze(-1)
 
@@ -129,7 +135,7 @@ def drawn_tokens(logits: Tensor, sampling: SamplingConfig, uniform: Tensor) -> T
         uniform: (B,) in [0, 1).
 
     Returns:
-        (B,) token ids, int64.
+        (B,) token ids, int64; NO_TOKEN in a row of logits that are not finite.
     """
     at_once = len(logits) if logits.device.type != "cpu" else _rows_at_once(logits.shape[-1])
     if len(logits) <= at_once:
@@ -163,7 +169,8 @@ def _inverse_cdfs(probs: Tensor, uniforms: Tensor) -> Tensor:
     total = cdf[..., -1:]
     # Rounding may lift u * total to total itself; stay below it.
     points = torch.minimum(uniforms.double() * total, total * BELOW_ONE)
-    return torch.searchsorted(cdf, points, right=True).clamp_(max=probs.shape[-1] - 1)
+    tokens = torch.searchsorted(cdf, points, right=True).clamp_(max=probs.shape[-1] - 1)
+    return torch.where(total > 0, tokens, NO_TOKEN)
 
 
 def read_waits(values: Tensor) -> bool:
@@ -180,7 +187,11 @@ def draw(probs: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def draw_one(probs: Tensor, generator: torch.Generator) -> int:
-    """Draw one token from one distribution (V,): what `draw` returns."""
+    """Draw one token from one distribution (V,): what `draw` returns.
+
+    Raises:
+        NotFiniteError: if it is none, here and in what follows.
+    """
     return draw_several(probs, 1, generator)[0]
 
 
@@ -192,7 +203,7 @@ def draw_several(probs: Tensor, count: int, generator: torch.Generator) -> list[
     a small draft's forward takes no longer than `draw` does.
     """
     if read_waits(probs):
-        return [int(token) for token in draw(probs.expand(count, -1), generator).tolist()]
+        return [_drawn(token) for token in draw(probs.expand(count, -1), generator).tolist()]
     uniforms = torch.rand(
         count, generator=generator, dtype=torch.float64, device=generator.device
     ).tolist()
@@ -201,7 +212,7 @@ def draw_several(probs: Tensor, count: int, generator: torch.Generator) -> list[
     # Sums of blocks first: a running sum over a large vocabulary takes twice as long.
     blocks = probs.reshape(-1, BLOCK)
     ends = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    total, tokens = float(ends[-1]), []
+    total, tokens = _mass(ends), []
     for uniform in uniforms:
         block = _invert(ends, uniform)
         before = float(ends[block - 1]) if block else 0.0
@@ -229,13 +240,27 @@ def draw_and_read(
     if numbers is None or not read_waits(probs):
         return draw_one(probs, generator), None
     token = draw(probs, generator).view(1)
-    drawn, *read = torch.cat([token.double(), numbers(probs, token).double()]).tolist()
-    return int(drawn), tuple(read)
+    drawn, *read = torch.cat([token.double(), numbers(probs, token.clamp(min=0)).double()]).tolist()
+    return _drawn(drawn), tuple(read)
+
+
+def _drawn(token: float) -> int:
+    if token == NO_TOKEN:
+        raise NotFiniteError
+    return int(token)
+
+
+def _mass(cdf: Tensor) -> float:
+    """The last of running sums (n,)."""
+    total = float(cdf[-1])
+    if not total > 0:
+        raise NotFiniteError
+    return total
 
 
 def _invert(cdf: Tensor, uniform: float) -> int:
     """The first index at which running sums (n,) exceed a share of the last, which is never 0."""
-    total = float(cdf[-1])
+    total = _mass(cdf)
     # Rounding may lift u * total to total itself; stay below it.
     return int(torch.searchsorted(cdf, min(uniform * total, total * BELOW_ONE), right=True))
 

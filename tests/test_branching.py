@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -12,6 +13,8 @@ from eval.drafting.drafters import BranchingDrafter, DraftPath
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import drive
 from eval.verifiers import VERIFIERS
+from specdata import probability
+from specdata.errors import NotFiniteError
 from specdata.probability import SamplingConfig
 from tests.chi_square import LEVEL, p_value, power
 from tests.test_decoder import PROMPT, head
@@ -68,6 +71,31 @@ def test_the_joint_distribution_over_rounds_is_that_of_plain_sampling(name: str)
     prompt = torch.tensor(PROMPT)
     outs = [decoder.generate(prompt, max_new_tokens=4, generator=generator) for _ in range(DRAWS)]
     assert p_value(Counter(tuple(out.tokens.tolist()) for out in outs), distribution) > LEVEL
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["cpu", "as a GPU"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", SAMPLED)
+def test_logits_that_are_not_finite_are_refused_with_the_models_name(
+    name: str, value: float, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for temperature, bad in itertools.product((SAMPLED[name].temperature, 0.0), (0, 1)):
+        config = SAMPLED[name].model_copy(update={"temperature": temperature})
+        models = [tiny_llama(0), tiny_llama(1)][: 1 if name == "plain" else 2]
+        if bad >= len(models):
+            continue
+        for model, called in zip(models, ("large", "small"), strict=False):
+            model.config.name_or_path = called
+        decoder = SpeculativeDecoder.from_config(
+            models[0], models[1] if len(models) > 1 else None, config, head()
+        )
+        torch.nn.init.constant_(models[bad].lm_head.weight[2:], value)
+        with monkeypatch.context() as changed:
+            changed.setattr(probability, "read_waits", lambda _: waits)
+            with pytest.raises(NotFiniteError, match=("large", "small")[bad]):
+                decoder.generate(
+                    torch.tensor(PROMPT), max_new_tokens=4, generator=torch.Generator()
+                )
 
 
 def test_so_many_draws_would_show_the_drafts_distribution() -> None:

@@ -13,7 +13,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from specdata.errors import NotFiniteError
 from specdata.probability import (
+    NO_TOKEN,
     SamplingConfig,
     accept_probability,
     draw,
@@ -81,6 +83,22 @@ def test_tokens_of_many_rows_are_those_of_each_row_by_itself(sampling: SamplingC
     assert drawn_tokens(logits, sampling, uniform).tolist() == expected
     assert len(set(expected)) > 1
     assert drawn_tokens(logits[:0], sampling, uniform[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "sampling", [SamplingConfig(t, k, p) for t in (0.0, 0.5, 1.0) for k in (0, 2) for p in (0.9, 1)]
+)
+def test_a_row_that_is_not_finite_has_no_token_and_spoils_no_other(
+    sampling: SamplingConfig, value: float
+) -> None:
+    logits = torch.tensor([[1.0, 2.0, -torch.inf, 0.0]]).repeat(3, 1)
+    logits[1, 3] = value
+    good, bad, same = drawn_tokens(logits, sampling, torch.tensor([0.3, 0.3, 0.3])).tolist()
+    assert bad == NO_TOKEN
+    assert good == same == int(drawn_tokens(logits[:1], sampling, torch.tensor([0.3])))
+    with pytest.raises(NotFiniteError):
+        draw_one(probabilities(logits[1], sampling), torch.Generator())
 
 
 def test_draws_follow_the_distribution() -> None:

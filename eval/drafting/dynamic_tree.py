@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import takewhile
 
 import torch
@@ -11,6 +12,7 @@ from eval.drafting.drafters import Drafter
 from eval.drafting.tree_builder import drawn_chain
 from eval.drafts import DraftTree
 from eval.runtime.sequence import CachedSequence, ForwardCoroutine
+from specdata.errors import NotFiniteError
 from specdata.probability import SamplingConfig
 
 UNWARPED = SamplingConfig()
@@ -120,6 +122,8 @@ class _Seen:
         for node, probs, tokens in zip(
             nodes, found.values.tolist(), found.indices.tolist(), strict=True
         ):
+            if math.isnan(probs[0]):
+                raise NotFiniteError
             for prob, token in zip(probs, tokens, strict=True):
                 if prob > 0:
                     self.tokens.append(token)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from specdata.errors import NotFiniteError
 from specdata.labels.top_logits import TopLogitDistributions
 from specdata.lm_head import LMHead
 from specdata.models import check_length
@@ -123,6 +124,7 @@ class Labeller:
 
         Raises:
             ConfigError: if a row is longer than a model's context.
+            NotFiniteError: naming the model, if a distribution is none.
         """
         labels = []
         made = columns_of_rows(rows, self.tokens_at_once, self._columns)
@@ -144,7 +146,13 @@ class Labeller:
             columns = _compare(p, q, batch.uniforms[here])
             return columns if decided is None else columns | {DECIDED: decided}
 
-        return in_chunks(states, self.vocabulary, at)
+        columns = in_chunks(states, self.vocabulary, at)
+        if bool(columns["overlap"].isnan().any()):
+            by_draft = bool(columns["log_q"].isnan().any())
+            raise NotFiniteError(
+                self.draft.model.config.name_or_path if by_draft else "the target of these rollouts"
+            )
+        return columns
 
 
 def _decided_parts(row: Rollout, columns: dict[str, Tensor]) -> list[Label]:
@@ -171,7 +179,7 @@ def _decided_parts(row: Rollout, columns: dict[str, Tensor]) -> list[Label]:
 
 def _compare(p: Tensor, q: Tensor, uniforms: Tensor) -> dict[str, Tensor]:
     """Columns to store of p and q, (C, V), for the tokens that the uniforms (C, S) draw from q."""
-    drafted = inverse_cdfs(q, uniforms)
+    drafted = inverse_cdfs(q, uniforms).clamp(min=0)  # where there is none, log q is NaN
     p_at, q_at = p.gather(-1, drafted), q.gather(-1, drafted)
     accept = accept_probability(p_at, q_at)
     most, best = q.max(dim=-1, keepdim=True)

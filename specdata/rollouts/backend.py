@@ -17,10 +17,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from specdata.errors import NotFiniteError
 from specdata.lm_head import capturing_hidden
 from specdata.models import end_ids, known_ids
 from specdata.prepack import prepacked
-from specdata.probability import SamplingConfig, drawn_tokens, to_vocabulary
+from specdata.probability import NO_TOKEN, SamplingConfig, drawn_tokens, to_vocabulary
 from specdata.sampling import generator_for
 from specdata.target_states import check_keepable
 
@@ -161,6 +162,9 @@ def sample_batch(
 
     Returns:
         B completions as token ids; one that ended before its uniforms did has an end token last.
+
+    Raises:
+        NotFiniteError: naming the model, at the first token whose logits are NaN or infinite.
     """
     limits = [len(row) for row in uniforms]
     lengths = torch.tensor(limits).to(model.device)
@@ -181,6 +185,8 @@ def sample_batch(
             token = drawn_tokens(logits, sampling, uniforms[:, step])
             going = {row for row, is_alive in zip(rows, alive.tolist(), strict=True) if is_alive}
             for row, new in zip(rows, token.tolist(), strict=True):
+                if new == NO_TOKEN:
+                    raise NotFiniteError(model.config.name_or_path)
                 if row in going:
                     drawn[row].append(new)
             if states is not None:
