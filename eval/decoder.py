@@ -82,6 +82,7 @@ class SpeculativeDecoder:
         head: BaseHead | None = None,
         *,
         engine: Engine = "eager",
+        verifier: Verifier | None = None,
     ) -> SpeculativeDecoder:
         """Build a decoder for transformers models that share a vocabulary.
 
@@ -93,6 +94,7 @@ class SpeculativeDecoder:
             head: the acceptance head, for stop="head" (and "cost", if there is one). The module
                 itself is moved to the draft's device, as `head.to` does.
             engine: how forwards run: see `eval.runtime.graphs`.
+            verifier: in place of the configuration's own.
 
         Raises:
             ConfigError: if the configuration needs a head or more drafts than are given, if the
@@ -127,7 +129,7 @@ class SpeculativeDecoder:
             cached_target,
             config.sampling,
             drafters,
-            config.make_verifier(),
+            verifier or config.make_verifier(),
             end_tokens,
             drafts=cached_drafts,
             tree_attention=config.tree_attention,

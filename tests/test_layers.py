@@ -30,7 +30,7 @@ BELOW = {
         "decoder": "decode_config drafting drafts rounds runtime verifiers",
         "measuring": "decode_config decoder drafting drafts rounds runtime verifiers",
         "reporting": "analysis measuring",
-        "analysis": "decode_config decoder drafting measuring runtime verifiers",
+        "analysis": "decode_config decoder drafting drafts measuring runtime verifiers",
     },
     "specdata": {
         "errors": "",
