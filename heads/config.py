@@ -151,6 +151,12 @@ class HeadConfig(Config):
     )
     save_steps: int = Field(200, ge=1, description="steps between checkpoints")
     report_to: Tracker = Field("none", description="where loss, rate and metrics are also logged")
+    folder: str = Field(
+        "head",
+        pattern=r"^head[\w.-]*$",
+        description="its folder in the run's output: head-2 trains another head beside the first, "
+        "which is measured into eval-2",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -221,7 +227,7 @@ class HeadConfig(Config):
 
     def decisive(self) -> dict[str, Any]:
         """The settings that decide the head, as JSON values."""
-        return self.model_dump(mode="json", exclude={"report_to"})
+        return self.model_dump(mode="json", exclude={"report_to", "folder"})
 
 
 def _default(kind: Kind, name: str) -> Any:

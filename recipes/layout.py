@@ -17,9 +17,15 @@ def folder(config: PipelineConfig, stage: str) -> Path:
     return Path(config.output) / stage
 
 
+def head_folder(config: PipelineConfig) -> Path:
+    """Where this head is: output/head, unless head.folder says otherwise."""
+    return folder(config, config.head.folder if config.head else "head")
+
+
 def eval_folder(config: PipelineConfig) -> Path:
-    """Where this evaluation is: output/eval, unless eval.folder says otherwise."""
-    return folder(config, config.eval.folder)
+    """Where this evaluation is: eval.folder, else output/eval, and output/eval-2 of head-2."""
+    of_head = head_folder(config).name.removeprefix("head")
+    return folder(config, config.eval.folder or f"eval{of_head}")
 
 
 def is_cut(config: PipelineConfig) -> bool:
@@ -50,7 +56,7 @@ def draft_in_use(config: PipelineConfig) -> str:
 
 def head_in_use(config: PipelineConfig) -> str | None:
     """The trained head, if this run trains one."""
-    return str(folder(config, "head") / "model") if config.head else None
+    return str(head_folder(config) / "model") if config.head else None
 
 
 def held_out_share(config: PipelineConfig) -> float:

@@ -18,7 +18,7 @@ from distill.config import DistilConfig
 from eval.analysis.head_verdict import VERDICT, HeadVerdict
 from eval.measuring.results import Results, check_metrics, read_results
 from recipes.config import PipelineConfig
-from recipes.layout import RESULTS, draft_in_use, eval_folder, folder, head_in_use
+from recipes.layout import RESULTS, draft_in_use, eval_folder, folder, head_folder, head_in_use
 from recipes.recipe import HUB_ID, CommandLine, Recipe, load_draft, load_head
 from recipes.run import Stage, Step, remove_caches, say, stage_record
 from recipes.sizes import described, draft_size, source_model
@@ -116,7 +116,7 @@ class Release(Stage):
                 release_draft(source, out, results, about, push_to=publish.draft_id)
             made["draft"] = publish.draft_id or str(self.folder / "draft")
         if head := head_in_use(config):
-            trained, draws = stage_record(folder(config, "head"))["results"], config.labels.draws
+            trained, draws = stage_record(head_folder(config))["results"], config.labels.draws
             base = publish.draft_id or draft_in_use(config)
             sets = _training_sets(config)
             about = replace(shared, base_model=base, datasets=sets, measures=trained["after"])

@@ -21,12 +21,12 @@ from specdata.errors import (
     CacheNotRewindableError,
     ConfigError,
     ManifestError,
-    OtherSettingsError,
     TrainingDivergedError,
     VocabularyMismatchError,
 )
 from specdata.processes import is_main, local_rank, process_count, rank
 from specdata.storage.files import (
+    digests,
     fingerprint,
     is_locked,
     try_locked,
@@ -212,10 +212,12 @@ def run_stage(stage: Stage) -> dict[str, Any]:
     decisive = _decisive(stage)
     try:
         stored = _stored(stage, decisive)
-    except OtherSettingsError:
+        if stored and stored["finished"]:
+            _check_files(stage)
+    except ManifestError:
         if not stage.is_copy or stage_record(stage.folder)["stage"] != stage.name:
             raise
-        say(f"{stage.name}: {stage.folder} was made of others; making it again", style="bold")
+        say(f"{stage.name}: {stage.folder} is of others, or changed; making it again", style="bold")
         with _locked(stage.folder):  # what was made stays until all of the new is there
             shutil.rmtree(stage.folder / PROGRESS, ignore_errors=True)
         stored = None
@@ -249,6 +251,7 @@ def run_stage(stage: Stage) -> dict[str, Any]:
             "processes": process_count(),
             "wall_seconds": None,
             "results": None,
+            "files": None,
         }
         write_json(stage.folder / RUN, record)
         try:
@@ -263,6 +266,7 @@ def run_stage(stage: Stage) -> dict[str, Any]:
             raise
         record["wall_seconds"] = time.perf_counter() - begun  # of the session that finished it
         record["finished"] = True
+        record["files"] = digests(stage.folder)
         write_json(stage.folder / RUN, record)
     say(f"{stage.name}: done in {record['wall_seconds']:.0f} s", style="green")
     return dict(record["results"])
@@ -397,11 +401,14 @@ def _decisive(stage: Stage) -> Settings:
         if not is_within(source, output):
             continue
         for maker in (each for each in stages if each.is_asked):
-            if is_within(source, str(maker.folder)) and not finished(maker.folder):
+            if not is_within(source, str(maker.folder)):
+                continue
+            if not finished(maker.folder):
                 raise ConfigError(
                     f"{maker.folder} is missing or unfinished: run recipes/{maker.recipe}.py first "
                     f"(draftsmith {maker.recipe.replace('_', '-')})"
                 )
+            _check_files(maker)
         if not Path(source).exists():
             raise ConfigError(
                 f"{stage.name} reads {name} from {source}, which is not there: run the stage that "
@@ -412,6 +419,19 @@ def _decisive(stage: Stage) -> Settings:
     return Settings({"stage": stage.name, **portable(values, output)}, stage.remedy)
 
 
+def _check_files(stage: Stage) -> None:
+    """Raise ManifestError if a finished folder no longer holds what the stage made."""
+    now = digests(stage.folder)
+    for name, digest in stage_record(stage.folder).get("files", {}).items():
+        if now.get(name) != digest:
+            what = "has other contents than when it was made" if name in now else "is missing"
+            raise ManifestError(
+                f"{stage.folder / name} {what}: restore it, or remove {stage.folder} and run "
+                f"recipes/{stage.recipe}.py with the same options (draftsmith "
+                f"{stage.recipe.replace('_', '-')}), which makes it again"
+            )
+
+
 def _stored(stage: Stage, decisive: Settings) -> dict[str, Any] | None:
     """An earlier run.json of this folder, if it is of the same run."""
     if not (stage.folder / RUN).exists():
@@ -420,7 +440,7 @@ def _stored(stage: Stage, decisive: Settings) -> dict[str, Any] | None:
         if mine and is_main():
             raise ConfigError(
                 f"{stage.folder} is not empty and holds no {RUN}, so it is not an output folder of "
-                "this program: choose another --output"
+                "this program: choose another --output, or move it away"
             )
         return None
     stored = stage_record(stage.folder)

@@ -63,7 +63,7 @@ class Eval(Stage):
 
     @property
     def folder(self) -> Path:
-        """output/eval, unless eval.folder says otherwise."""
+        """output/eval, unless eval.folder or head.folder says otherwise."""
         return eval_folder(self.config)
 
     def made(self) -> list[Path]:
@@ -74,7 +74,13 @@ class Eval(Stage):
         """Its section, the methods by name, so that a refusal lists those that differ."""
         evaluation = self.config.eval
         methods = {method.name: method.model_dump(mode="json") for method in evaluation.methods}
-        values = {"eval": {**evaluation.model_dump(mode="json"), "methods": methods}}
+        values = {
+            "eval": {
+                **evaluation.model_dump(mode="json"),
+                "methods": methods,
+                "folder": self.folder.name,
+            }
+        }
         return {**values, **sampled(self.config, "target", "draft")}
 
     @property

@@ -10,11 +10,20 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from recipes.checks import check_loading, check_training_splits, is_shared
-from recipes.layout import draft_in_use, folder, held_out_setting, held_out_share, loaded, sampled
+from recipes.layout import (
+    draft_in_use,
+    folder,
+    head_folder,
+    held_out_setting,
+    held_out_share,
+    loaded,
+    sampled,
+)
 from recipes.make_logits import cached_rows, check_cache, identity, made_of
 from recipes.recipe import CommandLine, Recipe, load_head
 from recipes.run import Stage, Step, say
@@ -135,6 +144,25 @@ class Head(Stage):
     """Train the acceptance head on the labels."""
 
     name, recipe, sections = "head", "train_head", ("head",)
+
+    @property
+    def folder(self) -> Path:
+        """output/head, unless head.folder says otherwise."""
+        return head_folder(self.config)
+
+    def made(self) -> list[Path]:
+        """Of heads there may be several: head.folder begins with "head"."""
+        return sorted(Path(self.config.output).glob("head*"))
+
+    @property
+    def remedy(self) -> str:
+        """Another folder."""
+        beside = (folder(self.config, f"head-{n}") for n in count(2))
+        other = next(each.name for each in beside if not each.exists())
+        return (
+            f"train another head beside it with --head.folder {other} (which is measured into "
+            f"eval{other.removeprefix('head')}), {super().remedy}"
+        )
 
     def decisive(self) -> dict[str, Any]:
         """Its section, and how the draft is loaded."""

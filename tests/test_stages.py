@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ import yaml
 
 from eval.measuring.results import read_results
 from eval.reporting import release
+from eval.reporting.table import main
+from recipes.command import RECIPES
 from recipes.config import PipelineConfig, parse
 from recipes.pipeline import RECIPE
 from recipes.publish import Release
@@ -188,6 +191,73 @@ def test_a_release_stays_whole_until_all_of_another_is_there(
     assert before == {part: fingerprint(str(stage.folder / part)) for part in parts}
     run_stage(made(Release, configuration(*OTHER)))
     assert "mit" in (stage.folder / "head" / "README.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STAGES, ids=lambda kind: kind.__name__)
+def test_a_changed_or_missing_file_is_named_by_whoever_reads_it_and_the_advice_mends_it(
+    kind: type[Stage], copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage, command = made(kind, configuration()), ["--config", "pair.yaml"]
+    expected = result(stage)
+    files = (each for each in stage.folder.rglob("[!.]*") if each.name != "run.json")
+    file = max((each for each in files if each.is_file()), key=lambda each: each.stat().st_size)
+    readers = [reader(configuration()) for reader in STAGES]
+    for damage in (lambda: flip(file), file.unlink):
+        damage()
+        for reader in readers:
+            if any(Path(source).is_relative_to(stage.folder) for source in reader.inputs.values()):
+                with pytest.raises(ManifestError, match=re.escape(str(file))):
+                    run_stage(reader)
+        capsys.readouterr()
+        if not stage.is_copy:
+            assert RECIPE.run(command) == 2
+            advice = re.search(r"remove (\S+) and run recipes/(\w+)\.py", capsys.readouterr().err)
+            assert advice is not None
+            shutil.rmtree(advice[1])
+            assert RECIPES[advice[2].replace("_", "-")].run(command) == 0
+        assert RECIPE.run(command) == 0
+        assert result(stage) == expected
+
+
+def flip(file: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.slow
+def test_another_head_is_one_flag_and_leaves_the_first_with_its_evaluation(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--config", "pair.yaml", "--head.epochs", "1"]
+    before = files.digests(Path("out"))
+    assert RECIPE.run(command) == 2
+    advice = re.search(
+        r"with (--head\.folder) (head-2) \(.* into eval-2\)", capsys.readouterr().err
+    )
+    assert advice is not None
+    assert RECIPE.run([*command, *advice.groups()]) == 0
+    after = files.digests(Path("out"))
+    assert {name for name in after if before.get(name) != after[name]} >= {
+        "head-2/model/model.safetensors",
+        "eval-2/results.json",
+        "release/head/model.safetensors",
+    }
+    made_before = {name for name in before if not name.startswith("release")}
+    assert {name: after[name] for name in made_before} == {
+        name: before[name] for name in made_before
+    }
+    released, measured = (
+        [run.generations for run in read_results(Path(folder) / "results.json").runs]
+        for folder in ("out/release/head", "out/eval-2")
+    )
+    assert released == measured
+    assert main(["out"]) == 0
+    table = capsys.readouterr().out
+    assert "| eval | head |" in table
+    assert "| eval-2 | head-2 |" in table
 
 
 class Killed(BaseException):

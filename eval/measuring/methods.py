@@ -163,16 +163,17 @@ class EvalConfig(Config):
     warmup_tokens: int = Field(
         default=16, ge=1, description="tokens that each method decodes before anything is timed"
     )
-    folder: str = Field(
-        default="eval",
-        description="its folder in the run's output: another list of methods needs another",
+    folder: str | None = Field(
+        default=None,
+        description="its folder in the run's output: another list of methods needs another; null: "
+        "eval, and eval-2 where head.folder is head-2",
     )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.sets:
             raise ConfigError("eval.sets must name at least one prompt set, got []")
-        if not re.fullmatch(r"eval[\w.-]*", self.folder):
+        if self.folder is not None and not re.fullmatch(r"eval[\w.-]*", self.folder):
             raise ConfigError(
                 "eval.folder is a folder in the run's output and must be a single name that begins "
                 "with 'eval', of letters, digits, '_', '.' and '-', without '/'; got "

@@ -1,7 +1,8 @@
-"""The table and picture of a finished evaluation for a README.
+"""The table and picture of a finished evaluation for a README, and one of all those of a run.
 
 python -m eval.reporting.table RESULTS [--method NAME ...] [--out FOLDER] [--format vllm]
 draftsmith table RESULTS [--method NAME ...] [--out FOLDER]
+draftsmith table RUN [--method NAME ...]
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from eval.measuring.methods import PLAIN
 from eval.measuring.results import Results, check_metrics, read_results
+from eval.reporting.metadata import public_name
 from eval.reporting.rendering import NOT_MEASURED, escape_markdown
 from eval.reporting.vllm_metrics import vllm_metrics
 from specdata.config import nearest
@@ -42,24 +44,53 @@ def readme_table(results: Results, methods: Sequence[str] = ()) -> str:
         _line("method", *(escape_markdown(name) for name in sets), *COUNTS),
         _line("---", *["---:"] * (len(sets) + len(COUNTS))),
     ]
-    for name in chosen(results, methods):
-        runs = {run.dataset: run for run in results.runs if run.method == name}
-        cells = [NOT_MEASURED] * len(sets)
-        for place, each in enumerate(sets):
-            if each in runs and (speed := runs[each].speedup) is not None:
-                low, high = runs[each].intervals["speedup"]
-                cells[place] = f"{speed:.2f}x [{low:.2f}, {high:.2f}]"
-        # Counts over all prompt sets together.
-        records = [record for run in runs.values() for record in run.generations]
-        tokens = sum(record.tokens for record in records)
-        depth = sum(record.depth for record in records)
-        accepted = sum(record.accepted for record in records)
-        cells.append(f"{tokens / sum(record.rounds for record in records):.2f}")
-        cells.append(f"{accepted / depth:.3f}" if depth else NOT_MEASURED)
-        cells.append(f"{sum(record.n_discarded for record in records) / tokens:.2f}")
-        mark = "" if all(run.lossless for run in runs.values()) else " †"
-        lines.append(_line(escape_markdown(name) + mark, *cells))
+    lines += [_line(*_row(results, name, sets)) for name in chosen(results, methods)]
     return "\n".join([*lines, "", _footnote(results, by_hand=bool(methods))]) + "\n"
+
+
+def run_table(evaluations: Mapping[str, Results], methods: Sequence[str] = ()) -> str:
+    """`readme_table` of several evaluations of one run; a row names its evaluation and its head.
+
+    Args:
+        evaluations: their results by their folders' names.
+        methods: which, of the evaluations that measured them; by default as in `readme_table`.
+
+    Raises:
+        ConfigError: if a method is in none of the results.
+    """
+    sets = list(dict.fromkeys(name for each in evaluations.values() for name in each.datasets()))
+    heading = ["evaluation", "head", "method", *(escape_markdown(name) for name in sets), *COUNTS]
+    lines, notes = [_line(*heading), _line(*["---"] * 3, *["---:"] * (len(heading) - 3))], []
+    known = list(dict.fromkeys(run.method for each in evaluations.values() for run in each.runs))
+    for name in methods:
+        if name not in known:
+            raise ConfigError(f"no method {name!r} was measured: {nearest(name, known)}")
+    for folder, results in evaluations.items():
+        heads = {run.method: run.head for run in results.runs}
+        for name in [name for name in methods if name in heads] if methods else chosen(results):
+            head = public_name(heads[name] or NOT_MEASURED)
+            lines.append(_line(folder, head, *_row(results, name, sets)))
+        notes.append(f"{folder}: {_footnote(results, by_hand=bool(methods))}")
+    return "\n".join([*lines, "", *notes]) + "\n"
+
+
+def _row(results: Results, name: str, sets: Sequence[str]) -> list[str]:
+    """The cells of one method: its name, its speed-up on each set, its counts over all."""
+    runs = {run.dataset: run for run in results.runs if run.method == name}
+    cells = [NOT_MEASURED] * len(sets)
+    for place, each in enumerate(sets):
+        if each in runs and (speed := runs[each].speedup) is not None:
+            low, high = runs[each].intervals["speedup"]
+            cells[place] = f"{speed:.2f}x [{low:.2f}, {high:.2f}]"
+    records = [record for run in runs.values() for record in run.generations]
+    tokens = sum(record.tokens for record in records)
+    depth = sum(record.depth for record in records)
+    accepted = sum(record.accepted for record in records)
+    cells.append(f"{tokens / sum(record.rounds for record in records):.2f}")
+    cells.append(f"{accepted / depth:.3f}" if depth else NOT_MEASURED)
+    cells.append(f"{sum(record.n_discarded for record in records) / tokens:.2f}")
+    mark = "" if all(run.lossless for run in runs.values()) else " †"
+    return [escape_markdown(name) + mark, *cells]
 
 
 COUNTS = ("tokens a target call", "acceptance", "discard")
@@ -142,7 +173,9 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         program or "python -m eval.reporting.table",
         description="Print a finished evaluation as a Markdown table, for a README.",
     )
-    parser.add_argument("results", type=Path, help="results.json, or the folder that holds it")
+    parser.add_argument(
+        "results", type=Path, help="results.json, the folder that holds it, or that of a run"
+    )
     parser.add_argument(
         "--method",
         action="append",
@@ -165,6 +198,12 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     asked = parser.parse_args(arguments)
     path = asked.results / RESULTS if asked.results.is_dir() else asked.results
     try:
+        found = [] if path.is_file() or asked.out else asked.results.glob(f"eval*/{RESULTS}")
+        if evaluations := {each.parent.name: read_results(each) for each in sorted(found)}:
+            for name, results in evaluations.items():
+                check_metrics(results, asked.results / name / RESULTS)
+            sys.stdout.write(run_table(evaluations, asked.method))
+            return 0
         results = read_results(path)
         check_metrics(results, path)
         methods = chosen(results, asked.method)

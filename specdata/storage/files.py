@@ -40,8 +40,12 @@ def atomic_write(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     # The same name each time, so that what a killed run left is replaced by the next one.
     temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.touch()
+    mode = temporary.stat().st_mode  # which some writers (safetensors) narrow to their owner
     try:
         yield temporary
+        temporary.chmod(mode)
         with temporary.open("rb+") as handle:
             os.fsync(handle.fileno())
         temporary.replace(path)
@@ -68,8 +72,12 @@ def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     for left in (temporary, former):  # by a killed run
         shutil.rmtree(left, ignore_errors=True)
     temporary.mkdir()
+    mode = temporary.stat().st_mode & 0o666  # of its files, as in `atomic_write`
     try:
         yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                file.chmod(mode)
         sync_folder(temporary)
         if path.exists():  # a folder that is not empty cannot be renamed over
             path.replace(former)
@@ -217,11 +225,8 @@ def as_pattern(path: str | Path) -> str:
 
 def sha256(path: Path) -> str:
     """Hex digest of a file's bytes."""
-    digest = hashlib.sha256()
     with path.open("rb") as handle:
-        while block := handle.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def fingerprint(source: str) -> str:
@@ -249,18 +254,34 @@ def fingerprint(source: str) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _digest(path: Path) -> str:
-    """A hash of a file's bytes; of a very large one, of its two ends."""
+def digests(folder: Path) -> dict[str, str]:
+    """Path in a folder -> digest, of the files that `fingerprint` reads and those in its folders.
+
+    Weights are read whole, however large: they were made here, and nothing else checks them.
+    """
+    files = {file.relative_to(folder): file for file in sorted(folder.rglob("*"))}
+    return {
+        str(name): _digest(file, whole=file.suffix == ".safetensors")[:16]
+        for name, file in files.items()
+        if file.is_file()
+        and file.name not in TIMED
+        and not any(part.startswith(".") for part in name.parts)
+    }
+
+
+def _digest(path: Path, *, whole: bool = False) -> str:
+    """A hash of a file's bytes; of a very large one, unless the whole is asked, of its two ends."""
     status = path.stat()
     if status.st_size < END:
         return sha256(path)
+    whole = whole or status.st_size <= WHOLE_FILE
     # Several stages read the same model; times of small files are too coarse to tell them apart.
-    return _digest_once(path, status.st_ino, status.st_size, status.st_mtime_ns)
+    return _digest_once(path, status.st_ino, status.st_size, status.st_mtime_ns, whole)
 
 
 @cache
-def _digest_once(path: Path, _inode: int, size: int, _modified: int) -> str:
-    if size <= WHOLE_FILE:
+def _digest_once(path: Path, _inode: int, _size: int, _modified: int, whole: bool) -> str:
+    if whole:
         return sha256(path)
     with path.open("rb") as handle:
         digest = hashlib.sha256(handle.read(END))
