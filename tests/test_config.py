@@ -208,7 +208,7 @@ def test_the_plan_of_a_folder_that_was_made_with_other_settings_says_what_to_do(
         (["--head.depth", "2"], "head (done)"),
         (
             ["--head.depth", "1"],
-            "head (made with other settings: train another head beside it with --head.folder head-2",
+            "head (made with other settings: train another head beside it with --head.folder",
         ),
     ):
         assert train_head.RECIPE.run([*flags, "--plan"]) == 0
