@@ -211,6 +211,7 @@ def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[st
             config.sampling,
             max_new_tokens=wanted.max_new_tokens,
             ends=ends,
+            vocabulary=described.get_text_config().vocab_size,
             seed=config.seed,
         )
         stack.callback(server.close)

@@ -244,17 +244,24 @@ def no_numbers(entry: Any) -> Any:
     return [[None, *each[1:]] for each in entry]
 
 
+def no_ids(entry: Any) -> Any:
+    if isinstance(entry, dict):
+        return {f"{name}.5": value for name, value in entry.items()}
+    return [[value, token + 0.5, None] for value, token, _ in entry]
+
+
 REFUSED: list[tuple[Edit, str]] = [
-    (lambda answer: {}, "does not speak the API of logits.backend"),
+    (lambda answer: {}, "does not speak the API of this server"),
     (without("prompt_logprobs"), "returned no (prompt_logprobs|input)"),
     (without("input_top_logprobs"), "returned no (prompt_logprobs|input)"),
     (of_positions(fewer), r"returned 3 log probabilities at a position where 7 were asked"),
     (of_positions(other_vocabulary), "gave token 99 a probability, and the vocabulary .* has 40"),
     (of_positions(colder), "must be the model's own at temperature 1"),
-    (of_positions(flatter), "must be the model's own at temperature 1"),
+    (of_positions(flatter), "must be the model's own at temperature 1|they must agree"),
     (shifted, r"read another text \(\d+ tokens\) than it was sent"),
-    (of_positions(no_numbers), "returned no log probabilities at a position"),
-    (of_positions(lambda entry: "?"), "returned no log probabilities at a position"),
+    (of_positions(no_numbers), "logprobs.*: Input should be a valid number"),
+    (of_positions(lambda entry: "?"), "logprobs.*: Input should be an? (object|valid array)"),
+    (of_positions(no_ids), r"logprobs.*: (String should match|Input should be a valid integer)"),
 ]
 
 
@@ -269,6 +276,24 @@ def test_an_answer_that_is_not_the_targets_logits_is_refused(kind: Kind) -> None
                 continue
             with pytest.raises(ConfigError, match=message):
                 served(rows)
+
+
+@pytest.mark.parametrize("value", [5.0, float("inf"), float("-inf"), float("nan"), -50.0, 0.0])
+def test_the_texts_own_token_must_agree_with_the_listed_ones(value: float) -> None:
+    def edit(answer: dict[str, Any]) -> dict[str, Any]:
+        meta = answer["meta_info"]
+        # The most likely token, which is listed, and the one that is not, if there is one.
+        for own, best in zip(meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:]):  # noqa: B905
+            if value != -50.0 or own[1] in [token for _, token, _ in best]:
+                own[0] = value
+        return answer
+
+    with (
+        serving(target(), edit=edit) as server,
+        source(server, "sglang") as served,
+        pytest.raises(ConfigError, match=r"less than or equal|they must agree"),
+    ):
+        served(rollouts(3, vocab=V))
 
 
 def test_a_text_must_leave_the_server_room_for_a_token() -> None:

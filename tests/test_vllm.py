@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -59,6 +60,8 @@ class Server(ThreadingHTTPServer):
         self.headers: list[str | None] = []
         self.lock = threading.Lock()
         self.echo = False  # whether a trouble repeats the request's key
+        self.raw: bytes | None = None  # the answer, instead of JSON
+        self.slow = 0.0  # seconds between two bytes
 
     @property
     def url(self) -> str:
@@ -89,11 +92,16 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, self.server.edit(answer))
 
     def answer(self, status: int, value: dict[str, Any]) -> None:
-        data = json.dumps(value).encode()
+        data = json.dumps(value).encode() if self.server.raw is None else self.server.raw
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
+        for byte in data if self.server.slow else ():
+            self.wfile.write(bytes([byte]))
+            time.sleep(self.server.slow)
+            if not self.server.slow:
+                return
         self.wfile.write(data)
 
     def log_message(self, *_: Any) -> None:
@@ -155,6 +163,7 @@ def client(
         sampling or SamplingConfig(),
         max_new_tokens=20,
         ends=frozenset([END]),
+        vocabulary=VOCABULARY,
         seed=3,
     )
     try:
@@ -210,7 +219,13 @@ def test_another_model_a_wrong_address_and_a_dead_server_are_told_apart() -> Non
             backend.check()
         wrong = ServerConfig(url=f"{server.url}/elsewhere", retries=1)
         backend = VllmBackend(
-            wrong, "served", SamplingConfig(), max_new_tokens=2, ends=frozenset(), seed=0
+            wrong,
+            "served",
+            SamplingConfig(),
+            max_new_tokens=2,
+            ends=frozenset(),
+            vocabulary=VOCABULARY,
+            seed=0,
         )
         with pytest.raises(ConfigError, match="refuses \\(status 404\\)"):
             backend.check()
@@ -249,10 +264,16 @@ def with_ids(ids: Any) -> Edit:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda answer: {}, "does not speak the OpenAI API"),
-        (lambda answer: {"choices": []}, "does not speak the OpenAI API"),
-        (with_ids([-1] * 20), "not whole numbers"),
-        (with_ids([1.5] * 20), "not whole numbers"),
+        (lambda answer: {}, "does not speak the API of this server: choices: Field required"),
+        (lambda answer: {"choices": []}, "choices: List should have at least 1 item"),
+        (lambda answer: {"choices": {"0": 1}}, "choices: Input should be a valid array"),
+        (with_ids([1.5] * 20), "choices.0.token_ids.0: Input should be a valid integer"),
+        (with_ids([True] * 20), "choices.0.token_ids.0: Input should be a valid integer"),
+        (with_ids("5"), "choices.0.token_ids: Input should be a valid array"),
+        (with_ids([-1] * 20), "returned token -1, and the vocabulary"),
+        (with_ids([5] * 19 + [VOCABULARY]), f"returned token {VOCABULARY}, and the vocabulary"),
+        (with_ids([5] * 20 + [END]), "went on for 21 tokens"),
+        (with_ids([5, END] * 10), "went on for 20 tokens"),
         (without_ids, "returned no token ids: it must know return_token_ids"),
         (truncated, "read another prompt"),
         (cut_short, "ended a completion after 2 tokens"),
@@ -265,6 +286,29 @@ def test_an_answer_that_cannot_be_stored_as_ids_is_refused(edit: Edit, message: 
         pytest.raises(ConfigError, match=message),
     ):
         backend.complete(requests(3))
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff\xfe{", b"[" * 100_000, b"NaN", b'"text"', b"null"])
+def test_what_is_no_object_of_json_is_refused(data: bytes) -> None:
+    with serving() as server, client(server) as backend:
+        server.raw = data
+        with pytest.raises(ConfigError, match="does not speak the API of this server: the answer"):
+            backend.complete(requests(1))
+
+
+def test_the_time_out_is_of_the_whole_request() -> None:
+    """A byte a tenth of a second; a second is enough for each read, and ten seconds are not."""
+    with serving() as server, client(server, timeout=0.5, retries=1) as backend:
+        server.slow = 0.1
+        with pytest.raises(ConnectionError, match="no whole answer in"):
+            backend.complete(requests(1))
+        server.slow = 0.0
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://h:99999", "http://h:abc", "http://:80"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="url"):
+        ServerConfig(url=url)
 
 
 def test_a_passing_trouble_is_tried_again_and_a_refusal_is_not() -> None:

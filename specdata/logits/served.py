@@ -21,23 +21,60 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from specdata.errors import ConfigError
-from specdata.server.client import ServerClient
+from specdata.server.client import Answer, ServerClient
 from specdata.storage.schema import Logits, Rollout
 
-Place = tuple[dict[int, float], float]
-"""Of one position: log probabilities by id, and that of the text's own token."""
+Place = tuple[dict[int, float], int, float]
+"""Of one position: log probabilities by id, the text's own token, and that of it."""
 
 # Mass that may be missing or too much in float32 sums; more means that it is another distribution.
 SPARE_MASS = 1e-3
 # vLLM writes this for -inf, which JSON does not have.
 LEAST = -9999.0
 ASKED_MORE = "serve with --max-logprobs {count} or more"
+
+LogProbability = Annotated[float, Field(le=SPARE_MASS)]  # NaN is none
+Id = Annotated[str, Field(pattern=r"^\d{1,9}$")]
+
+
+class ByVllm(Answer):
+    """The log probability of a token."""
+
+    logprob: LogProbability
+
+
+class VllmChoice(Answer):
+    """What vLLM says of one text."""
+
+    prompt_logprobs: list[dict[Id, ByVllm] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class VllmAnswer(Answer):
+    """What /v1/completions answers."""
+
+    choices: list[VllmChoice] = Field(min_length=1)
+
+
+class SglangMeta(Answer):
+    """What SGLang says of one text."""
+
+    input_token_logprobs: list[tuple[LogProbability | None, int, Any]] | None = None
+    input_top_logprobs: list[list[tuple[LogProbability, int, Any]] | None] | None = None
+    prompt_tokens: int | None = None
+
+
+class SglangAnswer(Answer):
+    """What /generate answers."""
+
+    meta_info: SglangMeta
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +130,8 @@ class ServedLogits:
             "add_special_tokens": False,
             "return_token_ids": True,
         }
-        answer = self.client.ask("POST", "/v1/completions", body)
-        try:
-            choice = answer["choices"][0]
-            found, read = choice.get("prompt_logprobs"), choice.get("prompt_token_ids")
-        except (LookupError, TypeError, AttributeError) as error:
-            raise self._foreign(answer) from error
+        choice = self.client.ask(VllmAnswer, "POST", "/v1/completions", body).choices[0]
+        found, read = choice.prompt_logprobs, choice.prompt_token_ids
         if found is None:
             raise ConfigError(
                 f"{self._server} returned no prompt_logprobs: it must be vLLM 0.10.2 or newer"
@@ -108,11 +141,10 @@ class ServedLogits:
             raise self._other_text(count, len(ids))
         places = []
         for token, entry in zip(ids[-wanted:], found[-wanted:], strict=True):
-            try:
-                by_id = {int(name): value["logprob"] for name, value in entry.items()}
-                places.append((by_id, by_id[token]))
-            except (AttributeError, LookupError, TypeError, ValueError) as error:
-                raise self._missing(entry) from error
+            by_id = {int(name): value.logprob for name, value in (entry or {}).items()}
+            if token not in by_id:
+                raise self._missing(entry)
+            places.append((by_id, token, by_id[token]))
         return places
 
     def _by_sglang(self, ids: Sequence[int], wanted: int) -> list[Place]:
@@ -126,47 +158,49 @@ class ServedLogits:
             "return_text_in_logprobs": False,
             "stream": False,
         }
-        answer = self.client.ask("POST", "/generate", body)
-        try:
-            meta = answer["meta_info"]
-            own, tops = meta.get("input_token_logprobs"), meta.get("input_top_logprobs")
-        except (LookupError, TypeError, AttributeError) as error:
-            raise self._foreign(answer) from error
+        meta = self.client.ask(SglangAnswer, "POST", "/generate", body).meta_info
+        own, tops = meta.input_token_logprobs, meta.input_top_logprobs
         if not own or not tops:
             raise ConfigError(
                 f"{self._server} returned no input_top_logprobs: is it SGLang's own /generate?"
             )
-        read, count = [entry[1] for entry in own], meta.get("prompt_tokens", len(ids))
+        read = [entry[1] for entry in own]
+        count = len(ids) if meta.prompt_tokens is None else meta.prompt_tokens
         if count != len(ids) or len(tops) != len(own) or read[-wanted:] != list(ids[-wanted:]):
             raise self._other_text(count, len(ids))
         places = []
-        for entry, chosen in zip(tops[-wanted:], own[-wanted:], strict=True):
-            try:
-                places.append(({int(one[1]): one[0] for one in entry}, chosen[0]))
-            except (LookupError, TypeError, ValueError) as error:
-                raise self._missing(entry) from error
+        for entry, (chance, token, _) in zip(tops[-wanted:], own[-wanted:], strict=True):
+            if entry is None or chance is None:
+                raise self._missing(entry)
+            places.append(({each: value for value, each, _ in entry}, token, chance))
         return places
 
     def _columns(self, places: Sequence[Place]) -> dict[str, Tensor]:
         """The columns of `top_logits`, and the text's own, from what was found at each position."""
         ids, values, text = [], [], []
-        for found, own in places:
-            given = [*found.values(), own]
-            if not all(type(value) in (int, float) and not math.isnan(value) for value in given):
-                raise self._missing(found)
+        for found, token, own in places:
             if len(found) < self.asked:
                 raise ConfigError(
                     f"{self._server} returned {len(found)} log probabilities at a position where "
                     f"{self.asked} were asked for (logits.top_logits {self.count} and the next "
                     f"one): {ASKED_MORE.format(count=self.asked)}, or lower logits.top_logits"
                 )
-            if beyond := [token for token in found if not 0 <= token < self.vocabulary]:
+            if beyond := [each for each in found if not 0 <= each < self.vocabulary]:
                 raise ConfigError(
                     f"{self._server} gave token {beyond[0]} a probability, and the vocabulary of "
                     f"models.target has {self.vocabulary}: serve that model"
                 )
+            # Rounding aside, the text's own token is among the listed or less likely than they are.
+            listed, least = found.get(token), min(found.values())
+            off = own - least if listed is None else abs(own - listed)
+            if not (math.isfinite(own) and off <= SPARE_MASS):
+                raise ConfigError(
+                    f"{self._server} gave the text's own token {token} a log probability of "
+                    f"{own:g}, and among the {len(found)} largest "
+                    f"{f'at least {least:g}' if listed is None else f'{listed:g}'}: they must agree"
+                )
             best = sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[: self.asked]
-            ids.append([token for token, _ in best[: self.count]])
+            ids.append([each for each, _ in best[: self.count]])
             values.append([value for _, value in best])
             text.append(own)
         found_values = torch.tensor(values, dtype=torch.float64)
@@ -212,12 +246,6 @@ class ServedLogits:
     @property
     def _server(self) -> str:
         return f"the server at {self.client.config.url}"
-
-    def _foreign(self, answer: object) -> ConfigError:
-        return ConfigError(
-            f"{self._server} does not speak the API of logits.backend {self.kind}: it answers "
-            f"{str(answer)[:80]!r}"
-        )
 
     def _other_text(self, read: int, sent: int) -> ConfigError:
         return ConfigError(

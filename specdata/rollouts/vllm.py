@@ -17,11 +17,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import Field
+
 from specdata.errors import ConfigError
 from specdata.rollouts.backend import Completion, Request
 from specdata.sampling import SamplingConfig, seed_for
-from specdata.server.client import ServerClient
+from specdata.server.client import Answer, ServerClient
 from specdata.server.config import ServerConfig
+
+
+class Choice(Answer):
+    """One completion."""
+
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class Completions(Answer):
+    """What /v1/completions answers."""
+
+    choices: list[Choice] = Field(min_length=1)
 
 
 class VllmBackend:
@@ -35,6 +51,7 @@ class VllmBackend:
         sampling: the sampler of every token.
         max_new_tokens: longest completion, in tokens.
         ends: the target's end token ids.
+        vocabulary: V of the target.
         seed: the run's seed.
     """
 
@@ -46,12 +63,14 @@ class VllmBackend:
         *,
         max_new_tokens: int,
         ends: frozenset[int],
+        vocabulary: int,
         seed: int,
     ) -> None:
         self.config = config
         self.model = model
         self.seed = seed
         self.ends = ends
+        self.vocabulary = vocabulary
         self.max_new_tokens = max_new_tokens
         self._fixed: dict[str, Any] = {
             "model": model,
@@ -101,37 +120,34 @@ class VllmBackend:
             "prompt": request.ids,
             "seed": seed_for(self.seed, "rollout", *request.key),
         }
-        answer = self._client.ask("POST", "/v1/completions", body)
-        try:
-            choice = dict(answer["choices"][0])
-        except (LookupError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"the server at {self.config.url} does not speak the OpenAI API: its completion "
-                f"reads {str(answer)[:80]!r}"
-            ) from error
-        ids = choice.get("token_ids")
+        choice = self._client.ask(Completions, "POST", "/v1/completions", body).choices[0]
+        ids, read = choice.token_ids, choice.prompt_token_ids
         if not ids:
             raise ConfigError(
                 f"the server at {self.config.url} returned no token ids: it must know "
                 "return_token_ids (vLLM 0.10.2 or newer)"
             )
-        if not isinstance(ids, list) or any(type(token) is not int or token < 0 for token in ids):
+        if foreign := [token for token in ids if not 0 <= token < self.vocabulary]:
             raise ConfigError(
-                f"the server at {self.config.url} returned token ids that are not whole numbers of "
-                f"0 or more: {str(ids)[:80]}"
+                f"the server at {self.config.url} returned token {foreign[0]}, and the vocabulary "
+                f"of models.target has {self.vocabulary}: serve that model"
             )
-        read = choice.get("prompt_token_ids")
         if read is not None and read != request.ids:
             raise ConfigError(
                 f"the server at {self.config.url} read another prompt ({len(read)} tokens) than it "
                 f"was sent ({len(request.ids)} tokens): it must not truncate or add tokens"
+            )
+        if len(ids) > self.max_new_tokens or not self.ends.isdisjoint(ids[:-1]):
+            raise ConfigError(
+                f"the server at {self.config.url} went on for {len(ids)} tokens: it must stop at "
+                f"max_tokens ({self.max_new_tokens}) and after an end token ({sorted(self.ends)})"
             )
         if ids[-1] in self.ends:
             return Completion(ids, "eos")
         if len(ids) != self.max_new_tokens:
             raise ConfigError(
                 f"the server at {self.config.url} ended a completion after {len(ids)} tokens "
-                f"(finish_reason {choice.get('finish_reason')!r}) with neither an end token "
+                f"(finish_reason {choice.finish_reason!r}) with neither an end token "
                 f"({sorted(self.ends)}) nor max_new_tokens {self.max_new_tokens}: serve the target "
                 "with its own generation_config.json and a max_model_len that holds the prompts"
             )

@@ -6,10 +6,12 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from threading import Thread
 from typing import Any, TypeVar
 
 import httpx2
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 from specdata.errors import ConfigError
 from specdata.server.config import ServerConfig
@@ -21,6 +23,31 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+class Answer(BaseModel):
+    """The part of a server's JSON that is read: types are not converted, other fields may be there.
+
+    Whatever a server sends, what `ServerClient.ask` returns has these types.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+A = TypeVar("A", bound=Answer)
+
+
+class Served(Answer):
+    """A model that a server has."""
+
+    id: str
+    max_model_len: PositiveInt | None = None
+
+
+class Models(Answer):
+    """The models that a server has."""
+
+    data: list[Served]
+
+
 class ServerClient:
     """Asks one server, up to `config.concurrency` requests at once.
 
@@ -29,7 +56,8 @@ class ServerClient:
         section: where `config` stands in the configuration, for messages ("rollouts.vllm").
 
     Raises:
-        ConfigError: if the variable that should hold its key holds none.
+        ConfigError: if the variable that should hold its key holds none, or the address of the
+            server or of a proxy is none.
     """
 
     def __init__(self, config: ServerConfig, section: str) -> None:
@@ -38,12 +66,18 @@ class ServerClient:
         self._secret = _key(config.key_variable, section) if config.key_variable else ""
         key = self._secret
         headers = {"Authorization": key if " " in key else f"Bearer {key}"} if key else {}
-        self._client = httpx2.Client(
-            base_url=config.url.rstrip("/").removesuffix("/v1"),
-            headers=headers,
-            timeout=config.timeout,
-            limits=httpx2.Limits(max_connections=config.concurrency),
-        )
+        try:
+            self._client = httpx2.Client(
+                base_url=config.url.rstrip("/").removesuffix("/v1"),
+                headers=headers,
+                timeout=config.timeout,
+                limits=httpx2.Limits(max_connections=None),  # one that stalls blocks no other
+            )
+        except (httpx2.InvalidURL, ValueError) as error:
+            raise ConfigError(
+                f"cannot ask the server at {config.url} ({section}.url): {error}; see the "
+                "environment's HTTP_PROXY, HTTPS_PROXY and ALL_PROXY, too"
+            ) from error
 
     def check(self, model: str) -> int | None:
         """Make sure that the server serves a model, by the name that it has there.
@@ -55,22 +89,15 @@ class ServerClient:
             ConfigError: if it serves another model.
             ConnectionError: if it cannot be reached.
         """
-        answer = self.ask("GET", "/v1/models")
-        try:
-            served = {entry["id"]: entry for entry in answer["data"]}
-        except (LookupError, TypeError) as error:
-            raise ConfigError(
-                f"the server at {self.config.url} does not speak the OpenAI API: its list of "
-                f"models reads {str(answer)[:80]!r}"
-            ) from error
+        answer = self.ask(Models, "GET", "/v1/models")
+        served = {entry.id: entry for entry in answer.data}
         if model not in served:
             raise ConfigError(
                 f"the server at {self.config.url} serves {', '.join(map(repr, served))}, not "
                 f"{model!r}: start it with the target (vllm serve), or name it in "
                 f"{self.section}.model as it is served"
             )
-        length: int | None = served[model].get("max_model_len")
-        return length
+        return served[model].max_model_len
 
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """The results of `work`, which asks the server, for each item, requests side by side."""
@@ -84,11 +111,17 @@ class ServerClient:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The server's JSON; after a failure that may pass, the request is sent again.
+    def ask(self, kind: type[A], method: str, path: str, body: dict[str, Any] | None = None) -> A:
+        """The server's answer; after a failure that may pass, the request is sent again.
+
+        Args:
+            kind: what is read of it.
+            method: of HTTP.
+            path: of the API.
+            body: sent as JSON.
 
         Raises:
-            ConfigError: if the request is refused, or the answer is no JSON.
+            ConfigError: if the request is refused, or the answer is not of this kind.
             ConnectionError: if the server does not answer in `config.retries` tries.
         """
         trouble = ""
@@ -96,12 +129,12 @@ class ServerClient:
             if attempt:
                 time.sleep(2.0 ** (attempt - 1))
             try:
-                response = self._client.request(method, path, json=body)
-            except httpx2.TransportError as error:
+                response = self._within_time(method, path, body)
+            except (httpx2.HTTPError, httpx2.InvalidURL, TimeoutError) as error:
                 trouble = f"{type(error).__name__}: {error}"
                 continue
             if response.status_code not in PASSING:
-                return self._read(response)
+                return self._read(kind, response)
             trouble = f"status {response.status_code}: {self._shown(response)[:200]}"
         raise ConnectionError(
             f"the server at {self.config.url} did not answer {path} in "
@@ -112,18 +145,36 @@ class ServerClient:
         """Close the connections."""
         self._client.close()
 
-    def _read(self, response: httpx2.Response) -> Any:
+    def _within_time(self, method: str, path: str, body: object) -> httpx2.Response:
+        """An answer that is whole in `config.timeout`; the client's time-out is of each read."""
+        answer: Future[httpx2.Response] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(self._client.request(method, path, json=body))
+            except Exception as error:  # noqa: BLE001 - raised where it is waited for
+                answer.set_exception(error)
+
+        Thread(target=ask, daemon=True).start()  # one that is given up ends with this process
+        try:
+            return answer.result(self.config.timeout)
+        except TimeoutError as error:
+            raise TimeoutError(f"no whole answer in {self.config.timeout:g} s") from error
+
+    def _read(self, kind: type[A], response: httpx2.Response) -> A:
         if response.status_code != httpx2.codes.OK:
             raise ConfigError(
                 f"the server at {response.url} refuses (status {response.status_code}): "
                 f"{self._shown(response)[:500]}"
             )
         try:
-            return response.json()
-        except ValueError as error:
+            return kind.model_validate_json(response.content)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"])) or "the answer"
             raise ConfigError(
-                f"{response.url} does not speak the API of this server: it answers "
-                f"{self._shown(response)[:80]!r}"
+                f"{response.url} does not speak the API of this server: {where}: {first['msg']}; "
+                f"it answers {self._shown(response)[:80]!r}"
             ) from error
 
     def _shown(self, response: httpx2.Response) -> str:

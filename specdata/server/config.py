@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
@@ -38,6 +39,7 @@ class ServerConfig(Config):
                 "so it must hold no name, password or query (no @, ?, # or space). Put the key "
                 "into an environment variable and name that in key_variable, beside url"
             )
-        if not re.match(r"https?://[^/]", url):
-            raise ValueError(f"must begin with http:// or https:// (got {url!r})")
+        parts = urlsplit(url)  # ValueError for an IPv6 address or a port that is none
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            raise ValueError(f"must begin with http:// or https:// and a host (got {url!r})")
         return url
