@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.analysis.acceptance import RULES, three_tokens
+from eval.analysis.acceptance import RULES, two_drafts
 from eval.drafts import DraftTree, How
 from eval.verifiers import VERIFIERS
 from eval.verifiers.kseq import discount
@@ -100,18 +100,28 @@ def test_acceptance_of_a_selection_is_its_overlap_and_the_drafted_residual(
             assert found == pytest.approx(best, abs=1e-9)
 
 
-def test_figure_2_of_canonical_decomposition_is_theorem_3() -> None:
-    found: dict[tuple[float, float], dict[str, float]] = {}
-    for row in three_tokens([1 / 3, 1 / 6]):
-        found.setdefault((row["first"], row["x"]), {})[row["verifier"]] = row["acceptance"]
-    for (first, x), acceptance in found.items():
-        # min over S of P(S) + Q(S^c)^2 + 2 Q(S) Q(S^c), Q uniform.
+@pytest.mark.parametrize(
+    ("q", "first"), [([1 / 3] * 3, [1 / 3]), ([1 / 3] * 3, [1 / 6]), ([0.5, 0.5], [])]
+)
+def test_two_drafts_of_the_papers_examples_reach_theorem_3(
+    q: list[float], first: list[float]
+) -> None:
+    found: dict[float, dict[str, float]] = {}
+    for row in two_drafts(q, [first], 9):
+        found.setdefault(row["x"], {})[row["verifier"]] = row["acceptance"]
+    for x, acceptance in found.items():
+        p = [*first, x, 1 - sum(first) - x]
+        # min over S of P(S) + Q(S^c)^2 + 2 Q(S) Q(S^c) = P(S) + 1 - Q(S)^2.
         theorem = min(
-            float(np.dot([first, x, 1 - first - x], chosen)) + 1 - (sum(chosen) / 3) ** 2
-            for chosen in product([0, 1], repeat=3)
+            float(np.dot(p, chosen) + 1 - np.dot(q, chosen) ** 2)
+            for chosen in product([0, 1], repeat=len(q))
         )
         assert acceptance["optimum"] == pytest.approx(theorem, abs=1e-12)
         assert acceptance["rrs"] <= acceptance["kseq"] + 1e-12 <= acceptance["optimum"] + 2e-12
+        if (
+            not first
+        ):  # Example 1: two fair drafts always suffice for p in [1/4, 3/4], and only there
+            assert (acceptance["optimum"] > 1 - 1e-12) == (0.25 <= x <= 0.75)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

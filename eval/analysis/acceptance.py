@@ -31,7 +31,7 @@ from specdata.sampling import SamplingConfig, generator_for
 if TYPE_CHECKING:
     from specdata.prompts.loading import Prompt
 
-POINTS = 64
+POINTS = 32
 """Of the quadrature over rejected candidates."""
 
 
@@ -125,13 +125,16 @@ RULES: dict[str, Callable[..., float]] = {
 """(p (V,), q (V,), k, parameters) -> acceptance; verifiers by their names in `VERIFIERS`."""
 
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Least sizes of the buckets that effective alphabets are counted in."""
+BUCKETS = {
+    f"{n} to {2 * n - 1}" if n > 1 else "1": (n, 2 * n - 1) for n in (1, 2, 4, 8, 16, 32, 64)
+}
+BUCKETS["128 or more"] = (128, 1 << 62)
+"""Least and most tokens of the buckets that effective alphabets are counted in, by name."""
 
 
-def effective_alphabet(p: Tensor, top_p: float) -> int:
-    """The tokens that truncation by top-p leaves of a distribution (V,)."""
-    return int((nucleus(p, top_p) > 0).sum())
+def leaves(p: Tensor, _q: Tensor, top_p: float, least: int, most: int) -> float:
+    """1 if the effective alphabet of p (V,), what top-p leaves, has `least` to `most` tokens."""
+    return float(least <= int((nucleus(p, top_p) > 0).sum()) <= most)
 
 
 def target_texts(
@@ -199,23 +202,27 @@ def values_along(
     return np.array([[function(*pair) for function in functions] for pair in pairs])
 
 
-def three_tokens(first: Sequence[float], points: int = 21) -> list[dict[str, Any]]:
-    """Figure 2 of Khisti et al. 2025: acceptance of two drafts over three tokens.
-
-    The draft is uniform, the target (first, x, 1 - first - x).
+def two_drafts(
+    q: Sequence[float], fixed: Sequence[Sequence[float]], points: int
+) -> list[dict[str, Any]]:
+    """Acceptance of two drafts over few tokens (Khisti et al. 2025, Example 1 and Figure 2).
 
     Args:
-        first: probabilities of the first token, a panel each.
-        points: how many x, evenly over [0, 1 - first].
+        q: (V,) the draft's distribution.
+        fixed: the first V - 2 probabilities of each target, whose last two are x and the rest.
+        points: how many x, evenly from 0 to the rest.
 
     Returns:
-        Records of `first`, `x`, `verifier` ("optimum", "kseq", "rrs") and `acceptance`.
+        Records of `target`, `x`, `verifier` ("optimum", "kseq", "rrs") and `acceptance`.
     """
-    q = torch.full((3,), 1 / 3, dtype=torch.float64)
-    return [
-        {"first": a, "x": float(x), "verifier": name, "acceptance": RULES[name](p, q, 2)}
-        for a in first
-        for x in np.linspace(0.0, 1.0 - a, points)
-        for p in [torch.tensor([a, x, 1.0 - a - x], dtype=torch.float64).clamp(min=0.0)]
-        for name in ("optimum", "kseq", "rrs")
-    ]
+    draft = torch.tensor(q, dtype=torch.float64)
+    records = []
+    for first in fixed:
+        rest = 1.0 - sum(first)
+        name = f"p = ({', '.join([*(f'{each:.3g}' for each in first), 'x', f'{rest:.3g} - x'])})"
+        for x in np.linspace(0.0, rest, points).tolist():
+            p = torch.tensor([*first, x, rest - x], dtype=torch.float64)
+            for rule in ("optimum", "kseq", "rrs"):
+                found = RULES[rule](p, draft, 2)
+                records.append({"target": name, "x": x, "verifier": rule, "acceptance": found})
+    return records
