@@ -41,6 +41,10 @@ MODULES = {
         "Replay stopping rules on recorded acceptance, against the oracle.",
     ),
     "sweep": ("eval.analysis.sweep", "Train and compare SpecDec++'s grid of acceptance heads."),
+    "reproduce": (
+        "recipes.reproduce",
+        "Run a paper's experiments on a pair, and print its tables.",
+    ),
     "trees": (
         "eval.analysis.trees",
         "Search for the best draft tree along held-out text of the target.",

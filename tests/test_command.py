@@ -38,7 +38,7 @@ def test_help_and_plan_import_no_heavy_library(name: str) -> None:
     assert "writes runs/toy/" in run_without_heavy_libraries("-m", module, *plan)
 
 
-@pytest.mark.parametrize("name", ["inspect", "compare", "replay", "sweep"])
+@pytest.mark.parametrize("name", ["inspect", "compare", "replay", "sweep", "reproduce"])
 def test_help_of_a_tool_imports_no_heavy_library(name: str) -> None:
     assert f"usage: draftsmith {name}" in command(name, "--help")
 

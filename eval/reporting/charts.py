@@ -34,7 +34,7 @@ HEIGHT = 4.3
 MIN_ROUNDS = 10
 """Positions drafted in fewer rounds than this are not shown."""
 _LINE_STYLES = ("-", "--", ":", "-.")  # tell lines of one colour apart
-_RC: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
@@ -282,7 +282,7 @@ def plot(kind: str, results: Results, datasets: Sequence[str]) -> Figure:
     height = 1.3 + 0.27 * methods if what.per_method else HEIGHT
     columns = min(3, len(datasets))
     rows = -(-len(datasets) // columns)
-    with mpl.rc_context(_RC):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(5.2 * columns, height * rows), layout="constrained")
         FigureCanvasAgg(figure)
         first: Axes | None = None
@@ -317,7 +317,7 @@ def drawings(kind: str, results: Results) -> list[str]:
 
 def write_png(path: Path, figure: Figure) -> None:
     """Save at 150 dots an inch on white, whole or not at all."""
-    with atomic_write(path) as temporary, mpl.rc_context(_RC):
+    with atomic_write(path) as temporary, mpl.rc_context(STYLE):
         figure.savefig(
             temporary, format="png", dpi=150, facecolor="white", metadata={"Software": None}
         )
@@ -332,7 +332,7 @@ def to_svg(figure: Figure, *, prefix: str, title: str) -> str:
         title: short text for assistive technology.
     """
     buffer = io.StringIO()
-    with mpl.rc_context(_RC):
+    with mpl.rc_context(STYLE):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]

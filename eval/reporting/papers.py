@@ -1,0 +1,189 @@
+"""A paper's tables and figures of records that were measured: pivots, in the paper's own layout.
+
+A record is a flat mapping of keys (set, method, verifier, length, ...) and fields: a number, or a
+figure with its interval. Which of them make a table's rows and columns is data, as are the figures
+that the paper prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdata.storage.files import atomic_write
+
+Record = dict[str, Any]
+ABSENT = ""
+
+
+def selected(table: Mapping[str, Any], measured: Mapping[str, Sequence[Record]]) -> list[Record]:
+    """The records that a table or figure is of: those of its measurements that `where` leaves."""
+    names = [table["of"]] if isinstance(table["of"], str) else table["of"]
+    wanted = {
+        key: values if isinstance(values, list) else [values]
+        for key, values in table.get("where", {}).items()
+    }
+    return [
+        record
+        for name in names
+        for record in measured[name]
+        if all(record.get(key, ABSENT) in values for key, values in wanted.items())
+    ]
+
+
+def pivot(table: Mapping[str, Any], records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """Row label -> column label -> figure, both in the order in which records have them."""
+    rows: dict[str, dict[str, Any]] = {}
+    for record in records:
+        column = _label(record, table.get("columns", []))
+        for heading, field in table["values"].items():
+            if record.get(field) is not None:
+                alone = column and len(table["values"]) == 1
+                name = column if alone else ", ".join(filter(None, [column, heading]))
+                rows.setdefault(_label(record, table["rows"]), {})[name] = record[field]
+    return rows
+
+
+def _label(record: Record, keys: str | Sequence[str]) -> str:
+    names = [keys] if isinstance(keys, str) else keys
+    return ", ".join(_text(record[name]) for name in names if record.get(name) is not None)
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def figure_text(figure: Any, digits: int) -> str:
+    """A figure, with the deviation over seeds and the 95 % interval where it has them."""
+    if not isinstance(figure, Mapping):
+        return f"{figure:.{digits}f}" if isinstance(figure, float) else str(figure)
+    text = f"{figure['value']:.{digits}f}"
+    if figure.get("deviation") is not None:
+        text += f" ± {figure['deviation']:.{digits}f}"
+    return f"{text} [{figure['low']:.{digits}f}, {figure['high']:.{digits}f}]"
+
+
+def markdown_table(table: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """A table with the paper's figures: in the same cell where we have it, else in own rows."""
+    printed = paper_figures(table)
+    every = [*rows.values(), *printed.values()]
+    columns = list(dict.fromkeys(column for row in every for column in row))
+    digits = table.get("digits", 3)
+    heads = table["rows"] if isinstance(table["rows"], str) else ", ".join(table["rows"])
+    lines = [[heads, *columns], ["---", *("---:" for _ in columns)]]
+    for name, row in rows.items():
+        paper, cells = printed.get(name, {}), []
+        for column in columns:
+            cell = figure_text(row[column], digits) if column in row else ABSENT
+            beside = f"(paper: {paper[column]})" if column in paper else ABSENT
+            cells.append(" ".join(filter(None, [cell, beside])))
+        lines.append([name, *cells])
+    for name, paper in printed.items():
+        if name not in rows:
+            lines.append([f"*paper: {name}*", *(f"{paper.get(c, ABSENT)}" for c in columns)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def paper_figures(table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What the paper prints, row label -> column label -> figure."""
+    return {
+        str(name): {str(column): value for column, value in row.items()}
+        for name, row in table.get("paper", {}).items()
+    }
+
+
+def page(protocol: Mapping[str, Any], measured: Mapping[str, Sequence[Record]], of: str) -> str:
+    """The Markdown page of a paper.
+
+    Args:
+        protocol: its tables and figures.
+        measured: records of every measurement by name.
+        of: what they were measured on, and by which command.
+    """
+    parts = [f"# {protocol['title']}", of, protocol["differs"].strip()]
+    for table in protocol.get("tables", []):
+        rows = pivot(table, selected(table, measured))
+        body = markdown_table(table, rows)
+        parts += [f"## {table['title']}", *filter(None, [table.get("note", "").strip()]), body]
+    for figure in protocol.get("figures", []):
+        parts += [f"## {figure['title']}", *filter(None, [figure.get("note", "").strip()])]
+        parts.append(f"![{figure['title']}]({figure['name']}.svg)")
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def write_figure(
+    path: Path, figure: Mapping[str, Any], measured: Mapping[str, Sequence[Record]]
+) -> None:
+    """Draw a figure as SVG: lines, points or bars of one field over another, a panel a key."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    from eval.reporting.charts import HEIGHT, STYLE
+
+    records = selected(figure, measured)
+    panels: dict[str, list[Record]] = {}
+    for record in records:
+        panels.setdefault(_label(record, figure.get("panels", [])), []).append(record)
+    columns = min(3, max(1, len(panels)))
+    lines = -(-max(1, len(panels)) // columns)
+    # Words stay words: a fifth of the size, and a reader can search them.
+    with mpl.rc_context({**STYLE, "svg.fonttype": "none"}):
+        drawn = Figure(figsize=(4.2 * columns, HEIGHT * lines), layout="constrained")
+        FigureCanvasSVG(drawn)
+        every = drawn.subplots(lines, columns, squeeze=False, sharey=True).flatten()
+        for axes, (name, of_panel) in zip(every, panels.items(), strict=False):
+            axes.set_title(name, loc="left", fontweight="bold")
+            axes.set_xlabel(figure.get("x_label", figure["x"]))
+            _draw(axes, figure, of_panel)
+        every[0].set_ylabel(figure.get("y_label", figure["y"]))
+        for axes in every[len(panels) :]:
+            axes.set_axis_off()
+        shown, words = every[0].get_legend_handles_labels()
+        if any(words):
+            drawn.legend(shown, words, loc="outside lower center", ncols=2 * columns)
+        with atomic_write(path) as temporary:
+            drawn.savefig(temporary, format="svg", metadata={"Date": None, "Creator": None})
+
+
+def _draw(axes: Any, figure: Mapping[str, Any], records: Sequence[Record]) -> None:
+    """Each line of a panel, its interval as a band or whisker."""
+    kind, number = figure.get("kind", "line"), 0
+    groups = dict(_lines(figure, records))
+    for number, (name, points) in enumerate(groups.items()):
+        middles = [_middle(record[figure["y"]]) for record in points]
+        bounds = [_bounds(record[figure["y"]]) for record in points]
+        over = [_middle(record[figure["x"]]) for record in points]
+        low, high = ([each[side] for each in bounds] for side in (0, 1))
+        if kind == "bars":
+            width = 0.8 / len(groups)
+            places = [place + width * number for place in range(len(points))]
+            spans = [[m - a for m, a in zip(middles, low, strict=True)]]
+            spans.append([b - m for m, b in zip(middles, high, strict=True)])
+            axes.bar(places, middles, width, yerr=spans, label=name, error_kw={"elinewidth": 0.8})
+            axes.set_xticks([n + 0.4 - width / 2 for n in range(len(points))], map(str, over))
+        elif kind == "points":
+            axes.plot(over, middles, "o", markersize=4, label=name)
+        else:
+            # Fronts run along one field, which may not be in the order of what was varied.
+            (line,) = axes.plot(over, middles, marker="o", markersize=3, linewidth=1.2, label=name)
+            axes.fill_between(over, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+
+
+def _lines(
+    figure: Mapping[str, Any], records: Sequence[Record]
+) -> Iterator[tuple[str, list[Record]]]:
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        if record.get(figure["x"]) is not None and record.get(figure["y"]) is not None:
+            groups.setdefault(_label(record, figure.get("lines", [])), []).append(record)
+    yield from groups.items()
+
+
+def _middle(figure: Any) -> Any:
+    return figure["value"] if isinstance(figure, Mapping) else figure
+
+
+def _bounds(figure: Any) -> tuple[float, float]:
+    return (figure["low"], figure["high"]) if isinstance(figure, Mapping) else (figure, figure)

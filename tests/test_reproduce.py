@@ -1,0 +1,106 @@
+"""A paper's protocol as data, run on a pair: `draftsmith reproduce`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.reporting.papers import markdown_table, paper_figures, pivot, selected
+from recipes.config import TOY, parse
+from recipes.reproduce import KINDS, PAPERS, Pair, evaluated, expanded, formula, main, protocol_of
+
+SEEDS = ("seed-0", "seed-1")
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_formulas_reach_the_printed_digits(paper: str) -> None:
+    protocol = protocol_of(paper, quick=True)
+    for table in protocol["tables"]:
+        if not table.get("exact"):
+            continue
+        names = [table["of"]] if isinstance(table["of"], str) else table["of"]
+        specs = {name: protocol["measurements"][name] for name in names}
+        made = {name: formula(None, spec, Path(name)) for name, spec in specs.items()}  # type: ignore[arg-type]
+        ours, compared = pivot(table, selected(table, made)), 0
+        for row, cells in paper_figures(table).items():
+            for column, printed in cells.items():
+                digits = len(str(printed).partition(".")[2])
+                assert ours[row][column] == pytest.approx(float(printed), abs=0.51 * 10**-digits)
+                compared += 1
+        assert compared, table["title"]
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("paper", PAPERS)
+def test_a_protocol_fits_the_demos_pair_and_names_what_it_measures(paper: str, quick: bool) -> None:
+    protocol, command = protocol_of(paper, quick=quick), parse([], paper)
+    for spec in protocol["measurements"].values():
+        assert spec["kind"] in KINDS
+        if spec["kind"] == "evaluation":
+            _, _, methods = evaluated(Pair(command.config, command.given, {}, Path()), spec)
+            names = {method["name"] for method in methods}
+            assert {method["over"] for method in methods if "over" in method} <= names
+    for shown in [*protocol["tables"], *protocol.get("figures", [])]:
+        of = [shown["of"]] if isinstance(shown["of"], str) else shown["of"]
+        assert {*of} <= {*protocol["measurements"]}, shown["title"]
+
+
+def test_methods_of_a_grid_have_its_values_in_their_names() -> None:
+    grid = {"widths": [[4, 2], [8]], "verifier": ["rrs", "kseq"]}
+    made = expanded([{"name": "{verifier} {widths}", "each": grid, "over": "K={widths}"}])
+    assert [method["name"] for method in made] == ["rrs 4x2", "kseq 4x2", "rrs 8", "kseq 8"]
+    assert made[-1] == {"name": "kseq 8", "widths": [8], "verifier": "kseq", "over": "K=8"}
+
+
+def test_a_table_has_the_papers_figure_beside_ours_or_in_a_row_of_its_own() -> None:
+    ours = {"value": 2.0, "low": 1.5, "high": 2.5, "deviation": 0.25}
+    records = [{"set": name, "K": k, "speed": ours} for name in ("a", "b") for k in (2, 4)]
+    paper = {"a": {2: 1.9}, "LM1B": {4: "3.10"}}
+    table: dict[str, Any] = {"of": "m", "where": {"K": [2, 4]}, "rows": "set", "columns": "K"}
+    table |= {"values": {"speed": "speed"}, "digits": 2, "paper": paper}
+    shown = markdown_table(table, pivot(table, selected(table, {"m": records})))
+    assert shown.splitlines()[2:] == [
+        "| a | 2.00 ± 0.25 [1.50, 2.50] (paper: 1.9) | 2.00 ± 0.25 [1.50, 2.50] |",
+        "| b | 2.00 ± 0.25 [1.50, 2.50] | 2.00 ± 0.25 [1.50, 2.50] |",
+        "| *paper: LM1B* |  | 3.10 |",
+    ]
+
+
+def test_a_protocol_goes_on_after_a_kill_with_the_same_counts(
+    trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["block", "--quick", "--prompts", "2", "--out", str(tmp_path / "page")]
+    given += ["--output", str(tmp_path), "--toy", "null", "--draft", "null", "--head", "null"]
+    given += ["--models.target", str(trained_pair / "target")]
+    given += ["--models.draft", str(trained_pair / "draft")]
+    given += ["--eval.sets", "[{name: instruct, count: 2}, {name: maths, count: 2}]"]
+    given += ["--eval.methods", "[{name: plain, decoder: plain}]", "--eval.max_new_tokens", "12"]
+    assert main(given) == 0, capsys.readouterr().err
+    page, stored = tmp_path / "page/README.md", tmp_path / "page/results.json"
+    first, measured = page.read_bytes(), tmp_path / "papers/block-quick/measured/decoding"
+    assert str(tmp_path) not in stored.read_text() + page.read_text()
+    assert (tmp_path / "page/figure-2.svg").stat().st_size > 1000
+    counts, records = json.loads(stored.read_text())["measured"], measured / "records.json"
+    kept, lost = (next((measured / seed / "prompts").rglob("*.json")) for seed in SEEDS)
+    before = kept.stat().st_mtime_ns
+    records.unlink()  # as after a kill in the second seed, whose prompts are one batch
+    lost.unlink()
+    assert main(given) == 0, capsys.readouterr().err
+    assert (kept.stat().st_mtime_ns, page.read_bytes()) == (before, first)
+    assert json.loads(stored.read_text())["measured"] == counts
+    assert main([*given, "--seed", "1"]) == 2
+    assert "remove" in capsys.readouterr().err
+
+
+def test_what_cannot_be_reproduced_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, said in (
+        (["blok"], "did you mean 'block'?"),
+        (["block", "--prompts", "0"], "--prompts must be at least 1"),
+        (["block", "--eval.threads", "9999"], "eval.threads must be at most"),
+        (["block", "--config", f"{TOY}.old"], "does not exist"),
+    ):
+        assert main(given) == 2
+        assert said in capsys.readouterr().err
