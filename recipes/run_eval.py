@@ -356,7 +356,6 @@ def _context(config: PipelineConfig, results: Results, verdict: HeadVerdict | No
         program, *given = map(without_passwords, stage_record(here)["arguments"])
         command = shlex.join([Path(program).name, *given])
     return Context(
-        title=f"{config.models.target} with {draft_in_use(config)}",
         stages={name: record["wall_seconds"] for name, record in records.items()},
         draft={
             "acceptance on held-out rollouts"

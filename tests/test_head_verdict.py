@@ -391,7 +391,8 @@ def clocked(fixed: Interval, margin: Interval) -> list[Rival]:
     return rivals(fixed, margin, "K=4", "margin .5")
 
 
-FEW = "So few prompts cannot tell whether the head pays: it is not told apart from "
+PAYS, NOT = "The head pays: it saves 6.0 % [5.0, 7.0] over ", "The head does not pay: it saves "
+FEW = "So few prompts cannot tell whether the head pays: it saves "
 
 
 @pytest.mark.parametrize(
@@ -400,27 +401,27 @@ FEW = "So few prompts cannot tell whether the head pays: it is not told apart fr
         (
             replayed(SAVES, SAVES),
             clocked(MAYBE_SAVES, SAVES),
-            "The head pays: on held-out rollouts it saves 6.0 % [5.0, 7.0] over K=6 and 6.0 % [",
+            f"{PAYS}K=6 on held-out rollouts and {MAYBE_SAVES} over K=4 by the clock.",
         ),
-        ([], clocked(SAVES, SAVES), "The head pays: by the clock it saves 6.0 % [5.0, 7.0] over K"),
-        (replayed(SAVES, SAVES), [], "The head pays: on held-out rollouts it saves"),
+        ([], clocked(SAVES, SAVES), f"{PAYS}K=4 by the clock."),
+        (replayed(SAVES, SAVES), [], f"{PAYS}K=6 on held-out rollouts (by the clock: not"),
         (
             replayed(SAVES, SAVES),
             clocked(SAVES, LOSES),
-            "The head does not pay, because margin .5 takes less time without it by the clock: on",
+            f"{NOT}6.0 % [5.0, 7.0] over K=6 on held-out rollouts and {LOSES} over margin .5 by",
         ),
+        (replayed(LOSES, LOSES), clocked(SAVES, SAVES), f"{NOT}{LOSES} over K=6 on held-out"),
         (
-            replayed(LOSES, LOSES),
-            clocked(SAVES, SAVES),
-            "The head does not pay, because K=6 and margin h=.7 take less time without it on held",
+            replayed(SAVES, SAVES),
+            clocked(MAYBE_LOSES, SAVES),
+            f"{FEW}6.0 % [5.0, 7.0] over K=6 on held-out rollouts and {MAYBE_LOSES} over K=4 by",
         ),
-        (replayed(SAVES, SAVES), clocked(MAYBE_LOSES, SAVES), f"{FEW}K=4 by the clock; on held"),
         (
             replayed(SAVES, MAYBE_SAVES),
             clocked(SAVES, SAVES),
-            f"{FEW}margin h=.7 on held-out rollouts; on held",
+            f"{FEW}{MAYBE_SAVES} over margin h=.7 on held-out rollouts and 6.0 % [5.0",
         ),
-        ([], clocked(SAVES, MAYBE_SAVES), f"{FEW}margin .5 by the clock; by the clock it saves"),
+        ([], clocked(SAVES, MAYBE_SAVES), f"{FEW}{MAYBE_SAVES} over margin .5 by the clock."),
         ([], [], "Whether the head pays was not measured: no labels."),
     ],
 )
@@ -430,6 +431,9 @@ def test_one_sentence_says_whether_the_head_pays_or_why_not(
     status, sentence = _decide(replay, clock, "" if clock else "no labels")
     assert sentence.startswith(begins)
     assert (status == "pays") == sentence.startswith("The head pays")
+    assert ("negative means that it takes longer" in sentence) == (
+        "saves -" in sentence or " and -" in sentence
+    )
     assert bool(replay and not clock) == sentence.endswith(
         "(by the clock: not measured, no labels)."
     )

@@ -16,11 +16,17 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from eval.analysis.expectation import Traces
-from eval.analysis.replay import best_settings, bounds, main, replay_rules, result_rows
+from eval.analysis.replay import (
+    ALL_ROLLOUTS,
+    best_settings,
+    bounds,
+    main,
+    replay_rules,
+    result_rows,
+)
 from eval.analysis.traces import acceptance_traces
 from eval.drafting.stopping import STOPPING_RULES, DraftedToken, StoppingRule
 from eval.drafting.stopping.recorded import BOUND, RecordedHead, RecordedTokens
-from eval.measuring.pooled import ALL_SETS
 from heads import AcceptanceHead, BaseHead
 from heads.immediate import ImmediateHead
 from heads.inputs import HeadInputs
@@ -340,7 +346,7 @@ def test_the_command_prints_a_table_and_writes_json(
         assert rule in printed
     stored = json.loads((tmp_path / "replay.json").read_text())
     assert stored["fitted"].keys() >= {"calibration", "coefficients", "network"}
-    for row in stored["rows"][ALL_SETS]:
+    for row in stored["rows"][ALL_ROLLOUTS]:
         drafted = row["n_draft"] + row["n_target"]
         assert drafted == pytest.approx(row["tokens"] + row["n_discarded"])
 

@@ -16,13 +16,12 @@ from rich.console import Console
 
 from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import PooledRow, fastest, pool
-from eval.measuring.results import Results, build_results, check_metrics
+from eval.measuring.results import Method, Results, Run, build_results, check_metrics
 from eval.measuring.samples import Sample, Samples
 from eval.reporting.charts import (
     LOOKS,
     PLOTS,
     drawings,
-    kinds,
     plot,
     positions_of,
     write_png,
@@ -30,11 +29,11 @@ from eval.reporting.charts import (
 from eval.reporting.lengths import measured_lengths
 from eval.reporting.overall import overall
 from eval.reporting.report import (
-    ALL_SETS,
     COLUMNS,
     Context,
+    folds,
     render_page,
-    sections_of,
+    rows_of,
     terminal,
     write_report,
 )
@@ -82,6 +81,10 @@ def sample(dataset: str, method: str, text: str) -> Sample:
     return Sample(dataset=dataset, prompt_id="p", prompt=f"Prompt {text}", methods={method: text})
 
 
+def as_method(run: Run) -> Method:
+    return Method(**{name: getattr(run, name) for name in Method.model_fields})
+
+
 def fastest_of(results: Results, dataset: str) -> tuple[PooledRow, list[PooledRow]]:
     found = fastest(pool(results, [dataset]))
     assert found is not None
@@ -98,7 +101,6 @@ def folder(results: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     best = fastest_of(results, "gsm8k")
     context = Context(
-        "A pair",
         {"draft": 12.5},
         {"acceptance": (0.41, 0.62)},
         command="run_eval.py --config 'my pair.yaml'",
@@ -147,20 +149,22 @@ def test_every_id_is_unique_and_every_reference_has_one(page: Page) -> None:
 
 def test_tables_have_captions_and_drawings_have_names(page: Page, results: Results) -> None:
     tags = [tag for tag, _ in page.tags]
-    assert tags.count("table") == tags.count("caption") >= 1 + len(results.datasets())
-    drawn = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(drawn) == len(kinds(results)) * len(results.datasets())
+    assert tags.count("table") == tags.count("caption") >= 4
+    drawn = [a for tag, a in page.tags if tag == "svg" and a.get("aria-hidden") != "true"]
+    assert len(drawn) == len(results.datasets())
     assert all(a["role"] == "img" and a["aria-label"] for a in drawn)
     assert page.open == []
     assert "lang" in dict(page.tags[0][1])
 
 
 def test_the_page_shows_every_method_with_its_figures(page: Page, results: Results) -> None:
-    text = " ".join(page.text)
+    text = " ".join(" ".join(page.text).split())
     for run in results.runs:
         assert run.method in text
-        assert f"{run.verification_rate:.3f}" in text
+        assert f"{run.block_efficiency:.2f}" in text
         assert f"{run.speedup:.2f}x" in text
+    for row in pool(results):
+        assert f"{row.value('verification_rate'):.3f}" in text
     for name, meaning in COLUMNS:
         assert name in text
         assert meaning in text
@@ -175,14 +179,41 @@ def test_the_page_shows_every_method_with_its_figures(page: Page, results: Resul
 def test_the_page_says_first_what_is_fastest_then_over_all_sets_then_over_each(
     html: str, results: Results
 ) -> None:
-    marks = ['class="finding"', 'class="caution"', 'id="results"', f"<strong>{ALL_SETS}"]
-    places = [html.index(mark) for mark in [*marks, "<strong>alpaca", "<strong>gsm8k"]]
+    found = overall(results)
+    marks = [found.factor, 'class="finding"', 'class="bars"', 'class="caution"', "<details"]
+    marks += ["<h2>Every method, all prompt sets", "<h2>Each prompt set", 'id="texts"']
+    places = [html.index(mark, html.index("<body>")) for mark in marks]
     assert places == sorted(places)
-    assert html.count('class="caution"') == len(overall(results).cautions) > 0
+    assert html.count('class="caution"') == len(found.cautions) > 0
+    assert html.count('<rect y="22%"') > 5
+
+
+def test_the_title_names_the_models_and_not_their_folders() -> None:
+    few = synthetic_results(datasets=("alpaca",))
+    moved = [
+        run.model_copy(update={"target": "/models/my-7b", "draft": run.draft and "/r/draft/model"})
+        for run in few.runs
+    ]
+    assert "<title>acme/target-7b with acme/draft-160m</title>" in render_page(few, Context())
+    page = render_page(few.model_copy(update={"runs": moved}), Context())
+    assert "<title>my-7b with draft</title>" in page
+
+
+def test_green_is_only_what_is_lossless_and_surely_faster(results: Results) -> None:
+    assert [fold.wins for fold in folds(results, Context())[:1]] == [["tree-4x2x1 ★"]]
+    for factor, wins in ((1.0, True), (3.0, False)):
+        runs = [
+            (run, [dataclasses.replace(g, seconds=g.seconds * factor) for g in run.generations])
+            for run in results.of("alpaca")
+            if run.method in (PLAIN, "fixed-4")
+        ]
+        runs[0] = runs[0][0], results.runs[0].generations
+        again = build_results(ENVIRONMENT, [(as_method(run), made) for run, made in runs])
+        assert bool(folds(again, Context())[0].wins) == overall(again).wins == wins
 
 
 def test_names_and_sample_texts_are_text_and_never_markup(html: str, results: Results) -> None:
-    without_samples = render_page(renamed(results, EVIL), Context(EVIL, {EVIL: 1.0}))
+    without_samples = render_page(renamed(results, EVIL), Context({EVIL: 1.0}))
     assert "Samples" not in without_samples
     for source in (html, without_samples):
         page = Page(source)
@@ -196,7 +227,7 @@ def test_samples_show_the_text_of_the_best_method_folded(page: Page, results: Re
     shown = text[text.index("Samples") :]
     assert f"Prompt {EVIL}" in shown
     assert best[0].method in shown
-    assert ("details", {"class": "sample"}) in page.tags
+    assert ("details", {"class": "fold", "id": "texts"}) in page.tags
 
 
 # --- the sections ---
@@ -210,8 +241,7 @@ def test_the_fastest_method_is_lossless_and_ties_are_named(results: Results) -> 
         speeds = {run.method: run.tokens_per_second for run in runs if run.lossless}
         assert speeds[best.method] == max(speeds.values())  # type: ignore[type-var]
         assert all(row.lossless and row is not best for row in ties)
-    section = sections_of(results)[1]
-    assert [row.mark for row in section.rows].count("★") == 1
+    assert [row.mark for row in rows_of(results, ["alpaca"])].count("★") == 1
     run = results.of("alpaca")[3]
     again = run.model_copy(update={"method": "again"})
     best, ties = fastest_of(results.model_copy(update={"runs": [run, again]}), "alpaca")
@@ -219,9 +249,9 @@ def test_the_fastest_method_is_lossless_and_ties_are_named(results: Results) -> 
 
 
 def test_a_measured_bias_is_shown_with_its_interval(results: Results) -> None:
-    (row,) = [row for row in sections_of(results)[1].rows if row.method.startswith("biased")]
+    (row,) = [row for row in rows_of(results, ["alpaca"]) if row.method.startswith("biased")]
     assert re.fullmatch(r"† TV 0\.041 \[0\.041, 0\.041\]", row.note)
-    assert "TV: total variation" in sections_of(results)[1].footnote
+    assert "TV: total variation" in folds(results, Context())[0].note
     unmeasured = [
         run.model_copy(
             update={
@@ -230,9 +260,9 @@ def test_a_measured_bias_is_shown_with_its_interval(results: Results) -> None:
         )
         for run in results.of("alpaca")
     ]
-    (section,) = sections_of(results.model_copy(update={"runs": unmeasured}))
-    assert [row.note for row in section.rows if row.note] == ["†"]
-    assert "TV: total variation" not in section.footnote
+    without = results.model_copy(update={"runs": unmeasured})
+    assert [row.note for row in rows_of(without) if row.note] == ["†"]
+    assert "TV: total variation" not in folds(without, Context())[0].note
 
 
 def test_a_draft_that_makes_decoding_slower_is_reported_as_no_gain(results: Results) -> None:
@@ -244,13 +274,13 @@ def test_a_draft_that_makes_decoding_slower_is_reported_as_no_gain(results: Resu
         (method(PLAIN, "alpaca", **nothing), plain.generations),
         (method("slow", "alpaca"), slow),
     ]
-    said = sections_of(build_results(ENVIRONMENT, measured))[0].summary
+    said = overall(build_results(ENVIRONMENT, measured)).finding
     assert said.startswith("Nothing is faster than the target alone: the best method, slow,")
 
 
 def test_without_plain_decoding_the_report_shows_tokens_per_second(results: Results) -> None:
     alone = build_results(ENVIRONMENT, [(method("only", "alpaca"), results.runs[2].generations)])
-    assert sections_of(alone)[0].rows[0].figures[0] == ("\N{EN DASH}", "")
+    assert rows_of(alone)[0].figures[0] == "\N{EN DASH}"
     figure = plot("speedup", alone, ["alpaca"])
     assert isinstance(figure, Figure)
     assert figure.axes[0].get_xlabel() == "tokens per second"
@@ -260,16 +290,15 @@ def test_without_plain_decoding_the_report_shows_tokens_per_second(results: Resu
 def test_without_times_tables_say_so_and_drawings_need_none(tmp_path: Path) -> None:
     untimed = synthetic_results(datasets=("alpaca",), timed=False)
     check_metrics(untimed)
-    assert kinds(untimed) == ["efficiency", "acceptance"]
     assert fastest(pool(untimed)) is None
-    (section,) = sections_of(untimed)
-    assert all(row.figures[:2] == (("not measured", ""),) * 2 for row in section.rows)
-    assert not any(row.mark for row in section.rows)
-    assert section.summary.startswith("Speeds were not measured (4 prompts were decoded together)")
+    rows, said = rows_of(untimed), overall(untimed)
+    assert all(row.figures[:2] == ("not measured",) * 2 for row in rows)
+    assert not any(row.mark or row.wins for row in rows)
+    assert said.finding.startswith("Speeds were not measured (4 prompts were decoded together)")
     lossless = [run for run in untimed.runs if run.lossless]
     best = max(lossless, key=lambda run: run.block_efficiency)
-    assert f"{best.method}, {best.block_efficiency:.2f}" in section.summary
-    assert "★" not in section.footnote
+    assert f"{best.method}, {best.block_efficiency:.2f}" in said.finding
+    assert "★ fastest" not in folds(untimed, Context())[0].note
     write_report(untimed, tmp_path)
     assert "not measured" in printed(untimed)
 
@@ -283,7 +312,7 @@ def test_the_terminal_has_the_answer_and_one_table_that_cuts_nothing(results: Re
     assert "…" not in text
     assert "is fastest: " in text
     assert len(text.splitlines()) <= 25
-    for name in (PLAIN, "block-6", "tree-4x2x1", "transformers"):
+    for name in (PLAIN, "fixed-4", "tree-4x2x1", "biased-0.05 †"):
         assert name in text
     assert "[bold red]x[/]" in printed(renamed(results, "[bold red]x[/]"), 200)
 
@@ -314,7 +343,7 @@ def test_png_files_show_every_family_in_one_panel_a_dataset_at_150_dots_an_inch(
 
 
 def test_pictures_share_their_axes_and_keep_their_words_inside(results: Results) -> None:
-    for kind in kinds(results):
+    for kind in PLOTS:
         figure = plot(kind, results, results.datasets())
         figure.draw_without_rendering()
         bounds, (width, height) = figure.get_tightbbox(), figure.get_size_inches()

@@ -13,6 +13,7 @@ import pytest
 from eval.reporting.report import Context, write_report
 from tests.browser import CHROMIUM, Browser
 from tests.synthetic_results import synthetic_results
+from tests.synthetic_verdict import synthetic_verdict
 
 PAPER = 703
 """CSS pixels between the margins of A4: 186 mm."""
@@ -26,9 +27,9 @@ pytestmark = [
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report with names that cannot be broken."""
     context = Context(
-        title="acme/" + 30 * "target",
         stages={"draft": 12.5},
         draft={"acceptance on held-out rollouts": (0.41, 0.62)},
+        verdict=synthetic_verdict(),
         command="recipes/pipeline.py --config recipes/configs/" + 40 * "long-" + ".yaml",
     )
     return write_report(synthetic_results(), tmp_path_factory.mktemp("layout"), context)
@@ -40,6 +41,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield opened
 
 
+OPEN = 'document.querySelectorAll("details").forEach(each => each.open = true)'
 # What is wider than the window, or than the box that it can be scrolled in.
 WIDE = """[...document.querySelectorAll("body *")]
   .filter(e => e.getClientRects().length && (!e.closest("svg") || e.tagName === "svg"))
@@ -54,11 +56,24 @@ def test_nothing_is_wider_than_the_window_but_inside_its_own_scrolling_box(
 ) -> None:
     browser.open(page, width=width)
     assert browser.ask("innerWidth") == width
-    assert browser.ask("document.documentElement.scrollWidth") <= width
-    assert browser.ask(WIDE.replace("BOXES", '".scroll"')) == []
+    for opened in ("", OPEN):
+        browser.ask(opened)
+        assert browser.ask("document.documentElement.scrollWidth") <= width
+        assert browser.ask(WIDE.replace("BOXES", '".scroll"')) == []
     assert browser.ask('document.querySelectorAll("table").length') >= 5
     small = '[...document.querySelectorAll("svg[role=img]")].filter(e => e.clientWidth < 250)'
     assert browser.ask(f"{small}.length") == 0
+    deciding = '[...document.querySelectorAll("tbody th + td")]'
+    right = f"{deciding}.map(e => e.getBoundingClientRect().right)"
+    assert browser.ask(f"Math.max(...{right})") <= width, "the deciding column is on the screen"
+
+
+def test_the_answer_fits_one_screen_and_all_of_it_ten(browser: Browser, page: Path) -> None:
+    browser.open(page, width=1280)
+    first = 'document.querySelector(".first").getBoundingClientRect()'
+    assert browser.ask(f"{first}.bottom") <= 800
+    browser.ask(OPEN)
+    assert browser.ask("document.documentElement.scrollHeight") <= 10 * 800
 
 
 def test_on_paper_no_column_is_cut_and_no_table_needs_scrolling(
@@ -72,7 +87,7 @@ def test_on_paper_no_column_is_cut_and_no_table_needs_scrolling(
     assert browser.ask('getComputedStyle(document.querySelector("h2")).breakAfter') == "avoid"
     printed = browser.pdf()
     assert printed.startswith(b"%PDF")
-    assert printed.count(b"/Type /Page\n") > 5
+    assert printed.count(b"/Type /Page\n") > 3, "folds are open on paper"
 
 
 CONTRAST = """(() => {
@@ -94,8 +109,10 @@ def test_words_stand_out_from_what_is_behind_them(dark: bool, browser: Browser, 
     browser.open(page, width=1280, dark=dark)
     paper = browser.ask("getComputedStyle(document.body).backgroundColor")
     assert paper == ("rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)")
+    browser.ask(OPEN)
     found = browser.ask(CONTRAST)
     assert len(found) > 300
     assert [words[:40] for contrast, words in found if contrast < 4.5] == []
-    inks = 'new Set([...document.querySelectorAll("svg")].map(e => getComputedStyle(e).color))'
-    assert browser.ask(f"[...{inks}]") == [browser.ask("getComputedStyle(document.body).color")]
+    drawn = '[...document.querySelectorAll("svg[role=img]")]'
+    inks = f"[...new Set({drawn}.map(e => getComputedStyle(e).color))]"
+    assert browser.ask(inks) == [browser.ask("getComputedStyle(document.body).color")]

@@ -13,7 +13,8 @@ from eval.measuring.metrics import compute_metrics
 from eval.measuring.pooled import pool
 from eval.measuring.results import Method, Results, Run, build_results
 from eval.reporting.overall import FEW_PROMPTS, is_wide, overall
-from eval.reporting.report import ALL_SETS, sections_of
+from eval.reporting.report import Context, folds, rows_of
+from eval.reporting.table import readme_table
 from tests.synthetic_results import ENVIRONMENT, PROMPTS, synthetic_results
 
 
@@ -94,14 +95,21 @@ def test_ratios_of_pooled_methods_are_paired_by_prompt(results: Results) -> None
     assert first.over(first, "tokens_per_second") == Interval(1.0, 1.0, 1.0)
 
 
-def test_the_pooled_table_stands_before_those_of_the_sets(results: Results) -> None:
-    section, *sets = sections_of(results)
-    assert section.dataset == ALL_SETS
-    assert [each.dataset for each in sets] == ["alpaca", "gsm8k"]
-    assert [row.method for row in section.rows] == [run.method for run in results.of("alpaca")]
-    assert [row.mark for row in section.rows].count("★") == 1
-    assert "counts alike" in section.summary
-    assert len(sections_of(rebuilt(results, lambda r: r if r.dataset == "alpaca" else None))) == 1
+def test_all_prompt_sets_have_one_average_in_every_table(results: Results) -> None:
+    """Report, terminal, card, README: the same figure for the same method."""
+    every, each, *_ = folds(results, Context())
+    assert "counts alike" in every.sentence
+    assert len(each.columns) == 2 * len(results.datasets())
+    table = readme_table(results).splitlines()
+    for row, (name, figures) in zip(pool(results), every.rows, strict=True):
+        assert name.split()[0] == row.method
+        tokens = f"{row.value('block_efficiency'):.2f}"
+        assert figures[2].startswith(tokens)
+        assert figures[1].startswith(f"{row.value('tokens_per_second'):.1f}")
+        for line in table:
+            assert not line.startswith(f"| {row.method} ") or f" {tokens} |" in line
+    one = folds(rebuilt(results, lambda r: r if r.dataset == "alpaca" else None), Context())
+    assert "Each prompt set" not in [fold.title for fold in one]
 
 
 # --- what is said first ---
@@ -197,11 +205,10 @@ def test_few_prompts_and_wide_intervals_carry_a_warning_and_enough_carry_none(
     assert f"alpaca {PROMPTS}, gsm8k {PROMPTS}; fewer than {FEW_PROMPTS} a set" in said
     assert is_wide(Interval(1.0, 0.89, 1.11))
     assert not is_wide(Interval(1.0, 0.91, 1.09))
-    for row, run in zip(sections_of(results)[1].rows, results.of("alpaca"), strict=True):
+    for row, run in zip(rows_of(results, ["alpaca"]), results.of("alpaca"), strict=True):
         assert run.speedup is not None
         wide = is_wide(Interval(run.speedup, *run.intervals["speedup"]))
-        assert row.figures[0][1].endswith("~") == wide
-    assert "Fewer than 24 prompts" in sections_of(results)[1].footnote
+        assert row.figures[0].endswith("~") == wide
 
     def more(run: Run) -> Run:
         """Each prompt 40 times under other names: no set is small."""
@@ -214,4 +221,3 @@ def test_few_prompts_and_wide_intervals_carry_a_warning_and_enough_carry_none(
 
     enough = rebuilt(only(results, "plain", "fixed-4", "transformers"), more)
     assert overall(enough).cautions == ()
-    assert "Fewer than" not in sections_of(enough)[1].footnote

@@ -85,7 +85,7 @@ Status = Literal["pays", "does not pay", "cannot tell", "not measured"]
 
 
 class Prediction(Strict):
-    """A predictor of acceptance, judged on all prompt sets together.
+    """A predictor of acceptance, judged on rollouts of every prompt set.
 
     Attributes:
         predictor: "head" or one of `PREDICTORS`, each fitted on dev.
@@ -108,8 +108,8 @@ class Rival(Strict):
         setting: the one that took the least time on dev rollouts, named with its rule; by the clock
             a measured method.
         candidates: how many it was chosen from.
-        saved: the share of this rule's time that stopping by the head saves, over all prompt sets
-            together; negative where the head takes longer.
+        saved: the share of this rule's time that stopping by the head saves, over rollouts of every
+            prompt set, by the clock over all prompt sets; negative where the head takes longer.
     """
 
     rule: str
@@ -172,7 +172,7 @@ class HeadVerdict(Strict):
         ]
         return [
             (
-                "fixed length" if rule == "fixed" else rule,
+                _row(rule),
                 tuple(
                     f"{each[rule].saved} ({each[rule].setting})" if rule in each else "-"
                     for each in judged
@@ -180,6 +180,12 @@ class HeadVerdict(Strict):
             )
             for rule in dict.fromkeys(rule for each in judged for rule in each)
         ]
+
+    def beaten(self) -> list[str]:
+        """Rows of that table in which every interval lies above zero."""
+        judged = [*self.replay, *self.clock]
+        open_ = {rival.rule for rival in judged if rival.saved.low <= 0.0}
+        return [_row(rival.rule) for rival in judged if rival.rule not in open_]
 
     def basis(self) -> str:
         """Conditions of the table, in words."""
@@ -209,7 +215,7 @@ class HeadVerdict(Strict):
         return text + " Brackets hold 95 % intervals; negative means that the head takes longer."
 
     def quality_rows(self) -> list[tuple[str, tuple[str, ...]]]:
-        """The table of predictors over all prompt sets: name, and cells of `QUALITY_COLUMNS`."""
+        """The table of predictors: name, and cells of `QUALITY_COLUMNS`."""
         found = []
         for each in self.predictions:
             judged = each.scores
@@ -482,34 +488,38 @@ def _by_clock(results: Results, expected: Mapping[str, float]) -> tuple[dict[str
 
 
 def _decide(replay: Sequence[Rival], clock: Sequence[Rival], reason: str) -> tuple[Status, str]:
-    """Status and sentence; `reason` says why there is no judgement by the clock."""
+    """Status and sentence; `reason` says why there is no judgement by the clock.
+
+    The sentence gives of each judgement the rule that decides it: one that the head surely loses
+    to, else one that it is not told apart from, else the hardest to beat.
+    """
     if not (replay or clock):
         verdict = not_measured(reason)
         return verdict.status, verdict.sentence
     judged = ((replay, "on held-out rollouts"), (clock, "by the clock"))
-    numbers = "; ".join(f"{where} it {_saves(each[:2])}" for each, where in judged if each)
+    hardest = [(min(each, key=_hardness), where) for each, where in judged if each]
+    said = "it saves " + _list([f"{r.saved} over {r.setting} {where}" for r, where in hardest])
+    if any(rival.saved.value < 0.0 for rival, _ in hardest):
+        said += ", where negative means that it takes longer"
     if not clock:
-        numbers += f" (by the clock: not measured, {reason})"
-    for each, where in judged:
-        if lost := [rival.setting for rival in each if rival.saved.high < 0.0]:
-            takes = "takes" if len(lost) == 1 else "take"
-            why = f"{_list(lost)} {takes} less time without it {where}"
-            return "does not pay", f"The head does not pay, because {why}: {numbers}."
+        said += f" (by the clock: not measured, {reason})"
+    if any(rival.saved.high < 0.0 for rival in (*replay, *clock)):
+        return "does not pay", f"The head does not pay: {said}."
     # An exact expectation counts no time for the head itself: the clock has to confirm its sign
     # over the best fixed length and the hardest other rule. Without one, the clock decides alone.
-    tied = [rival for rival in replay or clock if rival.saved.low <= 0.0]
-    slower = [rival for rival in clock[:2] if rival.saved.value < 0.0]
-    if tied or slower:
-        where = "on held-out rollouts" if tied and replay else "by the clock"
-        names = _list([rival.setting for rival in tied or slower])
-        why = f"it is not told apart from {names} {where}"
-        return "cannot tell", f"So few prompts cannot tell whether the head pays: {why}; {numbers}."
-    return "pays", f"The head pays: {numbers}."
+    tied = any(rival.saved.low <= 0.0 for rival in replay or clock)
+    if tied or any(rival.saved.value < 0.0 for rival in clock[:2]):
+        return "cannot tell", f"So few prompts cannot tell whether the head pays: {said}."
+    return "pays", f"The head pays: {said}."
 
 
-def _saves(rivals: Sequence[Rival]) -> str:
-    """Such as: saves 6.1 % [4.9, 7.2] over K=6 and -2.0 % [-2.9, -1.1] over margin h=0.7."""
-    return "saves " + _list([f"{rival.saved} over {rival.setting}" for rival in rivals])
+def _hardness(rival: Rival) -> tuple[bool, bool, float]:
+    saved = rival.saved
+    return saved.high >= 0.0, saved.low > 0.0, saved.value
+
+
+def _row(rule: str) -> str:
+    return "fixed length" if rule == "fixed" else rule
 
 
 def _list(names: Sequence[str]) -> str:

@@ -35,7 +35,6 @@ from eval.drafting.stopping.recorded import (
 )
 from eval.drafting.stopping.thresholds import Confidence, Cumulative, Entropy, Fixed
 from eval.measuring.intervals import Interval, resamples
-from eval.measuring.pooled import ALL_SETS
 from specdata.errors import ConfigError, ManifestError
 from specdata.storage.files import write_json
 from specdata.storage.manifest import read_manifest
@@ -57,6 +56,7 @@ GRIDS: dict[type[StoppingRule], tuple[str, tuple[float, ...]]] = {
 }
 """Rules that compare something else than the probability h of a rejection."""
 COST_RULE = "cost rule"
+ALL_ROLLOUTS = "all rollouts"
 LENGTHS = range(1, 21)
 
 
@@ -354,7 +354,7 @@ def _run(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     costs = {"draft_seconds": given.draft_seconds, "target_seconds": given.target_seconds}
 
     def rows_of(traces: Traces, rows: datasets.Dataset, name: str) -> list[dict[str, Any]]:
-        chosen = np.array([name in (ALL_SETS, own) for own in rows["dataset"]])
+        chosen = np.array([name in (ALL_ROLLOUTS, own) for own in rows["dataset"]])
         here = traces.select(chosen)
         results = bounds(here, limit=given.limit, **costs)
         results += replay_rules(here, fitted, limit=given.limit, **costs)
@@ -363,7 +363,7 @@ def _run(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
     sets = [name for name in dict.fromkeys(judged["dataset"]) if name in held_out["dataset"]]
     rows, shown = {}, {}
-    for name in [ALL_SETS, *(sets if len(sets) > 1 else ())]:
+    for name in [ALL_ROLLOUTS, *(sets if len(sets) > 1 else ())]:
         rows[name] = rows_of(traces, judged, name)
         shown[name] = best_settings(rows[name], rows_of(dev, held_out, name))
     settings = {name: str(value) for name, value in vars(given).items()}

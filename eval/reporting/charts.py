@@ -99,13 +99,10 @@ def label(name: str, width: int = 30) -> str:
 def draw_bars(axes: Axes, results: Results, dataset: str) -> None:
     """One bar a method with its interval, the largest on top.
 
-    Of the speed-up; of tokens a second where plain decoding was not run, of block efficiency where
-    nothing was timed.
+    Of the speed-up; of tokens a second where plain decoding was not run.
     """
     name, heading = "speedup", "speed-up over the target alone"
-    if not results.timed:
-        name, heading = "block_efficiency", "tokens per forward of the target"
-    elif results.plain(dataset) is None:
+    if results.plain(dataset) is None:
         name, heading = "tokens_per_second", "tokens per second"
     runs = sorted(results.of(dataset), key=lambda run: float(getattr(run, name)))
     values = np.array([getattr(run, name) for run in runs], float)
@@ -244,14 +241,6 @@ PLOTS = {
         draw_bars,
         per_method=True,
     ),
-    "efficiency": Plot(
-        "Block efficiency",
-        "Tokens per forward of the target; longer is better, but says nothing of what the draft"
-        " costs: times were not measured. Whiskers are 95 % bootstrap intervals over prompts;"
-        " hatched bars change the target's distribution.",
-        draw_bars,
-        per_method=True,
-    ),
     "acceptance": Plot(
         "Acceptance by position",
         "Fixed lengths and trees, which draft every position in every round. Share of the rounds"
@@ -261,12 +250,6 @@ PLOTS = {
         per_method=False,
     ),
 }
-
-
-def kinds(results: Results) -> list[str]:
-    """The keys of PLOTS that these results can fill."""
-    bars = "speedup" if results.timed else "efficiency"
-    return [bars, *(["acceptance"] if any(run.fixed_length for run in results.runs) else [])]
 
 
 def plot(kind: str, results: Results, datasets: Sequence[str]) -> Figure:

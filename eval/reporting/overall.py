@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eval.measuring.intervals import Interval
-from eval.measuring.pooled import PooledRow, fastest, pool
+from eval.measuring.pooled import PooledRow, fastest, merit, pool
 from eval.measuring.results import Results
 
 FEW_PROMPTS = 24
@@ -22,12 +22,18 @@ class Overall:
     """The first lines, over all prompt sets together (`eval.measuring.pooled`).
 
     Args:
+        factor: the best lossless method's speed-up; without one its tokens a second, or a forward.
+        factor_of: interval, unit and method.
+        wins: whether it is surely above 1.
         finding: what is fastest and by how much, with intervals.
         exactness: whether its text is the target's; empty where there is nothing to say.
         basis: what was measured, and where.
         cautions: why not to trust it too far; none if prompts and intervals are as they should be.
     """
 
+    factor: str
+    factor_of: str
+    wins: bool
     finding: str
     exactness: str
     basis: str
@@ -39,6 +45,7 @@ def overall(results: Results) -> Overall:
     rows = pool(results)
     best = best_of(rows)
     return Overall(
+        *_factor(best),
         finding(rows, batch=results.environment.batch_size),
         _exactness(best, rows),
         _basis(results),
@@ -46,12 +53,23 @@ def overall(results: Results) -> Overall:
     )
 
 
+def _factor(best: PooledRow | None) -> tuple[str, str, bool]:
+    """Figure, unit with interval, and whether it wins."""
+    for name, sign, unit in (
+        ("speedup", "x", "the speed of the target alone"),
+        ("tokens_per_second", "", "tokens/s"),
+        ("block_efficiency", "", "tokens a forward of the target"),
+    ):
+        if best is not None and (rate := best.rate(name)) is not None:
+            said = f"{unit}, by {best.method} [{rate.low:.2f}, {rate.high:.2f}]"
+            return f"{rate.value:.2f}{sign}", said, name == "speedup" and rate.low > 1
+    return "", "", False
+
+
 def best_of(rows: Sequence[PooledRow]) -> PooledRow | None:
     """The lossless drafting method of most tokens a second, or a forward where none is timed."""
     drafting = [row for row in rows if row.lossless and row.drafter is not None]
-    return max(
-        drafting, key=lambda r: (r.speed(), r.value("block_efficiency") or 0.0), default=None
-    )
+    return max(drafting, key=merit, default=None)
 
 
 def finding(rows: Sequence[PooledRow], batch: int) -> str:

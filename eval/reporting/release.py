@@ -24,6 +24,7 @@ from eval.analysis.head_verdict import (
     HeadVerdict,
     not_measured,
 )
+from eval.measuring.pooled import merit, pool
 from eval.measuring.results import Results, Run, check_metrics, write_results
 from eval.reporting.lengths import longest_measured, measured_lengths
 from eval.reporting.metadata import About, check_repository, left_out, metadata, public_name
@@ -241,27 +242,22 @@ def head_run(results: Results, chosen: str | None = None) -> Run:
     Args:
         results: an evaluation with a head.
         chosen: the method that was chosen on held-out rollouts. Without one it is that of most
-            tokens a second over all data sets, or, where nothing was timed, a target's forward.
+            tokens a second over all prompt sets, or, where nothing was timed, a target's forward.
 
     Raises:
         ManifestError: if no method used a head on every data set.
     """
-    groups: dict[str, list[Run]] = {}
-    for run in results.runs:
-        if run.rule and run.rule.needs_head and run.lossless:
-            groups.setdefault(run.method, []).append(run)
-    complete = [runs for runs in groups.values() if len(runs) == len(results.datasets())]
-    if not complete:
+    heads = [
+        row
+        for row in pool(results)
+        if row.lossless and (rule := row.runs[0].rule) and rule.needs_head
+    ]
+    if not heads:
         raise ManifestError(
             "the card of a head needs a method with stop: head measured on every prompt set"
         )
-
-    def merit(runs: list[Run]) -> float:
-        spent = sum(run.seconds["total"] if results.timed else run.rounds for run in runs)
-        return sum(run.tokens for run in runs) / spent if spent else 0.0
-
-    named = [runs for runs in complete if runs[0].method == chosen]
-    return max(named or complete, key=merit)[0]
+    named = [row for row in heads if row.method == chosen]
+    return max(named or heads, key=merit).runs[0]
 
 
 def _card(template: str, measured: Results, about: About, **values: Any) -> str:

@@ -1,17 +1,70 @@
-"""Text made from the templates in `eval/reporting/templates`."""
+"""Text made from the templates in `eval/reporting/templates`, and what a page's sections hold."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
+from eval.measuring.intervals import Interval
+
 NOT_MEASURED = "\N{EN DASH}"
 """The text for a number that does not exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A row of a picture.
+
+    Args:
+        name: of the row.
+        value: its length, with the interval that is its whisker.
+        text: the value in words.
+        mark: where a line crosses it, such as the target alone, or a ceiling; None draws none.
+        look: "best" in the accent colour, "biased" hollow.
+        group: bars of one group stand together under its name.
+    """
+
+    name: str
+    value: Interval
+    text: str
+    mark: float | None = None
+    look: str = ""
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """A section of the page, folded.
+
+    Args:
+        title: its heading.
+        sentence: one sentence on what it shows.
+        columns: heading and how to read it, of every column after the name; the deciding one
+            first, which a phone shows. None: the rows are facts, names and words.
+        rows: name and cells; of a cell such as "2.55x [2.28, 2.91]" the brackets are set small.
+        first: heading of the names.
+        note: conditions and marks, below the table.
+        wins: names of the rows that are green: lossless, and better by an interval above zero.
+        drawings: inline SVG, folded with the table.
+        bars: a picture above the fold.
+    """
+
+    title: str
+    sentence: str
+    columns: Sequence[tuple[str, str]] = ()
+    rows: Sequence[tuple[str, Sequence[str]]] = ()
+    first: str = "method"
+    note: str = ""
+    wins: Collection[str] = ()
+    drawings: Sequence[str] = ()
+    bars: Sequence[Bar] = ()
 
 
 def render(template: str, **values: Any) -> str:
@@ -37,6 +90,11 @@ def format_number(value: float | None) -> str:
     return NOT_MEASURED if value is None else f"{value:.4g}"
 
 
+def longest(bars: Sequence[Bar]) -> float:
+    """The right end of a picture: no bar, whisker or mark lies beyond it."""
+    return max(max(bar.value.value, bar.value.high, bar.mark or 0.0) for bar in bars)
+
+
 @cache
 def _environment() -> Environment:
     environment = Environment(
@@ -48,4 +106,5 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     environment.filters |= {"md": escape_markdown, "quoted": shlex.quote, "number": format_number}
+    environment.filters["longest"] = longest
     return environment

@@ -1,4 +1,10 @@
-"""From results.json to a table in the terminal and one HTML page."""
+"""From results.json to a table in the terminal and one HTML page.
+
+The page is the answer on one screen and then folded sections. A section is a `Fold`: a title, one
+sentence, a table (columns with how to read them, rows), and if it has them drawings and `bars`, a
+picture that stands above the fold (`eval/reporting/rendering.py`). To add one, write a function
+that returns a `Fold`, and name it in `folds`; what the results do not know comes with `Context`.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +19,18 @@ from rich.table import Table
 from rich.text import Text
 
 from eval.analysis.head_verdict import QUALITY_COLUMNS, HeadVerdict
-from eval.measuring.pooled import ALL_SETS, PooledRow, fastest, pool
+from eval.measuring.pooled import ALL_SETS, fastest, pool
 from eval.measuring.results import Results
 from eval.measuring.samples import Samples
 from eval.reporting.lengths import measured_lengths
-from eval.reporting.overall import FEW_PROMPTS, WIDE, finding, is_wide, overall
-from eval.reporting.rendering import NOT_MEASURED, render
+from eval.reporting.overall import WIDE, best_of, is_wide, overall
+from eval.reporting.rendering import NOT_MEASURED, Bar, Fold, format_number, render
 from eval.reporting.table import chosen
 from eval.reporting.what_if import what_if
 from specdata.storage.files import write_text
 
 PAGE = "report.html"
-POOLING = (
-    "Every set counts alike: these are the rates of a text with equally many tokens of each, so no"
-    " set counts more for having more prompts or longer answers."
-)
+POOLING = "Every set counts alike: the rates of a text with equally many tokens of each."
 RATES_SHOWN = {
     "speedup": 2,
     "tokens_per_second": 1,
@@ -39,8 +42,8 @@ RATES_SHOWN = {
 """The rates in the columns, each with its decimals."""
 UNTIMED = "not measured"
 """A speed in results without times."""
-SHORT = 4
-"""Columns of the table in a terminal."""
+SHORT, FEW_ROWS = 4, 8
+"""Columns of the table in a terminal, and most of its rows."""
 
 # Heading of a column, and how to read it.
 COLUMNS = (
@@ -73,7 +76,6 @@ class Context:
     """The parts of a report beside the results, all optional.
 
     Args:
-        title: heading of the page.
         stages: wall seconds of each stage of the pipeline.
         draft: measure of the draft -> its value before and after training.
         verdict: how well the head predicts, and whether it pays.
@@ -81,7 +83,6 @@ class Context:
         samples: the texts of a few prompts.
     """
 
-    title: str = "Speculative decoding report"
     stages: Mapping[str, float] = field(default_factory=dict)
     draft: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     verdict: HeadVerdict | None = None
@@ -91,66 +92,32 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """One method in the table of a section.
+    """One method over one prompt set, or over all.
 
     Args:
         method: its name.
-        figures: its metrics as text in the order of COLUMNS, each with its 95 % interval in
-            brackets, and a "~" if that is wide; the interval is empty where there is none.
+        figures: its metrics as text in the order of COLUMNS, with their 95 % intervals in brackets,
+            and a "~" where that is wide.
         mark: "★" for the fastest method, "≈" for one that cannot be told apart from it.
         note: "†" for a biased verifier, with its measured bias; else empty.
+        wins: whether it is lossless, drafts, and its speed-up's interval lies above 1.
     """
 
     method: str
-    figures: tuple[tuple[str, str], ...]
+    figures: tuple[str, ...]
     mark: str
     note: str
+    wins: bool
+
+    @property
+    def title(self) -> str:
+        """Name and marks."""
+        return " ".join(filter(None, (self.method, self.mark, self.note)))
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """One dataset, or all together, as a report presents it.
-
-    Args:
-        dataset: its name.
-        summary: the finding, a sentence.
-        rows: its table.
-        footnote: the conditions of the measurement, and what the marks mean.
-    """
-
-    dataset: str
-    summary: str
-    rows: tuple[ReportRow, ...]
-    footnote: str
-
-
-def sections_of(results: Results) -> list[Section]:
-    """The words and numbers of a report: all sets together if there are several, then each."""
-    sections, sets = [], results.datasets()
-    if len(sets) > 1:
-        rows = _rows(pool(results))
-        prompts = sum(results.of(name)[0].prompts for name in sets)
-        footnote = f"{prompts} prompts of {len(sets)} sets." + _marks(rows)
-        sections.append(Section(ALL_SETS, POOLING, rows, footnote))
-    for name in sets:
-        pooled, run = pool(results, [name]), results.of(name)[0]
-        rows = _rows(pooled)
-        settings = ", ".join(f"{key} {value}" for key, value in run.sampling.items())
-        footnote = f"{run.prompts} prompts, {settings}."
-        if run.prompts < FEW_PROMPTS:
-            footnote += f" Fewer than {FEW_PROMPTS} prompts: intervals are rough."
-        footnote += _marks(rows)
-        if (fit := results.latency.get(name)) is not None:
-            footnote += (
-                f" Fitted times: {1000 * fit.t_draft:.2f} ms a drafted token,"
-                f" {1000 * fit.t_target:.2f} ms a target forward (R² = {fit.r_squared:.3f})."
-            )
-        summary = finding(pooled, batch=results.environment.batch_size)
-        sections.append(Section(name, summary, rows, footnote))
-    return sections
-
-
-def _rows(pooled: Sequence[PooledRow]) -> tuple[ReportRow, ...]:
+def rows_of(results: Results, datasets: Sequence[str] = ()) -> list[ReportRow]:
+    """Every method over some prompt sets together, by default all."""
+    pooled = pool(results, datasets)
     best, ties = fastest(pooled) or (None, [])
     rows = []
     for row in pooled:
@@ -163,21 +130,23 @@ def _rows(pooled: Sequence[PooledRow]) -> tuple[ReportRow, ...]:
             rate, is_speed = row.rate(name), name in ("speedup", "tokens_per_second")
             if rate is None:
                 untimed = is_speed and row.rate("tokens_per_second") is None
-                figures.append((UNTIMED if untimed else NOT_MEASURED, ""))
+                figures.append(UNTIMED if untimed else NOT_MEASURED)
                 continue
             unit = "x" if name == "speedup" else ""
             wide = "~" if name == "speedup" and is_wide(rate) else ""
             within = f"[{rate.low:.{decimals}f}, {rate.high:.{decimals}f}]{wide}"
-            figures.append((f"{rate.value:.{decimals}f}{unit}", within))
-        rows.append(ReportRow(row.method, tuple(figures), mark, note))
-    return tuple(rows)
+            figures.append(f"{rate.value:.{decimals}f}{unit} {within}")
+        speedup = row.rate("speedup")
+        gain = row.lossless and speedup is not None and speedup.low > 1
+        rows.append(ReportRow(row.method, tuple(figures), mark, note, gain))
+    return rows
 
 
 def _marks(rows: Sequence[ReportRow]) -> str:
     """The meaning of the marks in a table."""
     text = ""
     if any(row.mark for row in rows):
-        text += " ★ fastest lossless method;"
+        text += " ★ fastest lossless method, green if it is faster than the target alone;"
         text += " ≈ not told apart from it by a paired 95 % interval."
     if any(row.note for row in rows):
         text += " † biased: changes the target's distribution, never counted as fastest."
@@ -186,7 +155,7 @@ def _marks(rows: Sequence[ReportRow]) -> str:
             " TV: total variation between the distribution of an emitted token and the target's,"
             " given the tokens before it, on average; brackets hold its 95 % bootstrap interval."
         )
-    if any("~" in within for row in rows for _, within in row.figures):
+    if any("~" in figure for row in rows for figure in row.figures):
         text += f" ~ interval wider than {100 * WIDE:.0f} % of the value."
     return text
 
@@ -194,32 +163,30 @@ def _marks(rows: Sequence[ReportRow]) -> str:
 def terminal(results: Results, context: Context | None = None) -> Group:
     """The answer and one table for `rich.print`, at most 80 columns wide.
 
-    The table is over all prompt sets; of many methods it shows the best setting of each kind.
+    The table is over all prompt sets: of many methods the best setting of each kind, the target
+    alone and the fastest of them.
     """
-    section = sections_of(results)[0]
-    shown = chosen(results)
-    rows = [row for row in section.rows if row.method in shown]
-    table = Table(
-        title=Text(section.dataset, style="bold"),
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        pad_edge=False,
-    )
-    table.add_column("method", max_width=28, overflow="fold")
+    shown = chosen(results)[:FEW_ROWS]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column(ALL_SETS, max_width=28, overflow="fold")
     for name, _ in COLUMNS[:SHORT]:
-        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
-    for row in rows:
-        style = "bold green" if row.mark == "★" else ""
-        # Text, not str: a name may hold what rich would take for markup.
-        method = Text(" ".join(filter(None, (row.method, row.mark, row.note))), style=style)
+        table.add_column(
+            name.replace("block efficiency", "tokens a call"), justify="right", no_wrap=True
+        )
+    for row in rows_of(results):
+        if row.method not in shown:
+            continue
+        style = "bold green" if row.mark == "★" and row.wins else ""
         # There is room for one interval.
         first, *others = row.figures[:SHORT]
-        cells = [" ".join(first).rstrip(), *(value for value, _ in others)]
-        table.add_row(method, *(Text(cell, style=style) for cell in cells))
+        cells = [first, *(each.partition(" [")[0] for each in others)]
+        # Text, not str: a name may hold what rich would take for markup.
+        name = f"{row.method} {row.mark or row.note[:1]}"
+        table.add_row(*(Text(each, style=style) for each in (name, *cells)))
     said = [overall(results).finding]
     if context and context.verdict:
         said.append(context.verdict.sentence)
-    return Group(*(Text(words, style="bold") for words in said), table)
+    return Group(*(Text(words, style="bold") for words in said), "", table, "")
 
 
 def write_report(results: Results, folder: Path, context: Context | None = None) -> Path:
@@ -228,7 +195,7 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
     Args:
         results: what to show.
         folder: created if missing.
-        context: title and the figures of earlier stages.
+        context: the figures of earlier stages.
     """
     path = folder / PAGE
     write_text(path, render_page(results, context or Context()))
@@ -237,27 +204,166 @@ def write_report(results: Results, folder: Path, context: Context | None = None)
 
 def render_page(results: Results, context: Context) -> str:
     """One self-contained HTML page: no script, no font, no image outside it."""
-    from eval.reporting.charts import PLOTS, drawings, kinds  # imports matplotlib
+    from eval.reporting.metadata import public_name
 
-    models = {
-        role: dict.fromkeys(filter(None, (getattr(run, role) for run in results.runs)))
-        for role in ("target", "draft", "head")
-    }
+    target = results.runs[0].target
+    drafts = dict.fromkeys(public_name(run.draft) for run in results.runs if run.draft)
     return render(
         "report.html.jinja",
+        title=" with ".join(filter(None, (public_name(target), ", ".join(drafts)))),
         context=context,
         overall=overall(results),
-        sections=sections_of(results),
-        columns=COLUMNS,
-        # Safe: the words of a drawing are drawn as paths or escaped.
-        plots=[(PLOTS[kind], map(Markup, drawings(kind, results))) for kind in kinds(results)],
-        lengths=[best for best in measured_lengths(results).values() if best],
-        environment=environment_rows(results),
-        models=[(role, ", ".join(names)) for role, names in models.items() if names],
-        quality_columns=QUALITY_COLUMNS,
-        what_if=what_if(results),
+        picture=_picture(results),
+        folds=folds(results, context),
         texts=_texts(context.samples, results) if context.samples else [],
     )
+
+
+def folds(results: Results, context: Context) -> list[Fold]:
+    """The sections of the page, in its order."""
+    made = [_all_sets(results), _each_set(results), _head(context.verdict)]
+    made += [_predictors(context.verdict), _positions(results), _lengths(results), what_if(results)]
+    return [fold for fold in [*made, _draft(context), _where(results, context)] if fold]
+
+
+PICTURE = {
+    "speedup": "Speed-up over the target alone (dashed), the best setting of each kind of method",
+    "tokens_per_second": "Tokens a second, the best setting of each kind of method",
+    "block_efficiency": "Tokens per forward of the target, which alone has 1 (dashed); no times",
+}
+"""What the bars of the first screen show -> their caption."""
+
+
+def _picture(results: Results) -> tuple[str, list[Bar]]:
+    """The caption and the bars of the first screen: methods that draft, over all prompt sets."""
+    rows = {row.method: row for row in pool(results)}
+    best = best_of(list(rows.values()))
+    known = [name for name in PICTURE if any(name in row.rates for row in rows.values())]
+    shown = known[0] if results.timed else "block_efficiency"
+    bars = []
+    for name in chosen(results):
+        row = rows[name]
+        value = row.rate(shown)
+        if row.drafter is None or value is None:
+            continue
+        look = "best" if row is best else "" if row.lossless else "biased"
+        text = f"{value.value:.2f}x" if shown == "speedup" else f"{value.value:.2f}"
+        mark = None if shown == "tokens_per_second" else 1.0
+        bars.append(Bar(name, value, text + (" biased" if look == "biased" else ""), mark, look))
+    return PICTURE[shown] + ". Whiskers are 95 % intervals over prompts.", bars
+
+
+def _all_sets(results: Results) -> Fold:
+    rows = rows_of(results)
+    counts = {name: results.of(name)[0].prompts for name in results.datasets()}
+    settings = ", ".join(f"{key} {value}" for key, value in results.runs[0].sampling.items())
+    prompts = ", ".join(f"{name} {count}" for name, count in counts.items())
+    return Fold(
+        f"Every method, {ALL_SETS}",
+        POOLING if len(counts) > 1 else "Rates are ratios of sums over prompts.",
+        COLUMNS,
+        [(row.title, row.figures) for row in rows],
+        note=f"Prompts: {prompts}; {settings}.{_marks(rows)}",
+        wins=_winners(rows),
+    )
+
+
+def _winners(rows: Sequence[ReportRow]) -> list[str]:
+    return [row.title for row in rows if row.mark == "★" and row.wins]
+
+
+def _each_set(results: Results) -> Fold | None:
+    """Speed-up and block efficiency of every method on each prompt set."""
+    sets = results.datasets()
+    if len(sets) < 2:
+        return None
+    columns: list[tuple[str, str]] = []
+    cells: dict[str, list[str]] = {}
+    marks = ""
+    for name in sets:
+        columns += [(f"{name}, speed-up", ""), (f"{name}, tokens a forward", "")]
+        own = rows_of(results, [name])
+        for row in own:
+            speedup, _, tokens, *_ = row.figures
+            mark = f"{row.mark} " if row.mark else ""
+            cells.setdefault(row.method + (" †" if row.note else ""), []).extend(
+                [mark + speedup, tokens]
+            )
+        marks = max(marks, _marks(own), key=len)
+    return Fold(
+        "Each prompt set",
+        "Speed-up, and tokens per forward of the target.",
+        columns,
+        [(name, own) for name, own in cells.items() if len(own) == len(columns)],
+        note=marks,
+    )
+
+
+def _head(verdict: HeadVerdict | None) -> Fold | None:
+    """The head against rules that need none."""
+    if verdict is None or not verdict.columns():
+        return None
+    return Fold(
+        "Does the head pay?",
+        "Time that it saves over each rule without a head; negative where it takes longer.",
+        [(name, "") for name in verdict.columns()],
+        verdict.rows(),
+        first="rule, at its best setting on dev rollouts",
+        note=verdict.basis(),
+        wins=verdict.beaten(),
+    )
+
+
+def _predictors(verdict: HeadVerdict | None) -> Fold | None:
+    if verdict is None or not verdict.predictions:
+        return None
+    return Fold(
+        "How well acceptance is predicted",
+        f"By head and rivals, on {verdict.judged_on} rollouts of every prompt set.",
+        QUALITY_COLUMNS,
+        verdict.quality_rows(),
+        first="predicted by",
+        note="Rivals were fitted on dev rollouts.",
+    )
+
+
+def _positions(results: Results) -> Fold | None:
+    if not any(run.fixed_length for run in results.runs):
+        return None
+    from eval.reporting.charts import PLOTS, drawings  # imports matplotlib
+
+    # Safe: the words of a drawing are drawn as paths or escaped.
+    drawn = [Markup(svg) for svg in drawings("acceptance", results)]
+    plot, said = PLOTS["acceptance"], "The share accepted with all before it."
+    return Fold(plot.title, said, note=plot.caption, drawings=drawn)
+
+
+def _lengths(results: Results) -> Fold | None:
+    rows = [(best.engine, best.cells) for best in measured_lengths(results).values() if best]
+    columns = [(name, "") for name in ("best", "tokens/s", "measured", "against the next best")]
+    said = f"The fastest fixed length with each engine, {ALL_SETS}."
+    return Fold("Draft length", said, columns, rows, first="engine") if rows else None
+
+
+def _draft(context: Context) -> Fold | None:
+    rows = [
+        (name, [format_number(value) for value in values]) for name, values in context.draft.items()
+    ]
+    columns = [("before", ""), ("after", "")]
+    return Fold("Draft", "Before and after training.", columns, rows, "measure") if rows else None
+
+
+def _where(results: Results, context: Context) -> Fold:
+    """Machine, models, command and stages."""
+    rows = environment_rows(results)
+    for role in ("target", "draft", "head"):
+        names = dict.fromkeys(filter(None, (getattr(run, role) for run in results.runs)))
+        rows += [(role, name) for name in names]
+    if context.command:
+        rows.append(("command", context.command))
+    rows += [(f"stage {name}", f"{seconds:.1f} s") for name, seconds in context.stages.items()]
+    said = "Machine, models, command. Every figure can be recomputed from results.json."
+    return Fold("Where it was measured", said, rows=[(name, [value]) for name, value in rows])
 
 
 def _texts(samples: Samples, results: Results) -> list[tuple[str, str, str, str]]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from eval.measuring.methods import PLAIN
+from eval.measuring.pooled import PooledRow, merit, pool
 from eval.measuring.results import Results, check_metrics, read_results
 from eval.reporting.metadata import public_name
 from eval.reporting.rendering import NOT_MEASURED, escape_markdown
@@ -44,7 +45,7 @@ def readme_table(results: Results, methods: Sequence[str] = ()) -> str:
         _line("method", *(escape_markdown(name) for name in sets), *COUNTS),
         _line("---", *["---:"] * (len(sets) + len(COUNTS))),
     ]
-    lines += [_line(*_row(results, name, sets)) for name in chosen(results, methods)]
+    lines += [_line(*cells) for cells in _rows(results, chosen(results, methods), sets)]
     return "\n".join([*lines, "", _footnote(results, by_hand=bool(methods))]) + "\n"
 
 
@@ -67,33 +68,36 @@ def run_table(evaluations: Mapping[str, Results], methods: Sequence[str] = ()) -
             raise ConfigError(f"no method {name!r} was measured: {nearest(name, known)}")
     for folder, results in evaluations.items():
         heads = {run.method: run.head for run in results.runs}
-        for name in [name for name in methods if name in heads] if methods else chosen(results):
-            head = public_name(heads[name] or NOT_MEASURED)
-            lines.append(_line(folder, head, *_row(results, name, sets)))
+        names = [name for name in methods if name in heads] if methods else chosen(results)
+        for name, cells in zip(names, _rows(results, names, sets), strict=True):
+            lines.append(_line(folder, public_name(heads[name] or NOT_MEASURED), *cells))
         notes.append(f"{folder}: {_footnote(results, by_hand=bool(methods))}")
     return "\n".join([*lines, "", *notes]) + "\n"
 
 
-def _row(results: Results, name: str, sets: Sequence[str]) -> list[str]:
-    """The cells of one method: its name, its speed-up on each set, its counts over all."""
-    runs = {run.dataset: run for run in results.runs if run.method == name}
-    cells = [NOT_MEASURED] * len(sets)
-    for place, each in enumerate(sets):
-        if each in runs and (speed := runs[each].speedup) is not None:
-            low, high = runs[each].intervals["speedup"]
-            cells[place] = f"{speed:.2f}x [{low:.2f}, {high:.2f}]"
-    records = [record for run in runs.values() for record in run.generations]
-    tokens = sum(record.tokens for record in records)
-    depth = sum(record.depth for record in records)
-    accepted = sum(record.accepted for record in records)
-    cells.append(f"{tokens / sum(record.rounds for record in records):.2f}")
-    cells.append(f"{accepted / depth:.3f}" if depth else NOT_MEASURED)
-    cells.append(f"{sum(record.n_discarded for record in records) / tokens:.2f}")
-    mark = "" if all(run.lossless for run in runs.values()) else " †"
-    return [escape_markdown(name) + mark, *cells]
+def _rows(results: Results, names: Sequence[str], sets: Sequence[str]) -> Iterator[list[str]]:
+    """The cells of methods: name, speed-up on each set, counts over all."""
+    pooled = {row.method: row for row in pool(results)}
+    for name in names:
+        runs = {run.dataset: run for run in results.runs if run.method == name}
+        cells = [NOT_MEASURED] * len(sets)
+        for place, each in enumerate(sets):
+            if each in runs and (speed := runs[each].speedup) is not None:
+                low, high = runs[each].intervals["speedup"]
+                cells[place] = f"{speed:.2f}x [{low:.2f}, {high:.2f}]"
+        for rate, decimals in COUNTS.values():
+            value = pooled[name].value(rate) if name in pooled else None
+            cells.append(NOT_MEASURED if value is None else f"{value:.{decimals}f}")
+        mark = "" if all(run.lossless for run in runs.values()) else " †"
+        yield [escape_markdown(name) + mark, *cells]
 
 
-COUNTS = ("tokens a target call", "acceptance", "discard")
+COUNTS = {
+    "tokens a target call": ("block_efficiency", 2),
+    "acceptance": ("acceptance_rate", 3),
+    "discard": ("discard_rate", 2),
+}
+"""Heading -> a rate over all prompt sets, and its decimals."""
 
 
 def chosen(results: Results, methods: Sequence[str] = ()) -> list[str]:
@@ -104,22 +108,14 @@ def chosen(results: Results, methods: Sequence[str] = ()) -> list[str]:
             raise ConfigError(f"no method {name!r} was measured: {nearest(name, known)}")
     if methods:
         return list(methods)
-    kinds: dict[tuple[str | None, ...], list[str]] = {}
-    for name in known:
-        run = next(run for run in results.runs if run.method == name)
-        if name != PLAIN:
-            kinds.setdefault((run.drafter, run.verifier, run.stop), []).append(name)
-    best = [max(names, key=lambda name: _rate(results, name)) for names in kinds.values()]
-    best.sort(key=lambda name: -_rate(results, name))
+    kinds: dict[tuple[str | None, ...], list[PooledRow]] = {}
+    for row in pool(results):
+        run = row.runs[0]
+        if run.method != PLAIN:
+            kinds.setdefault((run.drafter, run.verifier, run.stop), []).append(row)
+    best = sorted((max(rows, key=merit) for rows in kinds.values()), key=merit, reverse=True)
     plain = [PLAIN] if PLAIN in known else []
-    return plain + best[: ROWS - len(plain)]
-
-
-def _rate(results: Results, name: str) -> float:
-    """Tokens a second over all prompt sets; tokens a target call where nothing was timed."""
-    records = [r for run in results.runs if run.method == name for r in run.generations]
-    cost = sum(r.seconds for r in records) or sum(r.rounds for r in records)
-    return sum(r.tokens for r in records) / cost
+    return plain + [row.method for row in best][: ROWS - len(plain)]
 
 
 def _footnote(results: Results, *, by_hand: bool) -> str:

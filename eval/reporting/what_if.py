@@ -13,39 +13,21 @@ assume. A method keeps the lengths that it drafted in this run, whatever the rat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from eval.analysis.head_verdict import measured_times
 from eval.measuring.pooled import PooledRow, pool
 from eval.measuring.results import Results
+from eval.reporting.rendering import Fold
 
 RATIOS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 """t_draft / t_target; .21 is that of the pair that most papers' figures are of (a 68M draft)."""
 EXPLAINED = (
-    "Speed-up over the target alone if a forward of the draft took this share of one of the"
+    "Speed-up over the target alone if a forward of the draft took the share r of one of the"
     " target's: 1 / (N target/N + r N forwards/N), SpecDec++ Eq. 5.1 with the counts of this run,"
     " nothing beside forwards, and verifying as dear as one token. Every method keeps the lengths"
-    " that it drafted here. Bold: the fastest lossless method at that ratio."
+    " that it drafted here. ★ the fastest lossless method at that ratio."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class WhatIf:
-    """The table.
-
-    Attributes:
-        ratios: headings.
-        rows: methods that draft, in the order they were run; of each the text for each of `RATIOS`
-            and whether it is the best lossless one.
-        own: the fitted ratio of this run, a sentence; empty if it could not be fitted.
-        explained: how to read it.
-    """
-
-    ratios: list[str]
-    rows: list[tuple[str, list[tuple[str, bool]]]]
-    own: str
-    explained: str = EXPLAINED
 
 
 def expected_speedup(row: PooledRow, ratio: float) -> float:
@@ -64,7 +46,7 @@ def expected_speedup(row: PooledRow, ratio: float) -> float:
     return 1.0 / float(np.mean(seconds))
 
 
-def what_if(results: Results) -> WhatIf | None:
+def what_if(results: Results) -> Fold | None:
     """The table over all prompt sets together; None if nothing drafted."""
     drafting = [row for row in pool(results) if row.drafter is not None]
     if not drafting:
@@ -75,14 +57,21 @@ def what_if(results: Results) -> WhatIf | None:
     rows = [
         (
             row.method + ("" if row.lossless else " †"),
-            [(f"{x:.2f}x", bool(x == y)) for x, y in zip(own, best, strict=True)],
+            [("★ " if x == y else "") + f"{x:.2f}x" for x, y in zip(own, best, strict=True)],
         )
         for row, own in zip(drafting, speedups, strict=True)
     ]
-    fits = [fit for fit in results.latency.values() if fit is not None and fit.t_target > 0]
-    own = f"{np.mean([fit.t_draft / fit.t_target for fit in fits]):.2g}" if fits else ""
-    return WhatIf(
-        [f"r = {ratio:g}" for ratio in RATIOS],
+    fit, own = measured_times(results), ""
+    if fit is not None:
+        own = (
+            f" Here a drafted token took {1000 * fit.t_draft:.2f} ms and a target forward"
+            f" {1000 * fit.t_target:.2f} ms, all that a round costs included (fitted to the chains"
+            f" of every set, R² = {fit.r_squared:.3f}): r = {fit.t_draft / fit.t_target:.2g}."
+        )
+    return Fold(
+        "What if the draft were cheaper, or dearer?",
+        "Expected speed-up at other ratios r of a draft's forward to the target's.",
+        [(f"r = {ratio:g}", "") for ratio in RATIOS],
         rows,
-        f"Here r was {own}, all that a drafted token and a round cost included." if own else "",
+        note=EXPLAINED + own,
     )
