@@ -65,6 +65,9 @@ class PublishConfig(Config):
 
     draft_id: str | None = Field(default=None, description="upload the draft to this Hub id")
     head_id: str | None = Field(default=None, description="upload the head to this Hub id")
+    private: bool = Field(
+        default=True, description="whether a repository that an upload makes is private"
+    )
     license: str | None = Field(default=None, description="license of the artefacts")
     language: list[str] = Field(
         default=[], description="ISO 639 codes of the training prompts' languages, or code"

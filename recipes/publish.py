@@ -7,6 +7,7 @@ python recipes/publish.py --config recipes/configs/toy.yaml
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from recipes.config import PipelineConfig
 from recipes.layout import RESULTS, draft_in_use, eval_folder, folder, head_folder, head_in_use
 from recipes.recipe import HUB_ID, CommandLine, Recipe, load_draft, load_head
 from recipes.run import Stage, Step, remove_caches, say, stage_record
-from recipes.sizes import described, draft_size, source_model
+from recipes.sizes import described, draft_size, in_bytes, source_model
 from specdata.errors import ConfigError, ManifestError
 from specdata.prompts.config import PromptSet
 from specdata.prompts.reading import source_of
@@ -56,7 +57,10 @@ class Release(Stage):
         """The copies."""
         parts = [draft_size(self.config)] if self.config.draft else []
         parts += ["the head"] if self.config.head else []
-        return f"copies of {' and '.join(parts)}, with model cards" if parts else "nothing"
+        publish, seen = self.config.publish, "private" if self.config.publish.private else "public"
+        ids = [name for name in (publish.draft_id, publish.head_id) if name]
+        upload = f", uploaded to {' and '.join(ids)} ({seen} if new)" if ids else ""
+        return f"copies of {' and '.join(parts)}, with model cards{upload}" if parts else "nothing"
 
     def check(self) -> None:
         """Find what could not be published before it is trained."""
@@ -113,8 +117,15 @@ class Release(Stage):
             out = self.folder / PROGRESS / "draft"
             if not out.exists():  # else an interrupted run has finished this one
                 source = Path(draft_in_use(config))
-                release_draft(source, out, results, about, push_to=publish.draft_id)
-            made["draft"] = publish.draft_id or str(self.folder / "draft")
+                release_draft(
+                    source,
+                    out,
+                    results,
+                    about,
+                    push_to=publish.draft_id,
+                    private=publish.private,
+                )
+            made["draft"] = _uploaded(out)
         if head := head_in_use(config):
             trained, draws = stage_record(head_folder(config))["results"], config.labels.draws
             base = publish.draft_id or draft_in_use(config)
@@ -132,8 +143,9 @@ class Release(Stage):
                     f"token{'' if draws == 1 else 's'} a position",
                     verdict=HeadVerdict.read(eval_folder(config) / VERDICT),
                     push_to=publish.head_id,
+                    private=publish.private,
                 )
-            made["head"] = publish.head_id or str(self.folder / "head")
+            made["head"] = _uploaded(out)
         for former in self.folder.glob("[!.]*"):
             if former.is_dir():
                 shutil.rmtree(former)
@@ -146,9 +158,14 @@ class Release(Stage):
         """Print where the copies are; nothing is left to be made of the datasets."""
         remove_caches(self.config)
         # Folders as they are called now: the run may have been moved since it was made.
-        for name in results:
-            place = getattr(self.config.publish, f"{name}_id") or self.folder / name
-            say(f"  {name}: {place}")
+        for name, upload in results.items():
+            said = f"  {name}: {self.folder / name}, "
+            if upload is None:
+                say(f"{said}not uploaded")
+                continue
+            seen = "private" if upload["private"] else "public"
+            size = in_bytes(upload["bytes"])
+            say(f"{said}uploaded to {upload['url']} ({seen}, {size}, commit {upload['commit']})")
 
     def next(self, line: CommandLine) -> list[Step]:
         """Load, serve and upload what was assembled."""
@@ -164,6 +181,14 @@ class Release(Stage):
         if unnamed:
             steps.append(Step("upload", line.recipe("publish", *unnamed)))
         return steps
+
+
+def _uploaded(release: Path) -> dict[str, Any] | None:
+    """What was uploaded, where to; None if nothing was."""
+    from eval.reporting.release import UPLOAD
+
+    path = release / UPLOAD
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def _serve(config: PipelineConfig, draft: str) -> list[Step]:

@@ -22,7 +22,9 @@ class Server:
 
     def __init__(self, root: Path) -> None:
         self.asked: list[str] = []
-        handler = type("Handler", (_Handler,), {"root": root, "asked": self.asked})
+        handler = type(
+            "Handler", (_Handler,), {"root": root, "asked": self.asked, "private": set()}
+        )
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
@@ -40,6 +42,7 @@ class Server:
 class _Handler(BaseHTTPRequestHandler):
     root: Path
     asked: list[str]
+    private: set[str]
     protocol_version = "HTTP/1.1"
 
     def do_HEAD(self) -> None:
@@ -69,6 +72,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _create(self, order: dict[str, Any]) -> None:
         (self.root / order["organization"] / order["name"]).mkdir(parents=True, exist_ok=True)
+        if order["visibility"] == "private":
+            self.private.add(f"{order['organization']}/{order['name']}")
         self._json(
             {"url": f"http://{self.headers['Host']}/{order['organization']}/{order['name']}"}
         )
@@ -95,7 +100,8 @@ class _Handler(BaseHTTPRequestHandler):
         files = [path for path in repository.rglob("*") if path.is_file()]
         siblings = [{"rfilename": path.relative_to(repository).as_posix()} for path in files]
         identity = "/".join(repository.parts[-2:])
-        return self._json({"id": identity, "sha": COMMIT, "siblings": siblings})
+        about = {"id": identity, "sha": COMMIT, "private": identity in self.private}
+        return self._json({**about, "siblings": siblings})
 
     def _file(self, repository: Path, name: str) -> None:
         if repository.name == "gated":

@@ -25,7 +25,7 @@ from eval.analysis.head_verdict import HeadVerdict
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.results import Results, check_metrics, read_results
 from eval.reporting.lengths import measured_lengths
-from eval.reporting.metadata import About, check_repository, metadata, public_name
+from eval.reporting.metadata import About, check_repository, loadable, metadata, public_name
 from eval.reporting.release import head_run, release_draft, release_head
 from eval.reporting.rendering import escape_markdown
 from eval.reporting.table import chosen
@@ -218,7 +218,9 @@ def test_a_licence_or_language_that_the_hub_refuses_is_refused(wrong: dict[str, 
         About(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["no-owner", "a/b/c", "a b/c", "../up"])
+@pytest.mark.parametrize(
+    "name", ["no-owner", "a/b/c", "a b/c", "../up", "a/b.git", "a/b-", "a/" + 97 * "b", "ä/b"]
+)
 def test_a_repository_is_owner_and_name(name: str) -> None:
     with pytest.raises(ConfigError, match="OWNER/NAME"):
         check_repository(name)
@@ -366,6 +368,24 @@ def test_no_release_names_a_folder_of_this_machine(pair: Pair, draft: Path, head
         for path in folder.iterdir():
             if path.suffix in {".md", ".json"}:
                 assert str(pair.target.parent) not in path.read_text(encoding="utf-8"), path
+        card = (folder / "README.md").read_text()
+        loaded = re.findall(
+            r'(?:from_pretrained|custom_generate=|vllm serve )\(?"?([^"\s)]+)', card
+        )
+        assert all(re.fullmatch(r"/path/to/\w+|acme/draft-160m", name) for name in loaded)
+        assert "put a folder of yours in the place of: `/path/to/" in card
+
+
+def test_files_of_a_release_are_readable_as_any_new_file_is(
+    draft: Path, head: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "new").touch()
+    usual = (tmp_path / "new").stat().st_mode
+    for folder in (draft, head):
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert {
+            path.name: path.stat().st_mode for path in files if path.stat().st_mode != usual
+        } == {}
 
 
 def test_nothing_is_uploaded_unless_a_repository_is_named(pair: Pair, tmp_path: Path) -> None:
@@ -392,7 +412,7 @@ def stranger(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         ]
         (of_draft,), (of_head, _) = (code_blocks(card, "python") for card in cards)
         examples = [of_draft, uncommented(of_draft), of_head]
-        named = json.dumps(public_name(str(pair.target)))
+        named = json.dumps(loadable(str(pair.target)))
         orders = {
             "folder": "acme/head",
             "models": {"target": str(pair.target), "draft": "acme/draft-160m"},

@@ -23,12 +23,11 @@ VLLM_KEYS = {
     "method": {"draft_model"},
     "model": None,
     "num_speculative_tokens": None,
-    "draft_tensor_parallel_size": None,
     "draft_sample_method": {"greedy", "probabilistic"},
     "rejection_sample_method": {"standard", "synthetic", "block"},
     "synthetic_acceptance_rates": None,
 }
-VLLM_OPTIONS = {"--speculative-config", "--tensor-parallel-size"}
+VLLM_OPTIONS = {"--speculative-config"}
 # python/sglang/srt/arg_groups/fields/spec.py (7e997c6) and fields/model.py.
 # speculative_hook.py (004c82e) refuses --speculative-use-rejection-sampling with STANDALONE.
 SGLANG_OPTIONS = {
@@ -58,7 +57,7 @@ def options(words: list[str]) -> dict[str, str]:
 
 
 def test_vllm_reads_its_lines() -> None:
-    lines = serving_lines("acme/draft", "acme/big model", (12, 32), NOT_MEASURED)
+    lines = serving_lines("acme/draft", "acme/big model", NOT_MEASURED)
     for line in (lines.vllm, lines.vllm_block):
         program, serve, target, *rest = words_of(line)
         assert (program, serve, target) == ("vllm", "serve", "acme/big model")
@@ -70,24 +69,11 @@ def test_vllm_reads_its_lines() -> None:
             assert known is None or value in known
         assert settings["model"] == "acme/draft"
         assert settings["num_speculative_tokens"] == DEFAULT_LENGTHS["vLLM"][0]
-        split = settings.get("draft_tensor_parallel_size", 1)
-        assert split == int(given.get("--tensor-parallel-size", 1))
     assert settings["rejection_sample_method"] == "block"
 
 
-@pytest.mark.parametrize(
-    ("heads", "most"), [((4, 32), 4), ((12, 32), 4), ((9, 32), 1), ((8, 8), 8)]
-)
-def test_vllm_splits_the_pair_over_the_most_gpus_that_divide_the_heads_of_both(
-    heads: tuple[int, int], most: int
-) -> None:
-    lines = serving_lines("d", "t", heads, NOT_MEASURED)
-    assert lines.gpus == most
-    assert f"--tensor-parallel-size {most} " in lines.vllm_block
-
-
 def test_sglang_reads_its_line() -> None:
-    line = serving_lines("acme/draft", "acme/target", (4, 4), NOT_MEASURED).sglang
+    line = serving_lines("acme/draft", "acme/target", NOT_MEASURED).sglang
     program, serve, *rest = words_of(line)
     assert (program, serve) == ("sglang", "serve")
     given = options(rest)
@@ -98,7 +84,7 @@ def test_sglang_reads_its_line() -> None:
 
 
 def test_llama_cpp_reads_its_line() -> None:
-    line = serving_lines("acme/draft", "acme/target", (4, 4), NOT_MEASURED).llama
+    line = serving_lines("acme/draft", "acme/target", NOT_MEASURED).llama
     program, *rest = words_of(line)
     assert program == "llama-server"
     given = options(rest)
@@ -110,9 +96,7 @@ def test_a_length_measured_in_our_loop_is_in_no_engines_line() -> None:
     results = synthetic_results(datasets=("alpaca",))
     measured = measured_lengths(results)
     assert measured["draftsmith"] is not None
-    assert serving_lines("d", "t", (4, 4), measured) == serving_lines(
-        "d", "t", (4, 4), NOT_MEASURED
-    )
+    assert serving_lines("d", "t", measured) == serving_lines("d", "t", NOT_MEASURED)
 
 
 def fixed_chain(drafted: list[int], accepted: list[int]) -> Run:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from huggingface_hub import constants
 
 from eval.measuring.results import read_results
 from eval.reporting import release
@@ -20,10 +21,12 @@ from recipes.pipeline import RECIPE
 from recipes.publish import Release
 from recipes.recipe import Recipe, show_plan
 from recipes.run import Stage, run_stage
+from recipes.sizes import in_bytes
 from recipes.stages import STAGES
 from specdata.errors import ConfigError, ManifestError, OtherSettingsError
 from specdata.storage import files
 from specdata.storage.files import fingerprint, write_json
+from tests.hub import COMMIT, Server
 from tests.made_up import Work
 
 CONFIG: dict[str, Any] = {
@@ -171,6 +174,25 @@ def test_what_is_made_is_not_made_again_and_other_settings_or_inputs_are_refused
         (own / "more.json").write_text("{}")
         with pytest.raises(ManifestError, match=r"(?s)with other settings.*inputs\.|contents diff"):
             run_stage(stage)
+
+
+@pytest.mark.slow
+def test_an_upload_says_where_it_is_whether_private_and_which_commit(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish = ["--config", "pair.yaml", "--publish.draft_id", "acme/draft", "--publish.head_id"]
+    with Server(tmp_path / "hub") as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        assert RECIPES["publish"].run([*publish, "acme/head"]) == 0
+        # The draft's repository stays what it is.
+        assert RECIPES["publish"].run([*publish, "acme/open", "--publish.private", "false"]) == 0
+    said = capsys.readouterr().out
+    for name, seen in (("draft", "private"), ("head", "private"), ("open", "public")):
+        sent = [path for path in (tmp_path / "hub/acme" / name).rglob("*") if path.is_file()]
+        size = in_bytes(sum(path.stat().st_size for path in sent))
+        line = f"uploaded to {server.url}/acme/{name} ({seen}, {size}, commit {COMMIT})"
+        assert said.count(line) == (2 if name == "draft" else 1)
 
 
 @pytest.mark.slow

@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from eval.measuring.results import Run
 from specdata.errors import ConfigError
 from specdata.prompts.reading import is_file
 from specdata.sources import hub_source
 
-_HUB_ID = re.compile(r"(?!.*(--|\.\.))\w[\w.-]*/\w[\w.-]*")
 # ISO 639 codes, and the Hub's own two words.
 _LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
 # The Hub's identifiers, such as apache-2.0; "other" needs a name and a link that we do not know.
 _LICENSE = re.compile(r"(?!other$)[a-z0-9][a-z0-9.+-]*")
+ELSEWHERE = "/path/to/"
 _TAGS = ("speculative-decoding", "assisted-generation")
 _METRICS = {
     "block_efficiency": "tokens a target forward",
@@ -61,9 +63,18 @@ class About:
 
 
 def check_repository(push_to: str | None) -> None:
-    """Raise ConfigError unless this is a Hub id or None."""
-    if push_to is not None and not _HUB_ID.fullmatch(push_to):
-        raise ConfigError(f"a repository is named OWNER/NAME on the Hub, got {push_to!r}")
+    """Raise ConfigError unless this is None or a Hub id that the Hub would take."""
+    if push_to is not None and (reason := _refusal(push_to)):
+        raise ConfigError(f"a repository is named OWNER/NAME on the Hub, got {push_to!r}: {reason}")
+
+
+def _refusal(name: str) -> str | None:
+    """Why the Hub would refuse a repository's name; None if it would not."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        return str(error)
+    return None if "/" in name else "it has no owner"
 
 
 def hub_id(name: str | None) -> str | None:
@@ -71,7 +82,7 @@ def hub_id(name: str | None) -> str | None:
     if name is None or is_file(name) or Path(name).exists():
         return None
     source, _ = hub_source(name)
-    return source if _HUB_ID.fullmatch(source) else None
+    return None if _refusal(source) else source
 
 
 def public_name(name: str) -> str:
@@ -81,6 +92,11 @@ def public_name(name: str) -> str:
     path = Path(name)
     # The pipeline calls its model folders "model"; the folder around it says which.
     return path.parent.name if path.name == "model" and path.parent.name else path.name
+
+
+def loadable(name: str) -> str:
+    """What code on a card loads: a Hub id as it is; for a folder a path that stands for it."""
+    return name if hub_id(name) is not None else f"{ELSEWHERE}{public_name(name)}"
 
 
 def metadata(

@@ -27,7 +27,15 @@ from eval.analysis.head_verdict import (
 from eval.measuring.pooled import merit, pool
 from eval.measuring.results import Results, Run, check_metrics, write_results
 from eval.reporting.lengths import longest_measured, measured_lengths
-from eval.reporting.metadata import About, check_repository, left_out, metadata, public_name
+from eval.reporting.metadata import (
+    ELSEWHERE,
+    About,
+    check_repository,
+    left_out,
+    loadable,
+    metadata,
+    public_name,
+)
 from eval.reporting.rendering import render
 from eval.reporting.serving import acceptance_positions, serving_lines, synthetic_acceptance
 from eval.reporting.table import readme_table
@@ -52,6 +60,8 @@ from specdata.storage.files import atomic_folder, write_json, write_text
 
 CARD = "README.md"
 SYNTHETIC = "vllm_synthetic.json"
+UPLOAD = "upload.json"
+"""Where an artefact was uploaded to: here alone, beside what was."""
 REDUCED = "reduced"
 """The folder, in that of a draft with a reduced vocabulary, that holds what was measured."""
 # Texts of so many tokens that a reduced draft writes itself, to find what stands for the tokens
@@ -111,15 +121,14 @@ def release_draft(
         )
     config = model.config.get_text_config()
     targets = load_configs(target)[0].get_text_config()
-    # 1 for models without attention: then nothing is said to be divisible.
-    heads = (getattr(config, "num_attention_heads", 1), getattr(targets, "num_attention_heads", 1))
-    reduced, public = draft_vocabulary_ids(model), public_name(target)
+    reduced, released = draft_vocabulary_ids(model), push_to or loadable(name)
     text = _card(
         "draft_card.md.jinja",
         measured,
         about,
         name=name,
-        target=public,
+        target=public_name(target),
+        load={"own": released, "target": loadable(target)},
         parameters=model.num_parameters(),
         dtype=str(model.dtype).removeprefix("torch."),
         positions=config.max_position_embeddings,
@@ -129,7 +138,7 @@ def release_draft(
         longest=longest,
         lengths=lengths,
         acceptance=acceptance_positions(measured),
-        serving=serving_lines(name, public, heads, lengths),
+        serving=serving_lines(released, loadable(target), lengths),
     )
     # The metadata gives the metrics of the best length, else of the longest.
     fixed = [run for run in measured.runs if run.fixed_length and run.lossless]
@@ -153,7 +162,9 @@ def release_draft(
             _make_whole(model)
         model.save_pretrained(folder)
         add_former_names(folder)
-        write_json(folder / SYNTHETIC, synthetic_acceptance(name, acceptance_positions(measured)))
+        write_json(
+            folder / SYNTHETIC, synthetic_acceptance(released, acceptance_positions(measured))
+        )
         copy_tokenizer(target, folder)
         write_custom_generate(folder)
     return out
@@ -199,7 +210,7 @@ def release_head(
     head = BaseHead.from_pretrained(source)
     verdict = verdict or not_measured("there are no held-out labels")
     used = head_run(measured, verdict.method)
-    target, draft = used.target, public_name(about.base_model or str(used.draft))
+    target, draft = used.target, about.base_model or str(used.draft)
     data = metadata(
         about,
         name=name,
@@ -215,7 +226,12 @@ def release_head(
         about,
         name=name,
         target=public_name(target),
-        draft=draft,
+        draft=public_name(draft),
+        load={
+            "own": push_to or loadable(name),
+            "target": loadable(target),
+            "draft": loadable(draft),
+        },
         head=head,
         width=head.width if isinstance(head, ImmediateHead) else None,
         decision_points=[DECISION_POINTS[point.name.lower()] for point in head.decision_points],
@@ -231,7 +247,7 @@ def release_head(
         verdict.write(folder / VERDICT)
         # The folder that the draft had here means nothing elsewhere.
         config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-        write_json(folder / CONFIG_NAME, {**config, "draft": draft})
+        write_json(folder / CONFIG_NAME, {**config, "draft": public_name(draft)})
         BaseHead.from_pretrained(folder)
     return out
 
@@ -269,6 +285,7 @@ def _card(template: str, measured: Results, about: About, **values: Any) -> str:
         table=readme_table(results),
         measures=about.measures,
         unnamed=[public_name(name) for name in names],
+        local=[path for path in values["load"].values() if path.startswith(ELSEWHERE)],
         sampling=results.runs[0].sampling,
         timed=results.timed,
         batch=results.environment.batch_size,
@@ -295,12 +312,19 @@ def _assembled(
             return
         api = HfApi()
         try:
-            api.create_repo(push_to, private=private, exist_ok=True)
-            api.upload_folder(
+            url = api.create_repo(push_to, private=private, exist_ok=True)
+            commit = api.upload_folder(
                 repo_id=push_to,
                 folder_path=folder,
                 commit_message="Upload weights and measurements",
             )
+            done = {
+                "url": str(url),
+                "private": api.model_info(push_to).private,  # as a repository that was there is
+                "bytes": sum(each.stat().st_size for each in folder.rglob("*") if each.is_file()),
+                "commit": commit.oid,
+            }
+            write_json(folder / UPLOAD, done)
         except errors.HTTPError as error:  # type: ignore[attr-defined]  # of httpx or of httpx2
             if isinstance(error, OSError):  # what the Hub answered, or its client says
                 raise

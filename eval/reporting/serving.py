@@ -11,7 +11,6 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import gcd
 from typing import Any
 
 import numpy as np
@@ -33,9 +32,7 @@ class ServingLines:
 
     Args:
         vllm: greedy drafts, vLLM's default.
-        vllm_block: sampled drafts and block verification, on as many GPUs as both can be split
-            over.
-        gpus: how many those are: the largest number that divides the attention heads of both.
+        vllm_block: sampled drafts and block verification.
         sglang: a chain of drafted tokens.
         llama: from files that were converted to GGUF.
         notes: engine -> what must be said of the draft length in its lines; "" if it was measured.
@@ -43,7 +40,6 @@ class ServingLines:
 
     vllm: str
     vllm_block: str
-    gpus: int
     sglang: str
     llama: str
     notes: Mapping[str, str]
@@ -52,7 +48,6 @@ class ServingLines:
 def serving_lines(
     draft: str,
     target: str,
-    heads: tuple[int, int],
     measured: Mapping[str, MeasuredLength | None],
 ) -> ServingLines:
     """The lines for a pair.
@@ -60,7 +55,6 @@ def serving_lines(
     Args:
         draft: Hub id or folder.
         target: Hub id or folder.
-        heads: attention heads of draft and target.
         measured: the best measured length of each engine; an engine's default stands in for None.
     """
     lengths, notes = {}, {}
@@ -69,7 +63,6 @@ def serving_lines(
         lengths[engine] = found.length if found else default
         note = f" (its draft length was not measured: {default} is {whose})"
         notes[engine] = "" if found else note
-    gpus = gcd(*heads)
     k = lengths["SGLang"]
     sglang = [
         f"sglang serve --model-path {shlex.quote(target)}",
@@ -83,8 +76,7 @@ def serving_lines(
     ]
     return ServingLines(
         vllm_line(draft, target, lengths["vLLM"]),
-        vllm_line(draft, target, lengths["vLLM"], gpus=gpus),
-        gpus,
+        vllm_line(draft, target, lengths["vLLM"], sampled=True),
         " \\\n".join(sglang),
         " \\\n".join(llama),
         notes,
@@ -96,7 +88,7 @@ def vllm_line(
     target: str,
     length: int = DEFAULT_LENGTHS["vLLM"][0],
     *,
-    gpus: int | None = None,
+    sampled: bool = False,
 ) -> str:
     """The command with which vLLM serves a pair.
 
@@ -104,24 +96,17 @@ def vllm_line(
         draft: Hub id or folder.
         target: Hub id or folder.
         length: tokens drafted a round.
-        gpus: split both models over so many, sample drafts and verify blocks; None is vLLM's
-            default.
+        sampled: sample drafts and verify blocks, instead of vLLM's default.
     """
     settings: dict[str, Any] = {
         "method": "draft_model",
         "model": draft,
         "num_speculative_tokens": length,
     }
-    split = ""
-    if gpus is not None:
-        split = f" --tensor-parallel-size {gpus}"
-        settings |= {
-            "draft_tensor_parallel_size": gpus,
-            "draft_sample_method": "probabilistic",
-            "rejection_sample_method": "block",
-        }
+    if sampled:
+        settings |= {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}
     option = shlex.quote(json.dumps(settings, ensure_ascii=False))
-    return f"vllm serve {shlex.quote(target)}{split} --speculative-config {option}"
+    return f"vllm serve {shlex.quote(target)} --speculative-config {option}"
 
 
 def synthetic_acceptance(draft: str, runs: Mapping[str, Run]) -> dict[str, dict[str, Any]]:
