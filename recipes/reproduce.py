@@ -29,6 +29,7 @@ from eval.measuring.intervals import Interval
 from eval.measuring.methods import PLAIN, EvalConfig, check_machine, check_methods
 from eval.reporting.papers import Record, page, pivot, selected, write_figure
 from eval.reporting.rendering import escape_markdown
+from recipes.candidates import acceptance, tree_search
 from recipes.checks import check_hub, check_weights
 from recipes.config import TOY, PipelineConfig, build, parse
 from recipes.layout import draft_in_use
@@ -187,7 +188,9 @@ def evaluated(
         count = wanted.count or sys.maxsize
         few = pair.prompts or min(count, spec.get("prompts", count))
         sets.append(asdict(wanted) | {"count": 0 if few == sys.maxsize else few})
-    listed = [{key: method[key] for key in method if key != "over"} for method in methods]
+    listed = [
+        {key: method[key] for key in method if key not in ("over", "label")} for method in methods
+    ]
     plain = {"name": PLAIN, "decoder": "plain"}
     whole = {**pair.given, "eval": {**section, "sets": sets, "methods": [plain, *listed]}}
     config = build(whole)
@@ -200,19 +203,27 @@ def evaluated(
 
 
 def expanded(methods: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Methods of a protocol with the product of what `each` lists; {key} in texts is filled in."""
+    """Methods of a protocol with the product of what `each` lists; {key} in texts is filled in.
+
+    A mapping in a list is several settings that go together. `label` holds further keys of the
+    method's records.
+    """
     made = []
     for method in methods:
         grid = method.get("each", {})
-        rest = {key: value for key, value in method.items() if key != "each"}
+        rest = {key: value for key, value in method.items() if key not in ("each", "label")}
         for values in itertools.product(*grid.values()):
-            chosen = dict(zip(grid, values, strict=True))
-            words = {key: shape(value) for key, value in (rest | chosen).items()}
+            chosen: dict[str, Any] = {}
+            label = dict(method.get("label", {}))
+            for key, value in zip(grid, values, strict=True):
+                chosen |= value if isinstance(value, Mapping) else {key: value}
+                label |= chosen.pop("label", {})
+            words = {key: shape(value) for key, value in (rest | label | chosen).items()}
             filled = {
                 key: value.format(**words) if isinstance(value, str) else value
                 for key, value in rest.items()
             }
-            made.append(filled | chosen)
+            made.append(filled | chosen | ({"label": label} if label else {}))
     return made
 
 
@@ -240,8 +251,11 @@ def _records(
             columns = ("verifier", "drafter", "stop", "length", "threshold", "lossless")
             record |= {key: getattr(row.runs[0], key) for key in columns}
             record |= {
-                key: shape(value) for key, value in own.items() if key not in ("name", "over")
+                key: shape(value)
+                for key, value in own.items()
+                if key not in ("name", "over", "label", "verifier_args")
             }
+            record |= own.get("label", {})
             for rate, values in row.rates.items():
                 figure = asdict(Interval.of(values))
                 if len(seeds) > 1:
@@ -268,6 +282,8 @@ Measure = Callable[[Pair, Mapping[str, Any], Path], list[Record]]
 KINDS: dict[str, tuple[Measure, str | None]] = {
     "evaluation": (evaluation, "draft"),
     "formula": (formula, None),
+    "acceptance": (acceptance, "draft"),
+    "tree_search": (tree_search, "draft"),
 }
 """Kind of measurement -> what makes its records, and the last stage that it needs."""
 

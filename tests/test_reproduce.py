@@ -69,6 +69,13 @@ def test_a_table_has_the_papers_figure_beside_ours_or_in_a_row_of_its_own() -> N
     ]
 
 
+def test_the_best_record_of_a_row_and_column_is_shown_and_rows_keep_their_order() -> None:
+    table = {"rows": "set", "columns": "of", "best": "speedup", "values": {"m": "method"}}
+    speeds = [("a", "x", 1.0), ("b", "x", 3.0), ("a", "y", 2.0), ("a", "z", 1.5), ("b", "y", 2.0)]
+    records = [{"set": r, "of": "SD", "method": m, "speedup": v} for r, m, v in speeds]
+    assert pivot(table, records) == {"a": {"SD": "y"}, "b": {"SD": "x"}}
+
+
 def test_a_protocol_goes_on_after_a_kill_with_the_same_counts(
     trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,6 +100,28 @@ def test_a_protocol_goes_on_after_a_kill_with_the_same_counts(
     assert json.loads(stored.read_text())["measured"] == counts
     assert main([*given, "--seed", "1"]) == 2
     assert "remove" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("paper", ["canonical", "mcsd"])
+def test_candidates_along_texts_run_to_the_end_and_finished_sets_stay(
+    paper: str, trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [paper, "--quick", "--prompts", "1", "--output", str(tmp_path), "--toy", "null"]
+    given += ["--draft", "null", "--head", "null", "--models.target", str(trained_pair / "target")]
+    given += ["--models.draft", str(trained_pair / "draft"), "--eval.max_new_tokens", "6"]
+    given += ["--eval.sets", "[{name: instruct, count: 1}, {name: maths, count: 1}]"]
+    given += ["--eval.methods", "[{name: plain, decoder: plain}]"]
+    assert main(given) == 0, capsys.readouterr().err
+    home = tmp_path / f"papers/{paper}-quick"
+    folder = next(home.glob("measured/acceptance*"))
+    first, kept = json.loads((home / "results.json").read_text()), folder / "instruct.json"
+    before = kept.stat().st_mtime_ns
+    (folder / "records.json").unlink()  # as after a kill in the second set
+    (folder / "maths.json").unlink()
+    assert main(given) == 0, capsys.readouterr().err
+    assert kept.stat().st_mtime_ns == before
+    assert json.loads((home / "results.json").read_text()) == first
 
 
 def test_what_cannot_be_reproduced_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from eval.analysis import theory
+from eval.analysis.acceptance import two_drafts
 from eval.drafts import DraftTree
 from eval.measuring.intervals import Interval, resamples
 from eval.verifiers import VERIFIERS
@@ -191,5 +192,6 @@ FORMULAS: dict[str, Callable[..., list[Record]]] = {
     "rejections": rejections,
     "batches": batches,
     "tradeoff": tradeoff,
+    "two_drafts": two_drafts,
 }
 """Examples that a protocol names (`kind: formula`, `of: NAME`, with the arguments beside it)."""

@@ -33,15 +33,25 @@ def selected(table: Mapping[str, Any], measured: Mapping[str, Sequence[Record]])
 
 
 def pivot(table: Mapping[str, Any], records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Row label -> column label -> figure, both in the order in which records have them."""
+    """Row label -> column label -> figure, both in the order in which records have them.
+
+    Of several records of one row and column the last is shown, or the one whose field `best` is
+    largest.
+    """
     rows: dict[str, dict[str, Any]] = {}
+    largest: dict[tuple[str, str], float] = {}
     for record in records:
-        column = _label(record, table.get("columns", []))
+        row, column = _label(record, table["rows"]), _label(record, table.get("columns", []))
+        if "best" in table:
+            figure = float(_middle(record[table["best"]]))
+            if figure < largest.get((row, column), figure):
+                continue
+            largest[row, column] = figure
         for heading, field in table["values"].items():
             if record.get(field) is not None:
                 alone = column and len(table["values"]) == 1
                 name = column if alone else ", ".join(filter(None, [column, heading]))
-                rows.setdefault(_label(record, table["rows"]), {})[name] = record[field]
+                rows.setdefault(row, {})[name] = record[field]
     return rows
 
 
