@@ -70,7 +70,7 @@ def test_nothing_is_wider_than_the_window_but_inside_its_own_scrolling_box(
 
 def test_the_answer_fits_one_screen_and_all_of_it_ten(browser: Browser, page: Path) -> None:
     browser.open(page, width=1280)
-    first = 'document.querySelector(".first").getBoundingClientRect()'
+    first = 'document.querySelector(".answer").getBoundingClientRect()'
     assert browser.ask(f"{first}.bottom") <= 800
     browser.ask(OPEN)
     assert browser.ask("document.documentElement.scrollHeight") <= 10 * 800

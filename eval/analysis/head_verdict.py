@@ -195,14 +195,13 @@ class HeadVerdict(Strict):
                 "On held-out rollouts: expected time over every outcome of acceptance on"
                 f" {self.rollouts[self.judged_on]} {self.judged_on} rollouts, which neither draft"
                 f" nor head was trained on, with {1000 * self.draft_seconds:.2f} ms a drafted token"
-                f" and {1000 * self.target_seconds:.2f} ms a target forward as measured here; the"
+                f" and {1000 * self.target_seconds:.2f} ms a target forward, fitted here; the"
                 f" head stops at {self.replay_setting}, and its answers take no time. "
             )
         if self.clock:
-            text += (
-                f"By the clock: wall time on the evaluation's prompts of {self.method}, of"
-                f" {self.candidates} thresholds that were measured. "
-            )
+            text += f"By the clock: wall time on the evaluation's prompts of {self.method}"
+            several = self.candidates > 1
+            text += f", of {self.candidates} measured thresholds. " if several else ". "
         if not text:
             return ""
         if self.judged_on == "dev":

@@ -180,8 +180,8 @@ def _basis(results: Results) -> str:
         f"Measured on the same prompts for all ({', '.join(sets)}{equally}), {sampler}{limit};"
         f" {where.dtype} on {machine or where.device}"
         + (f", {threads} thread{'' if threads == 1 else 's'}" if threads else "")
-        + f". Intervals are 95 %, paired by prompt; {len({run.method for run in results.runs})}"
-        " methods were compared, and the fastest is chosen on the prompts it is judged on."
+        + f". Intervals are 95 %, paired by prompt; of {len({run.method for run in results.runs})}"
+        " measured, the fastest is chosen on the prompts that it is judged on."
     )
 
 

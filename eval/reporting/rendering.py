@@ -27,7 +27,7 @@ class Bar:
         value: its length, with the interval that is its whisker.
         text: the value in words.
         mark: where a line crosses it, such as the target alone, or a ceiling; None draws none.
-        look: "best" in the accent colour, "biased" hollow.
+        look: "best" in the accent colour, for what surely wins; "first" dark, "biased" hollow.
         group: bars of one group stand together under its name.
     """
 

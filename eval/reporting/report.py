@@ -43,7 +43,7 @@ RATES_SHOWN = {
 UNTIMED = "not measured"
 """A speed in results without times."""
 SHORT, FEW_ROWS = 4, 8
-"""Columns of the table in a terminal, and most of its rows."""
+"""Columns of the table in a terminal, and most of its rows: a run's end has 25 lines."""
 
 # Heading of a column, and how to read it.
 COLUMNS = (
@@ -246,7 +246,9 @@ def _picture(results: Results) -> tuple[str, list[Bar]]:
         value = row.rate(shown)
         if row.drafter is None or value is None:
             continue
-        look = "best" if row is best else "" if row.lossless else "biased"
+        look = "" if row.lossless else "biased"
+        if row is best:
+            look = "best" if shown == "speedup" and value.low > 1 else "first"
         text = f"{value.value:.2f}x" if shown == "speedup" else f"{value.value:.2f}"
         mark = None if shown == "tokens_per_second" else 1.0
         bars.append(Bar(name, value, text + (" biased" if look == "biased" else ""), mark, look))
@@ -361,7 +363,9 @@ def _where(results: Results, context: Context) -> Fold:
         rows += [(role, name) for name in names]
     if context.command:
         rows.append(("command", context.command))
-    rows += [(f"stage {name}", f"{seconds:.1f} s") for name, seconds in context.stages.items()]
+    if context.stages:
+        took = [f"{name} {seconds:.1f} s" for name, seconds in context.stages.items()]
+        rows.append(("stages", ", ".join(took)))
     said = "Machine, models, command. Every figure can be recomputed from results.json."
     return Fold("Where it was measured", said, rows=[(name, [value]) for name, value in rows])
 
@@ -391,7 +395,7 @@ def environment_rows(results: Results) -> list[tuple[str, str]]:
     ours = [run.parameters for run in results.runs if run.drafter != "transformers"]
     engines = dict.fromkeys(parameters.get("engine", "eager") for parameters in ours)
     rows.append(("engine", ", ".join(engines) or None))
-    rows += list(where.software.items())
+    rows.append(("software", ", ".join(f"{name} {v}" for name, v in where.software.items())))
     commit = where.git_commit
     if commit is not None and where.git_dirty:
         commit += " with uncommitted changes"
