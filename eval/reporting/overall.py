@@ -55,14 +55,15 @@ def overall(results: Results) -> Overall:
 
 def _factor(best: PooledRow | None) -> tuple[str, str, bool]:
     """Figure, unit with interval, and whether it wins."""
-    for name, sign, unit in (
-        ("speedup", "x", "the speed of the target alone"),
-        ("tokens_per_second", "", "tokens/s"),
-        ("block_efficiency", "", "tokens a forward of the target"),
+    for name, digits, sign, unit in (
+        ("speedup", 2, "x", "the speed of the target alone"),
+        ("tokens_per_second", 1, "", "tokens/s"),
+        ("block_efficiency", 2, "", "tokens a forward of the target"),
     ):
         if best is not None and (rate := best.rate(name)) is not None:
-            said = f"{unit}, by {best.method} [{rate.low:.2f}, {rate.high:.2f}]"
-            return f"{rate.value:.2f}{sign}", said, name == "speedup" and rate.low > 1
+            low, value, high = (f"{x:.{digits}f}" for x in (rate.low, rate.value, rate.high))
+            said = f"{unit}, by {best.method} [{low}, {high}]"
+            return value + sign, said, name == "speedup" and rate.low > 1
     return "", "", False
 
 

@@ -249,7 +249,7 @@ def _picture(results: Results) -> tuple[str, list[Bar]]:
         look = "" if row.lossless else "biased"
         if row is best:
             look = "best" if shown == "speedup" and value.low > 1 else "first"
-        text = f"{value.value:.2f}x" if shown == "speedup" else f"{value.value:.2f}"
+        text = f"{value.value:.{RATES_SHOWN[shown]}f}" + ("x" if shown == "speedup" else "")
         mark = None if shown == "tokens_per_second" else 1.0
         bars.append(Bar(name, value, text + (" biased" if look == "biased" else ""), mark, look))
     return PICTURE[shown] + ". Whiskers are 95 % intervals over prompts.", bars
