@@ -284,17 +284,16 @@ def plot(kind: str, results: Results, datasets: Sequence[str]) -> Figure:
     return figure
 
 
-def drawings(kind: str, results: Results) -> list[str]:
-    """One <svg> a dataset, which a phone can read; all with the same limits."""
+def drawings(results: Results) -> list[str]:
+    """Acceptance by position, one <svg> a dataset, which a phone can read; with equal limits."""
     datasets, svgs = results.datasets(), []
-    limits = plot(kind, results, datasets).axes[0]
+    limits = plot("acceptance", results, datasets).axes[0]
     for index, dataset in enumerate(datasets):
-        figure = plot(kind, results, [dataset])
+        figure = plot("acceptance", results, [dataset])
         figure.axes[0].set_xlim(limits.get_xlim())
-        if not PLOTS[kind].per_method:
-            figure.axes[0].set_ylim(limits.get_ylim())
-        title = f"{PLOTS[kind].title}, {dataset}"
-        svgs.append(to_svg(figure, prefix=f"{kind}{index}", title=title))
+        figure.axes[0].set_ylim(limits.get_ylim())
+        title = f"{PLOTS['acceptance'].title}, {dataset}"
+        svgs.append(to_svg(figure, prefix=f"acceptance{index}", title=title))
     return svgs
 
 

@@ -22,18 +22,12 @@ class Overall:
     """The first lines, over all prompt sets together (`eval.measuring.pooled`).
 
     Args:
-        factor: the best lossless method's speed-up; without one its tokens a second, or a forward.
-        factor_of: interval, unit and method.
-        wins: whether it is surely above 1.
         finding: what is fastest and by how much, with intervals.
         exactness: whether its text is the target's; empty where there is nothing to say.
         basis: what was measured, and where.
         cautions: why not to trust it too far; none if prompts and intervals are as they should be.
     """
 
-    factor: str
-    factor_of: str
-    wins: bool
     finding: str
     exactness: str
     basis: str
@@ -45,26 +39,11 @@ def overall(results: Results) -> Overall:
     rows = pool(results)
     best = best_of(rows)
     return Overall(
-        *_factor(best),
         finding(rows, batch=results.environment.batch_size),
         _exactness(best, rows),
         _basis(results),
         tuple(_cautions(results, best)),
     )
-
-
-def _factor(best: PooledRow | None) -> tuple[str, str, bool]:
-    """Figure, unit with interval, and whether it wins."""
-    for name, digits, sign, unit in (
-        ("speedup", 2, "x", "the speed of the target alone"),
-        ("tokens_per_second", 1, "", "tokens/s"),
-        ("block_efficiency", 2, "", "tokens a forward of the target"),
-    ):
-        if best is not None and (rate := best.rate(name)) is not None:
-            low, value, high = (f"{x:.{digits}f}" for x in (rate.low, rate.value, rate.high))
-            said = f"{unit}, by {best.method} [{low}, {high}]"
-            return value + sign, said, name == "speedup" and rate.low > 1
-    return "", "", False
 
 
 def best_of(rows: Sequence[PooledRow]) -> PooledRow | None:

@@ -213,7 +213,7 @@ def render_page(results: Results, context: Context) -> str:
         title=" with ".join(filter(None, (public_name(target), ", ".join(drafts)))),
         context=context,
         overall=overall(results),
-        picture=_picture(results),
+        picture=picture(results),
         folds=folds(results, context),
         texts=_texts(context.samples, results) if context.samples else [],
     )
@@ -223,36 +223,35 @@ def folds(results: Results, context: Context) -> list[Fold]:
     """The sections of the page, in its order."""
     made = [_all_sets(results), _each_set(results), _head(context.verdict)]
     made += [_predictors(context.verdict), _positions(results), _lengths(results), what_if(results)]
-    return [fold for fold in [*made, _draft(context), _where(results, context)] if fold]
+    return [fold for fold in [*made, _where(results, context)] if fold]
 
 
 PICTURE = {
-    "speedup": "Speed-up over the target alone (dashed), the best setting of each kind of method",
-    "tokens_per_second": "Tokens a second, the best setting of each kind of method",
-    "block_efficiency": "Tokens per forward of the target, which alone has 1 (dashed); no times",
+    "speedup": ("x", "the speed of the target alone,"),
+    "tokens_per_second": (" tokens/s", ""),
+    "block_efficiency": (" tokens", "a forward of the target,"),
 }
-"""What the bars of the first screen show -> their caption."""
+"""What the bars of the first screen show, the first that there is -> unit, and of what."""
 
 
-def _picture(results: Results) -> tuple[str, list[Bar]]:
-    """The caption and the bars of the first screen: methods that draft, over all prompt sets."""
+def picture(results: Results) -> tuple[str, list[Bar]]:
+    """What the bars of the first screen are of, and the bars: methods that draft, over all sets."""
     rows = {row.method: row for row in pool(results)}
-    best = best_of(list(rows.values()))
     known = [name for name in PICTURE if any(name in row.rates for row in rows.values())]
-    shown = known[0] if results.timed else "block_efficiency"
+    shown, best = known[0], best_of(list(rows.values()))
+    unit, of_what = PICTURE[shown]
     bars = []
-    for name in chosen(results):
-        row = rows[name]
+    for row in (rows[name] for name in chosen(results)):
         value = row.rate(shown)
         if row.drafter is None or value is None:
             continue
+        text = f"{value.value:.{RATES_SHOWN[shown]}f}{unit}"
         look = "" if row.lossless else "biased"
         if row is best:
             look = "best" if shown == "speedup" and value.low > 1 else "first"
-        text = f"{value.value:.{RATES_SHOWN[shown]}f}" + ("x" if shown == "speedup" else "")
         mark = None if shown == "tokens_per_second" else 1.0
-        bars.append(Bar(name, value, text + (" biased" if look == "biased" else ""), mark, look))
-    return PICTURE[shown] + ". Whiskers are 95 % intervals over prompts.", bars
+        bars.append(Bar(row.method, value, text, mark, look))
+    return of_what, bars
 
 
 def _all_sets(results: Results) -> Fold:
@@ -335,7 +334,7 @@ def _positions(results: Results) -> Fold | None:
     from eval.reporting.charts import PLOTS, drawings  # imports matplotlib
 
     # Safe: the words of a drawing are drawn as paths or escaped.
-    drawn = [Markup(svg) for svg in drawings("acceptance", results)]
+    drawn = [Markup(svg) for svg in drawings(results)]
     plot, said = PLOTS["acceptance"], "The share accepted with all before it."
     return Fold(plot.title, said, note=plot.caption, drawings=drawn)
 
@@ -347,17 +346,12 @@ def _lengths(results: Results) -> Fold | None:
     return Fold("Draft length", said, columns, rows, first="engine") if rows else None
 
 
-def _draft(context: Context) -> Fold | None:
-    rows = [
-        (name, [format_number(value) for value in values]) for name, values in context.draft.items()
-    ]
-    columns = [("before", ""), ("after", "")]
-    return Fold("Draft", "Before and after training.", columns, rows, "measure") if rows else None
-
-
 def _where(results: Results, context: Context) -> Fold:
     """Machine, models, command and stages."""
     rows = environment_rows(results)
+    for measure, (before, after) in context.draft.items():
+        said = f"{format_number(before)} before training, {format_number(after)} after"
+        rows.append((f"draft, {measure}", said))
     for role in ("target", "draft", "head"):
         names = dict.fromkeys(filter(None, (getattr(run, role) for run in results.runs)))
         rows += [(role, name) for name in names]
@@ -367,7 +361,9 @@ def _where(results: Results, context: Context) -> Fold:
         took = [f"{name} {seconds:.1f} s" for name, seconds in context.stages.items()]
         rows.append(("stages", ", ".join(took)))
     said = "Machine, models, command. Every figure can be recomputed from results.json."
-    return Fold("Where it was measured", said, rows=[(name, [value]) for name, value in rows])
+    return Fold(
+        "What was measured, and where", said, rows=[(name, [value]) for name, value in rows]
+    )
 
 
 def _texts(samples: Samples, results: Results) -> list[tuple[str, str, str, str]]:
