@@ -387,7 +387,8 @@ def reproduce(given: argparse.Namespace, rest: Sequence[str]) -> Path:
         pair.measured[name] = measure(pair, name, spec)
     out, identity = Path(given.out or home), pair.identity()
     of = (
-        f"`draftsmith reproduce {given.paper}{' --quick' if given.quick else ''}`: "
+        f"`draftsmith reproduce {given.paper}{' --quick' * given.quick}"
+        f"{f' --prompts {given.prompts}' if given.prompts else ''}`: "
         f"{escape_markdown(identity['pair']['target'][0])} with "
         f"{escape_markdown(identity['pair']['draft'][0])}. Brackets hold 95 % intervals over "
         "prompts; ± is the deviation over seeds; what the paper prints is marked *paper*."
