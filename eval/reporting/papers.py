@@ -139,7 +139,12 @@ def write_figure(
     columns = min(3, max(1, len(panels)))
     lines = -(-max(1, len(panels)) // columns)
     # Words stay words: a fifth of the size, and a reader can search them.
-    with mpl.rc_context({**STYLE, "svg.fonttype": "none"}):
+    look: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "font.sans-serif": ["DejaVu Sans"],
+        "svg.hashsalt": path.stem,
+    }
+    with mpl.rc_context({**STYLE, **look}):
         drawn = Figure(figsize=(4.2 * columns, HEIGHT * lines), layout="constrained")
         FigureCanvasSVG(drawn)
         every = drawn.subplots(lines, columns, squeeze=False, sharey=True).flatten()
@@ -178,7 +183,8 @@ def _draw(axes: Any, figure: Mapping[str, Any], records: Sequence[Record]) -> No
         else:
             # Fronts run along one field, which may not be in the order of what was varied.
             (line,) = axes.plot(over, middles, marker="o", markersize=3, linewidth=1.2, label=name)
-            axes.fill_between(over, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+            if low != high:
+                axes.fill_between(over, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
 
 
 def _lines(
