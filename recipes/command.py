@@ -32,6 +32,10 @@ RECIPES = {
 
 MODULES = {
     "inspect": ("specdata.inspect.__main__", "Show what stored rollouts or labels hold."),
+    "certify": (
+        "recipes.certify",
+        "Certify that what an evaluation decoded is distributed as the target alone.",
+    ),
     "compare": (
         "eval.analysis.compare",
         "Compare greedy decoding with transformers' own: identical, tied, or a bug.",

@@ -47,12 +47,12 @@ from specdata.storage.manifest import PROGRESS
 from specdata.terminal import progress
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from eval.measuring.experiment import Artefacts, Experiment
     from eval.measuring.results import Results
     from heads import BaseHead
-    from specdata.prompts.loading import Prompt
+    from specdata.prompts.loading import LoadedPrompts, Prompt
 
 
 class Eval(Stage):
@@ -159,44 +159,14 @@ class Eval(Stage):
     def run(self) -> dict[str, Any]:
         """Measure with every process that can, and report in the main one."""
         config = self.config
-        from eval.measuring.experiment import Artefacts
-        from specdata.models import (
-            check_shared_vocabulary,
-            load_model,
-            load_tokenizer,
-            longest_prompt,
-        )
-        from specdata.prompts.loading import dropped, load_prompts
+        from specdata.prompts.loading import dropped
 
         if not _is_measuring(config):
             return {}
-        models, head_name, draft_name = config.models, head_in_use(config), draft_in_use(config)
-        tokenizer = load_tokenizer(models.target)
-        names = [draft_name, *path_drafts(config.eval)]
-        for name in names:
-            check_shared_vocabulary(tokenizer, load_tokenizer(name))
-        # Prompts that leave each model room to answer.
-        models_read = [models.target, *names]
-        room = min(longest_prompt(name, config.eval.max_new_tokens) for name in models_read)
-        loaded = load_prompts(config.eval.sets, tokenizer, seed=config.seed, max_tokens=room)
+        artefacts, evaluation, loaded, fitted, tokenizer = load_evaluation(config)
         prompts = loaded.prompts
         for line in dropped(loaded.report):
             say(line)
-        target = load_model(models.target, load=models.loading("target"))
-        draft, *others = (load_model(name, load=models.loading("draft")) for name in names)
-        head = _load_head(head_name) if head_name else None
-        evaluation, fitted = config.eval, None
-        if needs_fit(evaluation):
-            with locked(self.folder / PROGRESS / "calibration.lock"):  # one fits, all read
-                fitted = _fitted(config, draft, self.folder / "calibration.json")
-            evaluation = with_fit(evaluation, fitted)
-        artefacts = Artefacts(
-            target,
-            draft,
-            head,
-            {"target": models.target, "draft": draft_name, "head": head_name},
-            dict(zip(names[1:], others, strict=True)),
-        )
         experiment = _measured(config, artefacts, evaluation, prompts)
         if not is_main():
             return {}
@@ -232,6 +202,51 @@ class Eval(Stage):
         trained = self.config.draft or self.config.head
         publish = [Step("publish", line.recipe("publish"))] if trained else []
         return [Step("look", str(self.folder / "report.html")), *publish]
+
+
+def load_evaluation(
+    config: PipelineConfig,
+) -> tuple[Artefacts, EvalConfig, LoadedPrompts, dict[str, Any] | None, PreTrainedTokenizerBase]:
+    """Load what an evaluation measures.
+
+    Returns:
+        The models; the evaluation, with fitted parameters of rules where methods give none; the
+        prompts; those parameters, if any were fitted; the target's tokenizer.
+    """
+    from eval.measuring.experiment import Artefacts
+    from specdata.models import (
+        check_shared_vocabulary,
+        load_model,
+        load_tokenizer,
+        longest_prompt,
+    )
+    from specdata.prompts.loading import load_prompts
+
+    models, head_name, draft_name = config.models, head_in_use(config), draft_in_use(config)
+    tokenizer = load_tokenizer(models.target)
+    names = [draft_name, *path_drafts(config.eval)]
+    for name in names:
+        check_shared_vocabulary(tokenizer, load_tokenizer(name))
+    # Prompts that leave each model room to answer.
+    models_read = [models.target, *names]
+    room = min(longest_prompt(name, config.eval.max_new_tokens) for name in models_read)
+    loaded = load_prompts(config.eval.sets, tokenizer, seed=config.seed, max_tokens=room)
+    target = load_model(models.target, load=models.loading("target"))
+    draft, *others = (load_model(name, load=models.loading("draft")) for name in names)
+    head = _load_head(head_name) if head_name else None
+    evaluation, fitted, here = config.eval, None, eval_folder(config)
+    if needs_fit(evaluation):
+        with locked(here / PROGRESS / "calibration.lock"):  # one fits, all read
+            fitted = _fitted(config, draft, here / "calibration.json")
+        evaluation = with_fit(evaluation, fitted)
+    artefacts = Artefacts(
+        target,
+        draft,
+        head,
+        {"target": models.target, "draft": draft_name, "head": head_name},
+        dict(zip(names[1:], others, strict=True)),
+    )
+    return artefacts, evaluation, loaded, fitted, tokenizer
 
 
 def _verdict(config: PipelineConfig, results: Results) -> HeadVerdict | None:
