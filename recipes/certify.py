@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.config import PipelineConfig, build
-from recipes.layout import RESULTS
+from recipes.layout import CERTIFICATE, RESULTS
 from recipes.run import OUTPUT, USER_ERRORS, portable, prepare_libraries, say, stage_record
 from specdata.config import nearest
 from specdata.errors import ConfigError
@@ -60,7 +60,7 @@ def _run(given: argparse.Namespace) -> int:
     if min(given.texts, given.max_new_tokens) < 2:
         raise ConfigError("--texts and --max-new-tokens must be 2 or larger")
     config = configuration(given.folder)
-    from eval.analysis.certificate import CERTIFICATE, certify, ways
+    from eval.analysis.certificate import certify, ways
     from eval.measuring.environment import describe_environment
     from recipes.run_eval import load_evaluation
 

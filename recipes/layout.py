@@ -9,7 +9,7 @@ from typing import Any
 from recipes.config import PipelineConfig
 from specdata.loading import Role
 
-RESULTS = "results.json"
+RESULTS, CERTIFICATE = "results.json", "certificate.json"
 
 
 def folder(config: PipelineConfig, stage: str) -> Path:

@@ -19,7 +19,15 @@ from distill.config import DistilConfig
 from eval.analysis.head_verdict import VERDICT, HeadVerdict
 from eval.measuring.results import Results, check_metrics, read_results
 from recipes.config import PipelineConfig
-from recipes.layout import RESULTS, draft_in_use, eval_folder, folder, head_folder, head_in_use
+from recipes.layout import (
+    CERTIFICATE,
+    RESULTS,
+    draft_in_use,
+    eval_folder,
+    folder,
+    head_folder,
+    head_in_use,
+)
 from recipes.recipe import HUB_ID, CommandLine, Recipe, load_draft, load_head
 from recipes.run import Stage, Step, remove_caches, say, stage_record
 from recipes.sizes import described, draft_size, in_bytes, source_model
@@ -49,6 +57,8 @@ class Release(Stage):
             "draft": draft_in_use(self.config),
             "results": str(eval_folder(self.config) / RESULTS),
         }
+        if (certificate := eval_folder(self.config) / CERTIFICATE).exists():
+            inputs["certificate"] = str(certificate)
         head = head_in_use(self.config)
         return {**inputs, "head": head} if head else inputs
 
@@ -92,13 +102,19 @@ class Release(Stage):
 
     def run(self) -> dict[str, Any]:
         """Assemble and upload."""
+        from eval.analysis.certificate import Certificate
         from eval.reporting.metadata import About, public_name
         from eval.reporting.release import release_draft, release_head
 
         config = self.config
         results = _results(config)
         publish, made = config.publish, {}
-        shared = About(license=publish.license, language=publish.language)
+        certificate = Certificate.read(eval_folder(config) / CERTIFICATE)
+        shared = About(
+            license=publish.license,
+            language=publish.language,
+            certificate=certificate.sentence if certificate else None,
+        )
         if config.draft:
             trained = stage_record(folder(config, "draft"))["results"]
             what = "acceptance (an upper bound)" if trained["is_bound"] else "acceptance"

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
     from eval.measuring.experiment import Artefacts, Experiment
     from eval.measuring.results import Results
+    from eval.measuring.scores import Scorer
     from heads import BaseHead
     from specdata.prompts.loading import LoadedPrompts, Prompt
 
@@ -98,6 +99,8 @@ class Eval(Stage):
         inputs = {"target": config.models.target, "draft": draft_in_use(config)}
         inputs |= {f"path draft {name}": name for name in path_drafts(config.eval)}
         inputs |= prompt_inputs(config.eval.sets)
+        if config.eval.reward_model:
+            inputs["reward model"] = config.eval.reward_model
         if head := head_in_use(config):
             inputs["head"] = head
             if needs_fit(config.eval):
@@ -159,6 +162,7 @@ class Eval(Stage):
     def run(self) -> dict[str, Any]:
         """Measure with every process that can, and report in the main one."""
         config = self.config
+        from eval.measuring.scores import make_scorer
         from specdata.prompts.loading import dropped
 
         if not _is_measuring(config):
@@ -167,7 +171,8 @@ class Eval(Stage):
         prompts = loaded.prompts
         for line in dropped(loaded.report):
             say(line)
-        experiment = _measured(config, artefacts, evaluation, prompts)
+        scorer = make_scorer(evaluation.scores, prompts, tokenizer, evaluation.reward_model)
+        experiment = _measured(config, artefacts, evaluation, prompts, scorer)
         if not is_main():
             return {}
         results = experiment.results()
@@ -271,7 +276,11 @@ def _verdict(config: PipelineConfig, results: Results) -> HeadVerdict | None:
 
 
 def _measured(
-    config: PipelineConfig, models: Artefacts, evaluation: EvalConfig, prompts: Sequence[Prompt]
+    config: PipelineConfig,
+    models: Artefacts,
+    evaluation: EvalConfig,
+    prompts: Sequence[Prompt],
+    scorer: Scorer | None,
 ) -> Experiment:
     """The experiment, once records of all prompts are stored by this process and the others."""
     import torch
@@ -292,7 +301,7 @@ def _measured(
         if used != evaluation.engine:
             say(f"Engine {evaluation.engine} gains nothing but on a CPU: forwards run {used}.")
         experiment = Experiment(
-            models, prompts, where, evaluation, config.sampling, config.seed, environment
+            models, prompts, where, evaluation, config.sampling, config.seed, environment, scorer
         )
         generations = len(prompts) * len(evaluation.methods)
         with progress(generations, "evaluation", "generation", is_shown=is_main()) as bar:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
@@ -211,6 +212,22 @@ def _in_lockstep(model: Any, name: str) -> Any:
 
     output.register_forward_hook(as_in_main)
     return model
+
+
+def load_reward_model(name: str) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Load a model for sequence classification and its tokenizer, without code that comes with it.
+
+    Raises:
+        ConfigError: if it cannot be had.
+    """
+    source, revision = hub_source(name)
+    kind: Any = AutoModelForSequenceClassification
+    model = from_hub(
+        "reward model",
+        name,
+        lambda: kind.from_pretrained(source, revision=revision, trust_remote_code=False),
+    )
+    return model.to(device()).eval(), load_tokenizer(name)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

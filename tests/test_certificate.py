@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +27,10 @@ from eval.measuring.experiment import Artefacts
 from eval.measuring.methods import EvalConfig, MethodConfig
 from eval.runtime.model import CachedModel
 from eval.verifiers.rule import Candidates, Rng, Verifier, walk
+from recipes.certify import main
+from recipes.config import build
+from recipes.layout import CERTIFICATE
+from recipes.run_eval import RECIPE
 from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig
 from tests.synthetic_results import ENVIRONMENT
@@ -70,23 +75,24 @@ def certified(*methods: MethodConfig) -> Certificate:
         PROMPTS,
         SamplingConfig(),
         ENVIRONMENT,
-        texts=150,
+        texts=100,
         max_new_tokens=16,
         seed=0,
     )
 
 
+@pytest.mark.slow
 def test_a_decoder_that_accepts_too_much_fails_and_a_sound_one_does_not() -> None:
-    """In each of the tests that can see it: at temperature 0 doubling changes nothing."""
+    """Enumerated and sampled; of greedy texts doubled acceptance changes nothing."""
     uno = MethodConfig(name="uno", verifier="biased_uno", verifier_args={"epsilon": 0.5})
     found = certified(
         MethodConfig(name="sound"),
-        MethodConfig(name="tree", verifier="traversal", drafter="tree", widths=(2, 1)),
+        MethodConfig(name="block", verifier="block", stop="confidence"),
         LenientMethod(name="wrong"),
         uno,
     )
-    sound, tree, wrong, biased = found.methods
-    for each in (sound, tree):
+    sound, block, wrong, biased = found.methods
+    for each in (sound, block):
         assert each.is_exact
         assert each.greedy is not None
         assert each.greedy.identical == len(PROMPTS)
@@ -99,9 +105,9 @@ def test_a_decoder_that_accepts_too_much_fails_and_a_sound_one_does_not() -> Non
     assert not biased.is_exact
     assert not biased.lossless
     assert f"Biased: uno (total variation {biased.enumerated.total_variation:.3g}" in found.sentence
-    kept = found.model_copy(update={"methods": [sound, tree, biased]})
+    kept = found.model_copy(update={"methods": [sound, block, biased]})
     assert kept.is_kept, "a verifier that is said to be biased breaks no promise"
-    assert kept.sentence.startswith("Exact: token (chain), traversal (tree, iid).")
+    assert kept.sentence.startswith("Exact: token (chain), block (chain).")
     assert Certificate.model_validate_json(found.model_dump_json()) == found
 
 
@@ -111,12 +117,8 @@ def test_a_bias_of_the_stated_size_is_seen_with_the_stated_power() -> None:
     uniform = np.full(cells, 1 / cells)
 
     def rejected(law: Sequence[float], rounds: int = 400) -> float:
-        tests = (
-            two_sample_test(
-                *(rng.multinomial(pairs, each).astype(float) for each in (law, uniform))
-            )
-            for _ in range(rounds)
-        )
+        draws = [rng.multinomial(pairs, each, rounds).astype(float) for each in (law, uniform)]
+        tests = (two_sample_test(*both) for both in zip(*draws, strict=True))
         return float(np.mean([test.p_value < LEVEL for test in tests]))
 
     bias = two_sample_test(pairs * uniform, pairs * uniform).visible_bias
@@ -139,9 +141,42 @@ def test_each_form_of_draft_verifier_and_stopping_rule_is_certified_once() -> No
     assert [each.name for each in ways(config, SamplingConfig())] == ["K=2", "confidence", "block"]
 
 
+@pytest.mark.slow
 def test_a_bug_in_greedy_texts_alone_is_not_exact() -> None:
     (sound,) = certified(MethodConfig(name="sound")).methods
     assert isinstance(sound, Certified)
     assert sound.greedy is not None
     wrong = sound.model_copy(update={"greedy": sound.greedy.model_copy(update={"bugs": 1})})
     assert not wrong.is_exact
+
+
+@pytest.mark.slow
+def test_the_command_certifies_a_finished_evaluation_wherever_it_lies(
+    trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "output": str(tmp_path / "run"),
+        "models": {role: str(trained_pair / role) for role in ("target", "draft")},
+        "rollouts": {"sets": [{"name": "instruct", "split": "train", "count": 2}]},
+        "draft": None,
+        "head": None,
+        "eval": {
+            "max_new_tokens": 8,
+            "sets": [{"name": "instruct", "split": "test", "count": 2}],
+            "methods": [{"name": "plain", "decoder": "plain"}, {"name": "K=2", "length": 2}],
+        },
+    }
+    RECIPE.main(build(config))
+    folder = (tmp_path / "run").rename(tmp_path / "moved") / "eval"
+    assert main([str(folder), "--texts", "16"]) == 0
+    made = Certificate.read(folder / CERTIFICATE)
+    assert made is not None
+    assert made.is_kept
+    assert made.sentence in capsys.readouterr().out
+    for wrong, said in (
+        ([str(tmp_path)], "the folder of a finished evaluation"),
+        ([str(folder), "--method", "K=3"], "did you mean 'K=2'?"),
+        ([str(folder), "--texts", "1"], "2 or larger"),
+    ):
+        assert main(wrong) == 2
+        assert said in capsys.readouterr().err

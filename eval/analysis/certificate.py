@@ -12,6 +12,7 @@ Three independent answers for each way of decoding:
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -36,11 +37,11 @@ from eval.measuring.records import Strict
 from eval.runtime.model import CachedModel
 from eval.runtime.sequence import CachedSequence
 from eval.verifiers.rule import Rng, Verifier, outcomes
+from heads.probe import OtherSamplingWarning
 from specdata.errors import ManifestError
 from specdata.probability import SamplingConfig
 from specdata.sampling import generator_for
 
-CERTIFICATE = "certificate.json"
 LIKELIEST = 8
 """Tokens with an outcome of their own where a verifier is enumerated; all others share one."""
 DEPTH = 2
@@ -502,7 +503,9 @@ def certify(
             return SpeculativeDecoder.from_config(models.target, None, plain)
         drafts = [models.draft, *(models.path_drafts[name] for name in method.drafts[1:])]
         head = models.head if method.stop.reads_head else None
-        return SpeculativeDecoder.from_config(models.target, drafts, method.decoding(law), head)
+        with warnings.catch_warnings():  # greedy texts need no calibrated head
+            warnings.simplefilter("ignore", OtherSamplingWarning)
+            return SpeculativeDecoder.from_config(models.target, drafts, method.decoding(law), head)
 
     def sampled(method: MethodConfig | None) -> list[tuple[list[int], list[int]]]:
         name = method.name if method else PLAIN

@@ -24,6 +24,7 @@ from eval.measuring.methods import EvalConfig, MethodConfig
 from eval.measuring.records import PromptRecord, RecordStore, record_prompt
 from eval.measuring.results import Method, Results, build_results
 from eval.measuring.samples import shown_prompts
+from eval.measuring.scores import Scorer
 from eval.measuring.sharing import share_prompts
 from eval.rounds import Generation
 from eval.runtime.engines import engine_on
@@ -74,6 +75,7 @@ class Experiment:
         sampling: the distribution of both models.
         seed: each prompt's draws depend on it and on the prompt, not on the method.
         environment: where this process runs.
+        scorer: scores each text; None if no scores are asked for.
     """
 
     models: Artefacts
@@ -83,6 +85,7 @@ class Experiment:
     sampling: SamplingConfig
     seed: int
     environment: Environment
+    scorer: Scorer | None = None
 
     def measure(self, report: Progress) -> None:
         """Have every prompt decoded with every method and stored.
@@ -154,6 +157,8 @@ class Experiment:
             "device": environment.device.partition(":")[0],  # each process has a GPU of its own
             "dtype": environment.dtype,
         }
+        if config.scores or config.reward_model:
+            values |= {"scores": config.scores, "reward_model": config.reward_model}
         # Times of two machines must not end up in one table. Counts have none, so they go on in
         # another number of processes, which gives each other threads.
         if config.batch == 1:
@@ -233,6 +238,8 @@ class Experiment:
             seconds=out.seconds if timed else None,
             finish=out.finish,
         )
+        if self.scorer:
+            record = replace(record, scores=self.scorer(prompt, out.tokens.tolist()))
         if _lossless(method) or method.drafter != "chain":
             return record
         variation, tokens = measure_bias(

@@ -12,6 +12,7 @@ from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_va
 
 from eval.decode_config import DecodeConfig, DraftingConfig
 from eval.drafting.stopping.thresholds import Confidence, Fixed
+from eval.measuring.scores import ScoreName, check_scores
 from eval.runtime.engines import Engine
 from specdata.config import MOST_TOKENS, Config, mistakes
 from specdata.errors import ConfigError
@@ -160,6 +161,16 @@ class EvalConfig(Config):
     threads: int = Field(
         default=0, ge=0, description="threads of torch while measuring; 0 leaves its default"
     )
+    scores: list[ScoreName] = Field(
+        default=[],
+        description="task scores of texts whose prompts have a reference: rougeL, bleu, "
+        "exact_match (needs draftsmith[scores])",
+    )
+    reward_model: str | None = Field(
+        default=None,
+        description="folder or Hub id of a model for sequence classification that scores texts; "
+        "the win rate against plain sampling is reported",
+    )
     warmup_tokens: int = Field(
         default=16, ge=1, description="tokens that each method decodes before anything is timed"
     )
@@ -217,6 +228,7 @@ def check_methods(config: EvalConfig, sampling: SamplingConfig, *, head: bool) -
     Raises:
         ConfigError: naming the method.
     """
+    check_scores(config.scores)
     for method in config.methods:
         where, stop = f"method {method.name!r}", method.stop
         try:

@@ -14,9 +14,11 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
+from pydantic import Field
 
 from eval.measuring.intervals import Array, interval, resamples
 from eval.measuring.records import PromptRecord, Strict, check_identity
+from eval.measuring.scores import REWARD
 
 
 class Metrics(Strict):
@@ -45,7 +47,10 @@ class Metrics(Strict):
         speedup: tokens_per_second over that of plain decoding of the same prompts.
         total_variation: of a biased verifier, the mean total variation between the distribution
             of an emitted token and the target's, given the tokens before it.
-        intervals: 95 % intervals of the rates by name.
+        scores: means of the texts' scores by name, and `win_rate`: the share of prompts whose text
+            has a higher reward than plain decoding's, equal ones counting half; empty if nothing
+            was scored.
+        intervals: 95 % intervals of the rates and scores by name.
         seconds: summed times: "total", and in it "draft", "target" and "overhead".
     """
 
@@ -65,6 +70,7 @@ class Metrics(Strict):
     tokens_per_second: float | None
     speedup: float | None
     total_variation: float | None
+    scores: dict[str, float] = Field(default_factory=dict)
     intervals: dict[str, tuple[float, float]]
     seconds: dict[str, float]
 
@@ -78,6 +84,7 @@ RATES = {
     "total_variation": ("variation", "variation_tokens"),
 }
 """Rates as numerator / denominator, fields of PromptRecord; a denominator of zero makes it None."""
+WIN_RATE = "win_rate"
 COUNTS = tuple(sorted(set(chain.from_iterable(RATES.values()))))
 _counts_of = attrgetter(*COUNTS)
 
@@ -110,6 +117,7 @@ def compute_metrics(
     if plain is not None and not without:
         base = rates_of(resampled_counts(plain, prompts))
         rates["speedup"] = rates["tokens_per_second"] / base["tokens_per_second"]
+    scores = resampled_scores(records, plain, prompts)
     by_position = np.zeros((3, max(len(record.drafted_by_position) for record in records)))
     for record in records:
         by_position[:, : len(record.drafted_by_position)] += (
@@ -135,7 +143,8 @@ def compute_metrics(
             None if np.isnan(x) else float(x) for x in divide(accepted, reached)
         ],
         **values,
-        intervals={name: interval(values[1:]) for name, values in rates.items()},
+        scores={name: float(each[0]) for name, each in scores.items()},
+        intervals={name: interval(each[1:]) for name, each in (rates | scores).items()},
         # What is left of the total was not measured apart, as prefill.
         seconds={
             "total": sum(r.seconds for r in records),
@@ -173,6 +182,28 @@ def resampled_counts(
     for record in records:
         columns[:, row[record.prompt_id]] += _counts_of(record)
     return dict(zip(COUNTS, columns @ resamples(len(prompts), seed).T, strict=True))
+
+
+def resampled_scores(
+    records: Sequence[PromptRecord],
+    plain: Sequence[PromptRecord] | None,
+    prompts: Sequence[str],
+    seed: int = 0,
+) -> dict[str, Array]:
+    """Mean of each score over prompts, and the win rate, as `resampled_counts` resamples."""
+    base = {record.prompt_id: record.scores for record in plain or ()}
+    scores = {record.prompt_id: dict(record.scores) for record in records}
+    for prompt_id, each in scores.items():
+        if REWARD in each and REWARD in base.get(prompt_id, {}):
+            won = each[REWARD] - base[prompt_id][REWARD]
+            each[WIN_RATE] = 0.5 * (1 + float(np.sign(won)))
+    weights = resamples(len(prompts), seed)
+    means = {}
+    for name in dict.fromkeys(chain.from_iterable(scores.values())):
+        has = np.array([name in scores[prompt] for prompt in prompts], dtype=np.float64)
+        values = np.array([scores[prompt].get(name, 0.0) for prompt in prompts])
+        means[name] = divide(weights @ values, weights @ has)
+    return means
 
 
 def rates_of(sums: Mapping[str, Array]) -> dict[str, Array]:

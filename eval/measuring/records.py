@@ -7,7 +7,7 @@ next. `eval.measuring.metrics` turns the records into the published metrics.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,7 @@ class PromptRecord:
         variation: for a biased verifier, the summed total variation between the distributions of
             emitted tokens and the target's (`eval.measuring.bias`).
         variation_tokens: how many emitted tokens that sum is over; 0 if it was not measured.
+        scores: name -> score of the text (`eval.measuring.scores`), those that were asked for.
     """
 
     prompt_id: str
@@ -72,6 +73,7 @@ class PromptRecord:
     overhead_seconds: float
     variation: float = 0.0
     variation_tokens: int = 0
+    scores: dict[str, float] = field(default_factory=dict)
 
 
 def record_prompt(

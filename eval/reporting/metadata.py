@@ -41,6 +41,7 @@ class About:
         language: codes of the languages of the training prompts; left out if not given.
         datasets: data sets that it was trained on; those that are no Hub id are left out.
         measures: figures of the training stage, such as a head's calibration error.
+        certificate: what `draftsmith certify` found, in words; None if it was not run.
     """
 
     base_model: str | None = None
@@ -48,6 +49,7 @@ class About:
     language: Sequence[str] = ()
     datasets: Sequence[str] = ()
     measures: Mapping[str, float | None] = field(default_factory=dict)
+    certificate: str | None = None
 
     def __post_init__(self) -> None:
         if self.license is not None and not _LICENSE.fullmatch(self.license):

@@ -284,6 +284,7 @@ def _card(template: str, measured: Results, about: About, **values: Any) -> str:
         template,
         table=readme_table(results),
         measures=about.measures,
+        certificate=about.certificate,
         unnamed=[public_name(name) for name in names],
         local=[path for path in values["load"].values() if path.startswith(ELSEWHERE)],
         sampling=results.runs[0].sampling,

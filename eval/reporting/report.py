@@ -223,7 +223,7 @@ def folds(results: Results, context: Context) -> list[Fold]:
     """The sections of the page, in its order."""
     made = [_all_sets(results), _each_set(results), _head(context.verdict)]
     made += [_predictors(context.verdict), _positions(results), _lengths(results), what_if(results)]
-    return [fold for fold in [*made, _where(results, context)] if fold]
+    return [fold for fold in [*made, _scores(results), _where(results, context)] if fold]
 
 
 PICTURE = {
@@ -344,6 +344,34 @@ def _lengths(results: Results) -> Fold | None:
     columns = [(name, "") for name in ("best", "tokens/s", "measured", "against the next best")]
     said = f"The fastest fixed length with each engine, {ALL_SETS}."
     return Fold("Draft length", said, columns, rows, first="engine") if rows else None
+
+
+def _scores(results: Results) -> Fold | None:
+    """Each score of each method on each prompt set that has it."""
+    names = list(dict.fromkeys(name for run in results.runs for name in run.scores))
+    rows = []
+    for run in results.runs:
+        cells = [NOT_MEASURED] * len(names)
+        for place, name in enumerate(names):
+            if name in run.scores:
+                low, high = run.intervals[name]
+                cells[place] = f"{run.scores[name]:.3f} [{low:.3f}, {high:.3f}]"
+        if run.scores:
+            rows.append((f"{run.dataset}, {run.method}", cells))
+    said = "What the texts are worth; a lossless method has the target's scores but for luck."
+    columns = [(name.replace("_", " "), SCORES[name]) for name in names]
+    return Fold("Scores of the texts", said, columns, rows) if rows else None
+
+
+SCORES = {
+    "rougeL": "ROUGE-L F-measure against the reference, mean over prompts that have one.",
+    "bleu": "Sentence BLEU against the reference, as a share, mean over prompts.",
+    "exact_match": "Share of prompts whose answer is the reference's.",
+    "reward": "Mean reward of the reward model.",
+    "win_rate": "Share of prompts whose text has a higher reward than plain sampling's; half for"
+    " equal ones, so that .5 is no difference.",
+}
+"""Score -> how to read it."""
 
 
 def _where(results: Results, context: Context) -> Fold:

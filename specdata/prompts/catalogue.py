@@ -50,6 +50,7 @@ class Form:
         roles: what the recorded roles are called here.
         keys: names of a message's role and of its content.
         keep: share of the words that is the prompt; the rest is what a model would write.
+        reference: the text that an answer is scored against, if rows have one.
     """
 
     ask: tuple[str, ...] = ()
@@ -59,6 +60,7 @@ class Form:
     roles: Mapping[str, str] = field(default_factory=dict)
     keys: tuple[str, str] = ("role", "content")
     keep: float = 1.0
+    reference: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +145,9 @@ CATALOGUE: Mapping[str, CataloguedSet] = {
         hub="openai/gsm8k",
         licence="mit",
         splits=_dev_of_train(0.05),
-        form=Form(ask=("{question}",), plain=("Question: {question}\nAnswer:",)),
+        form=Form(
+            ask=("{question}",), plain=("Question: {question}\nAnswer:",), reference="{answer}"
+        ),
         subset="main",
     ),
     "humaneval": CataloguedSet(  # Chen et al., arXiv 2107.03374
@@ -161,7 +165,7 @@ CATALOGUE: Mapping[str, CataloguedSet] = {
         hub="wmt/wmt14",
         licence="unknown",
         splits=_OWN,
-        form=Form(ask=(_WMT,), plain=(_WMT,)),
+        form=Form(ask=(_WMT,), plain=(_WMT,), reference="{translation.de}"),
         subset="de-en",
         files={name: f"de-en/{name}-*" for name in ("train", "validation", "test")},
     ),
@@ -173,6 +177,7 @@ CATALOGUE: Mapping[str, CataloguedSet] = {
         form=Form(
             ask=("Summarize the following article in one sentence.\n\n{document}",),
             plain=("Article: {document}\n\nSummary in one sentence:",),
+            reference="{summary}",
         ),
         revision=PARQUET_EXPORT,
         files=_EXPORTED,
@@ -195,6 +200,7 @@ CATALOGUE: Mapping[str, CataloguedSet] = {
                 ),
                 _ALPACA.format(more="", input=""),
             ),
+            reference="{response}",
         ),
     ),
     "mt-bench": CataloguedSet(  # Zheng et al., arXiv 2306.05685

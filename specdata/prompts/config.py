@@ -31,6 +31,11 @@ class PromptSet:
     template: str | None = Field(
         default=None, description="the prompt's text, with {column} for what a row holds"
     )
+    reference: str | None = Field(
+        default=None,
+        description="the text that an answer is scored against (eval.scores), with {column} for "
+        "what a row holds (default: as catalogued, or the column `reference`)",
+    )
     chat: bool | None = Field(
         default=None,
         description="use the chat template (default: as the set is meant; `prompt`: no)",

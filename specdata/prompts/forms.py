@@ -24,11 +24,15 @@ MESSAGES = Form(
 
 @dataclass(frozen=True, slots=True)
 class RawPrompt:
-    """A prompt before it is tokenized: a text, or messages and the user's later turns."""
+    """A prompt before it is tokenized: a text, or messages and the user's later turns.
+
+    `reference` is what its answer is scored against, if the row has one.
+    """
 
     text: str = ""
     messages: tuple[Message, ...] = ()
     follow_ups: tuple[str, ...] = ()
+    reference: str | None = None
 
 
 def form_of(wanted: PromptSet, row: Mapping[str, Any]) -> Form:
@@ -46,7 +50,8 @@ def form_of(wanted: PromptSet, row: Mapping[str, Any]) -> Form:
         )
         form = Form(ask=(wanted.template,) if asks else (), plain=(wanted.template,))
         if catalogued:
-            form = dataclasses.replace(form, keep=catalogued.form.keep)
+            own = catalogued.form
+            form = dataclasses.replace(form, keep=own.keep, reference=own.reference)
     elif catalogued:
         form = catalogued.form
     elif wanted.name in NATURAL:
@@ -55,6 +60,11 @@ def form_of(wanted: PromptSet, row: Mapping[str, Any]) -> Form:
         form = MESSAGES if "messages" in row else Form(plain=("{prompt}",))
         if "messages" not in row:
             require_columns(["prompt"], row, f"prompt set {wanted.name!r}")
+    if reference := wanted.reference or form.reference or ("reference" in row and "{reference}"):
+        if wanted.reference:
+            names = [name.split(".")[0] for _, name in parse_template(reference) if name]
+            require_columns(names, row, f"prompt set {wanted.name!r}")
+        form = dataclasses.replace(form, reference=reference)
     if form.messages and wanted.chat is False:
         raise ConfigError(
             f"prompt set {wanted.name!r} holds conversations, which only a chat template renders: "
@@ -136,7 +146,13 @@ def prompts_in(
         if form.keep < 1:
             words = text.split()
             text = " ".join(words[: max(1, int(form.keep * len(words)))])
-        yield RawPrompt(messages=({"role": "user", "content": text},)) if chat else RawPrompt(text)
+        reference = _fill([form.reference], row) if form.reference else None
+        if chat:
+            yield RawPrompt(
+                messages=({"role": "user", "content": text},), reference=reference or None
+            )
+        else:
+            yield RawPrompt(text, reference=reference or None)
 
 
 def _are_texts(values: Any) -> bool:

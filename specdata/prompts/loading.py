@@ -40,6 +40,7 @@ class Prompt:
         messages: the conversation that a chat template rendered; empty for plain text.
         follow_ups: the user's later turns, which depend on the model's answers
             (`chat_templates.next_turn` renders the next).
+        reference: the text that an answer is scored against, if its row has one.
     """
 
     example_id: str
@@ -48,6 +49,7 @@ class Prompt:
     ids: list[int]
     messages: tuple[Message, ...] = ()
     follow_ups: tuple[str, ...] = ()
+    reference: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +216,12 @@ def _keep(
     if max_tokens is not None and len(ids) > max_tokens:
         return "over_long"
     seen[example_id] = Prompt(
-        example_id, short_name(wanted.name), wanted.split, ids, prompt.messages, prompt.follow_ups
+        example_id,
+        short_name(wanted.name),
+        wanted.split,
+        ids,
+        prompt.messages,
+        prompt.follow_ups,
+        prompt.reference,
     )
     return None

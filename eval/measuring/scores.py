@@ -1,0 +1,124 @@
+"""Scores of texts: task scores against a prompt's reference, and the reward of a reward model.
+
+A lossless method has the target's scores, up to the luck of sampling; a biased one need not. A text
+is scored when its prompt is measured, and the score kept in its record.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
+
+from specdata.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from specdata.prompts.loading import Prompt
+
+ScoreName = Literal["rougeL", "bleu", "exact_match"]
+REWARD = "reward"
+PACKAGES = {"rougeL": "rouge_score", "bleu": "sacrebleu"}
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+Scorer = Callable[["Prompt", Sequence[int]], dict[str, float]]
+"""(prompt, new token ids) -> name -> score."""
+
+
+def check_scores(names: Sequence[str]) -> None:
+    """Raise ConfigError unless what these scores need is installed."""
+    for name in names:
+        if name in PACKAGES and find_spec(PACKAGES[name]) is None:
+            raise ConfigError(
+                f"the score {name!r} needs {PACKAGES[name]}, which is not installed: pip install "
+                "'draftsmith[scores]', or take it out of eval.scores"
+            )
+
+
+def text_score(name: str, text: str, reference: str) -> float:
+    """A score of a text against a reference, in [0, 1].
+
+    Args:
+        name: "rougeL" (F-measure with stemming, `rouge_score`), "bleu" (sentence BLEU,
+            `sacrebleu`), or "exact_match": the number after "####", or else the last number, of
+            both are equal, as of gsm8k's answers; of references without a number the whole text.
+        text: what was decoded.
+        reference: what was hoped for.
+    """
+    if name == "rougeL":
+        from rouge_score.rouge_scorer import RougeScorer
+
+        return float(RougeScorer([name], use_stemmer=True).score(reference, text)[name].fmeasure)
+    if name == "bleu":
+        from sacrebleu import sentence_bleu
+
+        return float(sentence_bleu(text, [reference]).score) / 100
+    return float(_answer(text) == _answer(reference))
+
+
+def _answer(text: str) -> str | float:
+    numbers = _NUMBER.findall(text.split("####")[-1])
+    return float(numbers[-1].replace(",", "")) if numbers else text.strip()
+
+
+def make_scorer(
+    names: Sequence[str],
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    reward_model: str | None,
+) -> Scorer | None:
+    """What scores the texts of an evaluation; None if nothing is asked for.
+
+    Args:
+        names: of task scores; a prompt without a reference has none.
+        prompts: all that will be measured.
+        tokenizer: the target's.
+        reward_model: folder or Hub id of a model for sequence classification; None for no reward.
+
+    Raises:
+        ConfigError: if no prompt has a reference, or the reward model cannot be loaded.
+    """
+    if names and not any(prompt.reference for prompt in prompts):
+        sets = ", ".join(dict.fromkeys(prompt.dataset for prompt in prompts))
+        raise ConfigError(
+            f"eval.scores {', '.join(names)} compare texts with references, and no prompt of {sets}"
+            " has one: give rows a column `reference`, name theirs (`reference: '{column}'`), or "
+            "take the scores out"
+        )
+    reward = _reward(reward_model, tokenizer) if reward_model else None
+    if not names and reward is None:
+        return None
+
+    def score(prompt: Prompt, new: Sequence[int]) -> dict[str, float]:
+        text = tokenizer.decode(new, skip_special_tokens=True).strip()
+        scores = {}
+        if prompt.reference:
+            scores = {name: text_score(name, text, prompt.reference) for name in names}
+        return scores | ({REWARD: reward(prompt, text)} if reward else {})
+
+    return score
+
+
+def _reward(name: str, tokenizer: PreTrainedTokenizerBase) -> Callable[[Prompt, str], float]:
+    """The reward of a prompt's answer: the model's one logit, or that of its last label."""
+    import torch
+
+    from specdata.models import load_reward_model
+
+    judge, judges_tokenizer = load_reward_model(name)
+
+    @torch.inference_mode()
+    def reward(prompt: Prompt, text: str) -> float:
+        asked: Any
+        if prompt.messages and judges_tokenizer.chat_template:
+            answer = {"role": "assistant", "content": text}
+            whole = judges_tokenizer.apply_chat_template([*prompt.messages, answer], tokenize=False)
+        else:
+            asked = tokenizer.decode(prompt.ids, skip_special_tokens=True)
+            whole = f"{asked} {text}"
+        inputs = judges_tokenizer(whole, return_tensors="pt", truncation=True).to(judge.device)
+        return float(judge(**inputs).logits[0, -1])
+
+    return reward
