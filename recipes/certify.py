@@ -1,6 +1,6 @@
 """Certify a finished evaluation: enumerated, sampled and greedy exactness of each way of decoding.
 
-draftsmith certify runs/toy/eval [--method NAME ...] [--texts 256] [--max-new-tokens 64]
+draftsmith certify runs/toy/eval [--method NAME ...] [--texts 128] [--max-new-tokens 64]
 
 Writes certificate.json into the evaluation's folder; publish puts its sentence on the cards. Exit
 status: 0 if every lossless method is exact, 1 if one is not, 2 for unusable input.
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         metavar="NAME",
         help="only this; by default the first of each form of draft, verifier and stopping rule",
     )
-    parser.add_argument("--texts", type=int, default=256, help="sampled texts of each method")
+    parser.add_argument("--texts", type=int, default=128, help="sampled texts of each method")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="longest text")
     given = parser.parse_args(arguments)
     try:
