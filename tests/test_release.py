@@ -116,6 +116,7 @@ def draft(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["en", "code"],
         ["tatsu-lab/alpaca", "instruct"],
         {"TV before": 0.61, "TV | after": None},
+        certificate="Exact: token (chain).",
     )
     return release_draft(pair.draft, out, pair.results, about)
 
@@ -227,7 +228,9 @@ def test_a_repository_is_owner_and_name(name: str) -> None:
 
 
 def test_the_draft_card_generates_under_the_measured_sampling(pair: Pair, draft: Path) -> None:
-    (code,) = code_blocks(ModelCard.load(draft / "README.md"), "python")
+    card = ModelCard.load(draft / "README.md")
+    assert "certified on this pair: Exact: token (chain)." in card.text
+    (code,) = code_blocks(card, "python")
     for each in (code, uncommented(code)):
         calls = [node for node in ast.walk(ast.parse(each)) if isinstance(node, ast.Call)]
         (made,) = [c for c in calls if any(k.arg == "assistant_model" for k in c.keywords)]

@@ -149,7 +149,8 @@ class Certificate(Strict):
         exact = [each for each in self.methods if each.is_exact]
         said = []
         if exact:
-            names = ", ".join(f"{each.verifier} ({each.enumerated.drafts})" for each in exact)
+            found = (f"{each.verifier} ({each.enumerated.drafts})" for each in exact)
+            names = ", ".join(dict.fromkeys(found))
             worst = max(each.enumerated.total_variation for each in exact)
             said.append(
                 f"Exact: {names}. Followed through every draft at positions of this pair, outputs "
@@ -168,12 +169,12 @@ class Certificate(Strict):
         for each in self.methods:
             if each.is_exact:
                 continue
-            found = f"total variation {each.enumerated.total_variation:.3g} over {DEPTH + 1} tokens"
+            seen = f"total variation {each.enumerated.total_variation:.3g} over {DEPTH + 1} tokens"
             if each.sampled:
-                found += f", p {each.sampled.p_value:.2g} against plain sampling"
+                seen += f", p {each.sampled.p_value:.2g} against plain sampling"
             if each.greedy:
-                found += f", {each.greedy.bugs} of {each.greedy.texts} greedy texts wrong"
-            said.append(f"{'NOT EXACT' if each.lossless else 'Biased'}: {each.method} ({found})")
+                seen += f", {each.greedy.bugs} of {each.greedy.texts} greedy texts wrong"
+            said.append(f"{'NOT EXACT' if each.lossless else 'Biased'}: {each.method} ({seen})")
         return ". ".join(said) + "."
 
     @classmethod
