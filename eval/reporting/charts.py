@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -215,54 +215,20 @@ def _style(axes: Axes, look: Look) -> str:
 # --- whole figures ---
 
 
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """One kind of figure.
-
-    Args:
-        title: heading.
-        caption: one or two sentences on how to read it.
-        draw: draws one dataset.
-        per_method: whether each method has a row of its own: the height grows with their number,
-            and datasets share the other axis alone.
-    """
-
-    title: str
-    caption: str
-    draw: Callable[[Axes, Results, str], None]
-    per_method: bool
-
-
-PLOTS = {
-    "speedup": Plot(
-        "Speed-up",
-        "Longer is faster. Whiskers are 95 % bootstrap intervals over prompts; ★ marks the fastest"
-        " lossless method; hatched bars change the target's distribution.",
-        draw_bars,
-        per_method=True,
-    ),
-    "acceptance": Plot(
-        "Acceptance by position",
-        "Fixed lengths and trees, which draft every position in every round. Share of the rounds"
-        " drafting this deep that accepted the position and all before it, with its 95 % interval;"
-        f" the longest run of each kind, positions drafted in at least {MIN_ROUNDS} rounds.",
-        draw_positions,
-        per_method=False,
-    ),
-}
+DRAW = {"speedup": draw_bars, "acceptance": draw_positions}
 
 
 def plot(kind: str, results: Results, datasets: Sequence[str]) -> Figure:
     """Draw one kind of figure, one panel a dataset, all with the same limits.
 
     Args:
-        kind: key of PLOTS.
+        kind: key of `DRAW`; bars, a row a method, share the other axis alone.
         results: what to draw.
         datasets: at least one of its datasets.
     """
-    what = PLOTS[kind]
+    is_bars = kind == "speedup"
     methods = max(len(results.of(dataset)) for dataset in datasets)
-    height = 1.3 + 0.27 * methods if what.per_method else HEIGHT
+    height = 1.3 + 0.27 * methods if is_bars else HEIGHT
     columns = min(3, len(datasets))
     rows = -(-len(datasets) // columns)
     with mpl.rc_context(STYLE):
@@ -271,11 +237,11 @@ def plot(kind: str, results: Results, datasets: Sequence[str]) -> Figure:
         first: Axes | None = None
         entries: dict[str, Artist] = {}
         for index, dataset in enumerate(datasets):
-            shared = None if what.per_method else first
+            shared = None if is_bars else first
             axes = figure.add_subplot(rows, columns, index + 1, sharex=first, sharey=shared)
             first = first or axes
             axes.set_title(label(dataset, 28), loc="left", fontweight="bold")
-            what.draw(axes, results, dataset)
+            DRAW[kind](axes, results, dataset)
             artists, words = axes.get_legend_handles_labels()
             entries.update(dict(zip(words, artists, strict=True)))
         figure.legend(
@@ -292,7 +258,7 @@ def drawings(results: Results) -> list[str]:
         figure = plot("acceptance", results, [dataset])
         figure.axes[0].set_xlim(limits.get_xlim())
         figure.axes[0].set_ylim(limits.get_ylim())
-        title = f"{PLOTS['acceptance'].title}, {dataset}"
+        title = f"Acceptance by position, {dataset}"
         svgs.append(to_svg(figure, prefix=f"acceptance{index}", title=title))
     return svgs
 

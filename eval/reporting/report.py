@@ -265,12 +265,8 @@ def _all_sets(results: Results) -> Fold:
         COLUMNS,
         [(row.title, row.figures) for row in rows],
         note=f"Prompts: {prompts}; {settings}.{_marks(rows)}",
-        wins=_winners(rows),
+        wins=[row.title for row in rows if row.mark == "★" and row.wins],
     )
-
-
-def _winners(rows: Sequence[ReportRow]) -> list[str]:
-    return [row.title for row in rows if row.mark == "★" and row.wins]
 
 
 def _each_set(results: Results) -> Fold | None:
@@ -331,12 +327,18 @@ def _predictors(verdict: HeadVerdict | None) -> Fold | None:
 def _positions(results: Results) -> Fold | None:
     if not any(run.fixed_length for run in results.runs):
         return None
-    from eval.reporting.charts import PLOTS, drawings  # imports matplotlib
+    from eval.reporting.charts import MIN_ROUNDS, drawings  # imports matplotlib
 
-    # Safe: the words of a drawing are drawn as paths or escaped.
-    drawn = [Markup(svg) for svg in drawings(results)]
-    plot, said = PLOTS["acceptance"], "The share accepted with all before it."
-    return Fold(plot.title, said, note=plot.caption, drawings=drawn)
+    return Fold(
+        "Acceptance by position",
+        "The share accepted with all before it.",
+        note="Fixed lengths and trees, which draft every position in every round; the longest run"
+        " of each kind. Of the rounds drafting this deep, at least"
+        f" {MIN_ROUNDS}, the share that accepted the position and all before it, with its 95 %"
+        " interval.",
+        # Safe: the words of a drawing are drawn as paths or escaped.
+        drawings=[Markup(svg) for svg in drawings(results)],
+    )
 
 
 def _lengths(results: Results) -> Fold | None:
