@@ -43,7 +43,7 @@ def fitted(rollouts: Dataset, max_length: int | None) -> Fitted:
     """Cut rollouts to `max_length` tokens, and leave out those without a completion.
 
     Raises:
-        ValueError: if none is left.
+        ConfigError: if none is left.
     """
     lengths = [
         (len(prompt), len(completion))
@@ -57,7 +57,7 @@ def fitted(rollouts: Dataset, max_length: int | None) -> Fitted:
     ]
     kept = [index for index, tokens in enumerate(room) if tokens > 0]
     if not kept:
-        raise ValueError(
+        raise ConfigError(
             f"none of {len(rollouts)} rollouts has a completion token that can be learnt from: "
             + (
                 "their completions are empty"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from accelerate.utils import broadcast_object_list
@@ -52,7 +52,7 @@ from specdata.sampling import SamplingConfig
 from specdata.sharded import load_sharded
 from specdata.storage.checkpoints import newest_complete
 from specdata.storage.files import atomic_folder, fingerprint, write_json
-from specdata.storage.resume import Settings
+from specdata.storage.resume import Settings, read_record
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,11 @@ def distil(  # noqa: PLR0913 - what is trained, on what, how
     if out.exists():
         shutil.rmtree(_work(out), ignore_errors=True)  # of a run killed right before its end
         settings.check_file(out / SETTINGS_FILE)
-        return TypeAdapter(DistilResult).validate_json((out / RESULT_FILE).read_bytes())
+        keys = [each.name for each in fields(DistilResult)]
+        stored = read_record(
+            out / RESULT_FILE, keys, f"remove {out} and run the same command again"
+        )
+        return TypeAdapter(DistilResult).validate_python(stored)
     reports = reporters(config.report_to, out.with_name(f"{out.name}.logs"))
     state = join_processes()
     tokenizer = load_tokenizer(str(target))

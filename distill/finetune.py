@@ -5,7 +5,6 @@ This is how Vicuna-68M was made of LLaMA-68M (MCSD, arXiv 2401.06706, section 5.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,7 +58,7 @@ from specdata.prompts.chat_templates import (
 from specdata.prompts.conversations import Account, conversation_inputs, read_conversations
 from specdata.storage.checkpoints import newest_complete
 from specdata.storage.files import atomic_folder, fingerprint, locked, write_json
-from specdata.storage.resume import Settings
+from specdata.storage.resume import Settings, read_record
 
 SETTINGS_FILE = "training.json"
 RESULT_FILE = "finetuning.json"
@@ -120,7 +119,7 @@ def stored_rows(
                 write_json(temporary / ACCOUNT_FILE, made.account)
                 settings.write(temporary / ROWS_SETTINGS_FILE)
         settings.check_file(folder / ROWS_SETTINGS_FILE)
-    account = json.loads((folder / ACCOUNT_FILE).read_text("utf-8"))
+    account = read_record(folder / ACCOUNT_FILE, (), f"remove {folder}")
     return Rows(load_from_disk(str(folder)), account)
 
 
@@ -513,5 +512,4 @@ def _tidy(out: Path) -> None:
 
 
 def _result(out: Path) -> dict[str, Any]:
-    stored: dict[str, Any] = json.loads((out / RESULT_FILE).read_text("utf-8"))
-    return stored
+    return read_record(out / RESULT_FILE, (), f"remove {out} and run the same command again")

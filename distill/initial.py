@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -42,7 +41,7 @@ from specdata.models import (
 )
 from specdata.processes import join_processes, wait_for_main
 from specdata.storage.files import atomic_folder, fingerprint, write_json
-from specdata.storage.resume import Settings
+from specdata.storage.resume import Settings, read_record
 from specdata.target_states import stored_states
 from specdata.terminal import progress
 
@@ -168,8 +167,7 @@ def make_initial(
             settings.write(temporary / SETTINGS_FILE)
             write_json(temporary / RESULT_FILE, made)
     wait_for_main()
-    result: dict[str, Any] = json.loads((out / RESULT_FILE).read_text("utf-8"))
-    return result
+    return read_record(out / RESULT_FILE, (), f"remove {out} and run the same command again")
 
 
 def frequent_tokens(

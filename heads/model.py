@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from heads.inputs import DecisionPoint, HeadInputs
 from heads.remote import auto_config, write_custom_generate, write_modeling
 from specdata.sampling import SamplingConfig
-from specdata.storage.files import atomic_write, write_json
+from specdata.storage.files import atomic_write, read_object, write_json
 from specdata.storage.resume import read_record
 
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
@@ -133,7 +132,7 @@ class BaseHead(
             if not folder.is_dir():
                 hub = {name: options[name] for name in HUB_OPTIONS if name in options}
                 path = Path(hf_hub_download(str(source), CONFIG_NAME, **hub))
-            kind = json.loads(path.read_text(encoding="utf-8")).get("kind")
+            kind = read_object(path).get("kind")
             kinds = _kinds()
             if not isinstance(kind, str) or kind not in kinds:
                 raise ValueError(

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from recipes.config import PipelineConfig, build
 from recipes.layout import CERTIFICATE, RESULTS
-from recipes.run import OUTPUT, USER_ERRORS, portable, prepare_libraries, say, stage_record
+from recipes.run import OUTPUT, portable, prepare_libraries, say, stage_record
 from specdata.config import nearest
 from specdata.errors import ConfigError
 from specdata.storage.files import write_json
-from specdata.terminal import accept_any_text, progress, visible
+from specdata.terminal import accept_any_text, progress, tell
 
 
 def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
@@ -41,9 +41,8 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     given = parser.parse_args(arguments)
     try:
         return _run(given)
-    except (*USER_ERRORS, OSError) as error:
-        print(f"error: {visible(str(error))}", file=sys.stderr)
-        return 2
+    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
+        return tell(error)
 
 
 def configuration(folder: Path) -> PipelineConfig:

@@ -7,7 +7,6 @@ sets and configurations of models that are on the Hub are checked when a pipelin
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from recipes.sizes import (
 from specdata.errors import ConfigError
 from specdata.loading import Role, check_bits, check_tp_plan
 from specdata.processes import process_count
+from specdata.storage.files import read_object
 
 if TYPE_CHECKING:
     pass
@@ -213,7 +213,7 @@ def has_chat_template(config: PipelineConfig) -> bool | None:
     if any((here / name).exists() for name in CHAT_TEMPLATES):
         return True
     try:
-        settings = json.loads((here / "tokenizer_config.json").read_text("utf-8"))
+        settings = read_object(here / "tokenizer_config.json")
     except (OSError, ValueError):
         return None
     return bool(settings.get("chat_template"))

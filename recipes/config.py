@@ -290,7 +290,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"configuration file {path} does not exist") from error
     except OSError as error:
         raise ConfigError(f"configuration file {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not readable YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold sections (key: value), got {type(tree).__name__}")

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from safetensors import SafetensorError
 
 from recipes.checks import check_hub, check_weights
 from recipes.config import SHARED, PipelineConfig, parse
 from recipes.layout import folder
 from recipes.run import (
     RUN,
-    USER_ERRORS,
     Stage,
     Step,
     console,
@@ -31,12 +29,12 @@ from recipes.run import (
     stage_record,
 )
 from recipes.sizes import is_without_weights
-from specdata.errors import ConfigError, OtherSettingsError, full_disk, without_passwords
+from specdata.errors import USER_ERRORS, ConfigError, OtherSettingsError
 from specdata.interruption import Interrupted, asked, stopping_on_signals
 from specdata.processes import in_group, is_main, leave_processes, process_count, rank
-from specdata.terminal import accept_any_text, visible
+from specdata.terminal import accept_any_text, tell
 
-INTERRUPTED = (130, 143)  # exit statuses after SIGINT (Ctrl-C) and SIGTERM
+INTERRUPTED = (129, 130, 143)  # exit statuses after SIGHUP, SIGINT (Ctrl-C) and SIGTERM
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class Recipe:
 
         Returns:
             The exit status: 0 done, 1 failure while running, 2 unusable configuration or input,
-            130 interrupted by SIGINT (Ctrl-C), 143 by SIGTERM.
+            130 interrupted by SIGINT (Ctrl-C), 143 by SIGTERM, 129 by SIGHUP.
 
         Raises:
             SystemExit: for `--help`.
@@ -142,20 +140,12 @@ class Recipe:
                 self.main(config)
                 for step in self.asked(config)[-1].next(CommandLine(given, program)):
                     say(f"{step.purpose:<8} {step.line}")
-        except USER_ERRORS as error:
-            print(f"error: {visible(without_passwords(str(error)))}", file=sys.stderr)
-            return 2
-        except (OSError, SafetensorError) as error:
-            return _failed(error)
         except KeyboardInterrupt as stop:
             return _interrupted(stop.number if isinstance(stop, Interrupted) else signal.SIGINT)
-        except Exception as error:
-            if number := asked():  # another process of this run stopped first
-                return _interrupted(number)
-            # Libraries have errors of their own for it, which no other place needs to know.
-            if full := full_disk(error):
-                return _failed(full)
-            raise
+        except Exception as error:  # noqa: BLE001 - raised again if it is a defect
+            if not isinstance(error, (*USER_ERRORS, OSError)) and (number := asked()):
+                return _interrupted(number)  # another process of this run stopped first
+            return tell(error)
         return 0
 
 
@@ -163,16 +153,6 @@ def _interrupted(number: int) -> int:
     who = f"rank {rank()}: " if process_count() > 1 else ""
     print(f"\n{who}interrupted: run the same command again to continue", file=sys.stderr)
     return 128 + number
-
-
-def _failed(error: Exception) -> int:
-    said = visible(without_passwords(str(error)))
-    print(
-        f"error while running: {said}. Nothing finished is lost: mend the "
-        "cause and run the same command again",
-        file=sys.stderr,
-    )
-    return 1
 
 
 def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:

@@ -33,15 +33,15 @@ from recipes.candidates import acceptance, tree_search
 from recipes.checks import check_hub, check_weights
 from recipes.config import TOY, PipelineConfig, build, parse
 from recipes.layout import draft_in_use
-from recipes.run import USER_ERRORS, all_stages, portable, prepare_libraries, run_stage, say
+from recipes.run import all_stages, portable, prepare_libraries, run_stage, say
 from recipes.run_eval import Eval
 from specdata.config import nearest
-from specdata.errors import ConfigError, without_passwords
+from specdata.errors import ConfigError
 from specdata.interruption import Interrupted, stopping_on_signals
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import fingerprint, locked, write_json, write_text
 from specdata.storage.resume import Settings, read_record
-from specdata.terminal import accept_any_text, progress, visible
+from specdata.terminal import accept_any_text, progress, tell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -430,13 +430,8 @@ def main(arguments: Sequence[str] | None = None, program: str = "draftsmith repr
     with stopping_on_signals():
         try:
             written = reproduce(given, rest)
-        except USER_ERRORS as error:
-            print(f"error: {visible(without_passwords(str(error)))}", file=sys.stderr)
-            return 2
-        except OSError as error:
-            said = f"{visible(str(error))}. Nothing finished is lost: run the same command again"
-            print(f"error while running: {said}", file=sys.stderr)
-            return 1
+        except Exception as error:  # noqa: BLE001 - raised again if it is a defect
+            return tell(error)
         except KeyboardInterrupt as stop:
             print("\ninterrupted: run the same command again to continue", file=sys.stderr)
             return 128 + (stop.number if isinstance(stop, Interrupted) else signal.SIGINT)

@@ -18,11 +18,10 @@ from rich.console import Console
 
 from recipes.config import PipelineConfig
 from specdata.errors import (
-    CacheNotRewindableError,
+    USER_ERRORS,
     ConfigError,
     ManifestError,
     TrainingDivergedError,
-    VocabularyMismatchError,
 )
 from specdata.processes import is_main, local_rank, process_count, rank
 from specdata.storage.files import (
@@ -55,8 +54,6 @@ REMINDER = 15
 # A process that waits holds the lock for a short time to see whether it is free; so it is tried
 # again.
 RETRIES = 5
-# Everything else that is raised is trouble outside (OSError) or a defect with its traceback.
-USER_ERRORS = (ConfigError, ManifestError, VocabularyMismatchError, CacheNotRewindableError)
 # Stands, in what is stored, for the run's own output folder.
 OUTPUT = "OUTPUT"
 KEYS = ("stage", "settings", "inputs", "finished", "wall_seconds", "results")

@@ -9,7 +9,6 @@ A finished evaluation is of its list of methods; for another list name another f
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import sys
@@ -44,6 +43,7 @@ from specdata.processes import is_main, local_process_count, local_rank, process
 from specdata.prompts.reading import prompt_inputs
 from specdata.storage.files import locked, write_json
 from specdata.storage.manifest import PROGRESS
+from specdata.storage.resume import read_record
 from specdata.terminal import progress
 
 if TYPE_CHECKING:
@@ -336,7 +336,7 @@ def _fitted(config: PipelineConfig, draft: PreTrainedModel, path: Path) -> dict[
     Besides their values it holds the number of labelled `rows` that they were fitted on.
     """
     if path.is_file():
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return read_record(path, (), f"remove {path} and run the same command again")
     from eval.analysis.traces import acceptance_traces
     from specdata.labels.make import load_labels
     from specdata.storage.dataset import of_split

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,7 @@ from recipes.config import PipelineConfig
 from recipes.run import absolute, is_within
 from specdata.prompts.reading import source_of
 from specdata.sources import base_of_adapters, hub_source
+from specdata.storage.files import read_object
 
 # A model's weights, or adapters', as transformers and PEFT save them.
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
@@ -74,10 +74,10 @@ def described(model: str) -> Mapping[str, Any]:
         return described(base)
     here = on_this_machine(model)
     try:
-        known = json.loads((here / "config.json").read_text("utf-8")) if here else {}
+        known = read_object(here / "config.json") if here else {}
     except (OSError, ValueError):
         return {}
-    known = known.get("text_config", known) if isinstance(known, dict) else {}
+    known = known.get("text_config", known)
     return known if isinstance(known, dict) else {}
 
 

@@ -20,10 +20,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.run import USER_ERRORS, say
-from specdata.errors import ConfigError, without_passwords
+from recipes.run import say
+from specdata.errors import ConfigError
 from specdata.storage.files import atomic_folder, locked, sha256, write_json
-from specdata.terminal import accept_any_text, visible
+from specdata.terminal import accept_any_text, tell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -181,12 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         make_target(SMOLLM2, given.out)
-    except USER_ERRORS as error:
-        print(f"error: {visible(without_passwords(str(error)))}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error while running: {visible(without_passwords(str(error)))}", file=sys.stderr)
-        return 1
+    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
+        return tell(error)
     except KeyboardInterrupt:
         print("\ninterrupted: run the same command again to continue", file=sys.stderr)
         return 130

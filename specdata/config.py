@@ -69,7 +69,8 @@ def check_value(hint: Any, value: Any, name: str) -> None:
         name: of its field.
 
     Raises:
-        ValueError: for true or false where a number is due, and for text with control characters.
+        ValueError: for true or false where a number is due, and for text with control characters
+            or an address with a password, which is not repeated.
     """
     if isinstance(value, bool) and _is_number(hint):
         raise ValueError(f"must be a number (got {str(value).lower()})")
@@ -77,6 +78,11 @@ def check_value(hint: Any, value: Any, name: str) -> None:
         allowed = "\n\t" if name in FREE_TEXT else ""
         if any(category(letter) == "Cc" and letter not in allowed for letter in value):
             raise ValueError(f"must hold no control characters (got {value!r})")
+        if without_passwords(value) != value:
+            raise ValueError(
+                "must hold no name and password: it is stored and shown. Log in with `hf auth "
+                "login`, or give a folder or file on this machine"
+            )
     elif isinstance(value, list | tuple):
         for item in value:
             check_value(hint, item, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -17,6 +18,18 @@ _FULL_TEXTS = (
     "PytorchStreamWriter failed",
     ". unexpected pos ",
     "basic_ios::clear: iostream error",
+)
+
+
+# What torch says on a CPU, on a GPU and in cuBLAS; numpy raises MemoryError.
+_MEMORY_TEXTS = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# What gloo, NCCL and the store say when the process at the other end is gone.
+_LOST_TEXTS = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "ncclRemoteError",
+    "Broken pipe",
 )
 
 
@@ -94,6 +107,10 @@ class CacheNotRewindableError(RuntimeError):
     """A model's key-value cache cannot drop its last tokens, which every decoding round needs."""
 
 
+USER_ERRORS = (ConfigError, ManifestError, VocabularyMismatchError, CacheNotRewindableError)
+"""What a user can mend; all else is trouble outside (OSError) or a defect with its traceback."""
+
+
 def full_disk(error: BaseException) -> OSError | None:
     """The full disk (or the quota that is used up) behind an error, if that is what it is.
 
@@ -107,23 +124,56 @@ def full_disk(error: BaseException) -> OSError | None:
     Returns:
         An error that says what is full; None if `error` is something else.
     """
-    link: BaseException | None = error
-    seen: set[int] = set()
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
+    for link in _links(error):
         if isinstance(link, OSError) and link.errno in _FULL:
             return link
         if any(text in str(link) for text in _FULL_TEXTS):
             return OSError(errno.ENOSPC, f"the disk seems to be full, or a quota used up ({link})")
-        link = link.__cause__ or link.__context__
     return None
 
 
+def trouble_outside(error: BaseException) -> OSError | None:
+    """What a machine lacks behind an error, if that is what it is: disk, memory, another process.
+
+    Returns:
+        An error that says it, and what to lower; None if `error` is something else.
+    """
+    if full := full_disk(error):
+        return full
+    for link in _links(error):
+        text = str(link)
+        if isinstance(link, MemoryError) or (
+            isinstance(link, RuntimeError) and any(sign in text for sign in _MEMORY_TEXTS)
+        ):
+            first = next(iter(text.splitlines()), "")
+            return OSError(
+                f"out of memory ({first or type(link).__name__}): lower batch_size (eval: batch) "
+                "of the stage at work or max_new_tokens, load the models in bfloat16 "
+                "(models.dtype), or spread them (models.load)",
+            )
+        if isinstance(link, RuntimeError) and any(sign in text for sign in _LOST_TEXTS):
+            return OSError("another process of this run ended or was lost")
+    return None
+
+
+def _links(error: BaseException) -> Iterator[BaseException]:
+    """An error, and those that it was raised from, or while handling."""
+    link: BaseException | None = error
+    seen: set[int] = set()
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__
+
+
 def without_passwords(text: str) -> str:
-    """A message in which no address shows a name and password (`scheme://NAME:PASSWORD@...`)."""
+    """A message in which no address shows a name and password (`scheme://NAME:PASSWORD@...`).
+
+    Nor does one that was taken for a path, which leaves one of the slashes.
+    """
     # Linear in the length: a message may hold long words, and \b tries each of them once.
     return re.sub(
-        r"(\b\w+://)([^\s'\"]*)@",
+        r"(\b\w+:/+)([^\s'\"]*)@",
         lambda found: f"{found[1]}{'***' if ':' in found[2] else found[2]}@",
         text,
     )

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT (Ctrl-C): stop with a checkpoint, or at once if asked again.
+"""SIGTERM, SIGHUP and SIGINT (Ctrl-C): stop with a checkpoint, or at once if asked again.
 
 Outside a training the first signal raises `Interrupted` wherever the program is: whatever is
 written is written whole or not at all, so nothing that is finished is lost. A training would lose
@@ -24,7 +24,7 @@ from types import FrameType
 
 from specdata.processes import largest_of_all, process_count, rank
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Seconds from the first signal to one that counts as the second.
 REPEAT = 2.0
 
@@ -34,7 +34,7 @@ class Interrupted(KeyboardInterrupt):
 
     Attributes:
         number: of the signal.
-        status: the exit status that shells give it, 130 for SIGINT and 143 for SIGTERM.
+        status: the exit status that shells give it: 130 for SIGINT, 143 SIGTERM, 129 SIGHUP.
     """
 
     def __init__(self, number: int) -> None:
@@ -58,10 +58,10 @@ _request = _Request()
 
 @contextmanager
 def stopping_on_signals() -> Iterator[None]:
-    """Stop on SIGTERM and SIGINT, as the module describes, while the block runs.
+    """Stop on these signals, as the module describes, while the block runs.
 
     Only in the main thread and not within itself; elsewhere, and for a signal that this process
-    ignores (as those that a shell starts in the background ignore SIGINT), nothing changes.
+    ignores (SIGINT in the background of a shell, SIGHUP under nohup), nothing changes.
     """
     if threading.current_thread() is not threading.main_thread() or _request.is_heard:
         yield

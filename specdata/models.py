@@ -30,7 +30,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from specdata.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
-from specdata.errors import ConfigError, VocabularyMismatchError, full_disk
+from specdata.errors import ConfigError, VocabularyMismatchError, trouble_outside
 from specdata.loading import ONE_DEVICE, Loading, check_bits, check_tp_plan, refuse_adapters
 from specdata.processes import join_processes
 from specdata.sources import base_of_adapters, hub_source, merge_adapters
@@ -258,7 +258,10 @@ def hub_commit(name: str) -> str | None:
     if Path(source).exists():
         return None
     # Only the cache tells which commit a branch was when it was loaded.
-    path = try_to_load_from_cache(source, "config.json", revision=revision or "main")
+    try:
+        path = try_to_load_from_cache(source, "config.json", revision=revision or "main")
+    except ValueError:  # no Hub id, as the loading of it says
+        return None
     return Path(path).parent.name if isinstance(path, str) else None
 
 
@@ -370,7 +373,14 @@ def _ends(generation: GenerationConfig) -> frozenset[int]:
     ids = generation.eos_token_id
     if ids is None:
         return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
+    ids = [ids] if isinstance(ids, int) else ids
+    if not isinstance(ids, list | tuple) or not all(
+        type(token) is int and token >= 0 for token in ids
+    ):
+        raise ConfigError(
+            f"eos_token_id in a model's generation_config.json must be token ids, got {ids!r}"
+        )
+    return frozenset(ids)
 
 
 def _of_base(name: str, base: str, load: Callable[[], T]) -> T:
@@ -408,8 +418,8 @@ def from_hub(what: str, name: str, load: Callable[[], T]) -> T:
     try:
         return load()
     except Exception as error:
-        if full := full_disk(error):  # the cache of the Hub is on one
-            raise full from error
+        if outside := trouble_outside(error):  # the cache of the Hub is on a disk
+            raise outside from error
         if name.lower().endswith(".gguf"):
             raise ConfigError(
                 f"{name} is a GGUF file: read it once with transformers' from_pretrained(FOLDER, "

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdata.errors import ConfigError
+from specdata.errors import ConfigError, without_passwords
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -16,7 +16,16 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def hub_source(name: str) -> tuple[str, str | None]:
-    """Split OWNER/NAME@REVISION; anything that exists here is a folder, whatever its name."""
+    """Split OWNER/NAME@REVISION; anything that exists here is a folder, whatever its name.
+
+    Raises:
+        ConfigError: for an address with a password, which is not repeated.
+    """
+    if without_passwords(name) != name:
+        raise ConfigError(
+            "a model's name must hold no password: give a folder or a Hub id, and log in with `hf "
+            "auth login`"
+        )
     source, at, revision = name.partition("@")
     return (source, revision) if at and not Path(name).exists() else (name, None)
 
@@ -40,13 +49,16 @@ def base_of_adapters(folder: str) -> str | None:
         settings: dict[str, Any] = json.loads(path.read_text("utf-8"))
         base = settings["base_model_name_or_path"]
         revision = settings.get("revision")
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        base = None
+    theirs = Path(str(base)) / ADAPTER_CONFIG  # adapters of adapters, perhaps of these
+    if theirs.is_file() and not theirs.with_name("config.json").is_file():
         base = None
     if not isinstance(base, str) or not base:
         raise ConfigError(
-            f"{folder} holds adapters, and its {ADAPTER_CONFIG} names no base model "
-            "(base_model_name_or_path): merge them into their base (merge_and_unload of PEFT), "
-            "and give the folder of the merged model"
+            f"{folder} holds adapters, and its {ADAPTER_CONFIG} names no base model with weights "
+            "of its own (base_model_name_or_path): merge them into their base (merge_and_unload of "
+            "PEFT), and give the folder of the merged model"
         )
     return f"{base}@{revision}" if revision and not Path(base).is_dir() else base
 

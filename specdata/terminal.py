@@ -8,6 +8,8 @@ import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from specdata.errors import USER_ERRORS, trouble_outside, without_passwords
+
 if TYPE_CHECKING:
     from tqdm import tqdm
 
@@ -69,6 +71,33 @@ def visible(text: str) -> str:
         letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1]
         for letter in text
     )
+
+
+def tell(error: Exception, *mistakes: type[Exception]) -> int:
+    """Print an error that a user can act on, without passwords and control characters.
+
+    Args:
+        error: what a command raised.
+        mistakes: errors that unusable input raises here, beside `USER_ERRORS`.
+
+    Returns:
+        The exit status: 2 for unusable configuration or input, 1 for trouble while running.
+
+    Raises:
+        Exception: the error, if it is a defect of the program.
+    """
+    from safetensors import SafetensorError
+
+    status, text = 2, f"error: {error}"
+    if not isinstance(error, USER_ERRORS):
+        outside = trouble_outside(error) or error
+        if isinstance(outside, OSError | SafetensorError) and not isinstance(error, mistakes):
+            status, text = 1, f"error while running: {outside}. Nothing finished is lost: mend the "
+            text += "cause and run the same command again"
+        elif not isinstance(error, mistakes):
+            raise error
+    sys.stderr.write(f"{visible(without_passwords(text))}\n")
+    return status
 
 
 def accept_any_text() -> None:

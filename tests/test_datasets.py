@@ -145,6 +145,10 @@ def test_a_manifest_of_another_program_or_version_is_refused(tmp_path: Path) -> 
         "{",
         json.dumps({**manifest, "shards": 5}),
         json.dumps({**manifest, "shards": [{}]}),
+        json.dumps({**manifest, "settings": [1]}),
+        json.dumps({**manifest, "settings": {"sampling": {"temp": 1}}}),
+        json.dumps({**manifest, "shards": [{**manifest["shards"][0], "file": 3}]}),
+        "[" * 100_000,
     ):
         (tmp_path / "manifest.json").write_text(text)
         with pytest.raises(ManifestError, match="not a manifest"):

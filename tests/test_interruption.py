@@ -74,7 +74,9 @@ with stopping_on_signals(), until_checkpoint():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_recipe_ends_with_the_status_of_the_signal(number: int, status: int) -> None:
     process = program(RECIPE)
     process.send_signal(number)

@@ -35,7 +35,7 @@ BELOW = {
     "specdata": {
         "errors": "",
         "sampling": "",
-        "terminal": "",
+        "terminal": "errors",
         "processes": "errors",
         "interruption": "processes",
         "toy": "",

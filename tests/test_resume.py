@@ -92,7 +92,7 @@ def test_settings_are_stored_in_a_file_and_checked_against_it(tmp_path: Path) ->
     [
         ("{", "is damaged"),
         ("\udce4", "is damaged"),
-        ("[1]", "was not written by this program"),
+        ("[1]", "must hold a JSON object"),
         ('{"a": 1}', "it has no 'b'"),
     ],
 )

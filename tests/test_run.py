@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import distributed
 
 from recipes.config import PipelineConfig, parse
@@ -233,13 +234,33 @@ class Failing(Recipe):
         return [Work(config)]
 
 
-@pytest.mark.parametrize(("error", "status"), [(None, 0), (ConfigError("x"), 2), (OSError("x"), 1)])
+ENDS: list[tuple[Exception | None, int, str]] = [
+    (None, 0, ""),
+    (ConfigError("x at https:/me:hunter2@host"), 2, "error: x at https:/***@host"),
+    (OSError("x"), 1, "error while running: x"),
+    (MemoryError(), 1, "out of memory (MemoryError): lower batch_size"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried"), 1, "out of memory (CUDA out of memory."),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9"), 1, "out of memory (Default"),
+    (RuntimeError("[gloo/transport/tcp/pair.cc:534] closed"), 1, "another process of this run"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "said"), ENDS)
 def test_the_exit_status_says_who_is_at_fault_and_the_group_of_processes_is_left(
-    tmp_path: Path, error: Exception | None, status: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    error: Exception | None,
+    status: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(Failing, "group", f"file://{tmp_path / 'group'}")
     monkeypatch.setattr(Failing, "error", error)
     assert Failing("", (Work,)).run([]) == status
+    printed = capsys.readouterr().err.splitlines()
+    assert [line.startswith((said, f"error while running: {said}")) for line in printed] == [
+        True
+    ] * bool(status)
     assert not distributed.is_initialized()
 
 

@@ -22,9 +22,9 @@ from rich.table import Table
 from eval.decode_config import DecodeConfig
 from eval.runtime.engines import Engine
 from specdata.config import read_config
-from specdata.errors import CacheNotRewindableError, ConfigError, VocabularyMismatchError
+from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
-from specdata.terminal import accept_any_text, progress
+from specdata.terminal import accept_any_text, progress, tell
 
 if TYPE_CHECKING:  # help and mistakes are shown without torch: what works imports where it works
     from torch import Tensor
@@ -69,9 +69,8 @@ def main(
     try:
         configs = {text: read_method(text) for text in given.method or METHODS}
         comparisons, tokenizer = _run(given, configs)
-    except (ConfigError, VocabularyMismatchError, CacheNotRewindableError, OSError) as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {error}", markup=False)
-        return 2
+    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
+        return tell(error)
     console.print(table(comparisons))
     for comparison in comparisons:
         for difference in comparison.differences:

@@ -35,10 +35,10 @@ from eval.drafting.stopping.recorded import (
 )
 from eval.drafting.stopping.thresholds import Confidence, Cumulative, Entropy, Fixed
 from eval.measuring.intervals import Interval, resamples
-from specdata.errors import ConfigError, ManifestError
+from specdata.errors import ConfigError
 from specdata.storage.files import write_json
 from specdata.storage.manifest import read_manifest
-from specdata.terminal import accept_any_text
+from specdata.terminal import accept_any_text, tell
 
 if TYPE_CHECKING:  # help is shown without torch, so what works imports where it works
     import datasets
@@ -302,9 +302,8 @@ def main(
     given = _parser(program).parse_args(arguments)
     try:
         shown = _run(given)
-    except (ConfigError, ManifestError, ValueError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
+        return tell(error, ValueError)
     console = Console(highlight=False)
     for name, rows in shown.items():
         view = Table(title=name, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
@@ -336,6 +335,7 @@ def _run(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         raise ConfigError("--draft-seconds and --target-seconds must be positive")
     if given.head and not given.draft:
         raise ConfigError("--head reads the hidden states of the draft: give --draft too")
+    check_labels(given.labels)
     # Not by `load_stored`, which would leave a copy in a folder that is only read.
     labels = stream_stored(given.labels)
     judged, held_out = (
@@ -372,10 +372,20 @@ def _run(given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     return shown
 
 
+def check_labels(folder: Path) -> None:
+    """Raise ConfigError for a dataset without labels, which name the draft that they judge."""
+    if not isinstance(read_manifest(folder)["settings"].get("draft"), dict):
+        raise ConfigError(
+            f"{folder} holds no labels, of which its settings would name the draft: give the "
+            "folder of labels of a run with a head (OUTPUT/labels)"
+        )
+
+
 def check_labelling_draft(labels: Path, draft: str) -> None:
     """Raise ConfigError if labels were made with another draft, whose tokens they judge."""
     from specdata.models import revision_of
 
+    check_labels(labels)
     stored, revision = read_manifest(labels)["settings"]["draft"], revision_of(draft)
     if stored["revision"] != revision:
         raise ConfigError(

@@ -26,9 +26,9 @@ from eval.analysis.expectation import Traces, expected_counts
 from eval.analysis.replay import check_labelling_draft, rows_of_split
 from eval.drafting.stopping.head import Head
 from heads.config import HeadConfig
-from specdata.errors import ConfigError, ManifestError
+from specdata.errors import ConfigError
 from specdata.storage.files import write_json
-from specdata.terminal import accept_any_text
+from specdata.terminal import accept_any_text, tell
 
 DEPTHS, WEIGHTS = (0, 1, 2, 3, 4), (1.0, 3.0, 6.0, 12.0)
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -148,9 +148,8 @@ def main(
     given = parser.parse_args(arguments)
     try:
         rows = sweep(given)
-    except (ConfigError, ManifestError, ValueError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
+        return tell(error, ValueError)
     view = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in COLUMNS:
         view.add_column(column, justify="right", no_wrap=True)

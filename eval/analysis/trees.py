@@ -38,10 +38,10 @@ from rich.table import Table
 
 from eval.analysis.replay import rows_of_split
 from eval.measuring.intervals import Interval, resamples
-from specdata.errors import ConfigError, ManifestError
+from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
 from specdata.storage.manifest import read_manifest
-from specdata.terminal import accept_any_text
+from specdata.terminal import accept_any_text, tell
 
 if TYPE_CHECKING:  # help is shown without torch
     import datasets
@@ -294,9 +294,8 @@ def main(arguments: Sequence[str] | None = None, program: str = "draftsmith tree
     given = _parser(program).parse_args(arguments)
     try:
         found = _run(given)
-    except (ConfigError, ManifestError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
+        return tell(error)
     best = found[0]
     # The fastest of each budget, and of chains, which have one path.
     budgets = [budget for budget in WIDTHS if budget <= given.budget]

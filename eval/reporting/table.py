@@ -20,9 +20,9 @@ from eval.reporting.metadata import public_name
 from eval.reporting.rendering import NOT_MEASURED, escape_markdown
 from eval.reporting.vllm_metrics import vllm_metrics
 from specdata.config import nearest
-from specdata.errors import ConfigError, ManifestError
+from specdata.errors import ConfigError
 from specdata.storage.files import write_text
-from specdata.terminal import visible
+from specdata.terminal import tell
 
 ROWS = 14
 """Most methods of a table that nobody chose."""
@@ -210,9 +210,8 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
             if asked.out.resolve() == path.parent.resolve():
                 raise ConfigError(f"--out must be another folder than that of {path}")
             write_evidence(results, asked.out, methods)
-    except (ConfigError, ManifestError) as error:
-        sys.stderr.write(f"error: {visible(str(error))}\n")
-        return 2
+    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
+        return tell(error)
     if asked.format == "vllm":
         runs = [run for run in results.runs if run.method in asked.method or not asked.method]
         metrics = vllm_metrics(results.model_copy(update={"runs": runs}))

@@ -23,7 +23,7 @@ from specdata.errors import ManifestError
 from specdata.prompts.loading import dropped
 from specdata.sources import hub_source
 from specdata.storage.manifest import MANIFEST, read_manifest, verify
-from specdata.terminal import accept_any_text, visible
+from specdata.terminal import accept_any_text, tell, visible
 
 if TYPE_CHECKING:  # help is shown without them
     from transformers import PreTrainedTokenizerBase
@@ -90,6 +90,7 @@ def summarise(folder: Path, samples: int = 0) -> Summary:
                 "labels of this program"
             )
     total = sum(file.metadata.num_rows for file in files)
+    samples = min(samples, total)
     wanted = {int((index + 0.5) * total / samples) for index in range(samples)}
     has_labels = any("overlap" in file.schema_arrow.names for file in files)
     summary = Summary({}, [], has_labels)
@@ -127,7 +128,7 @@ def main(
         summary = summarise(folder, options.samples)
         # A log file has no width, and a narrower one would cut the tables.
         show(folder, summary, Console(highlight=False, width=max(100, Console().width)))
-    except (ManifestError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
         hint = ""
         if isinstance(error, ManifestError) and not (folder / MANIFEST).exists():
             below = sorted(str(path.parent) for path in folder.glob(f"*/{MANIFEST}"))
@@ -135,8 +136,7 @@ def main(
                 hint = f" ({folder} is not a folder)"
             elif below:
                 hint = f"; datasets are in {', '.join(below)}"
-        Console(stderr=True, soft_wrap=True).print(f"error: {error}{hint}", markup=False)
-        return 2
+        return tell(ManifestError(f"{error}{hint}") if hint else error, OSError)
     return 0
 
 

@@ -214,6 +214,22 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: for anything else, however it is encoded or nested.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"it must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
 def as_pattern(path: str | Path) -> str:
     """The pattern that matches one path alone, for `datasets`, which takes paths for patterns.
 

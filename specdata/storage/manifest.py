@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    ValidationError,
+)
+
 from specdata.errors import ManifestError
-from specdata.storage.files import sha256
+from specdata.storage.files import read_object, sha256
 
 MANIFEST = "manifest.json"
 # The folder, beside it, of what is known of the shards while a dataset is being made.
@@ -17,6 +25,56 @@ PROGRESS = ".progress"
 # The folder, beside it, of the copy that is mapped into memory.
 CACHE = ".cache"
 SCHEMA_VERSION = 2
+
+
+class _Shape(BaseModel):
+    """What is read of a manifest; more may be there."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _Shard(_Shape):
+    file: str
+    rows: NonNegativeInt
+    tokens: NonNegativeInt
+    finish: dict[str, int]
+    sha256: str
+
+
+class _Model(_Shape):
+    name: str
+    revision: str | None = None
+
+
+class _Sampling(_Shape):
+    model_config = ConfigDict(extra="forbid")
+
+    temperature: NonNegativeFloat = 1.0
+    top_k: NonNegativeInt = 0
+    top_p: PositiveFloat = 1.0
+
+
+class _Account(_Shape):
+    name: str
+    split: str
+    read: int
+    kept: int
+    dropped: dict[str, int]
+
+
+class _Settings(_Shape):
+    target: _Model | str | None = None
+    draft: _Model | str | None = None
+    sampling: _Sampling | None = None
+    prompts: list[_Account] | None = None
+
+
+class _Manifest(_Shape):
+    schema_version: int
+    settings: _Settings
+    counts: dict[str, Any]
+    shards: list[_Shard]
+    finished: bool
 
 
 def new_manifest(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,23 +98,26 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ManifestError(f"{folder} holds no dataset: {MANIFEST} is missing")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        version = manifest["schema_version"]
-        if version != SCHEMA_VERSION:
+        manifest = read_object(path)
+        version = manifest.get("schema_version")
+        if type(version) is int and version != SCHEMA_VERSION:
             raise ManifestError(
                 f"{path} has schema version {version}, this program reads {SCHEMA_VERSION}: make "
                 "the dataset again in an empty folder"
             )
-        for record in manifest["shards"]:
-            record["file"], record["rows"], record["sha256"]
-        return {key: manifest[key] for key in new_manifest({})}
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ManifestError):
-            raise
+        _Manifest.model_validate(manifest)
+    except ManifestError:
+        raise
+    except ValueError as error:
+        reason = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False, include_input=False)[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise ManifestError(
-            f"{path} is not a manifest of this program ({error!r}): remove {folder} and make the "
+            f"{path} is not a manifest of this program ({reason}): remove {folder} and make the "
             "dataset again"
         ) from error
+    return {key: manifest[key] for key in new_manifest({})}
 
 
 def describe_shard(path: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

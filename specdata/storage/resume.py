@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specdata.errors import ManifestError, OtherSettingsError
-from specdata.storage.files import write_json
+from specdata.storage.files import read_object, write_json
 
 _ABSENT = object()
 LONGEST = 80  # characters of a value that a refusal shows
@@ -110,13 +110,11 @@ def read_record(path: Path, keys: Sequence[str], remedy: str) -> dict[str, Any]:
         OSError: if it cannot be read.
     """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_object(path)
     except IsADirectoryError as error:
         raise ManifestError(f"{path} must be a file and is a folder: {remedy}") from error
     except ValueError as error:
         raise ManifestError(f"{path} is damaged ({error}): {remedy}") from error
-    if not isinstance(record, dict):
-        raise ManifestError(f"{path} was not written by this program (no JSON object): {remedy}")
     if missing := [key for key in keys if key not in record]:
         raise ManifestError(
             f"{path} was not written by this program (it has no {missing[0]!r}): {remedy}"
