@@ -7,8 +7,10 @@ refusals need only the sources.
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import glob
+import gzip
 import hashlib
 import json
 import math
@@ -250,6 +252,8 @@ def load_rows(
         if not Path(source).is_file():
             raise ConfigError(f"prompt set {name!r}: there is no file {source}")
         kind = FORMATS[Path(source.removesuffix(".gz")).suffix]
+        if kind == "json":
+            _or_refuse(name, source, lambda: _check_json(source))
         options: dict[str, Any] = {"path": kind, "data_files": {split: as_pattern(source)}}
     elif Path(source).is_dir():
         _check_folder(name, source)
@@ -263,6 +267,14 @@ def load_rows(
     from datasets import load_dataset
 
     return _or_refuse(name, source, lambda: load_dataset(split=split, **options))
+
+
+def _check_json(source: str) -> None:
+    """Raise ValueError for JSON without an object or array, which crashes pyarrow."""
+    with (gzip.open if source.endswith(".gz") else open)(source, "rb") as file:
+        first = file.read(1 << 10).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+    if first not in (b"", b"[", b"{"):
+        raise ValueError(f"it must begin with {{ or [, not {first!r}")
 
 
 def _check_folder(name: str, source: str) -> None:
