@@ -125,10 +125,8 @@ RULES: dict[str, Callable[..., float]] = {
 """(p (V,), q (V,), k, parameters) -> acceptance; verifiers by their names in `VERIFIERS`."""
 
 
-BUCKETS = {
-    f"{n} to {2 * n - 1}" if n > 1 else "1": (n, 2 * n - 1) for n in (1, 2, 4, 8, 16, 32, 64)
-}
-BUCKETS["128 or more"] = (128, 1 << 62)
+BUCKETS = {f"{n}-{2 * n - 1}" if n > 1 else "1": (n, 2 * n - 1) for n in (1, 2, 4, 8, 16, 32, 64)}
+BUCKETS["128+"] = (128, 1 << 62)
 """Least and most tokens of the buckets that effective alphabets are counted in, by name."""
 
 
