@@ -22,6 +22,7 @@ from recipes.run import (
     RUN,
     Stage,
     Step,
+    check_files,
     console,
     is_within,
     run_stage,
@@ -29,7 +30,7 @@ from recipes.run import (
     stage_record,
 )
 from recipes.sizes import is_without_weights
-from specdata.errors import USER_ERRORS, ConfigError, OtherSettingsError
+from specdata.errors import USER_ERRORS, ConfigError, ManifestError, OtherSettingsError
 from specdata.interruption import Interrupted, asked, stopping_on_signals
 from specdata.processes import in_group, is_main, leave_processes, process_count, rank
 from specdata.terminal import accept_any_text, tell
@@ -191,9 +192,13 @@ def _state(stage: Stage) -> str:
     is_finished = stage_record(stage.folder)["finished"]
     try:
         stage.check_settings()
+        if is_finished:
+            check_files(stage)
     except OtherSettingsError:
         what = "it is made again" if stage.is_copy else stage.remedy
         return f"made with other settings: {what}"
+    except ManifestError as error:
+        return "changed: it is made again" if stage.is_copy else str(error)
     return "done" if is_finished else "begun, would be continued"
 
 

@@ -21,6 +21,7 @@ from specdata.errors import (
     USER_ERRORS,
     ConfigError,
     ManifestError,
+    OtherSettingsError,
     TrainingDivergedError,
 )
 from specdata.processes import is_main, local_rank, process_count, rank
@@ -210,7 +211,7 @@ def run_stage(stage: Stage) -> dict[str, Any]:
     try:
         stored = _stored(stage, decisive)
         if stored and stored["finished"]:
-            _check_files(stage)
+            check_files(stage)
     except ManifestError:
         if not stage.is_copy or stage_record(stage.folder)["stage"] != stage.name:
             raise
@@ -296,6 +297,19 @@ def prepare_libraries() -> None:
 def finished(folder: Path) -> bool:
     """True if a stage's folder is complete."""
     return (folder / RUN).is_file() and bool(stage_record(folder)["finished"])
+
+
+def check_files(stage: Stage) -> None:
+    """Raise ManifestError if a finished folder no longer holds what the stage made."""
+    now = digests(stage.folder)
+    for name, digest in stage_record(stage.folder).get("files", {}).items():
+        if now.get(name) != digest:
+            what = "has other contents than when it was made" if name in now else "is missing"
+            raise ManifestError(
+                f"{stage.folder / name} {what}: restore it, or remove {stage.folder} and run "
+                f"recipes/{stage.recipe}.py with the same options (draftsmith "
+                f"{stage.recipe.replace('_', '-')}), which makes it again"
+            )
 
 
 def stage_record(folder: Path) -> dict[str, Any]:
@@ -405,7 +419,7 @@ def _decisive(stage: Stage) -> Settings:
                     f"{maker.folder} is missing or unfinished: run recipes/{maker.recipe}.py first "
                     f"(draftsmith {maker.recipe.replace('_', '-')})"
                 )
-            _check_files(maker)
+            check_files(maker)
         if not Path(source).exists():
             raise ConfigError(
                 f"{stage.name} reads {name} from {source}, which is not there: run the stage that "
@@ -414,19 +428,6 @@ def _decisive(stage: Stage) -> Settings:
     inputs = {name: fingerprint(source) for name, source in stage.inputs.items()}
     values = {"settings": stage.decisive(), "inputs": inputs}
     return Settings({"stage": stage.name, **portable(values, output)}, stage.remedy)
-
-
-def _check_files(stage: Stage) -> None:
-    """Raise ManifestError if a finished folder no longer holds what the stage made."""
-    now = digests(stage.folder)
-    for name, digest in stage_record(stage.folder).get("files", {}).items():
-        if now.get(name) != digest:
-            what = "has other contents than when it was made" if name in now else "is missing"
-            raise ManifestError(
-                f"{stage.folder / name} {what}: restore it, or remove {stage.folder} and run "
-                f"recipes/{stage.recipe}.py with the same options (draftsmith "
-                f"{stage.recipe.replace('_', '-')}), which makes it again"
-            )
 
 
 def _stored(stage: Stage, decisive: Settings) -> dict[str, Any] | None:
@@ -441,7 +442,15 @@ def _stored(stage: Stage, decisive: Settings) -> dict[str, Any] | None:
             )
         return None
     stored = stage_record(stage.folder)
-    decisive.check({key: stored[key] for key in decisive.values}, stage.folder)
+    try:
+        decisive.check({key: stored[key] for key in decisive.values}, stage.folder)
+    except OtherSettingsError as error:
+        if stored["inputs"] == decisive.values["inputs"]:
+            raise
+        raise OtherSettingsError(
+            f"{error}\n  (inputs: digests of what was read then and of what is there now; with the "
+            f"former files back, {stage.folder} is right as it is)"
+        ) from error
     return stored
 
 

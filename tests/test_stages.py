@@ -172,7 +172,9 @@ def test_what_is_made_is_not_made_again_and_other_settings_or_inputs_are_refused
             run_stage(made(kind, others))
     if own is not None:
         (own / "more.json").write_text("{}")
-        with pytest.raises(ManifestError, match=r"(?s)with other settings.*inputs\.|contents diff"):
+        with pytest.raises(
+            ManifestError, match=r"(?s)with other .*inputs\..*former files|contents diff"
+        ):
             run_stage(stage)
 
 
@@ -232,6 +234,8 @@ def test_a_changed_or_missing_file_is_named_by_whoever_reads_it_and_the_advice_m
                 with pytest.raises(ManifestError, match=re.escape(str(file))):
                     run_stage(reader)
         capsys.readouterr()
+        show_plan({}, [stage])
+        assert ("made again" if stage.is_copy else str(file)) in capsys.readouterr().out
         if not stage.is_copy:
             assert RECIPE.run(command) == 2
             advice = re.search(r"remove (\S+) and run recipes/(\w+)\.py", capsys.readouterr().err)
