@@ -290,7 +290,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"configuration file {path} does not exist") from error
     except OSError as error:
         raise ConfigError(f"configuration file {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as a date 2026-02-30
         raise ConfigError(f"{path} is not readable YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold sections (key: value), got {type(tree).__name__}")
@@ -334,8 +334,8 @@ def _value(key: str, text: str) -> Any:
         return _load_yaml(text)
     except yaml.constructor.ConstructorError as error:
         raise ConfigError(f"--{key}: {text!r}: {error.problem}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--{key}: {text!r} is not a YAML value") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--{key}: {text[:80]!r} is not a YAML value") from error
 
 
 def _choose_methods(tree: dict[str, Any], wanted: Sequence[str]) -> None:

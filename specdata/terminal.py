@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import sys
@@ -98,6 +99,13 @@ def tell(error: Exception, *mistakes: type[Exception]) -> int:
             raise error
     sys.stderr.write(f"{visible(without_passwords(text))}\n")
     return status
+
+
+def whole_number(text: str) -> int:
+    """A number of a command line, from 0 to 2**31 - 1: nothing that is counted has more."""
+    if not text.isdecimal() or len(text) > 10 or int(text) >= 2**31:
+        raise argparse.ArgumentTypeError(f"must be a whole number below 2**31, got {text!r}")
+    return int(text)
 
 
 def accept_any_text() -> None:

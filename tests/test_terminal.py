@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from specdata import terminal
-from specdata.terminal import progress, visible
+from specdata.terminal import progress, visible, whole_number
 
 ROOT = Path(__file__).parent.parent
 
@@ -71,3 +72,9 @@ def test_importing_the_recipes_leaves_ctrl_c_to_the_program_that_imports_them() 
     code = "import sys, recipes.config; print(sys.excepthook is sys.__excepthook__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.parametrize("text", ["-1", "1.5", "x", "", str(10**23), "9" * 5000])
+def test_a_count_that_nothing_has_is_refused_at_the_command_line(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="whole number"):
+        whole_number(text)

@@ -24,7 +24,7 @@ from eval.runtime.engines import Engine
 from specdata.config import read_config
 from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
-from specdata.terminal import accept_any_text, progress, tell
+from specdata.terminal import accept_any_text, progress, tell, whole_number
 
 if TYPE_CHECKING:  # help and mistakes are shown without torch: what works imports where it works
     from torch import Tensor
@@ -55,7 +55,7 @@ def read_method(text: str) -> DecodeConfig:
         if "temperature" in given:
             raise ConfigError("no setting of it is 'temperature': greedy decoding is compared")
         return DecodeConfig(**{str(name): value for name, value in given.items()}, temperature=0.0)
-    except (yaml.YAMLError, ConfigError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"method {text!r}: {error}") from error
 
 
@@ -213,11 +213,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("--method", action="append", help=f"YAML of a method; default: {'; '.join(METHODS)}")
     add("--prompts", default="instruct", help="an embedded family or a JSONL file with `prompt`")
     add("--split", default="test", help="split of an embedded family")
-    add("--count", type=int, default=8, help="how many prompts")
+    add("--count", type=whole_number, default=8, help="how many prompts")
     add("--dtype", default="float32", help="float32, bfloat16 or float16: of both models")
-    add("--max-new-tokens", type=int, default=64, help="longest continuation")
+    add("--max-new-tokens", type=whole_number, default=64, help="longest continuation")
     add("--engine", choices=get_args(Engine), default="eager", help="see eval.runtime.graphs")
-    add("--seed", type=int, default=0, help="of embedded prompts")
+    add("--seed", type=whole_number, default=0, help="of embedded prompts")
     return parser
 
 

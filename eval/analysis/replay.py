@@ -38,7 +38,7 @@ from eval.measuring.intervals import Interval, resamples
 from specdata.errors import ConfigError
 from specdata.storage.files import write_json
 from specdata.storage.manifest import read_manifest
-from specdata.terminal import accept_any_text, tell
+from specdata.terminal import accept_any_text, tell, whole_number
 
 if TYPE_CHECKING:  # help is shown without torch, so what works imports where it works
     import datasets
@@ -438,11 +438,16 @@ def _parser(program: str) -> argparse.ArgumentParser:
         "(default: dev)",
     )
     parser.add_argument(
-        "--rows", type=int, default=256, help="most rollouts of a prompt set (default: 256)"
+        "--rows",
+        type=whole_number,
+        default=256,
+        help="most rollouts of a prompt set (default: 256)",
     )
     parser.add_argument("--draft", help="the draft, for the head")
     parser.add_argument("--head", help="an acceptance head of that draft")
-    parser.add_argument("--limit", type=int, default=20, help="longest draft (default: 20)")
+    parser.add_argument(
+        "--limit", type=whole_number, default=20, help="longest draft (default: 20)"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/replay"), help="folder for the JSON")
     return parser
 

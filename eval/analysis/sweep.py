@@ -28,7 +28,7 @@ from eval.drafting.stopping.head import Head
 from heads.config import HeadConfig
 from specdata.errors import ConfigError
 from specdata.storage.files import write_json
-from specdata.terminal import accept_any_text, tell
+from specdata.terminal import accept_any_text, tell, whole_number
 
 DEPTHS, WEIGHTS = (0, 1, 2, 3, 4), (1.0, 3.0, 6.0, 12.0)
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -136,15 +136,30 @@ def main(
     add("labels", type=Path, help="folder of a dataset of labels, with train, dev and test rows")
     add("--draft", required=True, help="the draft that made them")
     add("--out", type=Path, default=Path("runs/sweep"), help="folder of heads and results")
-    add("--rows", type=int, default=512, help="training rollouts of a prompt set, for the grid")
-    add("--judged-rows", type=int, default=256, help="dev and test rollouts of a prompt set")
-    add("--depths", type=int, nargs="+", default=DEPTHS)
+    add(
+        "--rows",
+        type=whole_number,
+        default=512,
+        help="training rollouts of a prompt set, for the grid",
+    )
+    add(
+        "--judged-rows",
+        type=whole_number,
+        default=256,
+        help="dev and test rollouts of a prompt set",
+    )
+    add("--depths", type=whole_number, nargs="+", default=DEPTHS)
     add("--weights", type=float, nargs="+", default=WEIGHTS, help="of rejections in the loss")
     add("--thresholds", type=float, nargs="+", default=THRESHOLDS)
-    add("--epochs", type=int, default=3, help="passes over the rows (default: the paper's 3)")
+    add(
+        "--epochs",
+        type=whole_number,
+        default=3,
+        help="passes over the rows (default: the paper's 3)",
+    )
     add("--draft-seconds", type=float, default=0.1, help="t_d (default: %(default)s)")
     add("--target-seconds", type=float, default=1.0, help="t_t (default: 1)")
-    add("--seed", type=int, default=0, help="of the heads (default: 0)")
+    add("--seed", type=whole_number, default=0, help="of the heads (default: 0)")
     given = parser.parse_args(arguments)
     try:
         rows = sweep(given)

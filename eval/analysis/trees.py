@@ -41,7 +41,7 @@ from eval.measuring.intervals import Interval, resamples
 from specdata.errors import ConfigError
 from specdata.sampling import SamplingConfig
 from specdata.storage.manifest import read_manifest
-from specdata.terminal import accept_any_text, tell
+from specdata.terminal import accept_any_text, tell, whole_number
 
 if TYPE_CHECKING:  # help is shown without torch
     import datasets
@@ -367,13 +367,13 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("rollouts", type=Path, help="folder of a dataset of rollouts (or labels) of the target")
     add("--target", required=True, help="the model that wrote them")
     add("--draft", required=True, help="the draft")
-    add("--budget", type=int, default=32, help="most paths of a tree (default: 32)")
+    add("--budget", type=whole_number, default=32, help="most paths of a tree (default: 32)")
     add("--ratio", type=float, default=0.1, help="t_draft/t_target (default: 0.1)")
     add("--siblings", choices=get_args(Siblings), default="distinct", help="how they are drawn")
     add("--split", default="dev", help="rows that are read (default: dev)")
-    add("--rows", type=int, default=32, help="most rollouts of a prompt set (default: 32)")
+    add("--rows", type=whole_number, default=32, help="most rollouts of a prompt set (default: 32)")
     add("--dtype", default="float32", help="of both models (default: float32)")
-    add("--seed", type=int, default=0, help="of the rejected candidates (default: 0)")
+    add("--seed", type=whole_number, default=0, help="of the rejected candidates (default: 0)")
     return parser
 
 
