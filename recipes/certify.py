@@ -20,7 +20,7 @@ from recipes.run import OUTPUT, portable, prepare_libraries, say, stage_record
 from specdata.config import nearest
 from specdata.errors import ConfigError
 from specdata.storage.files import write_json
-from specdata.terminal import accept_any_text, progress, tell
+from specdata.terminal import accept_any_text, progress, tell, whole_number
 
 
 def main(arguments: Sequence[str] | None = None, program: str | None = None) -> int:
@@ -36,8 +36,10 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         metavar="NAME",
         help="only this; by default the first of each form of draft, verifier and stopping rule",
     )
-    parser.add_argument("--texts", type=int, default=128, help="sampled texts of each method")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="longest text")
+    parser.add_argument(
+        "--texts", type=whole_number, default=128, help="sampled texts of each method"
+    )
+    parser.add_argument("--max-new-tokens", type=whole_number, default=64, help="longest text")
     given = parser.parse_args(arguments)
     try:
         return _run(given)

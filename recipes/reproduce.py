@@ -41,7 +41,7 @@ from specdata.interruption import Interrupted, stopping_on_signals
 from specdata.sampling import SamplingConfig
 from specdata.storage.files import fingerprint, locked, write_json, write_text
 from specdata.storage.resume import Settings, read_record
-from specdata.terminal import accept_any_text, progress, tell
+from specdata.terminal import accept_any_text, progress, tell, whole_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -424,7 +424,9 @@ def main(arguments: Sequence[str] | None = None, program: str = "draftsmith repr
     parser.add_argument("paper", metavar="PAPER", help=", ".join(PAPERS))
     parser.add_argument("--config", default=TOY, help="the pair's YAML (default: the demo's pair)")
     parser.add_argument("--quick", action="store_true", help="fewer prompts and settings: minutes")
-    parser.add_argument("--prompts", type=int, metavar="N", help="of each set, not its `count`")
+    parser.add_argument(
+        "--prompts", type=whole_number, metavar="N", help="of each set, not its `count`"
+    )
     parser.add_argument("--out", help="folder of page and figures (default: OUTPUT/papers/PAPER)")
     given, rest = parser.parse_known_args(arguments)
     with stopping_on_signals():

@@ -192,8 +192,8 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         help="vllm: JSON with the acceptance of every method and request under vLLM's names",
     )
     asked = parser.parse_args(arguments)
-    path = asked.results / RESULTS if asked.results.is_dir() else asked.results
     try:
+        path = asked.results / RESULTS if asked.results.is_dir() else asked.results
         found = [] if path.is_file() or asked.out else asked.results.glob(f"eval*/{RESULTS}")
         if evaluations := {each.parent.name: read_results(each) for each in sorted(found)}:
             for name, results in evaluations.items():
