@@ -413,9 +413,11 @@ def _texts(samples: Samples, results: Results) -> list[tuple[str, str, str, str]
 def environment_rows(results: Results) -> list[tuple[str, str]]:
     """Where it was measured, as name and value."""
     where = results.environment
-    rows: list[tuple[str, object]]
-    rows = [(name.replace("_", " "), value) for name, value in where.hardware.items()]
-    rows += [("device", where.device), ("data type", where.dtype), ("batch", where.batch_size)]
+    machine = [f"{name.replace('_', ' ')} {x}" for name, x in where.hardware.items() if x]
+    rows: list[tuple[str, str | None]] = [
+        ("machine", ", ".join(machine)),
+        ("decoded on", f"{where.device}, {where.dtype}, batches of {where.batch_size}"),
+    ]
     if len(where.devices) > 1:
         rows.append(("processes", f"{len(where.devices)} ({', '.join(where.devices)})"))
     ours = [run.parameters for run in results.runs if run.drafter != "transformers"]
@@ -426,4 +428,4 @@ def environment_rows(results: Results) -> list[tuple[str, str]]:
     if commit is not None and where.git_dirty:
         commit += " with uncommitted changes"
     rows += [("commit", commit), ("date", where.date)]
-    return [(name, str(value)) for name, value in rows if value is not None]
+    return [(name, value) for name, value in rows if value is not None]
