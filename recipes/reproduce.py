@@ -33,6 +33,7 @@ from recipes.candidates import acceptance, tree_search
 from recipes.checks import check_hub, check_weights
 from recipes.config import TOY, PipelineConfig, build, parse
 from recipes.layout import draft_in_use
+from recipes.layout import folder as stage_folder
 from recipes.run import all_stages, portable, prepare_libraries, run_stage, say
 from recipes.run_eval import Eval
 from specdata.config import nearest
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent / "papers"
 PAPERS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+OURS = ("over", "label")
+"""Keys of a protocol's method that no decoder reads: what it is compared with, more record keys."""
 RESULTS, PAGE, SETTINGS, RECORDS = "results.json", "README.md", "settings.json", "records.json"
 
 
@@ -188,9 +191,7 @@ def evaluated(
         count = wanted.count or sys.maxsize
         few = pair.prompts or min(count, spec.get("prompts", count))
         sets.append(asdict(wanted) | {"count": 0 if few == sys.maxsize else few})
-    listed = [
-        {key: method[key] for key in method if key not in ("over", "label")} for method in methods
-    ]
+    listed = [{key: method[key] for key in method if key not in OURS} for method in methods]
     plain = {"name": PLAIN, "decoder": "plain"}
     whole = {**pair.given, "eval": {**section, "sets": sets, "methods": [plain, *listed]}}
     config = build(whole)
@@ -250,12 +251,9 @@ def _records(
             record: Record = {"set": name, "method": method}
             columns = ("verifier", "drafter", "stop", "length", "threshold", "lossless")
             record |= {key: getattr(row.runs[0], key) for key in columns}
-            record |= {
-                key: shape(value)
-                for key, value in own.items()
-                if key not in ("name", "over", "label", "verifier_args")
-            }
-            record |= own.get("label", {})
+            record |= own.get("verifier_args", {}) | own.get("label", {})
+            given = (key for key in own if key not in ("name", "verifier_args", *OURS))
+            record |= {key: shape(own[key]) for key in given}
             for rate, values in row.rates.items():
                 figure = asdict(Interval.of(values))
                 if len(seeds) > 1:
@@ -278,9 +276,75 @@ def formula(_pair: Pair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
     return [{"measurement": folder.name, **record} for record in FORMULAS[spec["of"]](**own)]
 
 
+def replay(pair: Pair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
+    """Stopping rules along held-out rollouts, exact over acceptance, and a grid of heads.
+
+    A record a set, rule and setting (`best`: the fastest of its rule there), and one a set, head
+    and threshold of the grid (`grid`). Times are those of the specification, by Eq. 5.1.
+    """
+    import numpy as np
+
+    from eval.analysis.replay import bounds, replay_rules, result_rows, rows_of_split
+    from eval.analysis.sweep import sweep
+    from eval.analysis.traces import acceptance_traces
+    from eval.measuring.pooled import ALL_SETS
+    from heads import BaseHead
+    from specdata.labels.make import sampling_of
+    from specdata.storage.dataset import stream_stored
+
+    prepare_libraries()
+    labels, draft = stage_folder(pair.config, "labels"), draft_in_use(pair.config)
+    own = {key: spec[key] for key in GRID} | {"labels": labels, "draft": draft}
+    grid = sweep(argparse.Namespace(**own, out=folder / "heads", seed=pair.config.seed))[:-1]
+    records: list[Record] = []
+    for head in grid:
+        shared = {"grid": True, "depth": head["depth"], "weight": head["weight"], "kl": head["kl"]}
+        for name, points in {ALL_SETS: head["points"], **head["sets"]}.items():
+            fastest = max(points, key=lambda each: each["speed"])
+            for each in points:
+                figures = {"threshold": each["h"], "speedup": each["speed"]}
+                figures |= {
+                    "discard_rate": each["discarded"],
+                    "verification_rate": each["verified"],
+                }
+                best = each is fastest
+                records.append({"set": name, **shared, **figures, "best": best})
+    rows = rows_of_split(stream_stored(labels), labels, "dev", spec["judged_rows"])
+    traces = acceptance_traces(
+        rows,
+        draft=pair.draft,
+        sampling=sampling_of(labels),
+        head=BaseHead.from_pretrained(str(pair.folder / spec["head"])),
+    )
+    times = {key: spec[key] for key in ("draft_seconds", "target_seconds")}
+    sets = list(dict.fromkeys(rows["dataset"]))
+    for name in [*sets, *([ALL_SETS] * (len(sets) > 1))]:
+        chosen = np.array([name in (ALL_SETS, each) for each in rows["dataset"]])
+        here, prompts = traces.select(chosen), np.array(rows["example_id"])[chosen].tolist()
+        results = bounds(here, **times) + replay_rules(here, {}, **times)
+        found = result_rows(results, **times, prompts=prompts)
+        least: dict[str, float] = {}
+        for row in found:
+            seconds = row["seconds_per_token"]
+            least[row["rule"]] = min(seconds, least.get(row["rule"], seconds))
+        for row in found:
+            seconds, rule = row["seconds_per_token"], row["rule"]
+            saved = {key: 100 * x for key, x in row["saving_over_best_length"].items()}
+            figures = {"speedup": times["target_seconds"] / seconds, "saved": saved}
+            figures |= {key: row[key] for key in ("discard_rate", "verification_rate")}
+            record = {"set": name, "rule": rule, "setting": row["setting"], **figures}
+            records.append({**record, "best": seconds == least[rule]})
+    return [{"measurement": folder.name, **record} for record in records]
+
+
+GRID = ("depths", "weights", "thresholds", "epochs", "rows", "judged_rows")
+GRID += ("draft_seconds", "target_seconds")
+"""What a replay's specification says of the grid, as `draftsmith sweep` has it."""
+
 Measure = Callable[[Pair, Mapping[str, Any], Path], list[Record]]
 KINDS: dict[str, tuple[Measure, str | None]] = {
     "evaluation": (evaluation, "draft"),
+    "replay": (replay, "labels"),
     "formula": (formula, None),
     "acceptance": (acceptance, "draft"),
     "tree_search": (tree_search, "draft"),
@@ -324,7 +388,8 @@ def make_stages(config: PipelineConfig, specs: Mapping[str, Mapping[str, Any]]) 
     stages = all_stages(config)
     names = [stage.name for stage in stages]
     last = max(names.index(name) for name in needed if name)
-    if needed == {"draft"} and config.draft is None:  # given as it is
+    kinds = {spec["kind"] for spec in specs.values()}
+    if kinds <= {"evaluation", "formula"} and config.draft is None:  # given as it is
         last = names.index("pair")
     asked = [stage for stage in stages[: last + 1] if stage.is_asked]
     if not all(stage.is_made for stage in asked):
@@ -345,6 +410,8 @@ def measure(pair: Pair, name: str, spec: Mapping[str, Any]) -> list[Record]:
     folder = pair.folder / name
     kind, stage = KINDS[spec["kind"]]
     identity = pair.identity() if stage else {}
+    if stage == "labels":
+        identity["labels"] = fingerprint(str(stage_folder(pair.config, "labels")))
     settings = Settings({**identity, "spec": dict(spec)}, f"remove {folder} to measure again")
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / ".lock"):

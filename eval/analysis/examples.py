@@ -5,6 +5,7 @@ p is the target and q the draft, as in `eval.analysis.theory`.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -109,14 +110,15 @@ def rejections(
     p, q, of_p, of_q = markov_chains(vocabulary, horizon, spread, seed)
     exact = float(theory.expected_rejections(of_p, of_q, horizon, memory=1).sum())
     verifier, generator = VERIFIERS["token"].make(), torch.Generator().manual_seed(seed)
-    counts = []
+    reaching, counts = q.cumsum(-1).tolist(), []
     for _ in range(max(runs)):
         done, last, rejected = 0, vocabulary, 0
         while done < horizon:
             tokens, contexts = [], [last]
-            for rows in q[done:]:
-                drawn = torch.multinomial(rows[contexts[-1]], 1, generator=generator)
-                tokens.append(int(drawn))
+            for rows, point in zip(
+                reaching[done:], torch.rand(horizon, generator=generator).tolist(), strict=False
+            ):
+                tokens.append(min(bisect(rows[contexts[-1]], point), vocabulary - 1))
                 contexts.append(tokens[-1])
             steps = torch.arange(done, horizon)
             drafted = q[steps, torch.tensor(contexts[:-1])]

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -76,6 +77,10 @@ def sweep(given: argparse.Namespace) -> list[dict[str, Any]]:
         judged = test if full else dev
         traces = acceptance_traces(judged, draft=draft, sampling=sampling, head=head)
         points = [point(traces, h, given) for h in given.thresholds]
+        sets = {
+            name: traces.select(np.array(judged["dataset"]) == name)
+            for name in dict.fromkeys(judged["dataset"])
+        }
         after = trained.after
         return {
             "depth": config.depth,
@@ -86,6 +91,10 @@ def sweep(given: argparse.Namespace) -> list[dict[str, Any]]:
             "head": asdict(after),
             "steps": trained.steps,
             "points": points,
+            "sets": {
+                name: [point(of_set, h, given) for h in given.thresholds]
+                for name, of_set in sets.items()
+            },
         }
 
     grid: dict[tuple[int, float], HeadConfig] = {
