@@ -332,12 +332,13 @@ def replay(pair: Pair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
             saved = {key: 100 * x for key, x in row["saving_over_best_length"].items()}
             figures = {"speedup": times["target_seconds"] / seconds, "saved": saved}
             figures |= {key: row[key] for key in ("discard_rate", "verification_rate")}
-            record = {"set": name, "rule": rule, "setting": row["setting"], **figures}
-            records.append({**record, "best": seconds == least[rule]})
+            record = {"set": name, "rule": rule, "method": row["setting"], **figures}
+            if rule in spec["rules"]:
+                records.append({**record, "best": seconds == least[rule]})
     return [{"measurement": folder.name, **record} for record in records]
 
 
-GRID = ("depths", "weights", "thresholds", "epochs", "rows", "judged_rows")
+GRID: tuple[str, ...] = ("depths", "weights", "thresholds", "epochs", "rows", "judged_rows")
 GRID += ("draft_seconds", "target_seconds")
 """What a replay's specification says of the grid, as `draftsmith sweep` has it."""
 
