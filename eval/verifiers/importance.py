@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eval.verifiers.multi_candidate import follow_if_drafted, token
-from eval.verifiers.rule import Candidates, NodeRule, Rng
+from eval.verifiers.rule import Candidates, NodeRule, Rng, remembered
 from eval.verifiers.selection.groups import Array, largest
 from eval.verifiers.selection.solvers import Solver, selector
 from specdata.probability import residual
@@ -48,26 +48,34 @@ def importance(solver: Solver = "truncated", s: int = 5, alphabet: int | None = 
     if alphabet is not None and not (isinstance(alphabet, int) and alphabet >= 1):
         raise ValueError(f"alphabet must be None or a whole number from 1, got {alphabet!r}")
 
+    @remembered
+    def fitted(p: Tensor, candidates: Candidates) -> tuple[list[int], list[float], Array, Array]:
+        """Drafts to select from, the weight of each, p and b (V,)."""
+        tokens = candidates.tokens
+        target, distributions = as_distribution(p), as_distributions(candidates.distributions)
+        if alphabet is None or alphabet >= len(target):
+            selected = select(target, distributions)
+            inside = list(range(len(tokens)))
+            return inside, selected.weights(tokens), target, selected.distribution
+        likely, b = largest(target, alphabet), np.zeros_like(target)
+        inside = np.flatnonzero(np.isin(tokens, likely)).tolist()
+        if not inside:
+            return [], [], target, b
+        # Conditional on the likely tokens; drafts that share one array go on sharing one.
+        drafts = [distributions[i] for i in inside]
+        parts = {id(each): each[likely] / each[likely].sum() for each in drafts}
+        selected = select(target[likely], [parts[id(each)] for each in drafts])
+        b[likely] = selected.distribution
+        places = [int((likely == tokens[i]).argmax()) for i in inside]
+        return inside, selected.weights(places), target, b
+
     def rule(p: Tensor, candidates: Candidates, rng: Rng) -> int | Tensor:
         tokens = candidates.tokens
         if len(tokens) == 1:
             return token(p, candidates, rng)
-        target, distributions = as_distribution(p), as_distributions(candidates.distributions)
-        if alphabet is None or alphabet >= len(target):
-            inside, selected = list(range(len(tokens))), select(target, distributions)
-            weights, b = selected.weights(tokens), selected.distribution
-        else:
-            likely = largest(target, alphabet)
-            inside = np.flatnonzero(np.isin(tokens, likely)).tolist()
-            if not inside:
-                return follow_if_drafted(p, tokens, rng)
-            # Conditional on the likely tokens; drafts that share one array go on sharing one.
-            drafts = [distributions[i] for i in inside]
-            parts = {id(each): each[likely] / each[likely].sum() for each in drafts}
-            selected = select(target[likely], [parts[id(each)] for each in drafts])
-            weights = selected.weights([int((likely == tokens[i]).argmax()) for i in inside])
-            b = np.zeros_like(target)
-            b[likely] = selected.distribution
+        inside, weights, target, b = fitted(p, candidates)
+        if not inside:
+            return follow_if_drafted(p, tokens, rng)
         chosen = inside[rng.categorical(weights)]
         x = tokens[chosen]
         if rng.bernoulli(float(target[x]) / max(float(b[x]), SMALLEST)):

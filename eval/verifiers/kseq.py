@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from eval.verifiers.rule import Candidates, Rng
+from eval.verifiers.rule import Candidates, Rng, remembered
 from specdata.probability import residual
 
 
@@ -18,18 +18,24 @@ def kseq(p: Tensor, candidates: Candidates, rng: Rng) -> int | Tensor:
     draft p there. Lossless for iid candidates. Acceptance: 1 - (1 - beta(rho))^K = rho beta(rho)
     at the rho where both are equal.
     """
-    # The residual is a small difference of large sums: normalised in float64.
-    p, q = p.double(), candidates.distributions[0].double()
-    p, q = p / p.sum(), q / q.sum()
-    rho = discount(p, q, len(candidates.tokens))
-    tested = torch.minimum(q, p / rho)
-    for index, x in enumerate(candidates.tokens):
-        if rng.bernoulli(float(tested[x]) / float(q[x])):
+    p, tested, chances = _tests(p, candidates)
+    for index, chance in enumerate(chances):
+        if rng.bernoulli(chance):
             return index
     beta = min(1.0, float(tested.sum()))
     if beta == 0.0:
         return p
     return residual(p, tested * (any_accepted(beta, len(candidates.tokens)) / beta))
+
+
+@remembered
+def _tests(p: Tensor, candidates: Candidates) -> tuple[Tensor, Tensor, list[float]]:
+    """Target p and min(q, p/rho), (V,) float64, and the chance to accept each candidate."""
+    # The residual is a small difference of large sums: normalised in float64.
+    p, q = p.double(), candidates.distributions[0].double()
+    p, q = p / p.sum(), q / q.sum()
+    tested = torch.minimum(q, p / discount(p, q, len(candidates.tokens)))
+    return p, tested, [float(tested[x]) / float(q[x]) for x in candidates.tokens]
 
 
 def discount(p: Tensor, q: Tensor, k: int) -> float:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -107,17 +108,58 @@ def walk(node_rule: NodeRule) -> Rule:
     along a path then keeps the joint distribution, because the siblings below a node are drawn
     independently of how the node was chosen.
     """
+    return Walk(node_rule)
 
-    def rule(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The rule that applies a rule for one position from the root down: see `walk`."""
+
+    node_rule: NodeRule
+
+    def __call__(self, tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
+        """Visit one path."""
         group, chances = [0], tree.chances(target, tree.verified_after)
         while children := tree.children(group):
-            outcome = node_rule(target[group[0]], Candidates.of(tree, children, chances), rng)
+            candidates = Candidates.of(tree, children, chances)
+            outcome = self.node_rule(target[group[0]], candidates, rng)
             if isinstance(outcome, Tensor):
                 return Outcome(group[0], outcome)
             group = tree.follow(children, outcome)
         return Outcome(group[0], target[group[0]])
 
-    return rule
+    def outcomes(self, tree: DraftTree, target: Tensor) -> Iterator[tuple[float, Outcome]]:
+        """What `outcomes` of a call gives, each position being asked once and not once a leaf."""
+        chances = tree.chances(target, tree.verified_after)
+        level: dict[tuple[int, ...], float] = {(0,): 1.0}  # groups that are reached, and how likely
+        while level:
+            deeper: dict[tuple[int, ...], float] = {}
+            for group, reached in level.items():
+                p, children = target[group[0]], tree.children(group)
+                if not children:
+                    yield reached, Outcome(group[0], p)
+                    continue
+                candidates = Candidates.of(tree, children, chances)
+                for weight, outcome in outcomes(partial(self.node_rule, p, candidates)):
+                    if isinstance(outcome, Tensor):
+                        yield reached * weight, Outcome(group[0], outcome)
+                        continue
+                    following = tuple(tree.follow(children, outcome))
+                    deeper[following] = deeper.get(following, 0.0) + reached * weight
+            level = deeper
+
+
+def remembered(fit: Callable[[Tensor, Candidates], T]) -> Callable[[Tensor, Candidates], T]:
+    """The function, which remembers its last result: enumeration asks for it at each outcome."""
+    last: tuple[Tensor, Candidates, T] | None = None
+
+    def again(p: Tensor, candidates: Candidates) -> T:
+        nonlocal last
+        if last is None or last[0] is not p or last[1] is not candidates:
+            last = p, candidates, fit(p, candidates)
+        return last[2]
+
+    return again
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +274,8 @@ class Verifier:
         """
         self.check(tree, target)
         rows = modified_rows(self.residuals, tree, target) if self.residuals else target
+        if isinstance(self.rule, Walk):
+            return self.rule.outcomes(tree, rows)
         return outcomes(lambda rng: self.rule(tree, rows, rng))
 
     def after(self, tree: DraftTree, target: Tensor, end: Outcome, token: int) -> Verifier:
