@@ -106,6 +106,6 @@ def test_tokens_a_call_are_those_of_decoding(
             weights @ np.array([len(each) for each in column], dtype=np.float64)
             for column in zip(*((one.tokens, one.rounds) for one in made), strict=True)
         )
-        gap = found[name].mean(found[name].tokens, texts) - tokens / calls
+        gap = found[name].mean(found[name].tokens) - tokens / calls
         wide = 1.5 * np.nanstd(gap[1:])  # both sides resample the same prompts
         assert abs(gap[0]) < 2 * wide, (name, Interval.of(gap))

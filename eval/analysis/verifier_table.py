@@ -24,31 +24,46 @@ texts), its interval a bootstrap over prompts.
 
 Enumerating takes from a fraction of a millisecond to half a second. The places of a kind are put in
 one random order, and each row takes the first of them, as many as its share of the time allows:
-a row on fewer places is a random part of the same sample, and any two rows are compared on the
-places that both took.
+a row on fewer places is a random part of the same sample. Its tokens are those of the kind's first
+verifier over all places, times the ratio of the two over the places that both took (a ratio
+estimate: what luck the few places had, both had). A slow row, which could weight few places, takes
+the weights of the first verifier, whose rounds start nearly where its own do.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 from torch import Tensor
 
+from eval.analysis.theory import opt_loss, uno_loss
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafts import DraftTree
-from eval.measuring.intervals import resamples
+from eval.measuring.intervals import Interval, resamples
+from eval.measuring.pooled import ALL_SETS
+from eval.measuring.results import VerifierRow
+from eval.verifiers import VERIFIERS
+from eval.verifiers.optimum import optimal_acceptance
 from eval.verifiers.rule import Drawn, Verifier
-from specdata.sampling import generator_for
+from specdata.errors import ConfigError
+from specdata.models import end_ids
+from specdata.sampling import SamplingConfig, generator_for, numpy_generator_for, seed_for
+from specdata.storage.files import write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from eval.measuring.records import PromptRecord
 
 Reals = NDArray[np.float64]
 MOST_WEIGHT = 8.0
@@ -162,7 +177,7 @@ def drafted(
     generators = [generator_for(seed, "verifiers", str(index)) for index in range(len(prompts))]
     shown = {}
     for index, generator in enumerate(generators):
-        chosen = np.random.default_rng([seed, index]).random(max_new_tokens + 1) < keep
+        chosen = numpy_generator_for(seed, "verifiers", index).random(max_new_tokens + 1) < keep
         shown[id(generator)] = chosen
         # A round that is returned, and the one before it.
         recorder.kept[id(generator)] = (chosen[:-1] | chosen[1:]).tolist()
@@ -227,33 +242,48 @@ class Expected:
     """One verifier at n places; every array is (n,).
 
     Attributes:
+        texts: how many texts there are.
         text: the number of the text that a place is in.
         weight: the chance that a round starts there, relative to the references'.
         tokens: that a call emits there in expectation.
         accepted: drafted tokens among them.
     """
 
+    texts: int
     text: NDArray[np.int64]
     weight: Reals
     tokens: Reals
     accepted: Reals
 
-    def mean(self, values: Reals, texts: int) -> Reals:
+    def of_texts(self, texts: Sequence[int]) -> Expected:
+        """Those of some texts, which are numbered anew."""
+        number = {text: new for new, text in enumerate(texts)}
+        inside = np.array([text in number for text in self.text], dtype=bool)
+        renamed = np.array([number[text] for text in self.text[inside].tolist()], dtype=np.int64)
+        columns = (each[inside] for each in (self.weight, self.tokens, self.accepted))
+        return Expected(len(texts), renamed, *columns)
+
+    def mean(self, values: Reals) -> Reals:
         """Weighted mean of values (m,) at the first m places, resampled: (1 + RESAMPLES,)."""
-        first = slice(0, len(values))
-        weights = resamples(texts)
+        first, weights = slice(0, len(values)), resamples(self.texts)
         above, below = (
-            weights @ np.bincount(self.text[first], each, texts)
+            weights @ np.bincount(self.text[first], each, self.texts)
             for each in (self.weight[first] * values, self.weight[first])
         )
         # A resample may have none of the texts in which places were taken.
         return np.divide(above, below, out=np.full_like(above, np.nan), where=below > 0)
 
+    def over(self, other: Expected) -> Reals:
+        """Tokens a call over another's, at the places of both, resampled: (1 + RESAMPLES,)."""
+        both = min(len(self.text), len(other.text))
+        above, below = (each.mean(each.tokens[:both]) for each in (self, other))
+        return np.asarray(above / below)
+
 
 def expected(
     own: Enumerated,
     references: Sequence[Enumerated],
-    starts: Sequence[Start],
+    places: Sequence[Start],
     *,
     seconds: float = float("inf"),
     least: int = 1,
@@ -263,20 +293,368 @@ def expected(
     Args:
         own: the verifier.
         references: those that `drafted` was given.
-        starts: places of a kind of draft that it takes.
+        places: of a kind of draft that it takes.
         seconds: no place is begun after so long.
         least: places that are taken all the same.
     """
     begun = time.perf_counter()
     rows: list[tuple[float, ...]] = []
-    for place in starts:
-        if len(rows) >= least and time.perf_counter() - begun > seconds:
+    started = own  # whose rounds start at the places
+    for place in places:
+        spent = time.perf_counter() - begun
+        if len(rows) >= least and spent > seconds:
             break
+        here = own(place.here)
+        if not rows and SLOW * (time.perf_counter() - begun) > seconds:
+            started = references[0]
         weight = 1.0
         if place.before is not None:
             met = sum(reference(place.before)[2] for reference in references) / len(references)
-            weight = min(MOST_WEIGHT, own(place.before)[2] / met) if met > 0 else 1.0
-        rows.append((place.text, weight, *own(place.here)[:2]))
-    columns = list(zip(*rows, strict=True)) or [()] * 4
-    text, *others = columns
-    return Expected(np.array(text, dtype=np.int64), *(np.array(c, dtype=float) for c in others))
+            weight = min(MOST_WEIGHT, started(place.before)[2] / met) if met > 0 else 1.0
+        rows.append((place.text, weight, *here[:2]))
+    text, *others = list(zip(*rows, strict=True)) or [()] * 4
+    return Expected(
+        1 + max((place.text for place in places), default=0),
+        np.array(text, dtype=np.int64),
+        *(np.array(column, dtype=np.float64) for column in others),
+    )
+
+
+Draws = dict[str, Any]
+CHAIN = ("token", "block", "naive")
+SEVERAL = ("rrs", "traversal", "naive")
+APART = ("rrs_wor", "traversal", "naive")
+KINDS: Mapping[str, tuple[Draws, tuple[str, ...]]] = {
+    "chain of 4": ({"length": 4}, CHAIN),
+    "chain of 8": ({"length": 8}, CHAIN),
+    "2 paths of 4": ({"drafter": "paths", "paths": 2, "length": 4}, SEVERAL),
+    "4 paths of 4": ({"drafter": "paths", "paths": 4, "length": 4}, SEVERAL),
+    "4 siblings": ({"drafter": "tree", "widths": (4,)}, SEVERAL),
+    "4 siblings, distinct": ({"drafter": "tree", "widths": (4,), "siblings": "distinct"}, APART),
+    "4 siblings, greedy": (
+        {"drafter": "tree", "widths": (4,), "siblings": "greedy"},
+        ("greedy_draft", "naive"),
+    ),
+    "tree 2x2x1": ({"drafter": "tree", "widths": (2, 2, 1)}, SEVERAL),
+    "tree 2x2x1, distinct": (
+        {"drafter": "tree", "widths": (2, 2, 1), "siblings": "distinct"},
+        APART,
+    ),
+    "tree 4x2x2": ({"drafter": "tree", "widths": (4, 2, 2)}, SEVERAL),
+    "tree 4x2x2, distinct": (
+        {"drafter": "tree", "widths": (4, 2, 2), "siblings": "distinct"},
+        APART,
+    ),
+    "tree 4x2x2, greedy": (
+        {"drafter": "tree", "widths": (4, 2, 2), "siblings": "greedy"},
+        ("greedy_draft", "naive"),
+    ),
+    "dynamic tree": ({"drafter": "dynamic_tree", "nodes": 8, "depth": 4, "gain": 0.5}, ("naive",)),
+}
+"""Kind of draft -> how it is drawn, and the references that end its rounds; the others of the kind
+are compared with the first."""
+PARAMETERS: Mapping[str, Sequence[dict[str, Any]]] = {
+    "importance": (
+        {"solver": "truncated", "s": 5},
+        {"solver": "truncated", "s": 5, "alphabet": 40},
+        {"solver": "lp", "alphabet": 40},
+        {"solver": "luce"},
+    ),
+    "multipath_block": ({"solver": "truncated", "s": 5}, {"solver": "luce"}),
+    "biased_uno": ({"epsilon": 0.02}, {"epsilon": 0.1}),
+    "biased_opt": ({"epsilon": 0.02}, {"epsilon": 0.1}),
+}
+"""The useful settings of verifiers that have some. With one candidate, on a chain, the first is
+like all the others."""
+SLOW = 64
+"""A row that takes longer for so many places takes the weights of its kind's first verifier."""
+LEAST = 3
+"""Places that a row takes whatever the time."""
+TIMED = 12
+"""Places at which a sampled verification is timed."""
+BYTES = 1 << 30
+"""Distributions that are held of one kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds, fitted to decodings one prompt at a time; Eq. 5.1 of SpecDec++ with a node's cost.
+
+    Attributes:
+        plain: of a token of the target alone.
+        round: of a round, a token verification included.
+        forward: of a draft's forward.
+        node: of a drafted node more in the target's forward.
+    """
+
+    plain: float
+    round: float
+    forward: float
+    node: float
+
+    @classmethod
+    def of(cls, plain: Sequence[PromptRecord], drafting: Sequence[PromptRecord]) -> Times | None:
+        """Fitted to generations; None if they were not timed."""
+        if not plain or not drafting or not all(r.seconds for r in (*plain, *drafting)):
+            return None
+        from scipy.optimize import nnls
+
+        counts = np.array([[r.rounds, r.n_draft] for r in drafting], dtype=np.float64)
+        per_round, node = nnls(counts, np.array([r.target_seconds for r in drafting]))[0]
+        total = {
+            name: sum(getattr(r, name) for r in drafting)
+            for name in ("rounds", "draft_forwards", "draft_seconds", "overhead_seconds")
+        }
+        return cls(
+            plain=sum(r.seconds for r in plain) / sum(r.tokens for r in plain),
+            round=per_round + total["overhead_seconds"] / total["rounds"],
+            forward=total["draft_seconds"] / max(1, total["draft_forwards"]),
+            node=float(node),
+        )
+
+    def speedup(self, tokens: float, forwards: float, nodes: float, extra: float) -> float:
+        """Over the target alone, of rounds of these counts; `extra` is of the verification."""
+        return (
+            tokens * self.plain / (self.round + forwards * self.forward + nodes * self.node + extra)
+        )
+
+
+def rows_of(kind: str, sampling: SamplingConfig) -> list[tuple[str, dict[str, Any]]]:
+    """Verifiers with their parameters that take a kind, its references first."""
+    settings, references = KINDS[kind]
+    form = DecodeConfig(verifier=references[0], **settings, **asdict(sampling)).kind
+    rows: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in references]
+    for name, spec in VERIFIERS.items():
+        if name in references or form not in spec.takes or spec.residual_persists:
+            continue
+        given = PARAMETERS.get(name, [{}])
+        several = spec.branching and form == "chain"
+        rows += [(name, parameters) for parameters in (given[:1] if several else given)]
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a table is of.
+
+    Attributes:
+        target: the target.
+        draft: the draft.
+        prompts: the name of its prompt set and the tokens (T,) of each.
+        sampling: of both models.
+        times: what speeds are predicted from; None: none are.
+        decoded: methods that were decoded, by name.
+        seed: of everything drawn.
+        max_new_tokens: of each text.
+    """
+
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    prompts: Sequence[tuple[str, Tensor]]
+    sampling: SamplingConfig
+    times: Times | None = None
+    decoded: Mapping[str, DecodeConfig] = field(default_factory=dict)
+    seed: int = 0
+    max_new_tokens: int = 96
+
+
+def verifier_table(
+    measured: Measured,
+    *,
+    seconds: float,
+    folder: Path,
+    report: Callable[[str], object] = lambda said: None,
+) -> list[VerifierRow]:
+    """Every verifier on every kind of draft, of all prompt sets together and of each.
+
+    Args:
+        measured: the pair, its prompts and its times.
+        seconds: that it may take; of each kind one batch of texts is made all the same, and
+            `LEAST` places a row.
+        folder: keeps the rows of each kind as soon as they are made; kinds that are there are read.
+        report: called with each kind when it is begun, and with why one was left out.
+    """
+    share = {kind: 4 + len(rows_of(kind, measured.sampling)) for kind in KINDS}  # 4: its texts
+    stored = TypeAdapter(list[VerifierRow])
+    rows: list[VerifierRow] = []
+    todo = [kind for kind in KINDS if not (folder / f"{kind}.json").is_file()]
+    left = seconds * sum(share[kind] for kind in todo) / sum(share.values())
+    for kind in KINDS:
+        path = folder / f"{kind}.json"
+        if kind in todo:
+            report(kind)
+            begun = time.perf_counter()
+            try:
+                own = left * share[kind] / sum(share[each] for each in todo)
+                found = verifier_rows(kind, measured, own)
+            except ConfigError as error:
+                report(f"{kind}: left out: {error}")
+                found = []
+            write_json(path, stored.dump_python(found, mode="json"))
+            left = max(0.0, left - (time.perf_counter() - begun))
+            todo.remove(kind)
+        rows += stored.validate_json(path.read_bytes())
+    return sorted(rows, key=lambda row: row.dataset != ALL_SETS)
+
+
+def verifier_rows(kind: str, measured: Measured, seconds: float) -> list[VerifierRow]:
+    """The rows of one kind of draft, in about so many seconds.
+
+    Raises:
+        ConfigError: if the models cannot draft so.
+    """
+    begun = time.perf_counter()
+    settings, names = KINDS[kind]
+    sampling = asdict(measured.sampling)
+    config = DecodeConfig(verifier=names[0], **settings, **sampling)
+    ends, rows = end_ids(measured.target), rows_of(kind, measured.sampling)
+    own = [Enumerated(VERIFIERS[name].make(**given), ends) for name, given in rows]
+    references = own[: len(names)]
+    places, texts = _places(kind, config, measured, references, seconds / 2)
+
+    # Each row takes its share of what time is left.
+    table: list[Expected] = []
+    micros: list[float] = []
+    for index, each in enumerate(own):
+        micros.append(_microseconds(each.verifier, places))
+        left = (seconds - (time.perf_counter() - begun)) / (len(own) - index)
+        table.append(expected(each, references, places, seconds=left, least=LEAST))
+    optimum = _optimum(places, config, seconds / len(own)) if len(config.widths) == 1 else []
+    forwards = float(np.mean([place.here.forwards for place in places]))
+    nodes = float(np.mean([len(place.here.tree) for place in places]))
+
+    made = []
+    sets = list(dict.fromkeys(texts))
+    for dataset in ([ALL_SETS] if len(sets) > 1 else []) + sets:
+        inside = [index for index, each in enumerate(texts) if dataset in (ALL_SETS, each)]
+        parts = [each.of_texts(inside) for each in table]
+        best = [a for a, place in zip(optimum, places, strict=False) if place.text in inside]
+        first = parts[0]
+        whole, over = first.mean(first.tokens), [part.over(first) for part in parts]
+        block = next((over[i][0] for i, (name, _) in enumerate(rows) if name == "block"), None)
+        for index, ((name, given), part) in enumerate(zip(rows, parts, strict=True)):
+            if np.isnan(over[index][0]):
+                continue  # no place of this set was taken, or none where its rounds start
+            tokens = Interval.of(whole * over[index])
+            ceiling: float | None = None
+            share: float | None = None
+            if block is not None:
+                ceiling, share = float(whole[0] * block), float(over[index][0] / block)
+            elif best:
+                alike = slice(0, min(len(best), len(part.text)))
+                most = float(part.mean(np.array(best[alike]))[0])
+                share = float(part.mean(part.accepted[alike])[0]) / most if most > 0 else None
+                ceiling = 1.0 + float(first.mean(np.array(best[: len(first.text)]))[0])
+            speedup = bias = None
+            if measured.times is not None:
+                extra = 1e-6 * (micros[index] - micros[0])
+                speedup = measured.times.speedup(tokens.value, forwards, nodes, extra)
+            if not VERIFIERS[name].lossless:
+                bias = _bias(own[index], given["epsilon"], places)
+            alone = DecodeConfig(verifier=name, verifier_args=given, **settings, **sampling)
+            made.append(
+                VerifierRow(
+                    dataset=dataset,
+                    verifier=name,
+                    parameters=given,
+                    draft_kind=kind,
+                    lossless=VERIFIERS[name].lossless,
+                    expected_tokens=tokens,
+                    gain=Interval.of(over[index] - 1.0) if index else None,
+                    positions=len(part.text),
+                    ceiling=ceiling,
+                    share_of_ceiling=share,
+                    bias=bias,
+                    microseconds=micros[index],
+                    speedup=speedup,
+                    decoded=next(
+                        (m for m, each in measured.decoded.items() if each == alone), None
+                    ),
+                )
+            )
+    return made
+
+
+def _places(
+    kind: str,
+    config: DecodeConfig,
+    measured: Measured,
+    references: Sequence[Enumerated],
+    seconds: float,
+) -> tuple[list[Start], list[str]]:
+    """Places in a random order, and the prompt set of each text, for about so many seconds."""
+    begun = time.perf_counter()
+    prompts = measured.prompts
+    sets = list(dict.fromkeys(dataset for dataset, _ in prompts))
+    of_set = [[each for each in prompts if each[0] == name] for name in sets]
+    waiting = [each for turn in zip_longest(*of_set) for each in turn if each is not None]
+    size = max(8, len(sets))
+    nodes = {
+        "chain": config.stop.longest,
+        "paths": config.paths * config.stop.longest,
+        "tree": int(np.cumprod(config.widths).sum()) if config.widths else 0,
+        "dynamic_tree": config.nodes,
+    }[config.drafter]
+    row = 4 * measured.target.config.get_text_config().vocab_size  # bytes
+    of_batch = size * measured.max_new_tokens * row * (2 * nodes + 1)  # at most
+    places: list[Start] = []
+    texts: list[str] = []
+    while waiting and (not texts or time.perf_counter() - begun < seconds):
+        batch, waiting = waiting[:size], waiting[size:]
+        found = drafted(
+            measured.target,
+            measured.draft,
+            [ids for _, ids in batch],
+            config,
+            references=[each.verifier for each in references],
+            seed=seed_for(measured.seed, "verifiers", kind, len(texts)),
+            max_new_tokens=measured.max_new_tokens,
+            keep=min(1.0, BYTES / of_batch),
+            size=size,
+        )
+        places += [replace(place, text=len(texts) + place.text) for place in found]
+        texts += [dataset for dataset, _ in batch]
+    mixed = np.random.default_rng(measured.seed).permutation(len(places))
+    return [places[index] for index in mixed], texts
+
+
+def _microseconds(verifier: Verifier, places: Sequence[Start]) -> float:
+    """Median time of one sampled verification, over drafts that it has not met."""
+    generator, seconds = torch.Generator().manual_seed(0), []
+    for place in [place for place in places if len(place.here.tree)][: TIMED + 1]:
+        begun = time.perf_counter()
+        verifier.draw(place.here.tree, place.here.target, generator)
+        seconds.append(time.perf_counter() - begun)
+    return 1e6 * float(np.median(seconds[1:] or seconds or [0.0]))  # the first warms up
+
+
+def _optimum(places: Sequence[Start], config: DecodeConfig, seconds: float) -> list[float]:
+    """Best acceptance of siblings at the first places, as many as the time allows."""
+    if config.how not in ("iid", "distinct"):
+        return []
+    begun = time.perf_counter()
+    found: list[float] = []
+    how: Literal["iid", "distinct"] = "iid" if config.how == "iid" else "distinct"
+    for place in places:
+        if len(found) >= LEAST and time.perf_counter() - begun > seconds:
+            break
+        tree, p = place.here.tree, place.here.target[0]
+        best = optimal_acceptance(p, tree.distributions[0], len(tree), how) if len(tree) else 0.0
+        found.append(best)
+    return found
+
+
+def _bias(own: Enumerated, epsilon: float, places: Sequence[Start]) -> float:
+    """Total variation of an emitted token's distribution from p, on average over tokens of chains.
+
+    A token after a whole accepted chain is drawn from p itself.
+    """
+    loss = {"biased_uno": uno_loss, "biased_opt": opt_loss}[own.verifier.name]
+    away = tokens = 0.0
+    for scored in [place.here for place in places if len(place.here.tree)][:TIMED]:
+        tree, target = scored.tree, scored.target
+        lost = [loss(p, q, epsilon) for p, q in zip(target[:-1], tree.distributions, strict=True)]
+        tokens += own(scored)[0]
+        for weight, end in own.verifier.outcomes(tree, target):
+            away += weight * sum(lost[: end.node + 1])
+    return away / tokens if tokens else 0.0

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from eval.drafting.stopping import STOPPING_RULES, StoppingRule
 from eval.measuring.environment import Environment
+from eval.measuring.intervals import Interval
 from eval.measuring.methods import PLAIN
 from eval.measuring.metrics import LatencyFit, Metrics, compute_metrics, fit_latency
 from eval.measuring.records import PromptRecord, Strict
@@ -96,6 +97,54 @@ class Run(Metrics, Method):
         ]
 
 
+class VerifierRow(Strict):
+    """One verifier on one kind of draft, enumerated: a row of `eval.analysis.verifier_table`.
+
+    Attributes:
+        dataset: name of the prompt set, or `eval.measuring.pooled.ALL_SETS`.
+        verifier: its name in `VERIFIERS`.
+        parameters: its parameters.
+        draft_kind: such as "chain of 4", a key of `verifier_table.KINDS`.
+        lossless: whether the output distribution is exactly the target's.
+        expected_tokens: that a call of the target emits.
+        gain: expected tokens over those of the kind's first verifier in the table, minus 1, at the
+            places that both were enumerated at; None for that one itself.
+        positions: places at which it was enumerated.
+        ceiling: expected tokens of the best rule: for siblings any lossless rule's optimum, for
+            chains those of block verification; None where none is known.
+        share_of_ceiling: of the acceptance that the ceiling has (siblings), or of its tokens
+            (chains).
+        bias: of a biased verifier, the total variation between an emitted token's distribution and
+            the target's, on average over tokens.
+        microseconds: median of one sampled verification; None where it was decoded only.
+        speedup: predicted over the target alone; None without times.
+        decoded: the method of the evaluation that decodes so, if there is one.
+    """
+
+    dataset: str
+    verifier: str
+    parameters: dict[str, Any]
+    draft_kind: str
+    lossless: bool
+    expected_tokens: Interval
+    gain: Interval | None
+    positions: int
+    ceiling: float | None
+    share_of_ceiling: float | None
+    bias: float | None
+    microseconds: float | None
+    speedup: float | None
+    decoded: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The verifier with its parameters, as in "importance (luce)"."""
+        given = [
+            f"{k} {v}" if isinstance(v, int | float) else v for k, v in self.parameters.items()
+        ]
+        return f"{self.verifier} ({', '.join(given)})" if given else self.verifier
+
+
 class Results(Strict):
     """The whole file."""
 
@@ -103,6 +152,7 @@ class Results(Strict):
     environment: Environment
     latency: dict[str, LatencyFit | None]
     runs: list[Run]
+    verifiers: list[VerifierRow] = Field(default_factory=list)
 
     def datasets(self) -> list[str]:
         """Names in the order they were run."""
