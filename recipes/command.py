@@ -49,6 +49,10 @@ MODULES = {
         "recipes.reproduce",
         "Run a paper's experiments on a pair, and print its tables.",
     ),
+    "verifiers": (
+        "recipes.verifiers",
+        "Find the best verifier and draft for a pair, and whether speculation pays.",
+    ),
     "trees": (
         "eval.analysis.trees",
         "Search for the best draft tree along held-out text of the target.",

@@ -50,10 +50,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from eval.measuring.experiment import Artefacts, Experiment
-    from eval.measuring.results import Results
+    from eval.measuring.results import Results, VerifierRow
     from eval.measuring.scores import Scorer
     from heads import BaseHead
     from specdata.prompts.loading import LoadedPrompts, Prompt
+
+
+UNTIMED = 60.0
+"""Seconds for the table of verifiers where the methods were not timed."""
 
 
 class Eval(Stage):
@@ -180,6 +184,8 @@ class Eval(Stage):
             raise OSError(
                 f"records in {self.folder / 'prompts'} were removed while it was measured"
             )
+        verifiers = _verifiers(config, artefacts, evaluation, prompts, results)
+        results = results.model_copy(update={"verifiers": verifiers})
         write_results(self.folder / RESULTS, results)
         decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
         write_samples(self.folder / SAMPLES, make_samples(prompts, self.folder, decode))
@@ -310,6 +316,60 @@ def _measured(
         torch.set_num_threads(before)
     devices = measured_on(where) or [environment.device]
     return replace(experiment, environment=environment.model_copy(update={"devices": devices}))
+
+
+def _verifiers(
+    config: PipelineConfig,
+    models: Artefacts,
+    evaluation: EvalConfig,
+    prompts: Sequence[Prompt],
+    results: Results,
+) -> list[VerifierRow]:
+    """The table of every verifier, each kind of draft kept as soon as it is done."""
+    seconds = evaluation.verifiers
+    if seconds is None:
+        took = sum(each.seconds for run in results.runs for each in run.generations)
+        seconds = took / 5 if results.timed else UNTIMED
+    if not seconds or all(run.drafter is None for run in results.runs):
+        return []
+    import torch
+
+    from eval.analysis.verifier_table import Measured, Times, decoded_only, verifier_table
+
+    ours = [
+        run.generations
+        for run in results.runs
+        if run.drafter not in (None, "transformers") and (run.fixed_length or run.branching)
+    ]
+    measured = Measured(
+        models.target,
+        models.draft,
+        [(prompt.dataset, torch.tensor(prompt.ids)) for prompt in prompts],
+        config.sampling,
+        Times.of(
+            [each for run in results.runs if run.drafter is None for each in run.generations],
+            [each for generations in ours for each in generations],
+        ),
+        {
+            method.name: method.decoding(config.sampling)
+            for method in evaluation.methods
+            if method.decoder == "speculative"
+        },
+        config.seed,
+        evaluation.max_new_tokens,
+    )
+    before, where = torch.get_num_threads(), eval_folder(config) / PROGRESS / "verifiers"
+    torch.set_num_threads(evaluation.threads or before)
+    try:
+        rows = verifier_table(
+            measured,
+            seconds=seconds,
+            folder=where,
+            report=lambda said: say(f"  verifiers on {said}"),
+        )
+    finally:
+        torch.set_num_threads(before)
+    return [*rows, *decoded_only(results)]
 
 
 def _is_measuring(config: PipelineConfig) -> bool:

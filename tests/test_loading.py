@@ -125,6 +125,7 @@ def built(models: Path, **section: Any) -> PipelineConfig:
             "rollouts": {"sets": sets, "max_new_tokens": 8},
             "head": {},
             "eval": {
+                "verifiers": 0,
                 "sets": [{"name": "maths", "split": "test", "count": 1}],
                 "max_new_tokens": 8,
                 "methods": [{"name": "plain", "decoder": "plain"}, {"name": "K=2", "length": 2}],

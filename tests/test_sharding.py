@@ -55,6 +55,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ],
         },
         "eval": {
+            "verifiers": 0,
             "sets": [{"name": str(folder / "mine.jsonl"), "split": "test", "count": 2}],
             "methods": [{"name": "plain", "decoder": "plain"}],
         },

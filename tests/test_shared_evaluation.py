@@ -65,7 +65,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "draft": None,
         "head": None,
         "rollouts": {"sets": [{"name": "maths", "split": "train", "count": 4}]},
-        "eval": {"sets": sets, "methods": METHODS, "max_new_tokens": 24, "warmup_tokens": 2},
+        "eval": {
+            "sets": sets,
+            "methods": METHODS,
+            "max_new_tokens": 24,
+            "warmup_tokens": 2,
+            "verifiers": 0,
+        },
     }
     (folder / "pair.yaml").write_text(yaml.safe_dump(config))
     return folder

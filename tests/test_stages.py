@@ -62,6 +62,7 @@ CONFIG: dict[str, Any] = {
     "labels": {"shard_size": 8},
     "head": {"depth": 1, "epochs": 2, "batch_size": 8, "save_steps": 2},
     "eval": {
+        "verifiers": 0.1,
         "max_new_tokens": 8,
         "warmup_tokens": 2,
         "sets": [{"name": "instruct", "split": "test", "count": 2}],

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from eval.analysis.verifier_table import Enumerated, Expected, drafted, expected
+from eval.analysis.verifier_table import (
+    KINDS,
+    Enumerated,
+    Expected,
+    Measured,
+    Times,
+    drafted,
+    expected,
+    rows_of,
+    verifier_table,
+)
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.intervals import Interval, resamples
+from eval.measuring.pooled import ALL_SETS
+from eval.measuring.results import build_results
+from eval.reporting.verifiers import best, fold, of_all
 from eval.verifiers import VERIFIERS
-from specdata.sampling import generator_for
+from specdata.sampling import SamplingConfig, generator_for
+from tests.synthetic_results import ENVIRONMENT
 from tests.tiny import END, tiny_llama
 
 ENDS = frozenset({END})
@@ -109,3 +124,46 @@ def test_tokens_a_call_are_those_of_decoding(
         gap = found[name].mean(found[name].tokens) - tokens / calls
         wide = 1.5 * np.nanstd(gap[1:])  # both sides resample the same prompts
         assert abs(gap[0]) < 2 * wide, (name, Interval.of(gap))
+
+
+def test_every_verifier_has_a_row_on_every_kind_that_it_takes() -> None:
+    sampling = SamplingConfig()
+    for kind, (settings, references) in KINDS.items():
+        form = DecodeConfig(verifier=references[0], **settings).kind
+        takes = {name for name, spec in VERIFIERS.items() if form in spec.takes}
+        assert {name for name, _ in rows_of(kind, sampling)} == takes - {"greedy_block"}
+    known = {name for kind in KINDS for name, _ in rows_of(kind, sampling)}
+    assert known == set(VERIFIERS) - {"greedy_block"}
+
+
+def test_a_table_goes_on_where_it_was_ended_and_its_rows_are_consistent(tmp_path: Path) -> None:
+    measured = Measured(
+        tiny_llama(1, vocab=12),
+        tiny_llama(4, vocab=12),
+        [(name, torch.tensor([0, 2 + index])) for name in ("a", "b") for index in range(4)],
+        SamplingConfig(),
+        Times(plain=0.01, round=0.012, forward=0.001, node=0.0001),
+        {"mine": DecodeConfig("block", length=4)},
+        max_new_tokens=8,
+    )
+    said: list[str] = []
+    rows = verifier_table(measured, seconds=0.1, folder=tmp_path, report=said.append)
+    assert said == list(KINDS)
+    (tmp_path / "tree 4x2x2.json").unlink()
+    again = verifier_table(measured, seconds=0.1, folder=tmp_path, report=said.append)
+    assert said[len(KINDS) :] == ["tree 4x2x2"]
+    others = [row for row in rows if row.draft_kind != "tree 4x2x2"]
+    assert [row for row in again if row.draft_kind != "tree 4x2x2"] == others
+    assert {row.dataset for row in rows} == {ALL_SETS, "a", "b"}
+    for row in rows:
+        assert 1.0 <= row.expected_tokens.value <= 9.0
+        assert row.speedup is not None
+        assert row.lossless or row.bias is not None
+        if row.verifier == "block":
+            assert row.share_of_ceiling == pytest.approx(1.0)
+            assert (row.decoded == "mine") == (row.draft_kind == "chain of 4")
+    results = build_results(ENVIRONMENT, [])
+    page = fold(results.model_copy(update={"verifiers": rows}))
+    assert page is not None
+    assert len(page.rows) == len(of_all(rows))
+    assert best(rows).name in page.sentence

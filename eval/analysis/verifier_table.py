@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from eval.measuring.records import PromptRecord
+    from eval.measuring.results import Results
 
 Reals = NDArray[np.float64]
 MOST_WEIGHT = 8.0
@@ -365,10 +366,12 @@ PARAMETERS: Mapping[str, Sequence[dict[str, Any]]] = {
     "biased_opt": ({"epsilon": 0.02}, {"epsilon": 0.1}),
 }
 """The useful settings of verifiers that have some. With one candidate, on a chain, the first is
-like all the others."""
+like all others."""
 SLOW = 64
 """A row that takes longer for so many places takes the weights of its kind's first verifier."""
-LEAST = 3
+SMALL = ("2 paths of 4", "4 siblings")
+"""Kinds on which a linear program is solved: tens of milliseconds a node."""
+LEAST = 4
 """Places that a row takes whatever the time."""
 TIMED = 12
 """Places at which a sampled verification is timed."""
@@ -429,7 +432,8 @@ def rows_of(kind: str, sampling: SamplingConfig) -> list[tuple[str, dict[str, An
             continue
         given = PARAMETERS.get(name, [{}])
         several = spec.branching and form == "chain"
-        rows += [(name, parameters) for parameters in (given[:1] if several else given)]
+        given = given[:1] if several else given
+        rows += [(name, each) for each in given if each.get("solver") != "lp" or kind in SMALL]
     return rows
 
 
@@ -512,12 +516,15 @@ def verifier_rows(kind: str, measured: Measured, seconds: float) -> list[Verifie
     references = own[: len(names)]
     places, texts = _places(kind, config, measured, references, seconds / 2)
 
-    # Each row takes its share of what time is left.
+    # Each row takes its share of what time is left, of half of it at least; the first, which all
+    # are compared with, three.
+    made_late = min(0.0, seconds / 2 - (time.perf_counter() - begun))
     table: list[Expected] = []
     micros: list[float] = []
     for index, each in enumerate(own):
         micros.append(_microseconds(each.verifier, places))
-        left = (seconds - (time.perf_counter() - begun)) / (len(own) - index)
+        left = seconds - (time.perf_counter() - begun) - made_late
+        left *= (1 if index else 3) / (len(own) - index + (0 if index else 2))
         table.append(expected(each, references, places, seconds=left, least=LEAST))
     optimum = _optimum(places, config, seconds / len(own)) if len(config.widths) == 1 else []
     forwards = float(np.mean([place.here.forwards for place in places]))
@@ -531,9 +538,10 @@ def verifier_rows(kind: str, measured: Measured, seconds: float) -> list[Verifie
         best = [a for a, place in zip(optimum, places, strict=False) if place.text in inside]
         first = parts[0]
         whole, over = first.mean(first.tokens), [part.over(first) for part in parts]
-        block = next((over[i][0] for i, (name, _) in enumerate(rows) if name == "block"), None)
+        of_block = [float(over[i][0]) for i, (name, _) in enumerate(rows) if name == "block"]
+        block = next((each for each in of_block if each > 0), None)
         for index, ((name, given), part) in enumerate(zip(rows, parts, strict=True)):
-            if np.isnan(over[index][0]):
+            if np.isnan(whole[0] * over[index][0]):
                 continue  # no place of this set was taken, or none where its rounds start
             tokens = Interval.of(whole * over[index])
             ceiling: float | None = None
@@ -588,7 +596,7 @@ def _places(
     sets = list(dict.fromkeys(dataset for dataset, _ in prompts))
     of_set = [[each for each in prompts if each[0] == name] for name in sets]
     waiting = [each for turn in zip_longest(*of_set) for each in turn if each is not None]
-    size = max(8, len(sets))
+    size = max(6, 2 * len(sets))
     nodes = {
         "chain": config.stop.longest,
         "paths": config.paths * config.stop.longest,
@@ -616,6 +624,30 @@ def _places(
         texts += [dataset for dataset, _ in batch]
     mixed = np.random.default_rng(measured.seed).permutation(len(places))
     return [places[index] for index in mixed], texts
+
+
+def decoded_only(results: Results) -> list[VerifierRow]:
+    """Rows of verifiers whose residual outlives a round, which decoding alone measures."""
+    return [
+        VerifierRow(
+            dataset=run.dataset,
+            verifier=run.verifier or "",
+            parameters={},
+            draft_kind=f"chain of {run.length}",
+            lossless=run.lossless,
+            expected_tokens=Interval(run.block_efficiency, *run.intervals["block_efficiency"]),
+            gain=None,
+            positions=run.rounds,
+            ceiling=None,
+            share_of_ceiling=None,
+            bias=None,
+            microseconds=None,
+            speedup=run.speedup,
+            decoded=run.method,
+        )
+        for run in results.runs
+        if run.verifier and VERIFIERS[run.verifier].residual_persists and run.fixed_length
+    ]
 
 
 def _microseconds(verifier: Verifier, places: Sequence[Start]) -> float:

@@ -174,6 +174,12 @@ class EvalConfig(Config):
     warmup_tokens: int = Field(
         default=16, ge=1, description="tokens that each method decodes before anything is timed"
     )
+    verifiers: float | None = Field(
+        default=None,
+        ge=0.0,
+        description="seconds for the table of every verifier on every kind of draft; 0: no table; "
+        "left out: a fifth of the time that the methods took",
+    )
     folder: str | None = Field(
         default=None,
         description="its folder in the run's output: another list of methods needs another; null: "

@@ -26,6 +26,7 @@ from eval.measuring.intervals import Interval, resamples
 from eval.measuring.metrics import divide, prompt_ids
 from eval.measuring.pooled import fastest, pool
 from eval.measuring.results import Results, Run
+from eval.reporting.rendering import Bar
 from specdata.storage.files import atomic_write
 
 INK, GRID = "#24292f", "#d0d7de"
@@ -293,3 +294,31 @@ def to_svg(figure: Figure, *, prefix: str, title: str) -> str:
     text = re.sub(r'(<svg[^>]*?)\swidth="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?)\sheight="[^"]*"', r"\1", text, count=1)
     return text.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
+
+
+# --- the table of verifiers ---
+
+
+def verifier_picture(bars: Sequence[Bar], path: Path) -> None:
+    """Write bars grouped by the kind of draft, each with its whisker and its ceiling, as a PNG."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(8, 0.6 + 0.26 * len(bars)), layout="constrained")
+        axes = figure.add_subplot()
+        groups = list(dict.fromkeys(bar.group for bar in bars))
+        rows = np.array([n + 0.7 * groups.index(bar.group) for n, bar in enumerate(bars)])
+        values = np.array([bar.value.value for bar in bars])
+        whiskers = np.abs(np.array([[b.value.low, b.value.high] for b in bars]).T - values)
+        colours = [look.colour for look in LOOKS.values()][1:]
+        for row, bar in zip(rows, bars, strict=True):
+            colour = colours[groups.index(bar.group) % len(colours)]
+            hatch, edge = ("////", "white") if bar.look == "biased" else ("", colour)
+            axes.barh(row, bar.value.value, color=colour, height=0.8, hatch=hatch, edgecolor=edge)
+            if bar.mark is not None:
+                axes.plot([bar.mark, bar.mark], [row - 0.45, row + 0.45], color=INK)
+        axes.errorbar(values, rows, xerr=whiskers, fmt="none", ecolor=INK, elinewidth=1, capsize=2)
+        axes.set_yticks(rows, [label(f"{bar.group}: {bar.name}", 60) for bar in bars])
+        axes.invert_yaxis()
+        axes.set_xlabel("expected tokens a call of the target; line: ceiling")
+        FigureCanvasAgg(figure)
+        with atomic_write(path) as temporary:
+            figure.savefig(temporary, format="png", dpi=150)

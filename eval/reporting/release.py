@@ -26,6 +26,7 @@ from eval.analysis.head_verdict import (
 )
 from eval.measuring.pooled import merit, pool
 from eval.measuring.results import Results, Run, check_metrics, write_results
+from eval.reporting import verifiers
 from eval.reporting.lengths import longest_measured, measured_lengths
 from eval.reporting.metadata import (
     ELSEWHERE,
@@ -283,6 +284,8 @@ def _card(template: str, measured: Results, about: About, **values: Any) -> str:
     return render(
         template,
         table=readme_table(results),
+        verifiers=verifiers.markdown(results.verifiers, results) if results.verifiers else "",
+        best_verifier=verifiers.answer(results.verifiers) if results.verifiers else "",
         measures=about.measures,
         certificate=about.certificate,
         unnamed=[public_name(name) for name in names],

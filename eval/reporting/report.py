@@ -22,6 +22,7 @@ from eval.analysis.head_verdict import QUALITY_COLUMNS, HeadVerdict
 from eval.measuring.pooled import ALL_SETS, fastest, pool
 from eval.measuring.results import Results
 from eval.measuring.samples import Samples
+from eval.reporting import verifiers
 from eval.reporting.lengths import measured_lengths
 from eval.reporting.overall import WIDE, best_of, is_wide, overall
 from eval.reporting.rendering import NOT_MEASURED, Bar, Fold, format_number, render
@@ -221,7 +222,8 @@ def render_page(results: Results, context: Context) -> str:
 
 def folds(results: Results, context: Context) -> list[Fold]:
     """The sections of the page, in its order."""
-    made = [_all_sets(results), _each_set(results), _head(context.verdict)]
+    made = [verifiers.fold(results), _all_sets(results), _each_set(results)]
+    made.append(_head(context.verdict))
     made += [_predictors(context.verdict), _positions(results), _lengths(results), what_if(results)]
     return [fold for fold in [*made, _scores(results), _where(results, context)] if fold]
 

@@ -1,0 +1,155 @@
+"""The table of every verifier as a section of a page, as Markdown, and as one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from eval.measuring.intervals import Interval
+from eval.measuring.pooled import ALL_SETS
+from eval.measuring.results import Results, VerifierRow
+from eval.reporting.rendering import NOT_MEASURED, Bar, Fold, escape_markdown
+
+COLUMNS = (
+    (
+        "tokens a call",
+        "Expected tokens that a call of the target emits: the verifier is enumerated, not sampled,"
+        " on drafts that all verifiers of the kind share, at places where its rounds start.",
+    ),
+    (
+        "over the first",
+        "Its tokens a call over those of the first verifier of the kind, at the same places.",
+    ),
+    ("places", "Drafts on which it was enumerated; slow ones on fewer."),
+    (
+        "ceiling",
+        "The best tokens a call: of siblings the optimum of all lossless rules (a proved bound), of"
+        " chains what block verification reaches.",
+    ),
+    ("reached", "Share of that: of siblings of the acceptance, of chains of the tokens."),
+    ("one takes", "Median time of one sampled verification."),
+    (
+        "predicted",
+        "Speed-up over the target alone, from the run's times of a round, a forward of the draft, a"
+        " drafted node and a verification.",
+    ),
+    ("measured", "Speed-up and tokens a call of the method that decoded so, if there is one."),
+)
+
+
+def of_all(rows: Sequence[VerifierRow]) -> list[VerifierRow]:
+    """Rows over all prompt sets together."""
+    names = {row.dataset for row in rows}
+    return [row for row in rows if row.dataset == ALL_SETS or len(names) == 1]
+
+
+def best(rows: Sequence[VerifierRow], verifier: str = "") -> VerifierRow:
+    """The lossless row with the highest predicted speed, or tokens a call without times."""
+    return max(
+        (
+            row
+            for row in of_all(rows)
+            if row.lossless and row.microseconds is not None and verifier in ("", row.verifier)
+        ),
+        key=lambda row: row.speedup or row.expected_tokens.value,
+    )
+
+
+def answer(rows: Sequence[VerifierRow]) -> str:
+    """The winner, and what it gains over token verification."""
+    lossless = {row.verifier for row in rows if row.lossless}
+    winner, token = best(rows), best(rows, "token")
+    said = (
+        f"Of {len(lossless)} lossless verifiers {winner.name} on a {winner.draft_kind} is best:"
+        f" {_tokens(winner.expected_tokens)} tokens a call"
+    )
+    if winner is token:
+        return said + "; no other is faster than token verification."
+    pairs = [("tokens a call", winner.expected_tokens.value, token.expected_tokens.value)]
+    if winner.speedup and token.speedup:
+        pairs.append(("speed (predicted)", winner.speedup, token.speedup))
+    gains = ", ".join(f"{100 * (ours / its - 1):+.0f} % {what}" for what, ours, its in pairs)
+    return f"{said}; over token verification at its best, a {token.draft_kind}: {gains}."
+
+
+def fold(results: Results) -> Fold | None:
+    """The section of a page; None without a table."""
+    rows = of_all(results.verifiers)
+    if not rows:
+        return None
+    return Fold(
+        "Every verifier",
+        answer(rows),
+        COLUMNS,
+        [(f"{row.draft_kind}: {_name(row)}", cells(row, results)) for row in rows],
+        first="draft and verifier",
+        note="† biased: changes the target's distribution; TV is how far, a token."
+        " The tokens a call of some verifiers (greedy block) are measured by decoding only.",
+        bars=bars(rows),
+    )
+
+
+def bars(rows: Sequence[VerifierRow]) -> list[Bar]:
+    """The best row of each verifier on each form of draft, the ceiling as a mark."""
+    best: dict[tuple[str, str], VerifierRow] = {}
+    for row in of_all(rows):
+        words = ("siblings", "paths", "dynamic", "tree")
+        form = next((word for word in words if word in row.draft_kind), "chain")
+        group = {"chain": "one chain", "tree": "a tree", "dynamic": "a dynamic tree"}.get(
+            form, form
+        )
+        known = best.get((group, row.verifier))
+        if known is None or row.expected_tokens.value > known.expected_tokens.value:
+            best[group, row.verifier] = row
+    most = max((r.expected_tokens.value for r in best.values() if r.lossless), default=0.0)
+    return [
+        Bar(
+            f"{row.name}, {row.draft_kind}",
+            row.expected_tokens,
+            f"{row.expected_tokens.value:.2f}" + ("" if row.lossless else " biased"),
+            row.ceiling,
+            "biased" if not row.lossless else "first" * (row.expected_tokens.value == most),
+            group,
+        )
+        for (group, _), row in sorted(best.items(), key=lambda each: each[0][0] != "one chain")
+    ]
+
+
+def markdown(rows: Sequence[VerifierRow], results: Results | None = None) -> str:
+    """The table of all prompt sets."""
+    heads = ["draft", "verifier", *(name for name, _ in COLUMNS)]
+    lines = [heads, ["---", "---", *["--:"] * len(COLUMNS)]]
+    for row in of_all(rows):
+        made = cells(row, results)
+        lines.append([row.draft_kind, escape_markdown(_name(row)), *map(escape_markdown, made)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def cells(row: VerifierRow, results: Results | None = None) -> list[str]:
+    """The figures of a row in the order of `COLUMNS`."""
+    gain = NOT_MEASURED
+    if row.gain is not None:
+        value, low, high = (100 * x for x in (row.gain.value, row.gain.low, row.gain.high))
+        gain = f"{value:+.1f} % [{low:+.1f}, {high:+.1f}]"
+    runs = results.runs if results else []
+    runs = [run for run in runs if run.method == row.decoded]
+    tokens = sum(run.tokens for run in runs) / max(1, sum(run.rounds for run in runs))
+    speeds = [run.speedup for run in runs if run.speedup is not None]
+    speed = f"{sum(speeds) / len(speeds):.2f}x, " if speeds else ""
+    return [
+        _tokens(row.expected_tokens),
+        gain,
+        f"{row.positions:,}",
+        NOT_MEASURED if row.ceiling is None else f"{row.ceiling:.2f}",
+        NOT_MEASURED if row.share_of_ceiling is None else f"{100 * row.share_of_ceiling:.1f} %",
+        NOT_MEASURED if row.microseconds is None else f"{row.microseconds:,.0f} µs",
+        NOT_MEASURED if row.speedup is None else f"{row.speedup:.2f}x",
+        f"{speed}{tokens:.2f}" if runs else NOT_MEASURED,
+    ]
+
+
+def _name(row: VerifierRow) -> str:
+    return row.name if row.bias is None else f"{row.name} † TV {row.bias:.3f}"
+
+
+def _tokens(value: Interval) -> str:
+    return f"{value.value:.2f} [{value.low:.2f}, {value.high:.2f}]"
