@@ -14,8 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
@@ -146,7 +145,7 @@ class Certificate(Strict):
     @property
     def sentence(self) -> str:
         """The finding, for a card."""
-        exact = [each for each in self.methods if each.is_exact]
+        exact = [each for each in self.methods if each.lossless and each.is_exact]
         said = []
         if exact:
             found = (f"{each.verifier} ({each.enumerated.drafts})" for each in exact)
@@ -167,7 +166,7 @@ class Certificate(Strict):
                 texts, ties = sum(g.texts for g in greedy), sum(g.ties for g in greedy)
                 said[-1] += f"; {texts - ties} of {texts} greedy texts are identical, {ties} tied"
         for each in self.methods:
-            if each.is_exact:
+            if each in exact:
                 continue
             seen = f"total variation {each.enumerated.total_variation:.3g} over {DEPTH + 1} tokens"
             if each.sampled:
@@ -191,33 +190,24 @@ class Certificate(Strict):
 # --- enumeration --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
-    """A pair's distributions around one position, over S = `likeliest` + 1 outcomes.
-
-    After every sequence of outcomes, 0 to S - 2 are the tokens that target and draft together find
-    likeliest there, and S - 1 is all others, continued as the likeliest of them.
-
-    Args:
-        p: the target's, `DEPTH` + 1 laws.
-        qs: those of each draft; the first is the run's own, the second one is warmer.
-    """
-
-    p: Laws
-    qs: Sequence[Laws]
-
-
 @torch.inference_mode()
 def position(
     target: CachedSequence, draft: CachedSequence, context: Sequence[int], likeliest: int
-) -> Position:
+) -> tuple[Laws, list[Laws]]:
     """Read both models after a context and after everything that may be drafted there.
+
+    After every sequence of outcomes, 0 to `likeliest` - 1 are the tokens that both models together
+    find likeliest there, and the last is all others, continued as the likeliest of them.
 
     Args:
         target: an empty sequence of the target.
         draft: an empty sequence of the draft.
         context: at least two token ids.
         likeliest: tokens with an outcome of their own.
+
+    Returns:
+        The target's `DEPTH` + 1 laws; those of the draft, and of a warmer one for paths that are
+        drawn from different laws.
     """
     warm = draft.sampling
     warm = SamplingConfig(1.5 * warm.temperature, warm.top_k, warm.top_p)
@@ -251,24 +241,24 @@ def position(
         tokens += shown.flatten().tolist()
     for sequence in (target, draft):
         sequence.reset()
-    return Position(laws[0], laws[1:])
+    return laws[0], list(laws[1:])
 
 
-def output_deviation(verifier: Verifier, at: Position, kind: str) -> float:
+def output_deviation(verifier: Verifier, p: Laws, qs: Sequence[Laws], kind: str) -> float:
     """Total variation between what follows a position under a verifier and under the target.
 
     One round emits up to `DEPTH` + 1 tokens; where it emits fewer, plain sampling adds the rest.
 
     Args:
         verifier: the acceptance rule.
-        at: the pair there.
+        p: the target's laws there, as of `position`.
+        qs: the drafts'.
         kind: the drafts' `DraftTree.kind`: a chain of `DEPTH` tokens, or `WIDTH` paths of as many,
             or a tree with `WIDTH` candidates and one after each.
     """
-    p, q = at.p, at.qs[0]
     following = [p[1].unsqueeze(-1) * p[2], p[2], torch.ones_like(p[2])]
     joint = torch.zeros_like(p[2])
-    for weight, (tree, prefixes) in outcomes(lambda rng: _drawn(at.qs, kind, rng)):
+    for weight, (tree, prefixes) in outcomes(lambda rng: _drawn(qs, kind, rng)):
         rows = torch.stack([p[len(prefix)][prefix] for prefix in prefixes])
         for chance, end in verifier.outcomes(tree, rows):
             prefix, mass = prefixes[end.node], weight * chance
@@ -276,7 +266,7 @@ def output_deviation(verifier: Verifier, at: Position, kind: str) -> float:
                 for token, share in enumerate(end.distribution.tolist()):
                     if share > 0:
                         after = verifier.after(tree, rows, end, token)
-                        for chosen, sequence in _continued(after, (*prefix, token), p, q):
+                        for chosen, sequence in _continued(after, (*prefix, token), p, qs[0]):
                             joint[sequence] += mass * share * chosen
                 continue
             rest = following[len(prefix)][prefix]
@@ -374,8 +364,8 @@ def enumerate_verifier(
     worst = 0.0
     for context in contexts:
         own = target.sequence(0, config.sampling)
-        at = position(own, draft.sequence(0, config.sampling), context, likeliest)
-        worst = max(worst, output_deviation(verifier, at, kind))
+        p, qs = position(own, draft.sequence(0, config.sampling), context, likeliest)
+        worst = max(worst, output_deviation(verifier, p, qs, kind))
     return Enumerated(
         drafts=kind, positions=len(contexts), outcomes=likeliest + 1, total_variation=worst
     )
@@ -496,7 +486,8 @@ def certify(
     """
     vocabulary = models.target.config.get_text_config().vocab_size
     target, draft = (CachedModel(each, vocabulary) for each in (models.target, models.draft))
-    chosen = [list(prompts[number % len(prompts)]) for number in range(texts)]
+    # Of all sets: prompts come set by set.
+    chosen = [list(prompts[number * len(prompts) // texts]) for number in range(texts)]
 
     def decoder(method: MethodConfig | None, law: SamplingConfig) -> SpeculativeDecoder:
         if method is None:
@@ -529,41 +520,49 @@ def certify(
         ties = generator_for(seed, "certificate", "cells", name)
         return count_cells(target, draft, made, sampling, ties)
 
+    def greedy(method: MethodConfig) -> Greedy:
+        made = decoder(method, SamplingConfig(0.0))
+
+        def decode(prompt: Tensor) -> Tensor:
+            unused = torch.Generator()
+            return made.generate(prompt, max_new_tokens=max_new_tokens, generator=unused).tokens
+
+        (compared,) = compare_sequences(
+            models.target,
+            [torch.tensor(prompt) for prompt in prompts[:: -(-len(prompts) // GREEDY_TEXTS)]],
+            {method.name: decode},
+            max_new_tokens=max_new_tokens,
+        )
+        return Greedy(
+            texts=compared.texts,
+            identical=compared.texts - len(compared.differences),
+            ties=compared.count("tie"),
+            bugs=compared.count("bug"),
+        )
+
     plain = sampled(None)
     expected = cells(PLAIN, plain)
     report(1)
     # In the middle of texts of different prompts.
-    contexts = [[*prompt, *new[: len(new) // 2]] for prompt, new in plain[:POSITIONS]]
+    spread = plain[:: -(-texts // POSITIONS)]
+    contexts = [[*prompt, *new[: len(new) // 2]] for prompt, new in spread]
     contexts = [context for context in contexts if len(context) > 1]
     certified = []
     for method in methods:
-        config, greedy = method.decoding(sampling), None
-        if config.make_verifier().lossless:
-            made = decoder(method, SamplingConfig(0.0))
-            (compared,) = compare_sequences(
-                models.target,
-                [torch.tensor(prompt) for prompt in prompts[:GREEDY_TEXTS]],
-                {method.name: partial(_greedy, made, max_new_tokens)},
-                max_new_tokens=max_new_tokens,
-            )
-            greedy = Greedy(
-                texts=compared.texts,
-                identical=compared.texts - len(compared.differences),
-                ties=compared.count("tie"),
-                bugs=compared.count("bug"),
-            )
+        config = method.decoding(sampling)
+        lossless = config.make_verifier().lossless
         certified.append(
             Certified(
                 method=method.name,
                 verifier=method.verifier,
                 drafter=method.drafter,
                 stop=method.stop.name,
-                lossless=config.make_verifier().lossless,
+                lossless=lossless,
                 enumerated=enumerate_verifier(config, target, draft, contexts),
                 sampled=two_sample_test(cells(method.name, sampled(method)), expected)
                 if sampling.temperature
                 else None,
-                greedy=greedy,
+                greedy=greedy(method) if lossless else None,
             )
         )
         report(1)
@@ -574,8 +573,3 @@ def certify(
         environment=environment,
         methods=certified,
     )
-
-
-def _greedy(decoder: SpeculativeDecoder, max_new_tokens: int, prompt: Tensor) -> Tensor:
-    generator = torch.Generator()
-    return decoder.generate(prompt, max_new_tokens=max_new_tokens, generator=generator).tokens
