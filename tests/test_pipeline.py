@@ -342,17 +342,6 @@ def test_the_sizes_of_a_plan_are_those_of_the_files(
     assert "5 prompts x 5 methods = 25 generations" in Eval(config).size
 
 
-@EXHAUSTIVE
-def test_a_damaged_shard_stops_the_next_stage_and_is_named(finished: Path, tmp_path: Path) -> None:
-    subprocess.run(["cp", "-r", f"{finished}/out", str(tmp_path)], check=True)
-    shard = tmp_path / "out" / "rollouts" / "shard-00001.parquet"
-    shard.write_bytes(shard.read_bytes()[:-2])
-    subprocess.run(["rm", "-r", str(tmp_path / "out" / "draft")], check=True)
-    done = run(tmp_path, "train_draft.py")
-    assert done.returncode == 2
-    assert "shard-00001.parquet is not the file that was written" in done.stderr
-
-
 def test_pairs_with_different_vocabularies_are_refused_before_any_work(
     finished: Path, tmp_path: Path
 ) -> None:
