@@ -259,20 +259,23 @@ def read_results(path: Path) -> Results:
     Raises:
         ManifestError: if the file is missing, damaged, or of another schema version.
     """
+    # Not the advice to remove a folder that no evaluation made.
+    is_ours = (path.parent / "run.json").is_file()
+    again = (
+        f"remove {path.parent} and run" if is_ours else "give that of another evaluation, or run"
+    )
     try:
         return Results.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
         raise ManifestError(
-            f"no results at {path}; run the evaluation first (if it says that it is already done, "
-            f"remove {path.parent} and run it again)"
+            f"no results at {path}: {again} the evaluation (draftsmith run-eval)"
         ) from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise ManifestError(
             f"{path} must be a results.json of schema version {SCHEMA_VERSION}: {where}:"
-            f" {first['msg']} ({error.error_count()} problems in all); remove "
-            f"{path.parent} and run the evaluation again"
+            f" {first['msg']} ({error.error_count()} problems in all); {again} the evaluation again"
         ) from error
 
 
