@@ -150,7 +150,7 @@ def test_acceptance_under_the_names_of_vllm_is_counted_as_vllm_counts_it(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere.json"], "run the evaluation first"),
+        (["nowhere.json"], "or run the evaluation"),
         (["RUN", "--method", "fixed-44"], "did you mean 'fixed-4'?"),
         (["RUN", "--out", "RUN"], "another folder"),
     ],

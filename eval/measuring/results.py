@@ -261,9 +261,7 @@ def read_results(path: Path) -> Results:
     """
     # Not the advice to remove a folder that no evaluation made.
     is_ours = (path.parent / "run.json").is_file()
-    again = (
-        f"remove {path.parent} and run" if is_ours else "give that of another evaluation, or run"
-    )
+    again = f"remove {path.parent} and run" if is_ours else "give another's, or run"
     try:
         return Results.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
