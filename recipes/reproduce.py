@@ -284,7 +284,7 @@ def replay(pair: Pair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
     """
     import numpy as np
 
-    from eval.analysis.replay import bounds, replay_rules, result_rows, rows_of_split
+    from eval.analysis.replay import COST_RULE, bounds, replay_rules, result_rows, rows_of_split
     from eval.analysis.sweep import sweep
     from eval.analysis.traces import acceptance_traces
     from eval.measuring.pooled import ALL_SETS
@@ -322,7 +322,10 @@ def replay(pair: Pair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
         chosen = np.array([name in (ALL_SETS, each) for each in rows["dataset"]])
         here, prompts = traces.select(chosen), np.array(rows["example_id"])[chosen].tolist()
         results = bounds(here, **times) + replay_rules(here, {}, **times)
-        found = result_rows(results, **times, prompts=prompts)
+        every = result_rows(results, **times, prompts=prompts)
+        found = [
+            row for row in every if row["setting"] != COST_RULE
+        ]  # which is none of the paper's
         least: dict[str, float] = {}
         for row in found:
             seconds = row["seconds_per_token"]

@@ -136,7 +136,7 @@ def write_figure(
     panels: dict[str, list[Record]] = {}
     for record in records:
         panels.setdefault(_label(record, figure.get("panels", [])), []).append(record)
-    columns = min(3, max(1, len(panels)))
+    columns = 2 if len(panels) == 4 else min(3, max(1, len(panels)))
     lines = -(-max(1, len(panels)) // columns)
     # Words stay words: a fifth of the size, and a reader can search them.
     look: dict[Any, Any] = {
