@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from eval.analysis.examples import batches, rejections
 from eval.reporting.papers import markdown_table, paper_figures, pivot, selected
 from recipes.config import TOY, parse
 from recipes.reproduce import KINDS, PAPERS, Pair, evaluated, expanded, formula, main, protocol_of
@@ -46,6 +47,14 @@ def test_a_protocol_fits_the_demos_pair_and_names_what_it_measures(paper: str, q
     for shown in [*protocol["tables"], *protocol.get("figures", [])]:
         of = [shown["of"]] if isinstance(shown["of"], str) else shown["of"]
         assert {*of} <= {*protocol["measurements"]}, shown["title"]
+
+
+def test_simulated_rejections_are_those_of_theorem_1() -> None:
+    simulated, exact = rejections(vocabulary=4, horizon=12, spread=1.0, runs=[200], seed=1)
+    low, high = (simulated["rejections"][side] for side in ("low", "high"))
+    assert low < exact["rejections"] < high < 1.2 * low
+    alone, limit = (row["rejections"] for row in batches(4, 12, 1.0, [1], seed=1))
+    assert limit < alone == pytest.approx(exact["rejections"], abs=1e-12)
 
 
 def test_methods_of_a_grid_have_its_values_in_their_names() -> None:
