@@ -8,12 +8,14 @@ sets and configurations of models that are on the Hub are checked when a pipelin
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import Literal
 
 from eval.measuring.methods import path_drafts
 from recipes.config import PipelineConfig
+from recipes.run import Stage, absolute, all_stages, is_within
 from recipes.sizes import (
     WEIGHTS,
     is_made_here,
@@ -22,15 +24,68 @@ from recipes.sizes import (
     sizes_of,
 )
 from specdata.errors import ConfigError
-from specdata.loading import Role, check_bits, check_tp_plan
+from specdata.loading import Role, check_bits, check_tp_plan, check_vocabularies
 from specdata.processes import process_count
 from specdata.storage.files import read_object
 
-if TYPE_CHECKING:
-    pass
-
 # Beside a tokenizer; other versions keep it in tokenizer_config.json.
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+
+
+def check_paths(stages: Sequence[Stage]) -> None:
+    """Refuse an output that cannot be written, and inputs that are nowhere. Raises ConfigError."""
+    output = stages[0].config.output
+    here = next(path for path in (absolute(output), *absolute(output).parents) if path.exists())
+    if not here.is_dir() or not os.access(here, os.W_OK | os.X_OK):
+        why = "may not be written into" if here.is_dir() else "is no folder"
+        raise ConfigError(f"cannot write into {output} ({here} {why}): choose another --output")
+    makers = [stage.folder for stage in all_stages(stages[0].config) if stage.is_asked]
+    for stage in stages:
+        for name, source in stage.inputs.items():
+            is_made = any(is_within(source, str(maker)) for maker in makers)
+            if is_path(source, output) and not is_made and not Path(source).exists():
+                raise ConfigError(
+                    f"{stage.name} reads {name} from {source}, and there is no such file or "
+                    "folder: mend the path, or give a Hub id (OWNER/NAME)"
+                )
+
+
+def is_path(source: str, output: str) -> bool:
+    """True if an input is a file or a folder, whether it is there or not, and no Hub id."""
+    # A Hub id is OWNER/NAME or NAME, its revision aside; an address has "://".
+    is_written_so = source.startswith((".", "/")) or source.partition("@")[0].count("/") > 1
+    return (
+        Path(source).exists()
+        or is_within(source, output)
+        or (is_written_so and "://" not in source)
+    )
+
+
+def check_shared(config: PipelineConfig, drafts: Iterable[str]) -> None:
+    """Refuse drafts whose tokenizers differ from the target's, where both are on this machine.
+
+    Files may lack tokens that transformers adds at the end: only ids that both name are compared.
+    Raises VocabularyMismatchError.
+    """
+    ours = _tokens(config, config.models.target)
+    for draft in drafts:
+        theirs = _tokens(config, draft)
+        both = ours.keys() & theirs.keys()
+        check_vocabularies({i: ours[i] for i in both}, {i: theirs[i] for i in both})
+
+
+def _tokens(config: PipelineConfig, model: str) -> dict[int, str]:
+    """Id -> token, as a model's tokenizer.json has them; empty if it is not on this machine."""
+    here = None if is_made_here(config, model) else on_this_machine(model)
+    try:
+        stored = json.loads((here / "tokenizer.json").read_text("utf-8")) if here else {}
+        vocabulary = stored["model"]["vocab"]
+        if isinstance(vocabulary, list):  # a unigram model's: token and score
+            vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
+        tokens = {index: token for token, index in vocabulary.items()}
+        return tokens | {added["id"]: added["content"] for added in stored["added_tokens"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def check_training_splits(config: PipelineConfig) -> None:
@@ -184,7 +239,8 @@ def check_hub(config: PipelineConfig) -> None:
             require_template(load_tokenizer(config.models.target))
     trained = config.rollouts.sets if config.draft or config.head or config.toy else []
     for sets in (trained, config.eval.sets):
-        check_sets([wanted for wanted in sets if is_remote(wanted)], config.seed)
+        remote = [wanted for wanted in sets if is_remote(wanted)]
+        check_sets(remote, config.seed, has_template=has_chat_template(config))
 
 
 def check_room(config: PipelineConfig, section: str, new: int, models: Iterable[str]) -> None:

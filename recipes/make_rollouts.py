@@ -10,7 +10,13 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from recipes.checks import check_loading, check_room, is_shared
+from recipes.checks import (
+    check_loading,
+    check_room,
+    check_shared,
+    has_chat_template,
+    is_shared,
+)
 from recipes.config import PipelineConfig
 from recipes.layout import sampled
 from recipes.recipe import CommandLine, Recipe, steps_to_draft
@@ -18,7 +24,7 @@ from recipes.run import Stage, Step, absolute, finished, say
 from recipes.sizes import ROLLOUT_TOKEN, in_bytes, parameters, rows_size, sizes_of, width_of
 from specdata.errors import ConfigError
 from specdata.processes import is_main, process_count
-from specdata.prompts.reading import prompt_inputs
+from specdata.prompts.reading import is_remote, prompt_inputs
 from specdata.rollouts.config import check_samples
 from specdata.terminal import progress
 
@@ -84,6 +90,11 @@ class Rollouts(Stage):
         """True if something is trained."""
         return bool(self.config.toy or self.config.draft or self.config.head)
 
+    @property
+    def splits(self) -> set[str]:
+        """The splits that are trained on."""
+        return {"train", "dev"} if self.config.draft or self.config.head else set()
+
     def decisive(self) -> dict[str, Any]:
         """Its section, and how the target is sampled."""
         rollouts = self.config.rollouts.decisive()
@@ -105,7 +116,7 @@ class Rollouts(Stage):
 
     def check(self) -> None:
         """Refuse prompts, lengths and loadings that cannot be used."""
-        from specdata.prompts.loading import check_sets
+        from specdata.prompts.loading import check_kept, check_sets
 
         config, wanted = self.config, self.config.rollouts
         if not wanted.sets:
@@ -116,7 +127,13 @@ class Rollouts(Stage):
         check_samples(wanted, config.sampling)
         check_loading(config, "rollouts")
         check_room(config, "rollouts", wanted.max_new_tokens, [config.models.target])
-        check_sets(wanted.sets, config.seed, here_alone=True)
+        if config.models.draft is not None:
+            check_shared(config, [config.models.draft])
+        report = check_sets(
+            wanted.sets, config.seed, here_alone=True, has_template=has_chat_template(config)
+        )
+        unread = {each.split for each in wanted.sets if is_remote(each)}
+        check_kept(report, sorted(self.splits - unread))
 
     def run(self) -> dict[str, Any]:
         """Complete with every process there is."""
@@ -125,7 +142,7 @@ class Rollouts(Stage):
             load_tokenizer,
             vocabulary_fingerprint,
         )
-        from specdata.prompts.loading import dropped, load_prompts
+        from specdata.prompts.loading import check_kept, dropped, load_prompts
         from specdata.rollouts.make import Dialogue, make_rollouts, turns_asked
         from specdata.storage.manifest import read_manifest
 
@@ -145,14 +162,7 @@ class Rollouts(Stage):
             loaded = load_prompts(wanted.sets, tokenizer, seed=config.seed, max_tokens=longest)
             if not loaded.prompts:
                 raise ConfigError("rollouts.sets must hold at least one prompt")
-            for split in ("train", "dev") if config.draft or config.head else ():
-                found = [account for account in loaded.report if account["split"] == split]
-                if found and not any(account["kept"] for account in found):
-                    raise ConfigError(
-                        f"rollouts.sets must hold prompts of split {split} to train on, and all of "
-                        f"them were dropped: {'; '.join(dropped(found))} (a duplicate equals an "
-                        "earlier prompt, of any set). Give other prompts"
-                    )
+            check_kept(loaded.report, sorted(self.splits))
             for line in dropped(loaded.report):
                 say(f"  {line}")
             made_of = {

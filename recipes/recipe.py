@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from recipes.checks import check_hub, check_weights
+from recipes.checks import check_hub, check_paths, check_weights, is_path
 from recipes.config import SHARED, PipelineConfig, parse
 from recipes.layout import folder
 from recipes.run import (
@@ -24,7 +24,6 @@ from recipes.run import (
     Step,
     check_files,
     console,
-    is_within,
     run_stage,
     say,
     stage_record,
@@ -69,12 +68,7 @@ class Recipe:
     def main(self, config: PipelineConfig) -> None:
         """Do every stage, after a look at all of them."""
         begun, stages = time.perf_counter(), self.asked(config)
-        for stage in stages:
-            if (stage.folder / RUN).is_file() and not stage.is_copy:
-                stage.check_settings()
-        is_made = all(stage.is_made for stage in stages)
-        if not is_made:
-            self.check(stages)
+        is_made = self.check(stages)
         is_whole = len({stage.recipe for stage in stages}) > 1
         if is_whole and not is_made:
             check_weights(config)
@@ -93,10 +87,23 @@ class Recipe:
         for stage, results in answers if is_main() else ():
             stage.show(results)
 
-    def check(self, stages: Sequence[Stage]) -> None:
-        """Refuse what cannot be made. Raises ConfigError."""
+    def check(self, stages: Sequence[Stage]) -> bool:
+        """Refuse what cannot be made, for a plan and a run alike.
+
+        Returns:
+            Whether all of it is made already.
+
+        Raises:
+            ConfigError: with what to do.
+        """
         for stage in stages:
-            stage.check()
+            stage.check_folder()
+        is_made = all(stage.is_made for stage in stages)
+        if not is_made:
+            for stage in stages:
+                stage.check()
+            check_paths(stages)
+        return is_made
 
     def run(self, arguments: Sequence[str] | None = None, program: str | None = None) -> int:
         """Run the recipe from a command line.
@@ -133,8 +140,7 @@ class Recipe:
             config = command.config
             if command.plan:
                 stages = self.asked(config)
-                if not all(stage.is_made for stage in stages):  # as a run, with nothing to do
-                    self.check(stages)
+                self.check(stages)
                 read = {key: each for key, each in command.given.items() if key in self.sections}
                 show_plan(read, stages)
             else:
@@ -179,10 +185,7 @@ def _absent(source: str, output: str) -> str:
     """The message for an input that is not on this machine, or not whole; else nothing."""
     if Path(source).exists():
         return " (its config.json, no weights)" if is_without_weights(source) else ""
-    # A Hub id is OWNER/NAME or NAME, its revision aside; an address has "://".
-    is_path = source.startswith((".", "/")) or source.partition("@")[0].count("/") > 1
-    here = is_within(source, output) or (is_path and "://" not in source)
-    return " (not made yet)" if here else " (from the Hub)"
+    return " (not made yet)" if is_path(source, output) else " (from the Hub: no such folder here)"
 
 
 def _state(stage: Stage) -> str:
@@ -194,9 +197,8 @@ def _state(stage: Stage) -> str:
         stage.check_settings()
         if is_finished:
             check_files(stage)
-    except OtherSettingsError:
-        what = "it is made again" if stage.is_copy else stage.remedy
-        return f"made with other settings: {what}"
+    except OtherSettingsError:  # of what may be made again
+        return "made with other settings: it is made again"
     except ManifestError as error:
         return "changed: it is made again" if stage.is_copy else str(error)
     return "done" if is_finished else "begun, would be continued"

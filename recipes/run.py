@@ -179,6 +179,18 @@ class Stage(ABC):
             return False
         return True
 
+    def check_folder(self) -> None:
+        """Raise ConfigError if its folder is another program's or was made with other settings."""
+        if (self.folder / RUN).exists():
+            if not self.is_copy:
+                self.check_settings()
+        # A hidden file may be what a run left that was killed while it wrote run.json.
+        elif is_main() and self.folder.is_dir() and any(self.folder.glob("[!.]*")):
+            raise ConfigError(
+                f"{self.folder} is not empty and holds no {RUN}, so it is not an output folder of "
+                "this program: choose another --output, or move it away"
+            )
+
     def check_settings(self) -> None:
         """Raise OtherSettingsError if its folder was made with other settings."""
         asked = portable(self.decisive(), self.config.output)
@@ -433,13 +445,7 @@ def _decisive(stage: Stage) -> Settings:
 def _stored(stage: Stage, decisive: Settings) -> dict[str, Any] | None:
     """An earlier run.json of this folder, if it is of the same run."""
     if not (stage.folder / RUN).exists():
-        # A hidden file may be what a run left that was killed while it wrote run.json.
-        mine = [] if not stage.folder.is_dir() else list(stage.folder.glob("[!.]*"))
-        if mine and is_main():
-            raise ConfigError(
-                f"{stage.folder} is not empty and holds no {RUN}, so it is not an output folder of "
-                "this program: choose another --output, or move it away"
-            )
+        stage.check_folder()
         return None
     stored = stage_record(stage.folder)
     try:

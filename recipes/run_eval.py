@@ -32,7 +32,13 @@ from eval.measuring.results import read_results, write_results
 from eval.measuring.samples import SAMPLES, make_samples, read_samples, write_samples
 from eval.reporting.report import Context, terminal, write_report
 from eval.runtime.engines import engine_on
-from recipes.checks import check_loading, check_room, given_models
+from recipes.checks import (
+    check_loading,
+    check_room,
+    check_shared,
+    given_models,
+    has_chat_template,
+)
 from recipes.config import PipelineConfig
 from recipes.layout import RESULTS, draft_in_use, eval_folder, folder, head_in_use, sampled
 from recipes.recipe import CommandLine, Recipe
@@ -40,7 +46,7 @@ from recipes.run import RUN, Stage, Step, all_stages, console, finished, say, st
 from recipes.sizes import in_bytes
 from specdata.errors import ConfigError, without_passwords
 from specdata.processes import is_main, local_process_count, local_rank, process_count, rank
-from specdata.prompts.reading import prompt_inputs
+from specdata.prompts.reading import prompt_inputs, size_of
 from specdata.storage.files import locked, write_json
 from specdata.storage.manifest import PROGRESS
 from specdata.storage.resume import read_record
@@ -105,19 +111,20 @@ class Eval(Stage):
         inputs |= prompt_inputs(config.eval.sets)
         if config.eval.reward_model:
             inputs["reward model"] = config.eval.reward_model
-        if head := head_in_use(config):
+        if head := _head_asked(config):
             inputs["head"] = head
-            if needs_fit(config.eval):
-                inputs["labels"] = str(folder(config, "labels"))
+        if config.head and needs_fit(config.eval):
+            inputs["labels"] = str(folder(config, "labels"))
         return inputs
 
     @property
     def size(self) -> str:
         """Generations and bytes."""
-        sets, methods = self.config.eval.sets, len(self.config.eval.methods)
-        if not all(wanted.count for wanted in sets):
+        methods = len(self.config.eval.methods)
+        counts = [size_of(wanted, self.config.seed) for wanted in self.config.eval.sets]
+        if None in counts:
             return f"results, samples and report.html, {in_bytes(2500 * methods)} a prompt"
-        prompts = sum(wanted.count for wanted in sets)
+        prompts = sum(filter(None, counts))
         return (
             f"results, samples and report.html: {prompts:,} prompts x {methods} methods = "
             f"{prompts * methods:,} generations of at most {self.config.eval.max_new_tokens} "
@@ -161,7 +168,10 @@ class Eval(Stage):
                     )
         models = [*given_models(config), *path_drafts(config.eval)]
         check_room(config, "eval", config.eval.max_new_tokens, models)
-        check_sets(config.eval.sets, config.seed, here_alone=True)
+        given = [config.models.draft] if config.models.draft else []
+        check_shared(config, [*given, *path_drafts(config.eval)])
+        has_template = has_chat_template(config)
+        check_sets(config.eval.sets, config.seed, here_alone=True, has_template=has_template)
 
     def run(self) -> dict[str, Any]:
         """Measure with every process that can, and report in the main one."""
@@ -233,7 +243,7 @@ def load_evaluation(
     )
     from specdata.prompts.loading import load_prompts
 
-    models, head_name, draft_name = config.models, head_in_use(config), draft_in_use(config)
+    models, head_name, draft_name = config.models, _head_asked(config), draft_in_use(config)
     tokenizer = load_tokenizer(models.target)
     names = [draft_name, *path_drafts(config.eval)]
     for name in names:
@@ -260,10 +270,15 @@ def load_evaluation(
     return artefacts, evaluation, loaded, fitted, tokenizer
 
 
+def _head_asked(config: PipelineConfig) -> str | None:
+    """The run's head; None if no method stops by it."""
+    asks = any(method.stop.needs_head for method in config.eval.methods)
+    return head_in_use(config) if asks else None
+
+
 def _verdict(config: PipelineConfig, results: Results) -> HeadVerdict | None:
-    """The run's head judged by its labels and its evaluation; None if it trains no head."""
-    head = head_in_use(config)
-    if config.head is None or head is None:
+    """The run's head judged by its labels and its evaluation; None if no method stops by one."""
+    if (head := _head_asked(config)) is None:
         return None
     from specdata.labels.make import load_labels, sampling_of
     from specdata.models import load_model

@@ -10,7 +10,7 @@ from typing import Any
 from distill.config import ARCHITECTURES, TOY_POSITIONS
 from recipes.config import PipelineConfig
 from recipes.run import absolute, is_within
-from specdata.prompts.reading import source_of
+from specdata.prompts.reading import size_of, source_of
 from specdata.sources import base_of_adapters, hub_source
 from specdata.storage.files import read_object
 
@@ -177,12 +177,13 @@ def rows_size(config: PipelineConfig, token_bytes: Mapping[str, int]) -> str:
     """
     rollouts = config.rollouts
     most = rollouts.samples * rollouts.max_new_tokens  # tokens of a prompt's completions
-    if not all(wanted.count for wanted in rollouts.sets):
+    counts = [(wanted.split, size_of(wanted, config.seed)) for wanted in rollouts.sets]
+    if any(count is None for _, count in counts):
         largest = max(token_bytes.values())
         return f"at most {most:,} tokens a prompt, {in_bytes(most * largest)}"
-    prompts = sum(wanted.count for wanted in rollouts.sets)
+    prompts = sum(count or 0 for _, count in counts)
     stored = most * sum(
-        wanted.count * token_bytes.get(wanted.split, token_bytes[""]) for wanted in rollouts.sets
+        (count or 0) * token_bytes.get(split, token_bytes[""]) for split, count in counts
     )
     # Only conversations have later turns, and embedded sets hold none.
     more = " (more with later turns)" if any(map(source_of, rollouts.sets)) else ""

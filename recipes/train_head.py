@@ -29,6 +29,7 @@ from recipes.recipe import CommandLine, Recipe, load_head
 from recipes.run import Stage, Step, say
 from recipes.sizes import PAIR, draft_width, in_bytes, rows_size
 from specdata.processes import is_main, refuse_fsdp
+from specdata.prompts.reading import size_of
 from specdata.terminal import progress
 
 # Width of the AUROC's 95 % interval above which good settings of one head, some of which differ by
@@ -180,9 +181,10 @@ class Head(Stage):
     def size(self) -> str:
         """The head, and what its training keeps for a while."""
         rollouts, width = self.config.rollouts, draft_width(self.config)
-        counts = [wanted.count for wanted in rollouts.sets if wanted.split == "train"]
+        train = [wanted for wanted in rollouts.sets if wanted.split == "train"]
+        counts = [size_of(wanted, self.config.seed) for wanted in train]
         assert self.config.head is not None
-        if self.config.head.cache != "disk" or width is None or not all(counts):
+        if self.config.head.cache != "disk" or width is None or None in counts:
             return "the head"
         tokens = sum(filter(None, counts)) * rollouts.samples * rollouts.max_new_tokens
         states = 1 + self.config.labels.draws * ("consumed" in self.config.head.decision_points)

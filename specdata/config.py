@@ -154,7 +154,7 @@ def _key(key: int | str) -> str:
 
 def nearest(name: str, choices: Collection[str]) -> str:
     """A hint at the known name that an unknown one resembles, or at all of them."""
-    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(choices)}"
 
 

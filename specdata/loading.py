@@ -10,12 +10,20 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from specdata.config import Config
-from specdata.errors import ConfigError
+from specdata.errors import ConfigError, VocabularyMismatchError
 from specdata.processes import process_count
 from specdata.sources import base_of_adapters
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Role = Literal["target", "draft"]
+Attention = Literal[
+    "eager",
+    "sdpa",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+    "flex_attention",
+]
 # As accelerate reads them; units of bits, which it takes too ("10Gb"), would be slips.
 _SIZE = re.compile(r"\d+(\.\d+)?(GiB|MiB|KiB)|\d+(GB|MB|KB)")
 
@@ -49,11 +57,8 @@ class Loading(Config):
         default=None,
         description="store the matrices in 8 bits (LLM.int8) or 4 (NF4); needs bitsandbytes",
     )
-    attn_implementation: str | None = Field(
-        default=None,
-        min_length=1,
-        description="transformers' attention: eager, sdpa, flash_attention_2, ... (default: its "
-        "own choice)",
+    attn_implementation: Attention | None = Field(
+        default=None, description="transformers' attention (default: its own choice)"
     )
 
     @field_validator("max_memory", mode="before")
@@ -122,6 +127,24 @@ class PairLoading(Config):
     def of(self, role: Role) -> Loading:
         """The loading of one of them."""
         return self.target if role == "target" else self.draft
+
+
+def check_vocabularies(target: Mapping[int, str], draft: Mapping[int, str]) -> None:
+    """Compare two vocabularies, id -> token. Sizes of embedding matrices may differ by padding.
+
+    Raises:
+        VocabularyMismatchError: naming the first ids that differ.
+    """
+    wrong = [index for index in sorted({*target, *draft}) if target.get(index) != draft.get(index)]
+    if wrong:
+        first = ", ".join(
+            f"{index} is {target.get(index)!r} in the target and {draft.get(index)!r} in the draft"
+            for index in wrong[:3]
+        )
+        raise VocabularyMismatchError(
+            f"target and draft must share a vocabulary; {len(wrong)} ids differ (first: {first}). "
+            "Use a draft of the target's own family, or train one on the target's tokenizer"
+        )
 
 
 def refuse_adapters(name: str, key: str) -> None:

@@ -30,8 +30,15 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from specdata.draft_vocabulary import SIZE, is_reduced, reduced_class, settle
-from specdata.errors import ConfigError, VocabularyMismatchError, trouble_outside
-from specdata.loading import ONE_DEVICE, Loading, check_bits, check_tp_plan, refuse_adapters
+from specdata.errors import ConfigError, trouble_outside
+from specdata.loading import (
+    ONE_DEVICE,
+    Loading,
+    check_bits,
+    check_tp_plan,
+    check_vocabularies,
+    refuse_adapters,
+)
 from specdata.processes import join_processes
 from specdata.sources import base_of_adapters, hub_source, merge_adapters
 from specdata.storage.files import fingerprint, write_json
@@ -433,10 +440,13 @@ def from_hub(what: str, name: str, load: Callable[[], T]) -> T:
                 f"cannot load the model {name!r}: {damaged}: restore it, or make the model again"
             ) from error
         reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise ConfigError(
-            f"cannot load the {what} {name!r}: give a folder with a saved {what} or a Hub id that "
-            f"can be reached (gated ones need `hf auth login`). {reason}"
-        ) from error
+        advice = (
+            f"check the files of the {what} there"
+            if Path(name).exists()
+            else f"give a folder with a saved {what} or a Hub id that can be reached (gated ones "
+            "need `hf auth login`)"
+        )
+        raise ConfigError(f"cannot load the {what} {name!r}: {advice}. {reason}") from error
 
 
 def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -451,20 +461,12 @@ def check_shared_vocabulary(
     """Compare two tokenizers id by id. Sizes of embedding matrices may differ by padding.
 
     Raises:
-        VocabularyMismatchError: naming the first ids that differ.
+        VocabularyMismatchError: as `check_vocabularies`.
     """
-    ours = {index: token for token, index in target.get_vocab().items()}
-    theirs = {index: token for token, index in draft.get_vocab().items()}
-    wrong = [index for index in sorted({*ours, *theirs}) if ours.get(index) != theirs.get(index)]
-    if wrong:
-        first = ", ".join(
-            f"{index} is {ours.get(index)!r} in the target and {theirs.get(index)!r} in the draft"
-            for index in wrong[:3]
-        )
-        raise VocabularyMismatchError(
-            f"target and draft must share a vocabulary; {len(wrong)} ids differ (first: {first}). "
-            "Use a draft of the target's own family, or train one on the target's tokenizer"
-        )
+    ours, theirs = (
+        {index: token for token, index in each.get_vocab().items()} for each in (target, draft)
+    )
+    check_vocabularies(ours, theirs)
 
 
 def copy_tokenizer(name: str, folder: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +117,83 @@ def test_a_plan_refuses_what_a_run_refuses_before_anything_is_made(
         return
     out = tmp_path / "out"
     refuse(RECIPES[recipe], [*toy(out), *flags], message, out, capsys)
+
+
+def rows(folder: Path, name: str, *lines: object) -> str:
+    """A file of prompts: bytes as they are, else JSON."""
+    path = folder / name
+    path.write_bytes(
+        b"".join(
+            (line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n"
+            for line in lines
+        )
+    )
+    return str(path)
+
+
+TALK = {"messages": [{"role": "user", "content": "Hello, you."}]}
+BAD_ROWS = [
+    (["Prompts in a list"], "line 1: must be a JSON object"),
+    ([{"prompt": 7}, {"prompt": 8}], "2 undecodable. row 1: `prompt` must hold text"),
+    ([{"prompt": " "}, {"prompt": ""}], "2 near_empty"),
+    ([{"prompt": "caf\xe9"}, b'{"prompt": "caf\xe9"}'], ""),
+    ([b"", b'{"prompt": "caf\xe9"}'], "line 2 holds the byte 0xe9: save the file as UTF-8"),
+    ([{"messages": "hi"}], "row 1: `messages` must be a list of {role, content}"),
+    ([TALK], "has no chat template"),
+    ([{"conversations": [{"from": "human", "value": "Hello, you."}]}], "has no chat template"),
+]
+
+
+@pytest.mark.parametrize(("lines", "message"), BAD_ROWS)
+def test_a_plan_reads_prompts_as_a_run_does(
+    lines: list[object],
+    message: str,
+    trained_pair: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    file = rows(tmp_path, "own.jsonl", *lines)
+    models = [f"--models.{name}={trained_pair / name}" for name in ("target", "draft")]
+    flags = [f"--output={out}", "--toy=null", *models]
+    flags.append(f"--eval.sets=[{{name: {file}, split: test, count: 0}}]")
+    if message:
+        refuse(pipeline.RECIPE, flags, message, out, capsys)
+    else:  # one of two rows can be read
+        assert pipeline.RECIPE.run([*flags, "--plan"]) == 0
+        assert "2 prompts x" in capsys.readouterr().out
+
+
+def test_a_plan_looks_for_what_a_run_reads_and_writes(
+    trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    own = rows(tmp_path, "own.jsonl", {"prompt": "Say this."}, {"prompt": "And that."})
+    both = ", ".join(f"{{name: {own}, split: {split}, count: 0}}" for split in ("train", "dev"))
+    other = tmp_path / "other"  # the same model with two tokens exchanged
+    shutil.copytree(trained_pair / "draft", other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    a, b = [token for token in vocabulary if len(token) > 2][:2]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "file").touch()
+    models = [f"--models.{name}={trained_pair / name}" for name in ("target", "draft")]
+    flags = [f"--output={out}", "--toy=null", *models]
+    for more, message in (
+        (["--models.target=/models/my-7b"], "from /models/my-7b, and there is no such"),
+        (["--models.draft=./no"], "from ./no, and there is no such"),
+        ([f"--models.draft={other}"], "must share a vocabulary; 2 ids differ"),
+        ([f"--rollouts.sets=[{both}]"], "of split dev to train on, and all of them were dropped"),
+        (["--models.load.draft.attn_implementation=x"], "must be 'eager', 'sdpa'"),
+        ([f"--output={tmp_path}/file/out"], f"{tmp_path}/file is no folder"),
+    ):
+        refuse(pipeline.RECIPE, [*flags, *more], message, out, capsys)
+    (out / "eval").mkdir(parents=True)
+    (out / "eval" / "mine.txt").touch()
+    for more in (["--plan"], []):
+        assert pipeline.RECIPE.run([*flags, *more]) == 2
+        assert "eval is not empty and holds no run.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stop", [name for name, rule in STOPPING_RULES.items() if rule.adaptive])

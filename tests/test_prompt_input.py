@@ -259,7 +259,6 @@ def test_of_a_hub_data_set_the_asked_revision_configuration_and_split_are_read(h
 @pytest.mark.parametrize(
     ("rows", "count", "message"),
     [
-        (['{"prompt": "a"}'], 2, "must hold 2 prompts"),
         (['{"prmpt": "a"}'], 1, r"no column 'prompt'; it has 'prmpt' \(did you mean 'prmpt'\?\)"),
         (["not json"], 1, "line 1: must be a JSON object"),
         (["[1]"], 1, "must be a JSON object with a `prompt` or `messages`, got list"),

@@ -14,7 +14,7 @@ from specdata.errors import ConfigError
 from specdata.prompts.catalogue import CATALOGUE
 from specdata.prompts.chat_templates import chat_ids
 from specdata.prompts.config import PromptSet
-from specdata.prompts.loading import load_prompts
+from specdata.prompts.loading import dropped, load_prompts
 from specdata.prompts.reading import prompt_inputs
 from tests.prompt_files import CHAT, PLAIN, datasets_cache, jsonl, parquet, texts
 
@@ -162,8 +162,9 @@ def test_the_order_follows_the_seed_and_a_larger_count_appends(tmp_path: Path) -
     assert first == texts(load_prompts([wanted], PLAIN, seed=0))
     more = dataclasses.replace(wanted, count=20)
     assert texts(load_prompts([more], PLAIN, seed=0))[:10] == first
-    with pytest.raises(ConfigError, match="must hold 41 prompts, it has 40: lower `count`"):
-        load_prompts([dataclasses.replace(wanted, count=41)], PLAIN, seed=0)
+    all_there_are = load_prompts([dataclasses.replace(wanted, count=41)], PLAIN, seed=0)
+    assert len(all_there_are.prompts) == 40
+    assert "40 of 40 kept; it has no more (41 were asked for)" in dropped(all_there_are.report)[0]
 
 
 def test_a_copy_of_the_repository_is_read_with_its_configurations_and_splits(

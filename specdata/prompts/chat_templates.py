@@ -92,13 +92,13 @@ def _bounded_time() -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if a tokenizer has no chat template."""
-    if not tokenizer.chat_template:
+def require_template(tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raise ConfigError if a tokenizer, None for one that is not loaded, has no chat template."""
+    if tokenizer is None or not tokenizer.chat_template:
         raise ConfigError(
-            f"the tokenizer of {tokenizer.name_or_path or 'the target'!r} has no chat template, "
-            "which conversations need: save one with it (chat_template.jinja in its folder), take "
-            "a target that was tuned to chat, or use prompts that are plain text"
+            f"the tokenizer of {getattr(tokenizer, 'name_or_path', '') or 'the target'} has no "
+            "chat template, which conversations need: save one with it (chat_template.jinja in its "
+            "folder), take a target that was tuned to chat, or use prompts that are plain text"
         )
 
 

@@ -9,7 +9,7 @@ from specdata.errors import ConfigError
 from specdata.prompts.catalogue import CATALOGUE, EMBEDDED
 from specdata.prompts.chat_templates import Message
 from specdata.prompts.config import PromptSet
-from specdata.prompts.forms import MESSAGES, is_unicode, messages_of
+from specdata.prompts.forms import MESSAGES, is_unicode, messages_of, recorded_form
 from specdata.prompts.reading import (
     check_names,
     check_split,
@@ -25,7 +25,6 @@ REASONS = {
     "refused": "refused by the chat template",
     "unmaskable": "whose chat template hides what the assistant said",
 }
-_SHAREGPT = CATALOGUE["sharegpt"].form
 _FORMS = (
     "`messages` of {role, content} (system, user, assistant), or `conversations` of {from, value} "
     "(human, gpt) as ShareGPT's"
@@ -100,11 +99,10 @@ def read_conversations(name: str, seed: int) -> Iterator[tuple[int, list[Message
     """
     form = CATALOGUE[name].form if name in CATALOGUE else None
     for number, row in enumerate(read_rows(_checked(name), seed), start=1):
-        if row is None:
+        if isinstance(row, str):
             yield number, "undecodable"
             continue
-        if form is None:
-            form = MESSAGES if "messages" in row or "conversations" not in row else _SHAREGPT
+        form = form or recorded_form(row) or MESSAGES
         assert form.messages
         if form.messages not in row:
             raise ConfigError(

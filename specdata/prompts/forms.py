@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from string import Formatter
-from typing import Any
+from typing import Any, NamedTuple
 
 from specdata.errors import ConfigError
 from specdata.prompts.catalogue import CATALOGUE, Form
@@ -35,10 +35,23 @@ class RawPrompt:
     reference: str | None = None
 
 
+class Unusable(NamedTuple):
+    """No prompt: the reason (one of `loading.REASONS`), and what is wrong in words."""
+
+    reason: str
+    why: str
+
+
+def recorded_form(row: Mapping[str, Any]) -> Form | None:
+    """The form of a row that holds a conversation, OpenAI's or ShareGPT's; None if it does not."""
+    forms = (MESSAGES, CATALOGUE["sharegpt"].form)
+    return next((form for form in forms if form.messages in row), None)
+
+
 def form_of(wanted: PromptSet, row: Mapping[str, Any]) -> Form:
     """The way from rows of a set to prompts: as catalogued, by its template, or by its columns.
 
-    A row with both `messages` and `prompt` is read by its `messages`.
+    A row with a conversation (`messages` or `conversations`) and a `prompt` is read by the former.
 
     Raises:
         ConfigError: if it has no column that is known, or settings exclude each other.
@@ -57,8 +70,8 @@ def form_of(wanted: PromptSet, row: Mapping[str, Any]) -> Form:
     elif wanted.name in NATURAL:
         form = Form(ask=("{prompt}",), plain=("{prompt}",))
     else:
-        form = MESSAGES if "messages" in row else Form(plain=("{prompt}",))
-        if "messages" not in row:
+        form = recorded_form(row) or Form(plain=("{prompt}",))
+        if not form.messages:
             require_columns(["prompt"], row, f"prompt set {wanted.name!r}")
     if reference := wanted.reference or form.reference or ("reference" in row and "{reference}"):
         if wanted.reference:
@@ -109,8 +122,8 @@ def uses_chat(wanted: PromptSet, form: Form, has_template: bool) -> bool:
 
 def prompts_in(
     row: Mapping[str, Any], form: Form, *, chat: bool, turns: str
-) -> Iterator[RawPrompt | str]:
-    """The prompts of a row, or the reason why it has none (one of `loading.REASONS`).
+) -> Iterator[RawPrompt | Unusable]:
+    """The prompts of a row, or why it has none.
 
     Args:
         row: column -> value.
@@ -122,26 +135,32 @@ def prompts_in(
         recorded = row[form.messages]
         if recorded is None and row.get("prompt"):
             raise ConfigError(
-                "a prompt set mixes rows that have `messages` with rows that have a `prompt`: make "
-                "two sets of them"
+                f"a prompt set mixes rows that have `{form.messages}` with rows that have a "
+                "`prompt`: make two sets of them"
             )
         messages = messages_of(recorded, form)
         histories = user_turns(messages or [], turns)
-        if not histories:
-            yield "undecodable" if messages is None else "no_user_turn"
+        role, content = form.keys
+        if messages is None:
+            must = f"`{form.messages}` must be a list of {{{role}, {content}}}, which are texts"
+            yield Unusable("undecodable", must)
+        elif not histories:
+            known = ", ".join(form.roles)
+            yield Unusable("no_user_turn", f"it needs a user's turn, and roles of {known} alone")
         for history in histories:
             yield RawPrompt(messages=history)
     elif form.questions and chat:
         asked = row[form.questions]
         if not asked or not _are_texts(asked):
-            yield "undecodable"
+            yield Unusable("undecodable", f"`{form.questions}` must be a list of texts")
         else:
             later = tuple(asked[1:]) if turns == "all" else ()
             yield RawPrompt(messages=({"role": "user", "content": asked[0]},), follow_ups=later)
     else:
         text = _fill((form.ask if chat else ()) or form.plain, row)
         if text is None:
-            yield "undecodable"
+            columns = ", ".join(f"`{name}`" for name in columns_of(form))
+            yield Unusable("undecodable", f"{columns} must hold text")
             return
         if form.keep < 1:
             words = text.split()

@@ -10,9 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from specdata.errors import ConfigError
 from specdata.prompts.catalogue import CATALOGUE
-from specdata.prompts.chat_templates import Message, TemplateRefusedError, chat_ids
+from specdata.prompts.chat_templates import (
+    Message,
+    TemplateRefusedError,
+    chat_ids,
+    require_template,
+)
 from specdata.prompts.config import PromptSet
-from specdata.prompts.forms import RawPrompt, is_unicode
+from specdata.prompts.forms import RawPrompt, Unusable, is_unicode
 from specdata.prompts.reading import (
     check_names,
     check_split,
@@ -91,65 +96,68 @@ def load_prompts(
 
     Raises:
         ConfigError: for an unknown, absent or unreadable set, a missing column or chat template,
-            fewer prompts than `count`, or a set of which nothing can be kept.
+            or a set of which nothing can be kept.
     """
     check_names(sets)
     seen: dict[str, Prompt] = {}
-    report = []
-    for wanted in sets:
-        account = _new_account(wanted)
-        for prompt in raw_prompts(wanted, seed, bool(tokenizer.chat_template)):
-            account["read"] += 1
-            reason: str | None
-            if isinstance(prompt, str):
-                reason = prompt
-            else:
-                reason = _keep(prompt, wanted, tokenizer, seen, max_tokens, account)
-            if reason:
-                account["dropped"][reason] += 1
-            else:
-                account["kept"] += 1
-        _check_account(account, max_tokens)
-        report.append(account)
+    has_template = bool(tokenizer.chat_template)
+    report = [_read(wanted, seed, seen, has_template, tokenizer, max_tokens) for wanted in sets]
     return LoadedPrompts(list(seen.values()), report)
 
 
-def check_sets(sets: Sequence[PromptSet], seed: int, *, here_alone: bool = False) -> None:
+def check_sets(
+    sets: Sequence[PromptSet],
+    seed: int,
+    *,
+    here_alone: bool = False,
+    has_template: bool | None = None,
+) -> list[dict[str, Any]]:
     """Find before any model is loaded what `load_prompts` would refuse.
 
     Args:
         sets: what would be read.
         seed: as in `load_prompts`.
         here_alone: of sets that are not on this machine, check names and splits only.
+        has_template: whether the target has a chat template; None if it is not known.
+
+    Returns:
+        The account of each set that was read, before anything is tokenized.
 
     Raises:
         ConfigError: as `load_prompts`.
     """
     check_names(sets)
+    seen: dict[str, Prompt] = {}
+    report = []
     for wanted in sets:
         check_split(wanted)
-        if here_alone and is_remote(wanted):
-            continue
-        account = _new_account(wanted)
-        account["read"] = account["kept"] = sum(
-            1 for _ in raw_prompts(wanted, seed, has_template=True)
-        )
-        _check_account(account, None)
+        if not (here_alone and is_remote(wanted)):
+            report.append(_read(wanted, seed, seen, has_template))
+    return report
 
 
-def dropped(report: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each set of a report that lost prompts, with the reasons."""
-    return [
-        f"prompts of {account['name']}/{account['split']}: {account['kept']} of {account['read']} "
-        "kept; "
-        + ", ".join(f"{count} {reason}" for reason, count in account["dropped"].items() if count)
-        for account in report
-        if account["kept"] < account["read"]
-    ]
+def check_kept(report: Sequence[Mapping[str, Any]], splits: Sequence[str]) -> None:
+    """Refuse sets of which a split has no prompt left to train on. Raises ConfigError."""
+    for split in splits:
+        found = [account for account in report if account["split"] == split]
+        if found and not any(account["kept"] for account in found):
+            raise ConfigError(
+                f"rollouts.sets must hold prompts of split {split} to train on, and all of "
+                f"them were dropped: {'; '.join(dropped(found))} (a duplicate equals an "
+                "earlier prompt, of any set). Give other prompts"
+            )
 
 
-def _new_account(wanted: PromptSet) -> dict[str, Any]:
-    return {
+def _read(
+    wanted: PromptSet,
+    seed: int,
+    seen: dict[str, Prompt],
+    has_template: bool | None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    max_tokens: int | None = None,
+) -> dict[str, Any]:
+    """Add the prompts of a set, tokenized if there is a tokenizer; returns the set's account."""
+    account: dict[str, Any] = {
         "name": wanted.name,
         "split": wanted.split,
         "source": source_of(wanted) or "embedded",
@@ -159,32 +167,62 @@ def _new_account(wanted: PromptSet) -> dict[str, Any]:
         "kept": 0,
         "dropped": dict.fromkeys(REASONS, 0),
     }
+    for prompt in raw_prompts(wanted, seed, has_template is not False):
+        account["read"] += 1
+        if isinstance(prompt, Unusable):
+            reason: str | None = prompt.reason
+            account.setdefault(f"{reason}_because", prompt.why)
+        else:
+            if prompt.messages and has_template is False:
+                require_template(tokenizer)
+            reason = _keep(prompt, wanted, tokenizer, seen, max_tokens, account)
+        if reason:
+            account["dropped"][reason] += 1
+        else:
+            account["kept"] += 1
+    _check_account(account, max_tokens)
+    return account
+
+
+def dropped(report: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each set of a report that lost prompts, with the reasons, or has too few."""
+    lines = []
+    for account in report:
+        said = [f"{count} {reason}" for reason, count in account["dropped"].items() if count]
+        if account["read"] < account["asked"]:
+            said.append(f"it has no more ({account['asked']} were asked for)")
+        if said:
+            lines.append(
+                f"prompts of {account['name']}/{account['split']}: {account['kept']} of "
+                f"{account['read']} kept; {', '.join(said)}{'. '.join(['', *_causes(account)])}"
+            )
+    return lines
+
+
+def _causes(account: Mapping[str, Any]) -> list[str]:
+    """What was wrong with the first prompt that was dropped for each reason."""
+    return [account[key] for name in REASONS if (key := f"{name}_because") in account]
 
 
 def _check_account(account: Mapping[str, Any], max_tokens: int | None) -> None:
     what = f"prompt set {account['name']!r} (split {account['split']!r})"
     if not account["read"]:
         raise ConfigError(f"{what} is empty: it must hold prompts")
-    if account["read"] < account["asked"]:
-        raise ConfigError(
-            f"{what} must hold {account['asked']} prompts, it has {account['read']}: lower "
-            "`count` (0 takes all)"
-        )
     if account["kept"] or account["dropped"]["duplicate"]:
         return
-    reasons = ", ".join(f"{count} {name}" for name, count in account["dropped"].items() if count)
     limit = f" (at most {max_tokens} tokens fit beside the completion)" if max_tokens else ""
-    because = f". {account['refused_because']}" if "refused_because" in account else ""
+    reasons = ", ".join(f"{count} {name}" for name, count in account["dropped"].items() if count)
     raise ConfigError(
-        f"{what}: none of its {account['read']} prompts can be used: {reasons}{limit}{because}. "
-        "Mend the set, lower max_new_tokens if they are too long, or take it out"
+        f"{what}: none of its {account['read']} prompts can be used: {reasons}{limit}. "
+        f"{'. '.join([*_causes(account), ''])}Mend the set, lower max_new_tokens "
+        "if they are too long, or take it out"
     )
 
 
 def _keep(
     prompt: RawPrompt,
     wanted: PromptSet,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     seen: dict[str, Prompt],
     max_tokens: int | None,
     account: dict[str, Any],
@@ -203,11 +241,12 @@ def _keep(
     if example_id in seen:
         return "duplicate"
     try:
-        ids = (
-            chat_ids(tokenizer, prompt.messages)
-            if prompt.messages
-            else tokenizer(prompt.text)["input_ids"]
-        )
+        if tokenizer is None:
+            ids = [0]  # not known
+        elif prompt.messages:
+            ids = chat_ids(tokenizer, prompt.messages)
+        else:
+            ids = tokenizer(prompt.text)["input_ids"]
     except TemplateRefusedError as error:
         account.setdefault("refused_because", str(error))
         return "refused"

@@ -26,6 +26,7 @@ from specdata.prompts.catalogue import CATALOGUE, EMBEDDED, CataloguedSet, Form,
 from specdata.prompts.config import PromptSet
 from specdata.prompts.forms import (
     RawPrompt,
+    Unusable,
     columns_of,
     form_of,
     prompts_in,
@@ -41,7 +42,7 @@ from specdata.toy.corpus import prompts as embedded_prompts
 T = TypeVar("T")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
-PromptRow = Mapping[str, Any] | None  # None: a row whose text cannot be decoded
+PromptRow = Mapping[str, Any] | str  # a text: why a row cannot be decoded
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
@@ -123,15 +124,24 @@ def is_file(name: str) -> bool:
     return Path(name.removesuffix(".gz")).suffix in FORMATS
 
 
-def raw_prompts(wanted: PromptSet, seed: int, has_template: bool) -> Iterator[RawPrompt | str]:
+def size_of(wanted: PromptSet, seed: int) -> int | None:
+    """How many prompts are read of a set, as far as is known without the Hub."""
+    if wanted.name in EMBEDDED or is_remote(wanted):
+        return wanted.count or None
+    return sum(1 for _ in raw_prompts(wanted, seed, has_template=True))
+
+
+def raw_prompts(wanted: PromptSet, seed: int, has_template: bool) -> Iterator[RawPrompt | Unusable]:
     """The first `count` prompts of a set, or what is wrong with them, before tokenizing."""
     files = [Path(name) for name in prompt_inputs([wanted]).values()]
     stats = [file.stat() for file in files if file.exists()]
     rows = _first_rows(wanted, seed, tuple((stat.st_mtime_ns, stat.st_size) for stat in stats))
     form, left = None, wanted.count or math.inf
     for number, row in enumerate(rows, start=1):
-        found: Iterable[RawPrompt | str] = ["undecodable"]
-        if row is not None:
+        found: Iterable[RawPrompt | Unusable]
+        if isinstance(row, str):
+            found = [Unusable("undecodable", row)]
+        else:
             form = form or form_of(wanted, row)
             require_columns(columns_of(form), row, f"prompt set {wanted.name!r}, row {number},")
             chat = uses_chat(wanted, form, has_template)
@@ -140,6 +150,8 @@ def raw_prompts(wanted: PromptSet, seed: int, has_template: bool) -> Iterator[Ra
             if left == 0:
                 return
             left -= 1
+            if isinstance(prompt, Unusable) and prompt.why != row:
+                prompt = prompt._replace(why=f"row {number}: {prompt.why}")
             yield prompt
 
 
@@ -196,8 +208,9 @@ def json_lines(path: Path) -> Iterator[PromptRow]:
             for number, line in enumerate(lines, start=1):
                 try:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                except UnicodeDecodeError:
-                    yield None
+                except UnicodeDecodeError as error:
+                    byte = line[error.start]
+                    yield f"line {number} holds the byte {byte:#x}: save the file as UTF-8"
                     continue
                 if not text:
                     continue
@@ -335,10 +348,14 @@ def _cut(data: Any, part: Part, form: Form) -> Sequence[int]:
         return range(len(data))
     hashes = []
     for row in _at(data.select_columns(columns_of(form)), range(len(data))):
-        values: Any = row and [row[name] for name in columns_of(form)]
-        if row and form.messages:  # the keys that are read: files differ in the others
+        values: Any
+        if isinstance(row, str):
+            values = None
+        elif form.messages:  # the keys that are read: files differ in the others
             turns = row[form.messages]
             values = [[turn.get(key) for key in form.keys] for turn in turns or ()]
+        else:
+            values = [row[name] for name in columns_of(form)]
         hashes.append(hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest())
     ranks = {value: rank for rank, value in enumerate(sorted(set(hashes)))}
     low, high = round(part.start * len(ranks)), round(part.stop * len(ranks))
@@ -350,7 +367,7 @@ def _at(data: Any, indices: Iterable[int]) -> Iterator[PromptRow]:
         try:
             row = data[index]
         except UnicodeDecodeError:
-            row = None
+            row = f"row {index + 1} is no UTF-8"
         yield row
 
 
