@@ -78,13 +78,13 @@ def _tokens(config: PipelineConfig, model: str) -> dict[int, str]:
     """Id -> token, as a model's tokenizer.json has them; empty if it is not on this machine."""
     here = None if is_made_here(config, model) else on_this_machine(model)
     try:
-        stored = json.loads((here / "tokenizer.json").read_text("utf-8")) if here else {}
+        stored = read_object(here / "tokenizer.json") if here else {}
         vocabulary = stored["model"]["vocab"]
         if isinstance(vocabulary, list):  # a unigram model's: token and score
             vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
         tokens = {index: token for token, index in vocabulary.items()}
         return tokens | {added["id"]: added["content"] for added in stored["added_tokens"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 

@@ -31,6 +31,7 @@ RECIPES = {
 
 
 MODULES = {
+    "init": ("recipes.init", "Write a configuration for a target and a file of prompts."),
     "inspect": ("specdata.inspect.__main__", "Show what stored rollouts or labels hold."),
     "certify": (
         "recipes.certify",

@@ -29,6 +29,7 @@ from specdata.errors import ConfigError
 from specdata.labels.config import LabelsConfig
 from specdata.loading import Dtype, Loading, PairLoading, Role
 from specdata.logits.config import LogitsConfig
+from specdata.prompts.config import PromptSet
 from specdata.rollouts.config import RolloutConfig
 from specdata.sampling import SamplingConfig
 
@@ -261,6 +262,9 @@ def _epilog(sections: Sequence[str]) -> Iterator[str]:
         for rule in STOPPING_RULES.values():
             keys = (f"{n} {json.dumps(i.get_default())}" for n, i in rule.model_fields.items())
             yield f"    {rule.name}: {', '.join(keys)}"
+    if {"rollouts", "eval"} & set(sections):
+        yield "A prompt set (of rollouts.sets, eval.sets), such as {name: own.jsonl, split: test}:"
+        yield from (f"  {name}: {_help(info)}" for name, info in fields_of(PromptSet).items())
     if not set(PipelineConfig.model_fields) <= set(sections):
         yield "Every other key of the file can be given, too: see `draftsmith pipeline --help`."
 

@@ -14,6 +14,7 @@ import pytest
 from eval.drafting.stopping import STOPPING_RULES
 from recipes import make_rollouts, pipeline, publish, run_eval
 from recipes.checks import check_hub
+from recipes.command import main
 from recipes.config import parse
 from recipes.recipe import Recipe
 from specdata.storage.files import write_json
@@ -174,7 +175,7 @@ def test_a_plan_looks_for_what_a_run_reads_and_writes(
     shutil.copytree(trained_pair / "draft", other)
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
-    a, b = [token for token in vocabulary if len(token) > 2][:2]
+    *_, a, b = vocabulary
     vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     (tmp_path / "file").touch()
@@ -194,6 +195,24 @@ def test_a_plan_looks_for_what_a_run_reads_and_writes(
     for more in (["--plan"], []):
         assert pipeline.RECIPE.run([*flags, *more]) == 2
         assert "eval is not empty and holds no run.json" in capsys.readouterr().err
+
+
+def test_init_writes_a_configuration_that_can_be_planned(
+    trained_pair: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = rows(tmp_path, "own.jsonl", *({"prompt": f"Say {n % 20}."} for n in range(25)))
+    asked = ["init", str(trained_pair / "target"), "--prompts", own, "--device", "cpu"]
+    assert main(asked) == 0
+    assert "(16 train, 2 dev, 2 test)" in capsys.readouterr().out  # equal lines are one
+    assert len((tmp_path / "my-pair.yaml").read_text().splitlines()) <= 15
+    assert main(["pipeline", "--config", "my-pair.yaml", "--plan"]) == 0
+    assert "18 completions" in capsys.readouterr().out
+    assert main(asked) == 2
+    assert "my-pair.yaml, my-pair-train.jsonl" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stop", [name for name, rule in STOPPING_RULES.items() if rule.adaptive])

@@ -206,7 +206,11 @@ def test_the_plan_of_a_folder_that_was_made_with_other_settings_says_what_to_do(
     for flags, status, state in (
         ([], 0, "head (done)"),
         (["--head.depth", "2"], 0, "head (done)"),
-        (["--head.depth", "1"], 2, "other settings: train another head beside it with --head.folder"),
+        (
+            ["--head.depth", "1"],
+            2,
+            "other settings: train another head beside it with --head.folder",
+        ),
     ):
         assert train_head.RECIPE.run([*flags, "--plan"]) == status
         assert state in " ".join("".join(capsys.readouterr()).split())

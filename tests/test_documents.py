@@ -12,6 +12,7 @@ import yaml
 from eval.drafting.stopping import STOPPING_RULES
 from eval.measuring.methods import check_methods
 from eval.verifiers import VERIFIERS
+from heads import AcceptanceHead
 from recipes.command import PROFILES, RECIPES, TOOLS, main
 from recipes.config import PipelineConfig, build
 from specdata.config import fields_of, section_type
@@ -39,6 +40,21 @@ def test_the_configurations_in_the_documents_are_usable() -> None:
     assert build({**pair, **large}).models.loading("target").is_spread
     del pair["models"]["draft"]  # which the second makes
     build({**pair, **draft})
+
+
+def test_the_readmes_python_decodes(
+    trained_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    AcceptanceHead(hidden_size=16, depth=1).save_pretrained(tmp_path / "head")
+    for example in blocks("README.md", "python"):  # each alone
+        for name, here in (
+            ("pair/target", trained_pair / "target"),
+            ("draft/model", trained_pair / "draft"),
+            ("head/model", tmp_path / "head"),
+        ):
+            example = example.replace(f"runs/toy/{name}", str(here))
+        exec(compile(example, "README.md", "exec"), {})
+        assert capsys.readouterr().out.strip()
 
 
 def test_the_verifier_example_runs_and_is_right() -> None:
