@@ -15,7 +15,7 @@ from typing import Literal
 
 from eval.measuring.methods import path_drafts
 from recipes.config import PipelineConfig
-from recipes.run import Stage, absolute, all_stages, is_within
+from recipes.run import Stage, absolute, is_within
 from recipes.sizes import (
     WEIGHTS,
     is_made_here,
@@ -39,26 +39,21 @@ def check_paths(stages: Sequence[Stage]) -> None:
     if not here.is_dir() or not os.access(here, os.W_OK | os.X_OK):
         why = "may not be written into" if here.is_dir() else "is no folder"
         raise ConfigError(f"cannot write into {output} ({here} {why}): choose another --output")
-    makers = [stage.folder for stage in all_stages(stages[0].config) if stage.is_asked]
     for stage in stages:
         for name, source in stage.inputs.items():
-            is_made = any(is_within(source, str(maker)) for maker in makers)
-            if is_path(source, output) and not is_made and not Path(source).exists():
+            # What is missing in the output may be made before the run.
+            if is_path(source) and not is_within(source, output) and not Path(source).exists():
                 raise ConfigError(
                     f"{stage.name} reads {name} from {source}, and there is no such file or "
                     "folder: mend the path, or give a Hub id (OWNER/NAME)"
                 )
 
 
-def is_path(source: str, output: str) -> bool:
-    """True if an input is a file or a folder, whether it is there or not, and no Hub id."""
+def is_path(source: str) -> bool:
+    """True if an input is written as a path, and neither as a Hub id nor as an address."""
     # A Hub id is OWNER/NAME or NAME, its revision aside; an address has "://".
-    is_written_so = source.startswith((".", "/")) or source.partition("@")[0].count("/") > 1
-    return (
-        Path(source).exists()
-        or is_within(source, output)
-        or (is_written_so and "://" not in source)
-    )
+    is_path = source.startswith((".", "/")) or source.partition("@")[0].count("/") > 1
+    return is_path and "://" not in source
 
 
 def check_shared(config: PipelineConfig, drafts: Iterable[str]) -> None:

@@ -24,6 +24,7 @@ from recipes.run import (
     Step,
     check_files,
     console,
+    is_within,
     run_stage,
     say,
     stage_record,
@@ -185,7 +186,8 @@ def _absent(source: str, output: str) -> str:
     """The message for an input that is not on this machine, or not whole; else nothing."""
     if Path(source).exists():
         return " (its config.json, no weights)" if is_without_weights(source) else ""
-    return " (not made yet)" if is_path(source, output) else " (from the Hub: no such folder here)"
+    here = is_within(source, output) or is_path(source)
+    return " (not made yet)" if here else " (from the Hub: no such folder here)"
 
 
 def _state(stage: Stage) -> str:
