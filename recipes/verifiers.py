@@ -91,8 +91,9 @@ def _run(given: argparse.Namespace, log: Console) -> tuple[list[VerifierRow], st
     tokenizer = load_tokenizer(given.target)
     check_shared_vocabulary(tokenizer, load_tokenizer(given.draft))
     room = min(longest_prompt(name, given.max_new_tokens) for name in (given.target, given.draft))
-    sets = [PromptSet(given.prompts, count=given.count)]
-    prompts = load_prompts(sets, tokenizer, seed=given.seed, max_tokens=room).prompts
+    sets = [PromptSet(given.prompts, count=0)]  # of a short file all
+    loaded = load_prompts(sets, tokenizer, seed=given.seed, max_tokens=room)
+    prompts = loaded.prompts[: given.count]
     target, draft = (load_model(name, dtype=given.dtype) for name in (given.target, given.draft))
     ids = [torch.tensor(prompt.ids) for prompt in prompts]
     log.print(f"{len(ids)} prompts: times, then acceptance along the target's text")

@@ -26,6 +26,7 @@ from eval.measuring.pooled import ALL_SETS
 from eval.measuring.results import build_results
 from eval.reporting.verifiers import best, fold, of_all
 from eval.verifiers import VERIFIERS
+from recipes.verifiers import main
 from specdata.sampling import SamplingConfig, generator_for
 from tests.synthetic_results import ENVIRONMENT
 from tests.tiny import END, tiny_llama
@@ -167,3 +168,23 @@ def test_a_table_goes_on_where_it_was_ended_and_its_rows_are_consistent(tmp_path
     assert page is not None
     assert len(page.rows) == len(of_all(rows))
     assert best(rows).name in page.sentence
+
+
+def test_the_command_answers_for_a_pair_and_refuses_what_it_cannot_read(
+    tiny_pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "mine.jsonl"
+    prompts.write_text('{"prompt": "3 + 4 ="}\n{"prompt": "def add(a, b):"}\n')
+    pair = [str(tiny_pair / "target"), str(tiny_pair / "draft")]
+    small = ["--seconds", "1", "--max-new-tokens", "6", "--out", str(tmp_path / "out")]
+    assert main([*pair, "--prompts", str(prompts), *small]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("A drafted token is accepted with probability 0.")
+    assert "| chain of 4 | block |" in said
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"verifiers.md", "verifiers.json", "verifiers.png"}
+    assert main([*pair, "--prompts", str(tmp_path / "none.jsonl")]) == 2
+    assert "none.jsonl" in capsys.readouterr().err
+    prompts.write_text('{"prompt": "' + "far too long " * 5_000 + '"}\n')
+    assert main([*pair, "--prompts", str(prompts)]) == 2
+    assert "tokens" in capsys.readouterr().err
