@@ -399,12 +399,12 @@ def _where(results: Results, context: Context) -> Fold:
 
 
 def _texts(samples: Samples, results: Results) -> list[tuple[str, str, str, str]]:
-    """Prompt set, prompt, method and text: what the best lossless method made of a few prompts."""
+    """Prompt set, prompt, method and text: what the best lossless method made of a first prompt."""
     texts = []
     for dataset in results.datasets():
         drafting = [run for run in results.of(dataset) if run.lossless and run.drafter is not None]
         drafting.sort(key=lambda r: (r.tokens_per_second or 0.0, r.block_efficiency), reverse=True)
-        for sample in samples.of(dataset):
+        for sample in samples.of(dataset)[:1]:
             made = [run.method for run in drafting if run.method in sample.methods]
             if made:
                 text = sample.methods[made[0]]
