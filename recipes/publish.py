@@ -96,8 +96,8 @@ class Release(Stage):
             )
         if config.head and not any(method.stop.needs_head for method in methods):
             raise ConfigError(
-                "a head's card needs a measurement: add a method with stop: head, such as "
-                f"{{name: head, stop: head}}, to eval.methods{_TOO}"
+                "the run trains a head and no method stops by it, so its card has no figures: "
+                f"leave head out, or add {{name: head, stop: head}} to eval.methods{_TOO}"
             )
 
     def run(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from recipes.command import main
 from recipes.config import parse
 from recipes.recipe import Recipe
 from specdata.storage.files import write_json
+from tests.synthetic_results import synthetic_results
 
 ROOT = Path(__file__).parent.parent
 RECIPES = {
@@ -195,6 +196,14 @@ def test_a_plan_looks_for_what_a_run_reads_and_writes(
     for more in (["--plan"], []):
         assert pipeline.RECIPE.run([*flags, *more]) == 2
         assert "eval is not empty and holds no run.json" in capsys.readouterr().err
+
+
+def test_an_evaluation_without_a_method_that_stops_by_the_head_leaves_it_alone() -> None:
+    config = parse(["--method", "K=2"]).config
+    assert config.head is not None
+    assert not {"head", "labels"} & {*run_eval.Eval(config).inputs}
+    assert run_eval._verdict(config, synthetic_results()) is None
+    assert "head" in run_eval.Eval(parse([]).config).inputs
 
 
 def test_init_writes_a_configuration_that_can_be_planned(

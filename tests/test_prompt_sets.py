@@ -218,6 +218,10 @@ def test_a_recorded_conversation_gives_a_prompt_a_turn(
     wanted = PromptSet("sharegpt", "train", 0, source=str(path), turns=turns)
     prompts = load_prompts([wanted], CHAT, seed=0).prompts
     assert [len(prompt.messages) for prompt in prompts] == lengths
+    own = PromptSet(jsonl(tmp_path / "own.jsonl", [SHAREGPT]), "train", 0, turns=turns)
+    assert [each.ids for each in load_prompts([own], CHAT, seed=0).prompts] == [
+        each.ids for each in prompts
+    ]
     assert prompts[-1].messages[-1]["role"] == "user"
     assert prompts[-1].ids == chat_ids(CHAT, prompts[-1].messages)
     with pytest.raises(ConfigError, match="has no chat template"):
