@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specdata.errors import ConfigError
+from specdata.terminal import tell
 
 MINIMAL = """\
 output: {output}
@@ -72,9 +73,8 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
             raise ConfigError(f"{', '.join(there)} is there already: give another --out")
         for name, path in files.items():
             path.write_bytes(b"".join(line + b"\n" for line in splits[name]))
-    except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
+        return tell(error, OSError)
     models = {"target": given.target, **({"draft": given.draft} if given.draft else {})}
     cut = {} if given.draft else {"init": {"kind": "target", "layers": 2}}
     values = {

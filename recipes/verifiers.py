@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from specdata.errors import CacheNotRewindableError, ConfigError, VocabularyMismatchError
+from specdata.errors import ConfigError
 from specdata.prompts.config import PromptSet
 from specdata.sampling import SamplingConfig, generator_for
 from specdata.storage.files import write_json, write_text
-from specdata.terminal import accept_any_text
+from specdata.terminal import accept_any_text, tell
 
 if TYPE_CHECKING:  # help is shown without torch
     from torch import Tensor
@@ -50,9 +50,8 @@ def main(arguments: Sequence[str] | None = None, program: str = "draftsmith veri
     console = Console(highlight=False, soft_wrap=True)
     try:
         rows, said = _run(given, Console(stderr=True, highlight=False, soft_wrap=True))
-    except (ConfigError, VocabularyMismatchError, CacheNotRewindableError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    except Exception as error:  # noqa: BLE001 - raised again if it is a defect
+        return tell(error)
     from eval.reporting import verifiers
 
     table = verifiers.markdown(rows)
