@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from eval.analysis.verifier_table import KINDS, rows_of
+from eval.measuring.intervals import Interval
+from eval.measuring.pooled import ALL_SETS
+from eval.measuring.results import VerifierRow
 from eval.reporting.report import Context, write_report
+from specdata.probability import SamplingConfig
 from tests.browser import CHROMIUM, Browser
 from tests.synthetic_results import synthetic_results
 from tests.synthetic_verdict import synthetic_verdict
@@ -32,7 +37,28 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         verdict=synthetic_verdict(),
         command="recipes/pipeline.py --config recipes/configs/" + 40 * "long-" + ".yaml",
     )
-    return write_report(synthetic_results(), tmp_path_factory.mktemp("layout"), context)
+    verifiers = [
+        VerifierRow(
+            dataset=ALL_SETS,
+            verifier=name,
+            parameters=parameters,
+            draft_kind=kind,
+            lossless=True,
+            expected_tokens=Interval(3.2, 3.0, 3.4),
+            gain=Interval(0.03, 0.01, 0.05),
+            positions=1_000,
+            ceiling=4.2,
+            share_of_ceiling=0.93,
+            bias=None,
+            microseconds=120.0,
+            speedup=2.1,
+            decoded="fixed-4",
+        )
+        for kind in KINDS
+        for name, parameters in rows_of(kind, SamplingConfig())
+    ]
+    results = synthetic_results().model_copy(update={"verifiers": verifiers})
+    return write_report(results, tmp_path_factory.mktemp("layout"), context)
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from eval.measuring.intervals import Interval
-from eval.measuring.pooled import ALL_SETS
+from eval.measuring.pooled import ALL_SETS, PooledRow, pool
 from eval.measuring.results import Results, VerifierRow
 from eval.reporting.rendering import NOT_MEASURED, Bar, Fold, escape_markdown
 
@@ -76,11 +76,12 @@ def fold(results: Results) -> Fold | None:
     rows = of_all(results.verifiers)
     if not rows:
         return None
+    measured = {row.method: row for row in pool(results)}
     return Fold(
         "Every verifier",
         answer(rows),
         COLUMNS,
-        [(f"{row.draft_kind}: {_name(row)}", cells(row, results)) for row in rows],
+        [(f"{row.draft_kind}: {_name(row)}", cells(row, measured)) for row in rows],
         first="draft and verifier",
         note="† biased: changes the target's distribution; TV is how far, a token."
         " The tokens a call of some verifiers (greedy block) are measured by decoding only.",
@@ -116,25 +117,23 @@ def bars(rows: Sequence[VerifierRow]) -> list[Bar]:
 
 def markdown(rows: Sequence[VerifierRow], results: Results | None = None) -> str:
     """The table of all prompt sets."""
+    measured = {row.method: row for row in pool(results)} if results else {}
     heads = ["draft", "verifier", *(name for name, _ in COLUMNS)]
     lines = [heads, ["---", "---", *["--:"] * len(COLUMNS)]]
     for row in of_all(rows):
-        made = cells(row, results)
+        made = cells(row, measured)
         lines.append([row.draft_kind, escape_markdown(_name(row)), *map(escape_markdown, made)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def cells(row: VerifierRow, results: Results | None = None) -> list[str]:
-    """The figures of a row in the order of `COLUMNS`."""
+def cells(row: VerifierRow, measured: Mapping[str, PooledRow]) -> list[str]:
+    """The figures of a row in the order of `COLUMNS`, with methods over all prompt sets."""
     gain = NOT_MEASURED
     if row.gain is not None:
         value, low, high = (100 * x for x in (row.gain.value, row.gain.low, row.gain.high))
         gain = f"{value:+.1f} % [{low:+.1f}, {high:+.1f}]"
-    runs = results.runs if results else []
-    runs = [run for run in runs if run.method == row.decoded]
-    tokens = sum(run.tokens for run in runs) / max(1, sum(run.rounds for run in runs))
-    speeds = [run.speedup for run in runs if run.speedup is not None]
-    speed = f"{sum(speeds) / len(speeds):.2f}x, " if speeds else ""
+    decoded = measured.get(row.decoded or "")
+    speed, tokens = (decoded.value(x) if decoded else None for x in ("speedup", "block_efficiency"))
     return [
         _tokens(row.expected_tokens),
         gain,
@@ -143,7 +142,7 @@ def cells(row: VerifierRow, results: Results | None = None) -> list[str]:
         NOT_MEASURED if row.share_of_ceiling is None else f"{100 * row.share_of_ceiling:.1f} %",
         NOT_MEASURED if row.microseconds is None else f"{row.microseconds:,.0f} µs",
         NOT_MEASURED if row.speedup is None else f"{row.speedup:.2f}x",
-        f"{speed}{tokens:.2f}" if runs else NOT_MEASURED,
+        (f"{speed:.2f}x, " if speed else "") + (f"{tokens:.2f}" if tokens else NOT_MEASURED),
     ]
 
 
