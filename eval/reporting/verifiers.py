@@ -102,7 +102,7 @@ def bars(rows: Sequence[VerifierRow]) -> list[Bar]:
             form, form
         )
         known = best.get((group, row.verifier))
-        if known is None or row.expected_tokens.value > known.expected_tokens.value:
+        if known is None or _trusted(row) > _trusted(known):
             best[group, row.verifier] = row
     most = max((r.expected_tokens.value for r in best.values() if r.lossless), default=0.0)
     return [
@@ -147,6 +147,11 @@ def cells(row: VerifierRow, measured: Mapping[str, PooledRow]) -> list[str]:
         NOT_MEASURED if row.speedup is None else f"{row.speedup:.2f}x",
         (f"{speed:.2f}x, " if speed else "") + (f"{tokens:.2f}" if tokens else NOT_MEASURED),
     ]
+
+
+def _trusted(row: VerifierRow) -> tuple[bool, float]:
+    """The key of the better of two rows: enough places first, then tokens a call."""
+    return row.positions >= FEW, row.expected_tokens.value
 
 
 def _name(row: VerifierRow) -> str:
