@@ -77,7 +77,8 @@ def acceptance(pair: Pair, spec: Mapping[str, Any], folder: Path) -> list[Record
     records = []
     for name, found in (sums | several).items():
         total = resamples(len(found)) @ np.array(found)
-        for index, (keys, _) in enumerate(columns, start=1):
+        every = (keys for group, _ in columns for keys in group)
+        for index, keys in enumerate(every, start=1):
             field = "share" if "tokens left" in keys else "acceptance"
             figure = asdict(Interval.of(total[:, index] / total[:, 0]))
             records.append({**shared, "set": name, **keys, field: figure})
@@ -155,16 +156,17 @@ def texts(pair: Pair, spec: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[
         yield chosen, [row for row in rows if row["completion_ids"]]
 
 
-def _columns(spec: Mapping[str, Any]) -> Iterator[tuple[Record, Callable[[Tensor, Tensor], float]]]:
-    """The keys of each figure, and the function of p and q that it is the mean of."""
-    from eval.analysis.acceptance import BUCKETS, RULES, leaves
+def _columns(
+    spec: Mapping[str, Any],
+) -> Iterator[tuple[list[Record], Callable[[Tensor, Tensor], float | list[float]]]]:
+    """The keys of some figures, and the function of p and q whose means they are."""
+    from eval.analysis.acceptance import BUCKETS, RULES, effective_alphabet
     from recipes.reproduce import expanded
 
     for rule in expanded(spec["rules"]):
-        if rule["rule"] != "alphabet":
+        if rule["rule"] == "alphabet":
+            keys = [{**rule, "tokens left": name} for name in BUCKETS]
+            yield keys, partial(effective_alphabet, top_p=rule["top_p"])
+        else:
             own = {key: value for key, value in rule.items() if key not in OWN}
-            yield rule, partial(RULES[rule["rule"]], k=rule["k"], **own)
-            continue
-        for name, (least, most) in BUCKETS.items():
-            inside = partial(leaves, top_p=rule["top_p"], least=least, most=most)
-            yield {**rule, "tokens left": name}, inside
+            yield [rule], partial(RULES[rule["rule"]], k=rule["k"], **own)

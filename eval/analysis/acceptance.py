@@ -130,9 +130,10 @@ BUCKETS["128+"] = (128, 1 << 62)
 """Least and most tokens of the buckets that effective alphabets are counted in, by name."""
 
 
-def leaves(p: Tensor, _q: Tensor, top_p: float, least: int, most: int) -> float:
-    """1 if the effective alphabet of p (V,), what top-p leaves, has `least` to `most` tokens."""
-    return float(least <= int((nucleus(p, top_p) > 0).sum()) <= most)
+def effective_alphabet(p: Tensor, _q: Tensor, top_p: float) -> list[float]:
+    """1 for the bucket that the size of p's effective alphabet is in, what top-p leaves; else 0."""
+    left = int((nucleus(p, top_p) > 0).sum())
+    return [float(least <= left <= most) for least, most in BUCKETS.values()]
 
 
 def target_texts(
@@ -167,7 +168,7 @@ def target_texts(
 @torch.inference_mode()
 def values_along(
     row: Mapping[str, Any],
-    functions: Sequence[Callable[[Tensor, Tensor], float]],
+    functions: Sequence[Callable[[Tensor, Tensor], float | list[float]]],
     *,
     target: PreTrainedModel,
     draft: PreTrainedModel,
@@ -179,7 +180,7 @@ def values_along(
 
     Args:
         row: `prompt_ids` and `completion_ids`.
-        functions: F of them.
+        functions: each gives a number, or several; F in all.
         target: the model of p.
         draft: the model of q.
         sampling: how p is made of logits.
@@ -197,7 +198,7 @@ def values_along(
     p = probabilities(both[0].double(), sampling)
     q = probabilities(to_vocabulary(both[1].double(), p.shape[-1]), draft_sampling)
     pairs = zip(p, q, strict=True)
-    return np.array([[function(*pair) for function in functions] for pair in pairs])
+    return np.array([np.hstack([function(*pair) for function in functions]) for pair in pairs])
 
 
 def two_drafts(
