@@ -23,12 +23,11 @@ from eval.analysis.verifier_table import (
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.intervals import Interval, resamples
 from eval.measuring.pooled import ALL_SETS
-from eval.measuring.results import build_results
 from eval.reporting.verifiers import best, fold, of_all
 from eval.verifiers import VERIFIERS
 from recipes.verifiers import main
 from specdata.sampling import SamplingConfig, generator_for
-from tests.synthetic_results import ENVIRONMENT
+from tests.synthetic_results import synthetic_results
 from tests.tiny import END, tiny_llama
 
 ENDS = frozenset({END})
@@ -163,7 +162,7 @@ def test_a_table_goes_on_where_it_was_ended_and_its_rows_are_consistent(tmp_path
         if row.verifier == "block":
             assert row.share_of_ceiling == pytest.approx(1.0)
             assert (row.decoded == "mine") == (row.draft_kind == "chain of 4")
-    results = build_results(ENVIRONMENT, [])
+    results = synthetic_results()
     page = fold(results.model_copy(update={"verifiers": rows}))
     assert page is not None
     assert len(page.rows) == len(of_all(rows))
