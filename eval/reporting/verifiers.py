@@ -79,7 +79,7 @@ def fold(results: Results) -> Fold | None:
     rows = of_all(results.verifiers)
     if not rows:
         return None
-    measured = {row.method: row for row in pool(results)}
+    measured = {row.method: row for row in pool(results)} if results.runs else {}
     return Fold(
         "Every verifier",
         answer(rows),
@@ -120,7 +120,7 @@ def bars(rows: Sequence[VerifierRow]) -> list[Bar]:
 
 def markdown(rows: Sequence[VerifierRow], results: Results | None = None) -> str:
     """The table of all prompt sets."""
-    measured = {row.method: row for row in pool(results)} if results else {}
+    measured = {row.method: row for row in pool(results)} if results and results.runs else {}
     heads = ["draft", "verifier", *(name for name, _ in COLUMNS)]
     lines = [heads, ["---", "---", *["--:"] * len(COLUMNS)]]
     for row in of_all(rows):
