@@ -11,7 +11,8 @@ import pytest
 from eval.analysis.examples import batches, rejections
 from eval.reporting.papers import markdown_table, paper_figures, pivot, selected
 from recipes.config import TOY, parse
-from recipes.reproduce import KINDS, PAPERS, Pair, evaluated, expanded, formula, main, protocol_of
+from recipes.measurements import KINDS, ModelPair, evaluated, expanded, formula
+from recipes.reproduce import PAPERS, main, protocol_of
 
 SEEDS = ("seed-0", "seed-1")
 
@@ -41,7 +42,7 @@ def test_a_protocol_fits_the_demos_pair_and_names_what_it_measures(paper: str, q
     for spec in protocol["measurements"].values():
         assert spec["kind"] in KINDS
         if spec["kind"] == "evaluation":
-            _, _, methods = evaluated(Pair(command.config, command.given, {}, Path()), spec)
+            _, _, methods = evaluated(ModelPair(command.config, command.given, {}, Path()), spec)
             names = {method["name"] for method in methods}
             assert {method["over"] for method in methods if "over" in method} <= names
     for shown in [*protocol["tables"], *protocol.get("figures", [])]:

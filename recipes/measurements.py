@@ -1,0 +1,485 @@
+"""Measurements of a paper's protocol on a pair: a function each, which gives records.
+
+A record is a flat mapping: keys (set, method, verifier, k, ...) and figures, each a number or an
+interval. Evaluations decode as run-eval does; acceptance of several candidates is exact, given p
+and q, at positions of the text that the target alone writes, so that rules differ by what they do
+and not by luck; k search expects rounds along such texts without decoding (`draftsmith trees`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from eval.measuring.intervals import Interval, resamples
+from eval.measuring.methods import PLAIN, EvalConfig, check_machine, check_methods
+from eval.measuring.pooled import ALL_SETS
+from eval.reporting.papers import Record
+from recipes.config import PipelineConfig, build
+from recipes.layout import draft_in_use
+from recipes.layout import folder as stage_folder
+from recipes.run import portable, prepare_libraries, say
+from recipes.run_eval import Eval
+from specdata.sampling import SamplingConfig
+from specdata.storage.files import fingerprint, write_json
+from specdata.terminal import progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from eval.measuring.results import Results
+
+OURS = ("over", "label")
+"""Keys of a protocol's method that no decoder reads: what it is compared with, more record keys."""
+OWN = ("name", "rule", "k")
+"""Keys of a rule that are not parameters of its function."""
+
+
+@dataclass(frozen=True)
+class ModelPair:
+    """The pair that a protocol is run on; its models are loaded when a measurement asks.
+
+    Attributes:
+        config: the run's.
+        given: its values before defaults.
+        measured: records of the measurements before this one, by name.
+        folder: of all measurements.
+        prompts: of each set; None as the configuration says.
+    """
+
+    config: PipelineConfig
+    given: Mapping[str, Any]
+    measured: dict[str, list[Record]]
+    folder: Path
+    prompts: int | None = None
+
+    @cached_property
+    def target(self) -> PreTrainedModel:
+        """The target, loaded."""
+        return self._load(self.config.models.target, "target")
+
+    @cached_property
+    def draft(self) -> PreTrainedModel:
+        """The draft in use, loaded."""
+        return self._load(draft_in_use(self.config), "draft")
+
+    def _load(self, name: str, role: Any) -> PreTrainedModel:
+        from specdata.models import load_model
+
+        prepare_libraries()
+        return load_model(name, load=self.config.models.loading(role))
+
+    def identity(self) -> dict[str, Any]:
+        """What decides every measurement, paths in the run's output relative to it."""
+        names = {"target": self.config.models.target, "draft": draft_in_use(self.config)}
+        values: dict[str, Any] = {
+            "pair": {role: [name, fingerprint(name)] for role, name in names.items()},
+            "sampling": asdict(self.config.sampling),
+            "seed": self.config.seed,
+            "dtype": self.config.models.dtype,
+        }
+        values["prompts"] = self.prompts
+        values["sets"] = [asdict(wanted) for wanted in self.config.eval.sets]
+        return dict(portable(json.loads(json.dumps(values)), self.config.output))
+
+
+# --- measurements: (pair, its specification, its folder) -> records ---
+
+
+def evaluation(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
+    """Methods decoded over the pair's prompts, prompt by prompt as run-eval does.
+
+    A record a set and method, and one for all sets; with several seeds the generations are pooled
+    and each rate has its deviation over seeds. Where it is timed, also a record of the fitted times
+    of each set (`fit`).
+    """
+    import torch
+
+    from eval.measuring.environment import describe_environment
+    from eval.measuring.experiment import Artefacts, Experiment
+    from eval.measuring.results import Method, build_results
+    from eval.runtime.engines import engine_on
+    from heads import BaseHead
+    from specdata.models import load_tokenizer, longest_prompt
+    from specdata.prompts.loading import load_prompts
+
+    config, sampling, methods = evaluated(pair, spec)
+    names = [pair.config.models.target, draft_in_use(pair.config)]
+    room = min(longest_prompt(name, config.max_new_tokens) for name in names)
+    prompts = load_prompts(
+        config.sets, load_tokenizer(names[0]), seed=pair.config.seed, max_tokens=room
+    ).prompts
+    head = None
+    if "head" in spec:
+        head = BaseHead.from_pretrained(str(pair.folder / spec["head"]))
+    models = Artefacts(
+        pair.target, pair.draft, head, {"target": names[0], "draft": names[1], "head": None}
+    )
+    found: list[Results] = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(config.threads or before)
+    try:
+        where = describe_environment(
+            device=str(pair.target.device), dtype=pair.config.models.dtype, batch_size=config.batch
+        )
+        for seed in spec.get("seeds", [pair.config.seed]):
+            one = folder / f"seed-{seed}"
+            experiment = Experiment(models, prompts, one, config, sampling, seed, where)
+            total = len(prompts) * len(config.methods)
+            with progress(total, f"{folder.name}, seed {seed}", "generation") as bar:
+                experiment.measure(bar.update)
+            results = experiment.results()
+            assert results is not None
+            found.append(results)
+    finally:
+        torch.set_num_threads(before)
+    used = engine_on(config.engine, where.device)
+    say(f"  {len(prompts)} prompts, {len(config.methods)} methods, forwards {used}")
+    pooled = build_results(
+        where,
+        [
+            (
+                Method(**{name: getattr(run, name) for name in Method.model_fields}),
+                [record for each in found for record in each.runs[index].generations],
+            )
+            for index, run in enumerate(found[0].runs)
+        ],
+    )
+    keys = {method["name"]: method for method in methods} | {PLAIN: {}}
+    shared = {"measurement": folder.name, **asdict(sampling)}
+    return [shared | record for record in _records(pooled, found, keys)]
+
+
+def evaluated(
+    pair: ModelPair, spec: Mapping[str, Any]
+) -> tuple[EvalConfig, SamplingConfig, list[dict[str, Any]]]:
+    """What an evaluation measures: its configuration, its sampling, and the expanded methods.
+
+    Raises:
+        ConfigError: if the pair's configuration cannot be measured so.
+    """
+    given, methods = pair.given["eval"], expanded(spec["methods"])
+    section = {"batch": 16, "engine": "eager", "threads": given.get("threads", 0)}
+    if spec.get("timed"):
+        section = {key: given[key] for key in ("engine", "threads") if key in given}
+    if "max_new_tokens" in given or "max_new_tokens" in spec:
+        both = [each["max_new_tokens"] for each in (given, spec) if "max_new_tokens" in each]
+        section["max_new_tokens"] = min(both)
+    sets = []
+    for wanted in pair.config.eval.sets:
+        count = wanted.count or sys.maxsize
+        few = pair.prompts or min(count, spec.get("prompts", count))
+        sets.append(asdict(wanted) | {"count": 0 if few == sys.maxsize else few})
+    listed = [{key: method[key] for key in method if key not in OURS} for method in methods]
+    plain = {"name": PLAIN, "decoder": "plain"}
+    whole = {**pair.given, "eval": {**section, "sets": sets, "methods": [plain, *listed]}}
+    config = build(whole)
+    values = asdict(pair.config.sampling) | spec.get("sampling", {})
+    sampling = TypeAdapter(SamplingConfig).validate_python(values)
+    check_machine(config.eval)
+    check_methods(config.eval, sampling, head="head" in spec)
+    Eval(config.model_copy(update={"sampling": sampling})).check()
+    return config.eval, sampling, methods
+
+
+def expanded(methods: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Methods of a protocol with the product of what `each` lists; {key} in texts is filled in.
+
+    A mapping in a list is several settings that go together. `label` holds further keys of the
+    method's records.
+    """
+    made = []
+    for method in methods:
+        grid = method.get("each", {})
+        rest = {key: value for key, value in method.items() if key not in ("each", "label")}
+        for values in itertools.product(*grid.values()):
+            chosen: dict[str, Any] = {}
+            label = dict(method.get("label", {}))
+            for key, value in zip(grid, values, strict=True):
+                chosen |= value if isinstance(value, Mapping) else {key: value}
+                label |= chosen.pop("label", {})
+            words = {key: shape(value) for key, value in (rest | label | chosen).items()}
+            filled = {
+                key: value.format(**words) if isinstance(value, str) else value
+                for key, value in rest.items()
+            }
+            made.append(filled | chosen | ({"label": label} if label else {}))
+    return made
+
+
+def shape(value: Any) -> Any:
+    """A list as a name has it: 4x2x2."""
+    return "x".join(f"{item}" for item in value) if isinstance(value, list | tuple) else value
+
+
+def _records(
+    pooled: Results, by_seed: Sequence[Results], methods: Mapping[str, Mapping[str, Any]]
+) -> Iterator[Record]:
+    """A record for each set and method, then for all sets; times are those of each set."""
+    from eval.measuring.pooled import ALL_SETS, pool
+
+    sets = pooled.datasets()
+    for name, chosen in [
+        *((each, [each]) for each in sets),
+        *([(ALL_SETS, sets)] * (len(sets) > 1)),
+    ]:
+        rows = {row.method: row for row in pool(pooled, chosen)}
+        seeds = [{row.method: row for row in pool(each, chosen)} for each in by_seed]
+        for method, row in rows.items():
+            own = methods[method]
+            record: Record = {"set": name, "method": method}
+            columns = ("verifier", "drafter", "stop", "length", "threshold", "lossless")
+            record |= {key: getattr(row.runs[0], key) for key in columns}
+            record |= own.get("verifier_args", {}) | own.get("label", {})
+            given = (key for key in own if key not in ("name", "verifier_args", *OURS))
+            record |= {key: shape(own[key]) for key in given}
+            for rate, values in row.rates.items():
+                figure = asdict(Interval.of(values))
+                if len(seeds) > 1:
+                    each_seed = [each[method].value(rate) or 0.0 for each in seeds]
+                    figure["deviation"] = statistics.stdev(each_seed)
+                record[rate] = figure
+            if "over" in own:
+                gain = row.over(rows[own["over"]], "block_efficiency")
+                record["over"] = {key: 100 * (x - 1) for key, x in asdict(gain).items()}
+            yield record
+        if name != ALL_SETS and pooled.timed and (fit := pooled.latency[name]) is not None:
+            yield {"set": name, "fit": "in use", **asdict(fit)}
+
+
+def formula(_pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
+    """What follows from formulas alone: a function of `eval.analysis.examples`."""
+    from eval.analysis.examples import FORMULAS
+
+    own = {key: value for key, value in spec.items() if key not in ("kind", "of")}
+    return [{"measurement": folder.name, **record} for record in FORMULAS[spec["of"]](**own)]
+
+
+def replay(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
+    """Stopping rules along held-out rollouts, exact over acceptance, and a grid of heads.
+
+    A record a set, rule and setting (`best`: the fastest of its rule there), and one a set, head
+    and threshold of the grid (`grid`). Times are those of the specification, by Eq. 5.1.
+    """
+    import numpy as np
+
+    from eval.analysis.replay import COST_RULE, bounds, replay_rules, result_rows, rows_of_split
+    from eval.analysis.sweep import sweep
+    from eval.analysis.traces import acceptance_traces
+    from eval.measuring.pooled import ALL_SETS
+    from heads import BaseHead
+    from specdata.labels.make import sampling_of
+    from specdata.storage.dataset import stream_stored
+
+    prepare_libraries()
+    labels, draft = stage_folder(pair.config, "labels"), draft_in_use(pair.config)
+    own = {key: spec[key] for key in GRID} | {"labels": labels, "draft": draft}
+    grid = sweep(argparse.Namespace(**own, out=folder / "heads", seed=pair.config.seed))[:-1]
+    records: list[Record] = []
+    for head in grid:
+        shared = {"grid": True, "depth": head["depth"], "weight": head["weight"], "kl": head["kl"]}
+        for name, points in {ALL_SETS: head["points"], **head["sets"]}.items():
+            fastest = max(points, key=lambda each: each["speed"])
+            for each in points:
+                figures = {"threshold": each["h"], "speedup": each["speed"]}
+                figures |= {
+                    "discard_rate": each["discarded"],
+                    "verification_rate": each["verified"],
+                }
+                best = each is fastest
+                records.append({"set": name, **shared, **figures, "best": best})
+    rows = rows_of_split(stream_stored(labels), labels, "dev", spec["judged_rows"])
+    traces = acceptance_traces(
+        rows,
+        draft=pair.draft,
+        sampling=sampling_of(labels),
+        head=BaseHead.from_pretrained(str(pair.folder / spec["head"])),
+    )
+    times = {key: spec[key] for key in ("draft_seconds", "target_seconds")}
+    sets = list(dict.fromkeys(rows["dataset"]))
+    for name in [*sets, *([ALL_SETS] * (len(sets) > 1))]:
+        chosen = np.array([name in (ALL_SETS, each) for each in rows["dataset"]])
+        here, prompts = traces.select(chosen), np.array(rows["example_id"])[chosen].tolist()
+        results = bounds(here, **times) + replay_rules(here, {}, **times)
+        every = result_rows(results, **times, prompts=prompts)
+        found = [
+            row for row in every if row["setting"] != COST_RULE
+        ]  # which is none of the paper's
+        least: dict[str, float] = {}
+        for row in found:
+            seconds = row["seconds_per_token"]
+            least[row["rule"]] = min(seconds, least.get(row["rule"], seconds))
+        for row in found:
+            seconds, rule = row["seconds_per_token"], row["rule"]
+            saved = {key: 100 * x for key, x in row["saving_over_best_length"].items()}
+            figures = {"speedup": times["target_seconds"] / seconds, "saved": saved}
+            figures |= {key: row[key] for key in ("discard_rate", "verification_rate")}
+            record = {"set": name, "rule": rule, "method": row["setting"], **figures}
+            if rule in spec["rules"]:
+                records.append({**record, "best": seconds == least[rule]})
+    return [{"measurement": folder.name, **record} for record in records]
+
+
+def acceptance(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
+    """Acceptance by rule, and shares of effective alphabets, at positions of the target's texts.
+
+    Finished prompt sets are kept in the folder. A record a prompt set and rule, and one of all
+    sets, positions weighing alike; intervals are bootstraps over prompts.
+
+    Args:
+        pair: the models, and the configuration of prompts.
+        spec: `rules`, as methods are listed: `rule` names a function of
+            `eval.analysis.acceptance.RULES` and `k` the candidates, other keys are its parameters;
+            `rule: alphabet` with `top_p` counts the tokens that truncation leaves. `positions` a
+            text, `sampling` of the target, and `draft_temperature` where the draft has another.
+        folder: of the measurement.
+    """
+    from eval.analysis.acceptance import values_along
+
+    sampling = sampling_of(pair, spec)
+    drafts = replace(sampling, temperature=spec.get("draft_temperature", sampling.temperature))
+    columns = list(_columns(spec))
+    sums: dict[str, list[list[float]]] = {}
+    for name, rows in texts(pair, spec):
+        path = folder / f"{name}.json"
+        if not path.is_file():
+            with progress(len(rows), f"{folder.name}, {name}", "text") as bar:
+                found = []
+                for row in rows:
+                    values = values_along(
+                        row,
+                        [function for _, function in columns],
+                        target=pair.target,
+                        draft=pair.draft,
+                        sampling=sampling,
+                        draft_sampling=drafts,
+                        positions=spec["positions"],
+                    )
+                    found.append([len(values), *values.sum(axis=0).tolist()])
+                    bar.update(1)
+            write_json(path, found)
+        sums[name] = json.loads(path.read_text(encoding="utf-8"))
+    several = {ALL_SETS: [row for rows in sums.values() for row in rows]} if len(sums) > 1 else {}
+    shared = {"measurement": folder.name, **asdict(sampling)}
+    shared["draft_temperature"] = drafts.temperature
+    records = []
+    for name, found in (sums | several).items():
+        total = resamples(len(found)) @ np.array(found)
+        every = (keys for group, _ in columns for keys in group)
+        for index, keys in enumerate(every, start=1):
+            field = "share" if "tokens left" in keys else "acceptance"
+            figure = asdict(Interval.of(total[:, index] / total[:, 0]))
+            records.append({**shared, "set": name, **keys, field: figure})
+    return records
+
+
+def tree_search(pair: ModelPair, spec: Mapping[str, Any], folder: Path) -> list[Record]:
+    """Search for a k-configuration (MCSD, section 4.2) along the target's texts of all sets.
+
+    A record for each number of paths and criterion: the k-configuration within it that is expected
+    to emit most, and the one that is expected to be fastest.
+
+    Args:
+        pair: the models, and the configuration of prompts.
+        spec: `budgets`, each a most number of paths; `ratio` of the draft's forward to the
+            target's; `siblings` ("iid" or "distinct"); `sampling`.
+        folder: of the measurement.
+    """
+    import datasets
+
+    from eval.analysis.trees import acceptance_along, search
+
+    rows = [row for _, each in texts(pair, spec) for row in each]
+    along = acceptance_along(
+        datasets.Dataset.from_list(rows),
+        target=pair.target,
+        draft=pair.draft,
+        sampling=sampling_of(pair, spec),
+        siblings=spec["siblings"],
+        most=max(spec["budgets"]),
+        seed=pair.config.seed,
+    )
+    found = search(along, max(spec["budgets"]), spec["ratio"])
+    records = []
+    for budget in spec["budgets"]:
+        within = [each for each in found if each.paths <= budget]
+        for by, best in (
+            ("fastest", max(within, key=lambda each: each.speedup)),
+            ("most tokens", max(within, key=lambda each: each.tokens.value)),
+        ):
+            record = {"paths": budget, "by": by, "widths": best.name, "nodes": best.nodes}
+            record |= {"block_efficiency": asdict(best.tokens), "speedup": best.speedup}
+            records.append({"measurement": folder.name, "set": ALL_SETS, **record})
+    return records
+
+
+def sampling_of(pair: ModelPair, spec: Mapping[str, Any]) -> SamplingConfig:
+    """The pair's sampling with the measurement's over it."""
+    return SamplingConfig(**asdict(pair.config.sampling) | spec.get("sampling", {}))
+
+
+def texts(pair: ModelPair, spec: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Of each prompt set its name and the target's texts, those with a token at least."""
+    from eval.analysis.acceptance import target_texts
+    from specdata.models import load_tokenizer, longest_prompt
+    from specdata.prompts.loading import load_prompts
+
+    config, sampling, _ = evaluated(pair, {**spec, "methods": []})
+    name = pair.config.models.target
+    prompts = load_prompts(
+        config.sets,
+        load_tokenizer(name),
+        seed=pair.config.seed,
+        max_tokens=longest_prompt(name, config.max_new_tokens),
+    ).prompts
+    for chosen in dict.fromkeys(prompt.dataset for prompt in prompts):
+        rows = target_texts(
+            pair.target,
+            [prompt for prompt in prompts if prompt.dataset == chosen],
+            sampling,
+            max_new_tokens=config.max_new_tokens,
+            seed=pair.config.seed,
+        )
+        yield chosen, [row for row in rows if row["completion_ids"]]
+
+
+def _columns(
+    spec: Mapping[str, Any],
+) -> Iterator[tuple[list[Record], Callable[[Tensor, Tensor], float | list[float]]]]:
+    """The keys of some figures, and the function of p and q whose means they are."""
+    from eval.analysis.acceptance import BUCKETS, RULES, effective_alphabet
+
+    for rule in expanded(spec["rules"]):
+        if rule["rule"] == "alphabet":
+            keys = [{**rule, "tokens left": name} for name in BUCKETS]
+            yield keys, partial(effective_alphabet, top_p=rule["top_p"])
+        else:
+            own = {key: value for key, value in rule.items() if key not in OWN}
+            yield [rule], partial(RULES[rule["rule"]], k=rule["k"], **own)
+
+
+GRID: tuple[str, ...] = ("depths", "weights", "thresholds", "epochs", "rows", "judged_rows")
+GRID += ("draft_seconds", "target_seconds")
+"""What a replay's specification says of the grid, as `draftsmith sweep` has it."""
+
+Measure = Callable[[ModelPair, Mapping[str, Any], Path], list[Record]]
+KINDS: dict[str, tuple[Measure, str | None]] = {
+    "evaluation": (evaluation, "draft"),
+    "replay": (replay, "labels"),
+    "formula": (formula, None),
+    "acceptance": (acceptance, "draft"),
+    "tree_search": (tree_search, "draft"),
+}
+"""Kind of measurement -> what makes its records, and the last stage that it needs."""
