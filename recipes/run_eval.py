@@ -468,6 +468,11 @@ def _context(config: PipelineConfig, results: Results, verdict: HeadVerdict | No
         verdict=verdict,
         command=command,
         samples=read_samples(here / SAMPLES),
+        others={
+            each.name: read_results(each / RESULTS)
+            for each in Eval(config).made()
+            if each != here and finished(each)
+        },
     )
 
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eval.analysis.head_verdict import QUALITY_COLUMNS, HeadVerdict
-from eval.measuring.pooled import ALL_SETS, fastest, pool
+from eval.measuring.pooled import ALL_SETS, fastest, merit, pool
 from eval.measuring.results import Results
 from eval.measuring.samples import Samples
 from eval.reporting import verifiers
@@ -82,6 +82,7 @@ class Context:
         verdict: how well the head predicts, and whether it pays.
         command: the command line that measured this.
         samples: the texts of a few prompts.
+        others: folder -> results of the run's other evaluations.
     """
 
     stages: Mapping[str, float] = field(default_factory=dict)
@@ -89,6 +90,7 @@ class Context:
     verdict: HeadVerdict | None = None
     command: str = ""
     samples: Samples | None = None
+    others: Mapping[str, Results] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +225,7 @@ def render_page(results: Results, context: Context) -> str:
 def folds(results: Results, context: Context) -> list[Fold]:
     """The sections of the page, in its order."""
     made = [verifiers.fold(results), _all_sets(results), _each_set(results)]
-    made.append(_head(context.verdict))
+    made += [_head(context.verdict), _heads(results, context)]
     made += [_predictors(context.verdict), _positions(results), _lengths(results), what_if(results)]
     return [fold for fold in [*made, _scores(results), _where(results, context)] if fold]
 
@@ -254,6 +256,24 @@ def picture(results: Results) -> tuple[str, list[Bar]]:
         mark = None if shown == "tokens_per_second" else 1.0
         bars.append(Bar(row.method, value, text, mark, look))
     return of_what, bars
+
+
+def _heads(results: Results, context: Context) -> Fold | None:
+    """The best method with each head, where several evaluations of the run measured one."""
+    from eval.reporting.metadata import public_name
+
+    rows = []
+    for folder, each in {"this page": results, **context.others}.items():
+        asking = {row.method: row for row in pool(each) if row.runs[0].head is not None}
+        if asking:
+            name = max(asking, key=lambda method: merit(asking[method]))
+            (row,) = (row for row in rows_of(each) if row.method == name)
+            head = public_name(str(asking[name].runs[0].head))
+            rows.append((f"{head}, {name} ({folder})", row.figures))
+    if len(rows) < 2:
+        return None
+    sentence = "The best method with each, against the target alone in its own evaluation."
+    return Fold("Heads of this run", sentence, COLUMNS, rows, first="head")
 
 
 def _all_sets(results: Results) -> Fold:
