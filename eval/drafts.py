@@ -6,7 +6,6 @@ draw order and may repeat a token: multiplicity is part of the verifiers' proofs
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,8 +14,6 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-
-from specdata.errors import NotFiniteError
 
 How = Literal["iid", "distinct", "greedy", "chosen"]
 """The drawing of siblings: independently, without replacement, the top K - 1 and one draw; or they
@@ -169,10 +166,7 @@ class DraftTree:
                 `parent_list`.
 
         Returns:
-            N probabilities of each.
-
-        Raises:
-            NotFiniteError: if the target has no distribution there.
+            N probabilities of each; the target's are NaN where it has no distribution.
         """
         if not len(self):
             return [], []
@@ -180,8 +174,6 @@ class DraftTree:
         rows, tokens, drawn_from = index.to(target.device, non_blocking=True)
         p, q = target[rows, tokens], self.distributions[drawn_from, tokens]
         ps, qs = torch.stack([p.double(), q.double()]).tolist()
-        if any(map(math.isnan, ps)):
-            raise NotFiniteError
         return ps, qs
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from eval.drafts import DraftTree
 from eval.verifiers.persistent_residual import PersistentResidual, scaled_residual
 from eval.verifiers.rule import Outcome, Rng
+from specdata.errors import NotFiniteError
 
 
 def block(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
@@ -55,6 +57,8 @@ def greedy_block(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
 def _prefix_ratios(tree: DraftTree, target: Tensor, cap: float) -> list[float]:
     """r_0 .. r_L with r_i = min(cap, r_{i-1} p(x_i)/q(x_i))."""
     ps, qs = tree.chances(target, tree.parent_list)
+    if any(map(math.isnan, ps)):
+        raise NotFiniteError
     ratios = [1.0]
     for p, q in zip(ps, qs, strict=True):
         # r p is formed first: 0 / q stays 0 where p / q would overflow.

@@ -12,6 +12,7 @@ the `Rng` that it is given:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +29,7 @@ from eval.verifiers.persistent_residual import (
     needs_tail,
     residuals_after_round,
 )
+from specdata.errors import NotFiniteError
 from specdata.probability import draw_one
 
 T = TypeVar("T")
@@ -85,8 +87,14 @@ class Candidates:
     def of(
         cls, tree: DraftTree, children: Sequence[int], chances: tuple[list[float], list[float]]
     ) -> Candidates:
-        """The candidates that these nodes hold, given `DraftTree.chances` of the draft."""
+        """The candidates that these nodes hold, given `DraftTree.chances` of the draft.
+
+        Raises:
+            NotFiniteError: if the target has no distribution at the position.
+        """
         p, q = chances
+        if any(math.isnan(p[child - 1]) for child in children):
+            raise NotFiniteError
         return cls(
             [tree.token_list[child - 1] for child in children],
             [tree.distribution_of(child) for child in children],

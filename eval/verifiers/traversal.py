@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from eval.drafts import DraftTree
 from eval.verifiers.persistent_residual import scaled_residual
 from eval.verifiers.rule import Outcome, Rng
+from specdata.errors import NotFiniteError
 
 
 def traversal(tree: DraftTree, target: Tensor, rng: Rng) -> Outcome:
@@ -38,7 +41,10 @@ def _visit(
             q = q.clone()
             q[removed] = 0.0
             q = q / q.sum()
-        below = min(1.0, share * float(p[x]) / float(q[x]))
+        below = share * float(p[x]) / float(q[x])
+        if math.isnan(below):
+            raise NotFiniteError
+        below = min(1.0, below)
         if below > 0.0:
             end = _visit(tree, target, rng, tree.follow(children, index), below)
             if end is not None:
