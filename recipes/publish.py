@@ -36,6 +36,7 @@ from specdata.prompts.config import PromptSet
 from specdata.prompts.reading import source_of
 from specdata.storage.files import fingerprint
 from specdata.storage.manifest import PROGRESS
+from specdata.storage.resume import read_record
 
 _TOO = " (--method leaves only the methods that it names: give it once more, for this one)"
 
@@ -102,18 +103,19 @@ class Release(Stage):
 
     def run(self) -> dict[str, Any]:
         """Assemble and upload."""
-        from eval.analysis.certificate import Certificate
         from eval.reporting.metadata import About, public_name
         from eval.reporting.release import release_draft, release_head
 
         config = self.config
         results = _results(config)
         publish, made = config.publish, {}
-        certificate = Certificate.read(eval_folder(config) / CERTIFICATE)
+        certificate, found = eval_folder(config) / CERTIFICATE, {}
+        if certificate.exists():
+            found = read_record(certificate, ["sentence"], "remove it, and certify again")
         shared = About(
             license=publish.license,
             language=publish.language,
-            certificate=certificate.sentence if certificate else None,
+            certificate=found.get("sentence"),
         )
         if config.draft:
             trained = stage_record(folder(config, "draft"))["results"]

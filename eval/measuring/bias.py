@@ -114,8 +114,8 @@ def measure_bias(
     ids = torch.cat([prompt_ids, out.tokens])[:-1]
     places = torch.tensor([len(prompt_ids) - 1 + index for index in chosen])
     vocabulary = target.config.get_text_config().vocab_size
-    p = _distributions(target, ids, places, sampling, vocabulary)
-    q = _distributions(draft, ids, places, sampling, vocabulary).to(p.device)
+    p = distributions(target, ids, places, sampling, vocabulary)
+    q = distributions(draft, ids, places, sampling, vocabulary).to(p.device)
     total = sum(
         variation(verifier, p[row], q[row], tail=TAIL)
         for row, index in enumerate(chosen)
@@ -124,7 +124,7 @@ def measure_bias(
     return total, count
 
 
-def _distributions(
+def distributions(
     model: PreTrainedModel, ids: Tensor, places: Tensor, sampling: SamplingConfig, vocabulary: int
 ) -> Tensor:
     """(n, vocabulary) distributions after the given places of a sequence."""

@@ -210,7 +210,7 @@ class Experiment:
             tokens: list[dict[str, list[int]]] = [{} for _ in group]
             for method in self.config.methods:
                 stop_if_asked()
-                outs = self._decoder(method).generate_batch(
+                outs = self.decoder(method).generate_batch(
                     [torch.tensor(prompt.ids) for prompt in group],
                     max_new_tokens=self.config.max_new_tokens,
                     generators=[
@@ -265,7 +265,7 @@ class Experiment:
                 max_new_tokens=budget,
                 seed=seed_for(self.seed, "eval", prompt.example_id),
             )
-        decoder = self._decoder(method)
+        decoder = self.decoder(method)
         decoder.warm_up()
         return lambda prompt, budget: decoder.generate(
             torch.tensor(prompt.ids),
@@ -273,7 +273,8 @@ class Experiment:
             generator=generator_for(self.seed, "eval", prompt.example_id),
         )
 
-    def _decoder(self, method: MethodConfig) -> SpeculativeDecoder:
+    def decoder(self, method: MethodConfig) -> SpeculativeDecoder:
+        """What decodes with a method of ours."""
         drafts = [self.models.draft, *(self.models.path_drafts[name] for name in method.drafts[1:])]
         return SpeculativeDecoder.from_config(
             self.models.target,
