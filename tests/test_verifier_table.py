@@ -26,28 +26,42 @@ from eval.measuring.pooled import ALL_SETS
 from eval.reporting.verifiers import best, fold, of_all
 from eval.verifiers import VERIFIERS
 from recipes.verifiers import main
+from specdata.models import end_ids, load_model, load_tokenizer, longest_prompt
+from specdata.prompts.config import PromptSet
+from specdata.prompts.loading import load_prompts
 from specdata.sampling import SamplingConfig, generator_for
 from tests.synthetic_results import synthetic_results
 from tests.tiny import END, tiny_llama
 
-ENDS = frozenset({END})
 CHAIN: dict[str, Any] = {"drafter": "chain", "length": 3}
 TREE: dict[str, Any] = {"drafter": "tree", "widths": (2, 2)}
 
 
-def tiny_table(
-    settings: dict[str, Any], references: tuple[str, ...], names: list[str], texts: int
+TINY = tiny_llama(1, vocab=6), tiny_llama(4, vocab=6)
+
+
+def tiny_prompts(texts: int) -> list[torch.Tensor]:
+    """Short prompts of the tiny pair."""
+    return [torch.tensor([0, 2 + index % 4, 2 + index // 4 % 4]) for index in range(texts)]
+
+
+def table_at(
+    settings: dict[str, Any],
+    references: tuple[str, ...],
+    names: list[str],
+    prompts: list[torch.Tensor],
+    pair: tuple[Any, Any] = TINY,
+    tokens: int = 16,
 ) -> tuple[dict[str, Expected], dict[str, Enumerated], list[Any]]:
-    """Verifiers at every round of texts of a tiny pair."""
-    target, draft = tiny_llama(1, vocab=6), tiny_llama(4, vocab=6)
-    own = {name: Enumerated(VERIFIERS[name].make(), ENDS) for name in {*references, *names}}
+    """Verifiers at every round of texts."""
+    ends = end_ids(pair[0])
+    own = {name: Enumerated(VERIFIERS[name].make(), ends) for name in {*references, *names}}
     starts = drafted(
-        target,
-        draft,
-        [torch.tensor([0, 2 + index % 4, 2 + index // 4 % 4]) for index in range(texts)],
+        *pair,
+        prompts,
         DecodeConfig(verifier=references[0], **settings),
         references=[own[name].verifier for name in references],
-        max_new_tokens=16,
+        max_new_tokens=tokens,
         size=64,
     )
     asked = [own[name] for name in references]
@@ -55,7 +69,7 @@ def tiny_table(
 
 
 def test_a_place_counts_by_how_a_round_ends_there_and_a_call_emits_what_its_verdict_says() -> None:
-    found, own, starts = tiny_table(TREE, ("rrs", "naive"), ["kseq"], 6)
+    found, own, starts = table_at(TREE, ("rrs", "naive"), ["kseq"], tiny_prompts(6))
     checked = 0
     for index, place in enumerate(starts):
         here = place.here
@@ -97,24 +111,35 @@ def test_a_place_counts_by_how_a_round_ends_there_and_a_call_emits_what_its_verd
             ("rrs", "traversal", "naive"),
             ["batch", "multipath_block"],
         ),
+        ({"drafter": "dynamic_tree", "nodes": 5, "depth": 3, "gain": 0.5}, ("naive",), ["naive"]),
     ],
 )
+@pytest.mark.parametrize("trained", [False, True], ids=["random", "trained"])
 def test_tokens_a_call_are_those_of_decoding(
-    settings: dict[str, Any], references: tuple[str, ...], names: list[str]
+    settings: dict[str, Any],
+    references: tuple[str, ...],
+    names: list[str],
+    trained: bool,
+    trained_pair: Path,
 ) -> None:
     # 600 texts each: a difference of 5 % is found with a power of .9, one of 8 % surely.
-    texts = 600
-    found, _, _ = tiny_table(settings, references, names, texts)
-    target, draft = tiny_llama(1, vocab=6), tiny_llama(4, vocab=6)
-    weights = resamples(texts)
+    pair, prompts, tokens = TINY, tiny_prompts(600), 16
+    if trained:
+        target, draft = (str(trained_pair / name) for name in ("target", "draft"))
+        pair, tokens = (load_model(target), load_model(draft)), 48
+        sets = [PromptSet(name, "test", 64) for name in ("instruct", "maths", "code")]
+        room = longest_prompt(target, tokens)
+        loaded = load_prompts(sets, load_tokenizer(target), seed=0, max_tokens=room)
+        prompts = [torch.tensor(prompt.ids) for prompt in loaded.prompts]
+        assert len(prompts) == 192
+    found, _, _ = table_at(settings, references, names, prompts, pair, tokens)
+    weights = resamples(len(prompts))
     for name in names:
-        decoder = SpeculativeDecoder.from_config(
-            target, draft, DecodeConfig(verifier=name, **settings)
-        )
+        decoder = SpeculativeDecoder.from_config(*pair, DecodeConfig(verifier=name, **settings))
         made = decoder.generate_batch(
-            [torch.tensor([0, 2 + index % 4, 2 + index // 4 % 4]) for index in range(texts)],
-            max_new_tokens=16,
-            generators=[generator_for(7, str(index)) for index in range(texts)],
+            prompts,
+            max_new_tokens=tokens,
+            generators=[generator_for(7, str(index)) for index in range(len(prompts))],
             size=64,
         )
         tokens, calls = (

@@ -23,11 +23,12 @@ and .9 % at worst. The estimate is sum w e / sum w (self-normalised; consistent 
 texts), its interval a bootstrap over prompts.
 
 Enumerating takes from a fraction of a millisecond to half a second. The places of a kind are put in
-one random order, and each row takes the first of them, as many as its share of the time allows:
-a row on fewer places is a random part of the same sample. Its tokens are those of the kind's first
-verifier over all places, times the ratio of the two over the places that both took (a ratio
-estimate: what luck the few places had, both had). A slow row, which could weight few places, takes
-the weights of the first verifier, whose rounds start nearly where its own do.
+one random order, and each row takes the first of them, as many as the time allows: all rows of the
+kind equally many, but for the first verifier, which takes more, and slow rows, which take fewer.
+A row's tokens are those of the first verifier over all its places, times the ratio of the two over
+the places that both took (a ratio estimate: what luck the few places had, both had). A slow row,
+which could weight few places, takes the weights of the first verifier, whose rounds start nearly
+where its own do. Time is this thread's on a processor: what else a machine does costs no places.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.drafts import DraftTree
 from eval.measuring.intervals import Interval, resamples
 from eval.measuring.pooled import ALL_SETS
-from eval.measuring.results import VerifierRow
+from eval.measuring.results import ENOUGH, VerifierRow
 from eval.verifiers import VERIFIERS
 from eval.verifiers.optimum import optimal_acceptance
 from eval.verifiers.rule import Drawn, Verifier
@@ -285,37 +286,27 @@ def expected(
     own: Enumerated,
     references: Sequence[Enumerated],
     places: Sequence[Start],
-    *,
-    seconds: float = float("inf"),
-    least: int = 1,
+    started: Enumerated | None = None,
 ) -> Expected:
-    """Enumerate a verifier at places, in their order, for as long as the time allows.
+    """Enumerate a verifier at places.
 
     Args:
         own: the verifier.
         references: those that `drafted` was given.
         places: of a kind of draft that it takes.
-        seconds: no place is begun after so long.
-        least: places that are taken all the same.
+        started: whose rounds start there; None: its own.
     """
-    begun = time.perf_counter()
     rows: list[tuple[float, ...]] = []
-    started = own  # whose rounds start at the places
+    started = started or own
     for place in places:
-        spent = time.perf_counter() - begun
-        if len(rows) >= least and spent > seconds:
-            break
-        here = own(place.here)
-        if not rows and SLOW * (time.perf_counter() - begun) > seconds:
-            started = references[0]
-        weight = 1.0
+        here, weight = own(place.here), 1.0
         if place.before is not None:
             met = sum(reference(place.before)[2] for reference in references) / len(references)
             weight = min(MOST_WEIGHT, started(place.before)[2] / met) if met > 0 else 1.0
         rows.append((place.text, weight, *here[:2]))
     text, *others = list(zip(*rows, strict=True)) or [()] * 4
     return Expected(
-        1 + max((place.text for place in places), default=0),
+        1 + max(text, default=0),
         np.array(text, dtype=np.int64),
         *(np.array(column, dtype=np.float64) for column in others),
     )
@@ -367,14 +358,14 @@ PARAMETERS: Mapping[str, Sequence[dict[str, Any]]] = {
 }
 """The useful settings of verifiers that have some. With one candidate, on a chain, the first is
 like all others."""
-SLOW = 64
-"""A row that takes longer for so many places takes the weights of its kind's first verifier."""
 SMALL = ("2 paths of 4", "4 siblings")
 """Kinds on which a linear program is solved: tens of milliseconds a node."""
 LEAST = 4
-"""Places that a row takes whatever the time."""
+"""Places that a row takes whatever the time; `ENOUGH` while the table has time at all."""
+TEXTS = 10
+"""The texts of a kind take about as long as so many of its rows."""
 TIMED = 12
-"""Places at which a sampled verification is timed."""
+"""Places at which a sampled verification is timed; at slow ones, for a tenth of a second."""
 BYTES = 1 << 30
 """Distributions that are held of one kind."""
 
@@ -473,12 +464,12 @@ def verifier_table(
 
     Args:
         measured: the pair, its prompts and its times.
-        seconds: that it may take; of each kind one batch of texts is made all the same, and
-            `LEAST` places a row.
+        seconds: on a processor, that it may take; of each kind one batch of texts is made all the
+            same, and `LEAST` places a row.
         folder: keeps the rows of each kind as soon as they are made; kinds that are there are read.
         report: called with each kind when it is begun, and with why one was left out.
     """
-    share = {kind: 4 + len(rows_of(kind, measured.sampling)) for kind in KINDS}  # 4: its texts
+    share = {kind: TEXTS + len(rows_of(kind, measured.sampling)) for kind in KINDS}
     stored = TypeAdapter(list[VerifierRow])
     rows: list[VerifierRow] = []
     todo = [kind for kind in KINDS if not (folder / f"{kind}.json").is_file()]
@@ -487,7 +478,7 @@ def verifier_table(
         path = folder / f"{kind}.json"
         if kind in todo:
             report(kind)
-            begun = time.perf_counter()
+            begun = time.thread_time()
             try:
                 own = left * share[kind] / sum(share[each] for each in todo)
                 found = verifier_rows(kind, measured, own)
@@ -495,7 +486,7 @@ def verifier_table(
                 report(f"{kind}: left out: {error}")
                 found = []
             write_json(path, stored.dump_python(found, mode="json"))
-            left = max(0.0, left - (time.perf_counter() - begun))
+            left = max(0.0, left - (time.thread_time() - begun))
             todo.remove(kind)
         rows += stored.validate_json(path.read_bytes())
     return sorted(rows, key=lambda row: row.dataset != ALL_SETS)
@@ -507,7 +498,7 @@ def verifier_rows(kind: str, measured: Measured, seconds: float) -> list[Verifie
     Raises:
         ConfigError: if the models cannot draft so.
     """
-    begun = time.perf_counter()
+    begun = time.thread_time()
     settings, names = KINDS[kind]
     sampling = asdict(measured.sampling)
     config = DecodeConfig(verifier=names[0], **settings, **sampling)
@@ -516,16 +507,9 @@ def verifier_rows(kind: str, measured: Measured, seconds: float) -> list[Verifie
     references = own[: len(names)]
     places, texts = _places(kind, config, measured, references, seconds / 2)
 
-    # Each row takes its share of what time is left, of half of it at least; the first, which all
-    # are compared with, three.
-    made_late = min(0.0, seconds / 2 - (time.perf_counter() - begun))
-    table: list[Expected] = []
-    micros: list[float] = []
-    for index, each in enumerate(own):
-        micros.append(_microseconds(each.verifier, places))
-        left = seconds - (time.perf_counter() - begun) - made_late
-        left *= (1 if index else 3) / (len(own) - index + (0 if index else 2))
-        table.append(expected(each, references, places, seconds=left, least=LEAST))
+    micros = [_microseconds(each.verifier, places) for each in own]
+    until = begun + max(seconds, 1.25 * (time.thread_time() - begun))
+    table = _enumerated(own, references, places, until, ENOUGH if seconds > 0 else LEAST)
     optimum = _optimum(places, config, seconds / len(own)) if len(config.widths) == 1 else []
     forwards = float(np.mean([place.here.forwards for place in places]))
     nodes = float(np.mean([len(place.here.tree) for place in places]))
@@ -543,7 +527,8 @@ def verifier_rows(kind: str, measured: Measured, seconds: float) -> list[Verifie
         for index, ((name, given), part) in enumerate(zip(rows, parts, strict=True)):
             if np.isnan(whole[0] * over[index][0]):
                 continue  # no place of this set was taken, or none where its rounds start
-            tokens = Interval.of(whole * over[index])
+            # A ratio over few places may be off, but no call emits less than one token.
+            tokens = Interval.of(np.maximum(1.0, whole * over[index]))
             ceiling: float | None = None
             share: float | None = None
             if block is not None:
@@ -583,6 +568,41 @@ def verifier_rows(kind: str, measured: Measured, seconds: float) -> list[Verifie
     return made
 
 
+def _enumerated(
+    own: Sequence[Enumerated],
+    references: Sequence[Enumerated],
+    places: Sequence[Start],
+    until: float,
+    least: int,
+) -> list[Expected]:
+    """The first verifier at places, then the usual ones together, then each slow one.
+
+    A group has its part of what time is left, the first verifier as much as three.
+    """
+    left, cost = until - time.thread_time(), []
+    for each in own:
+        begun = time.thread_time()
+        for place in places[:LEAST]:
+            each(place.here)
+        cost.append((time.thread_time() - begun) / LEAST)
+    most = max(0.0, left) / (2 * least * len(own))  # with the round before each place
+    slow = sorted((i for i in range(1, len(own)) if cost[i] > most), key=cost.__getitem__)
+    usual = [index for index in range(1, len(own)) if index not in slow]
+    table: dict[int, Expected] = {}
+    for group in filter(None, ([0], usual, *([index] for index in slow))):
+        shares = 3 if group == [0] else len(group)
+        begun = time.thread_time()
+        end = begun + (until - begun) * shares / (len(own) - len(table) + shares - len(group))
+        started = references[0] if group[0] in slow else None
+        taken = 0
+        floor = 4 * least if group == [0] else least
+        while not taken or (taken < len(places) and (taken < floor or time.thread_time() < end)):
+            taken += max(LEAST, taken // 8)
+            for index in group:  # each place is enumerated once: what was taken is known
+                table[index] = expected(own[index], references, places[:taken], started)
+    return [table[index] for index in range(len(own))]
+
+
 def _places(
     kind: str,
     config: DecodeConfig,
@@ -591,7 +611,7 @@ def _places(
     seconds: float,
 ) -> tuple[list[Start], list[str]]:
     """Places in a random order, and the prompt set of each text, for about so many seconds."""
-    begun = time.perf_counter()
+    begun = time.thread_time()
     prompts = measured.prompts
     sets = list(dict.fromkeys(dataset for dataset, _ in prompts))
     of_set = [[each for each in prompts if each[0] == name] for name in sets]
@@ -607,7 +627,8 @@ def _places(
     of_batch = size * measured.max_new_tokens * row * (2 * nodes + 1)  # at most
     places: list[Start] = []
     texts: list[str] = []
-    while waiting and (not texts or time.perf_counter() - begun < seconds):
+    spent = 0.0
+    while waiting and (not texts or spent * (1 + size / len(texts)) < seconds):
         batch, waiting = waiting[:size], waiting[size:]
         found = drafted(
             measured.target,
@@ -622,6 +643,7 @@ def _places(
         )
         places += [replace(place, text=len(texts) + place.text) for place in found]
         texts += [dataset for dataset, _ in batch]
+        spent = time.thread_time() - begun
     mixed = np.random.default_rng(measured.seed).permutation(len(places))
     return [places[index] for index in mixed], texts
 
@@ -657,6 +679,8 @@ def _microseconds(verifier: Verifier, places: Sequence[Start]) -> float:
         begun = time.perf_counter()
         verifier.draw(place.here.tree, place.here.target, generator)
         seconds.append(time.perf_counter() - begun)
+        if len(seconds) > 2 and sum(seconds) > 0.1:
+            break
     return 1e6 * float(np.median(seconds[1:] or seconds or [0.0]))  # the first warms up
 
 
@@ -664,11 +688,11 @@ def _optimum(places: Sequence[Start], config: DecodeConfig, seconds: float) -> l
     """Best acceptance of siblings at the first places, as many as the time allows."""
     if config.how not in ("iid", "distinct"):
         return []
-    begun = time.perf_counter()
+    begun = time.thread_time()
     found: list[float] = []
     how: Literal["iid", "distinct"] = "iid" if config.how == "iid" else "distinct"
     for place in places:
-        if len(found) >= LEAST and time.perf_counter() - begun > seconds:
+        if len(found) >= LEAST and time.thread_time() - begun > seconds:
             break
         tree, p = place.here.tree, place.here.target[0]
         best = optimal_acceptance(p, tree.distributions[0], len(tree), how) if len(tree) else 0.0

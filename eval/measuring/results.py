@@ -97,6 +97,10 @@ class Run(Metrics, Method):
         ]
 
 
+ENOUGH = 16
+"""Places of a row of the table of verifiers; on fewer, luck would be called the best."""
+
+
 class VerifierRow(Strict):
     """One verifier on one kind of draft, enumerated: a row of `eval.analysis.verifier_table`.
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from eval.measuring.intervals import Interval
 from eval.measuring.pooled import ALL_SETS, PooledRow, pool
-from eval.measuring.results import Results, VerifierRow
+from eval.measuring.results import ENOUGH, Results, VerifierRow
 from eval.reporting.rendering import NOT_MEASURED, Bar, Fold, escape_markdown
 
 COLUMNS = (
@@ -19,7 +19,10 @@ COLUMNS = (
         "over the first",
         "Its tokens a call over those of the first verifier of the kind, at the same places.",
     ),
-    ("places", "Drafts on which it was enumerated; slow ones on fewer."),
+    (
+        "places",
+        f"Drafts on which it was enumerated; slow ones on fewer; !: fewer than {ENOUGH}, too few.",
+    ),
     (
         "ceiling",
         "The best tokens a call: of siblings the optimum of all lossless rules (a proved bound), of"
@@ -36,10 +39,6 @@ COLUMNS = (
 )
 
 
-FEW = 16
-"""A row on fewer places is not called the best: luck would be."""
-
-
 def of_all(rows: Sequence[VerifierRow]) -> list[VerifierRow]:
     """Rows over all prompt sets together."""
     names = {row.dataset for row in rows}
@@ -53,7 +52,7 @@ def best(rows: Sequence[VerifierRow], verifier: str = "") -> VerifierRow:
         for row in of_all(rows)
         if row.lossless and row.microseconds is not None and verifier in ("", row.verifier)
     ]
-    enough = [row for row in found if row.positions >= FEW]
+    enough = [row for row in found if row.positions >= ENOUGH]
     return max(enough or found, key=lambda row: row.speedup or row.expected_tokens.value)
 
 
@@ -140,7 +139,7 @@ def cells(row: VerifierRow, measured: Mapping[str, PooledRow]) -> list[str]:
     return [
         _tokens(row.expected_tokens),
         gain,
-        f"{row.positions:,}",
+        f"{row.positions:,}" + " !" * (row.positions < ENOUGH),
         NOT_MEASURED if row.ceiling is None else f"{row.ceiling:.2f}",
         NOT_MEASURED if row.share_of_ceiling is None else f"{100 * row.share_of_ceiling:.1f} %",
         NOT_MEASURED if row.microseconds is None else f"{row.microseconds:,.0f} µs",
@@ -151,7 +150,7 @@ def cells(row: VerifierRow, measured: Mapping[str, PooledRow]) -> list[str]:
 
 def _trusted(row: VerifierRow) -> tuple[bool, float]:
     """The key of the better of two rows: enough places first, then tokens a call."""
-    return row.positions >= FEW, row.expected_tokens.value
+    return row.positions >= ENOUGH, row.expected_tokens.value
 
 
 def _name(row: VerifierRow) -> str:
