@@ -18,11 +18,13 @@ from eval.analysis.verifier_table import (
     drafted,
     expected,
     rows_of,
+    verifier_rows,
     verifier_table,
 )
 from eval.decoder import DecodeConfig, SpeculativeDecoder
 from eval.measuring.intervals import Interval, resamples
 from eval.measuring.pooled import ALL_SETS
+from eval.measuring.results import ENOUGH
 from eval.reporting.verifiers import best, fold, of_all
 from eval.verifiers import VERIFIERS
 from recipes.verifiers import main
@@ -159,6 +161,16 @@ def test_every_verifier_has_a_row_on_every_kind_that_it_takes() -> None:
         assert {name for name, _ in rows_of(kind, sampling)} == takes - {"greedy_block"}
     known = {name for kind in KINDS for name, _ in rows_of(kind, sampling)}
     assert known == set(VERIFIERS) - {"greedy_block"}
+
+
+def test_rows_of_one_law_are_one_figure_because_they_are_at_the_same_places() -> None:
+    prompts = [("a", prompt) for prompt in tiny_prompts(6)]
+    measured = Measured(*TINY, prompts, SamplingConfig(), max_new_tokens=16)
+    rows = {row.verifier: row for row in verifier_rows("chain of 8", measured, 5.0)}
+    for one, other in (("block", "traversal"), ("token", "rrs")):
+        assert rows[one].positions == rows[other].positions >= ENOUGH
+        tokens = rows[other].expected_tokens.value
+        assert rows[one].expected_tokens.value == pytest.approx(tokens, rel=1e-5)
 
 
 def test_a_table_goes_on_where_it_was_ended_and_its_rows_are_consistent(tmp_path: Path) -> None:
