@@ -125,22 +125,22 @@ def test_tokens_a_call_are_those_of_decoding(
     trained_pair: Path,
 ) -> None:
     # 600 texts each: a difference of 5 % is found with a power of .9, one of 8 % surely.
-    pair, prompts, tokens = TINY, tiny_prompts(600), 16
+    pair, prompts, most = TINY, tiny_prompts(600), 16
     if trained:
         target, draft = (str(trained_pair / name) for name in ("target", "draft"))
-        pair, tokens = (load_model(target), load_model(draft)), 48
+        pair, most = (load_model(target), load_model(draft)), 48
         sets = [PromptSet(name, "test", 64) for name in ("instruct", "maths", "code")]
-        room = longest_prompt(target, tokens)
+        room = longest_prompt(target, most)
         loaded = load_prompts(sets, load_tokenizer(target), seed=0, max_tokens=room)
         prompts = [torch.tensor(prompt.ids) for prompt in loaded.prompts]
         assert len(prompts) == 192
-    found, _, _ = table_at(settings, references, names, prompts, pair, tokens)
+    found, _, _ = table_at(settings, references, names, prompts, pair, most)
     weights = resamples(len(prompts))
     for name in names:
         decoder = SpeculativeDecoder.from_config(*pair, DecodeConfig(verifier=name, **settings))
         made = decoder.generate_batch(
             prompts,
-            max_new_tokens=tokens,
+            max_new_tokens=most,
             generators=[generator_for(7, str(index)) for index in range(len(prompts))],
             size=64,
         )
