@@ -27,7 +27,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from eval.analysis.ties import compare_sequences
-from eval.decode_config import DecodeConfig
 from eval.drafts import DraftTree, How
 from eval.measuring.bias import distributions
 from eval.measuring.experiment import Experiment
@@ -140,7 +139,7 @@ def laws_after(
     Args:
         pair: the target and the draft.
         context: token ids before the position.
-        sampling: the distribution of both.
+        sampling: the distribution of both models.
         likeliest: tokens with an outcome of their own.
 
     Returns:
@@ -260,19 +259,6 @@ def _drawn(p: Laws, q: Laws, kind: str, rng: Rng) -> tuple[DraftTree, list[Prefi
     return tree.checked(), prefixes
 
 
-def enumerate_verifier(config: DecodeConfig, positions: Sequence[tuple[Laws, Laws]]) -> list[float]:
-    """Follow a way of decoding through every draft: its deviation at some positions.
-
-    Args:
-        config: the way of decoding.
-        positions: the laws of target and draft at each, as of `laws_after`.
-    """
-    nodes = DEPTH if config.kind == "chain" else WIDTH * DEPTH
-    drafts = 1 if config.how == "chosen" else len(positions[0][0][0]) ** nodes
-    taken = positions[: max(1, MOST_DRAFTS // drafts)]
-    return [output_deviation(config.make_verifier(), *laws, config.kind) for laws in taken]
-
-
 # --- sampling -----------------------------------------------------------------------------------
 
 
@@ -377,7 +363,7 @@ def certify(
     # Of all sets: prompts come set by set.
     chosen = [prompts[number * len(prompts) // texts] for number in range(texts)]
 
-    def sampled(method: MethodConfig) -> list[tuple[Tensor, Tensor]]:
+    def sampled(method: MethodConfig) -> tuple[list[tuple[Tensor, Tensor]], NDArray[np.int64]]:
         decoder = experiment.decoder(method)
         each = [generator_for(experiment.seed, "certificate", method.name, n) for n in range(texts)]
         if method.stop.measured:  # it needs times, which batches have not
@@ -389,16 +375,19 @@ def certify(
             outs = decoder.generate_batch(
                 chosen, max_new_tokens=max_new_tokens, generators=each, size=BATCH
             )
-        return [(prompt, out.tokens.cpu()) for prompt, out in zip(chosen, outs, strict=True)]
-
-    def cells(method: MethodConfig, made: Sequence[tuple[Tensor, Tensor]]) -> NDArray[np.int64]:
+        made = [(prompt, out.tokens.cpu()) for prompt, out in zip(chosen, outs, strict=True)]
         ties = generator_for(experiment.seed, "certificate", "cells", method.name)
-        return count_cells(pair, made, sampling, ties)
+        return made, count_cells(pair, made, sampling, ties)
 
     def certified(method: MethodConfig) -> Certified:
         config = method.decoding(sampling)
-        deviations = enumerate_verifier(config, positions)
-        counts = cells(method, sampled(method))
+        nodes = 0 if config.how == "chosen" else DEPTH * (1 if config.kind == "chain" else WIDTH)
+        drafts = len(positions[0][0][0]) ** nodes
+        deviations = [
+            output_deviation(config.make_verifier(), p, q, config.kind)
+            for p, q in positions[: max(1, MOST_DRAFTS // drafts)]
+        ]
+        _, counts = sampled(method)
         statistic, p_value, visible = two_sample_test(counts, expected)
         with warnings.catch_warnings():  # greedy texts need no calibrated head
             warnings.simplefilter("ignore", OtherSamplingWarning)
@@ -430,9 +419,7 @@ def certify(
             bugs=compared.count("bug"),
         )
 
-    plain = MethodConfig(name=PLAIN, decoder="plain")
-    alone = sampled(plain)
-    expected = cells(plain, alone)
+    alone, expected = sampled(MethodConfig(name=PLAIN, decoder="plain"))
     positions = [
         laws_after(pair, torch.cat(text)[:CONTEXT].tolist(), sampling, LIKELIEST)
         for text in alone[:: -(-texts // POSITIONS)]

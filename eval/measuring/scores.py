@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from specdata.errors import ConfigError
 
@@ -55,12 +55,10 @@ def text_score(name: str, text: str, reference: str) -> float:
         from sacrebleu import sentence_bleu
 
         return float(sentence_bleu(text, [reference]).score) / 100
-    return float(_answer(text) == _answer(reference))
-
-
-def _answer(text: str) -> str | float:
-    numbers = _NUMBER.findall(text.split("####")[-1])
-    return float(numbers[-1].replace(",", "")) if numbers else text.strip()
+    numbers = [_NUMBER.findall(each.split("####")[-1])[-1:] for each in (text, reference)]
+    if not all(numbers):
+        return float(text.strip() == reference.strip())
+    return float(len({float(last.replace(",", "")) for (last,) in numbers}) == 1)
 
 
 def make_scorer(
@@ -88,17 +86,15 @@ def make_scorer(
             "take the scores out"
         )
     reward = _reward(reward_model, tokenizer) if reward_model else None
-    if not names and reward is None:
-        return None
 
     def score(prompt: Prompt, new: Sequence[int]) -> dict[str, float]:
         text = tokenizer.decode(new, skip_special_tokens=True).strip()
-        scores = {}
+        scores = {REWARD: reward(prompt, text)} if reward else {}
         if prompt.reference:
-            scores = {name: text_score(name, text, prompt.reference) for name in names}
-        return scores | ({REWARD: reward(prompt, text)} if reward else {})
+            scores |= {name: text_score(name, text, prompt.reference) for name in names}
+        return scores
 
-    return score
+    return score if names or reward else None
 
 
 def _reward(name: str, tokenizer: PreTrainedTokenizerBase) -> Callable[[Prompt, str], float]:
@@ -107,18 +103,16 @@ def _reward(name: str, tokenizer: PreTrainedTokenizerBase) -> Callable[[Prompt, 
 
     from specdata.models import load_reward_model
 
-    judge, judges_tokenizer = load_reward_model(name)
+    judge, judges = load_reward_model(name)
 
     @torch.inference_mode()
     def reward(prompt: Prompt, text: str) -> float:
-        asked: Any
-        if prompt.messages and judges_tokenizer.chat_template:
+        if prompt.messages and judges.chat_template:
             answer = {"role": "assistant", "content": text}
-            whole = judges_tokenizer.apply_chat_template([*prompt.messages, answer], tokenize=False)
+            whole = judges.apply_chat_template([*prompt.messages, answer], tokenize=False)
         else:
-            asked = tokenizer.decode(prompt.ids, skip_special_tokens=True)
-            whole = f"{asked} {text}"
-        inputs = judges_tokenizer(whole, return_tensors="pt", truncation=True).to(judge.device)
+            whole = f"{tokenizer.decode(prompt.ids, skip_special_tokens=True)} {text}"
+        inputs = judges(whole, return_tensors="pt", truncation=True).to(judge.device)
         return float(judge(**inputs).logits[0, -1])
 
     return reward

@@ -214,8 +214,8 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         return tell(error)
     if asked.format == "vllm":
         runs = [run for run in results.runs if run.method in asked.method or not asked.method]
-        metrics = vllm_metrics(results.model_copy(update={"runs": runs}))
-        table = json.dumps(metrics, indent=1) + "\n"
+        drafting = [vllm_metrics(run) for run in runs if run.n_draft]
+        table = json.dumps({"format": "vLLM 0.32.0", "runs": drafting}, indent=1) + "\n"
     sys.stdout.write(table)
     return 0
 

@@ -7,28 +7,44 @@ bench serve` saves it (`spec_decode_*`) and as specdec_bench of NVIDIA's Model-O
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
-from eval.measuring.records import PromptRecord
-from eval.measuring.results import Results, Run
-
-FORMAT = "vLLM 0.32.0"
+from eval.measuring.results import Run
 
 
-def vllm_metrics(results: Results) -> dict[str, Any]:
-    """The drafting runs of an evaluation as JSON values, pooled and request by request."""
-    runs = [_pooled(run) for run in results.runs if run.n_draft]
-    return {"format": FORMAT, "runs": runs}
-
-
-def _pooled(run: Run) -> dict[str, Any]:
-    records = run.generations
-    by_position = _accepted(run)
-    drafts = sum(_drafts(record) for record in records)
+def vllm_metrics(run: Run) -> dict[str, Any]:
+    """A run that drafted as JSON values, pooled and request by request."""
+    records, requests = run.generations, []
+    longest = max(run.length or 0, *(len(each.accepted_by_position) for each in records))
+    pooled = [0] * (longest + 1)  # rounds that drafted and accepted at least 0, 1, ... tokens
+    for record in records:
+        # The last token of a budget is drafted for by none, so not every round is one.
+        steps = sum(record.drafted_by_position[:1])
+        reached = [steps, *record.accepted_by_position]
+        reached += [0] * (longest + 1 - len(reached))
+        pooled = [before + here for before, here in zip(pooled, reached, strict=True)]
+        summary = {
+            "mean_acceptance_length": 1 + record.accepted / max(1, steps),
+            "draft_acceptance_rate": record.accepted / max(1, record.n_draft),
+            "acceptance_histogram": [more - less for more, less in pairwise([*reached, 0])],
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": record.accepted,
+            "num_draft_tokens": record.n_draft,
+            "num_spec_tokens": longest,
+        }
+        requests.append(
+            {
+                "id": record.prompt_id,
+                "usage": {"completion_tokens": record.tokens},
+                "metrics": {"speculative_decoding": summary},
+            }
+        )
+    drafts, *by_position = pooled
     accepted = sum(record.accepted for record in records)
-    lengths = [record.tokens / record.rounds for record in records]
     # Every round emits a token, so a length of 1 or more is certain.
-    at_least = [run.rounds, *by_position]
+    joint = [run.rounds, *by_position]
+    conditional = [1.0, *(now / before for before, now in pairwise(joint) if before)]
     return {
         "dataset": run.dataset,
         "method": run.method,
@@ -38,53 +54,8 @@ def _pooled(run: Run) -> dict[str, Any]:
         "spec_decode_draft_tokens": run.n_draft,
         "spec_decode_accepted_tokens": accepted,
         "spec_decode_per_position_acceptance_rates": [count / drafts for count in by_position],
-        "Average_AL": sum(lengths) / len(lengths),
-        "Joint_Acceptance_Rate": {
-            str(length): count / run.rounds for length, count in enumerate(at_least, start=1)
-        },
-        "Conditional_Acceptance_Rate": {
-            str(length): count / before
-            for length, (count, before) in enumerate(
-                zip(at_least, [run.rounds, *at_least], strict=False), start=1
-            )
-            if before
-        },
-        "requests": [_request(record, run.length or len(by_position)) for record in records],
+        "Average_AL": sum(record.tokens / record.rounds for record in records) / len(records),
+        "Joint_Acceptance_Rate": {str(n): count / run.rounds for n, count in enumerate(joint, 1)},
+        "Conditional_Acceptance_Rate": {str(n): share for n, share in enumerate(conditional, 1)},
+        "requests": requests,
     }
-
-
-def _request(record: PromptRecord, longest: int) -> dict[str, Any]:
-    """One generation as the part of a response that vLLM would have sent."""
-    drafts = _drafts(record)
-    at_least = [drafts, *record.accepted_by_position]
-    at_least += [0] * (longest + 2 - len(at_least))
-    histogram = [at_least[n] - at_least[n + 1] for n in range(longest + 1)]
-    return {
-        "id": record.prompt_id,
-        "usage": {"completion_tokens": record.tokens},
-        "metrics": {
-            "speculative_decoding": {
-                "mean_acceptance_length": 1 + record.accepted / drafts if drafts else 1.0,
-                "draft_acceptance_rate": record.accepted / record.n_draft if drafts else 0.0,
-                "acceptance_histogram": histogram,
-                "num_spec_steps": drafts,
-                "num_accepted_draft_tokens": record.accepted,
-                "num_draft_tokens": record.n_draft,
-                "num_spec_tokens": longest,
-            }
-        },
-    }
-
-
-def _drafts(record: PromptRecord) -> int:
-    """Rounds that drafted anything; the last token of a budget is drafted for by none."""
-    return record.drafted_by_position[0] if record.drafted_by_position else 0
-
-
-def _accepted(run: Run) -> list[int]:
-    """Rounds of a run that accepted at least 1, 2, ... drafted tokens."""
-    deepest = max(len(record.accepted_by_position) for record in run.generations)
-    return [
-        sum(sum(record.accepted_by_position[position : position + 1]) for record in run.generations)
-        for position in range(deepest)
-    ]

@@ -165,13 +165,11 @@ def prompts_in(
         if form.keep < 1:
             words = text.split()
             text = " ".join(words[: max(1, int(form.keep * len(words)))])
-        reference = _fill([form.reference], row) if form.reference else None
+        reference = (_fill([form.reference], row) or None) if form.reference else None
         if chat:
-            yield RawPrompt(
-                messages=({"role": "user", "content": text},), reference=reference or None
-            )
+            yield RawPrompt(messages=({"role": "user", "content": text},), reference=reference)
         else:
-            yield RawPrompt(text, reference=reference or None)
+            yield RawPrompt(text, reference=reference)
 
 
 def _are_texts(values: Any) -> bool:
