@@ -7,6 +7,7 @@ the same thing at once one makes it and the others wait, and later sessions find
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import sys
 import tempfile
@@ -21,6 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 IN_ENVIRONMENT = sys.prefix != sys.base_prefix
 CACHE = (Path(sys.prefix) if IN_ENVIRONMENT else Path(tempfile.gettempdir())) / "cache" / "tests"
 LIBRARIES = ("torch", "transformers", "tokenizers", "accelerate")
+# How processors are used, which decides last bits.
+ARITHMETIC = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_NUM_THREADS")
 # Seconds after which a thing that nobody made again is of sources that are gone.
 OLD = 7 * 24 * 3600
 
@@ -31,10 +34,11 @@ def made_once(name: str, sources: str, make: Callable[[Path], object]) -> Path:
     Args:
         name: what it is, part of its name.
         sources: patterns of files below the repository, separated by spaces: what it is made of
-            depends on them, on `LIBRARIES` and on nothing else.
+            depends on them, on `LIBRARIES`, `ARITHMETIC` and on nothing else.
         make: fills a folder that it is given.
     """
-    digest = hashlib.sha256(" ".join(map(version, LIBRARIES)).encode())
+    given = [*map(version, LIBRARIES), *(os.environ.get(name, "") for name in ARITHMETIC)]
+    digest = hashlib.sha256(" ".join(given).encode())
     for pattern in sources.split():
         for path in sorted(ROOT.glob(pattern)):
             digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
