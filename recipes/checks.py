@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -41,46 +41,35 @@ def check_paths(stages: Sequence[Stage]) -> None:
         raise ConfigError(f"cannot write into {output} ({here} {why}): choose another --output")
     for stage in stages:
         for name, source in stage.inputs.items():
-            # What is missing in the output may be made before the run.
-            if is_path(source) and not is_within(source, output) and not Path(source).exists():
+            # A Hub id is OWNER/NAME or NAME, its revision aside; an address has "://".
+            is_path = source.startswith((".", "/")) or source.partition("@")[0].count("/") > 1
+            if "://" in source or not is_path or is_within(source, output):
+                continue  # what is missing in the output may be made before the run
+            if not Path(source).exists():
                 raise ConfigError(
                     f"{stage.name} reads {name} from {source}, and there is no such file or "
                     "folder: mend the path, or give a Hub id (OWNER/NAME)"
                 )
 
 
-def is_path(source: str) -> bool:
-    """True if an input is written as a path, and neither as a Hub id nor as an address."""
-    # A Hub id is OWNER/NAME or NAME, its revision aside; an address has "://".
-    is_path = source.startswith((".", "/")) or source.partition("@")[0].count("/") > 1
-    return is_path and "://" not in source
-
-
-def check_shared(config: PipelineConfig, drafts: Iterable[str]) -> None:
-    """Refuse drafts whose tokenizers differ from the target's, where both are on this machine.
+def check_shared(config: PipelineConfig, models: Iterable[str]) -> None:
+    """Refuse models whose tokenizers differ from the first one's, of those on this machine.
 
     Files may lack tokens that transformers adds at the end: only ids that both name are compared.
     Raises VocabularyMismatchError.
     """
-    ours = _tokens(config, config.models.target)
-    for draft in drafts:
-        theirs = _tokens(config, draft)
-        both = ours.keys() & theirs.keys()
-        check_vocabularies({i: ours[i] for i in both}, {i: theirs[i] for i in both})
+    vocabularies = []
+    for model in models:
+        here = None if is_made_here(config, model) else on_this_machine(model)
+        if here and (here / "tokenizer.json").is_file():
+            from tokenizers import Tokenizer
 
-
-def _tokens(config: PipelineConfig, model: str) -> dict[int, str]:
-    """Id -> token, as a model's tokenizer.json has them; empty if it is not on this machine."""
-    here = None if is_made_here(config, model) else on_this_machine(model)
-    try:
-        stored = read_object(here / "tokenizer.json") if here else {}
-        vocabulary = stored["model"]["vocab"]
-        if isinstance(vocabulary, list):  # a unigram model's: token and score
-            vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
-        tokens = {index: token for token, index in vocabulary.items()}
-        return tokens | {added["id"]: added["content"] for added in stored["added_tokens"]}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+            with suppress(Exception):  # its own; the loading of the model says what is wrong
+                stored = Tokenizer.from_file(str(here / "tokenizer.json")).get_vocab()
+                vocabularies.append({index: token for token, index in stored.items()})
+    for theirs in vocabularies[1:]:
+        both = vocabularies[0].keys() & theirs.keys()
+        check_vocabularies(*({i: each[i] for i in both} for each in (vocabularies[0], theirs)))
 
 
 def check_training_splits(config: PipelineConfig) -> None:

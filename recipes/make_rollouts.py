@@ -14,6 +14,7 @@ from recipes.checks import (
     check_loading,
     check_room,
     check_shared,
+    given_models,
     has_chat_template,
     is_shared,
 )
@@ -127,8 +128,7 @@ class Rollouts(Stage):
         check_samples(wanted, config.sampling)
         check_loading(config, "rollouts")
         check_room(config, "rollouts", wanted.max_new_tokens, [config.models.target])
-        if config.models.draft is not None:
-            check_shared(config, [config.models.draft])
+        check_shared(config, given_models(config))
         report = check_sets(
             wanted.sets, config.seed, here_alone=True, has_template=has_chat_template(config)
         )

@@ -7,7 +7,6 @@ python recipes/publish.py --config recipes/configs/toy.yaml
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from recipes.sizes import described, draft_size, in_bytes, source_model
 from specdata.errors import ConfigError, ManifestError
 from specdata.prompts.config import PromptSet
 from specdata.prompts.reading import source_of
-from specdata.storage.files import fingerprint
+from specdata.storage.files import fingerprint, read_object
 from specdata.storage.manifest import PROGRESS
 from specdata.storage.resume import read_record
 
@@ -104,11 +103,11 @@ class Release(Stage):
     def run(self) -> dict[str, Any]:
         """Assemble and upload."""
         from eval.reporting.metadata import About, public_name
-        from eval.reporting.release import release_draft, release_head
+        from eval.reporting.release import UPLOAD, release_draft, release_head
 
         config = self.config
         results = _results(config)
-        publish, made = config.publish, {}
+        publish, made = config.publish, list[str]()
         certificate, found = eval_folder(config) / CERTIFICATE, {}
         if certificate.exists():
             found = read_record(certificate, ["sentence"], "remove it, and certify again")
@@ -143,7 +142,7 @@ class Release(Stage):
                     push_to=publish.draft_id,
                     private=publish.private,
                 )
-            made["draft"] = _uploaded(out)
+            made.append("draft")
         if head := head_in_use(config):
             trained, draws = stage_record(head_folder(config))["results"], config.labels.draws
             base = publish.draft_id or draft_in_use(config)
@@ -163,27 +162,29 @@ class Release(Stage):
                     push_to=publish.head_id,
                     private=publish.private,
                 )
-            made["head"] = _uploaded(out)
+            made.append("head")
         for former in self.folder.glob("[!.]*"):
             if former.is_dir():
                 shutil.rmtree(former)
         for name in made:
             (self.folder / PROGRESS / name).replace(self.folder / name)
         shutil.rmtree(self.folder / PROGRESS, ignore_errors=True)
-        return made
+        uploads = {name: self.folder / name / UPLOAD for name in made}
+        return {
+            name: read_object(file) if file.exists() else None for name, file in uploads.items()
+        }
 
     def show(self, results: dict[str, Any]) -> None:
         """Print where the copies are; nothing is left to be made of the datasets."""
         remove_caches(self.config)
         # Folders as they are called now: the run may have been moved since it was made.
         for name, upload in results.items():
-            said = f"  {name}: {self.folder / name}, "
-            if upload is None:
-                say(f"{said}not uploaded")
-                continue
-            seen = "private" if upload["private"] else "public"
-            size = in_bytes(upload["bytes"])
-            say(f"{said}uploaded to {upload['url']} ({seen}, {size}, commit {upload['commit']})")
+            said = "not uploaded"
+            if upload:
+                seen = "private" if upload["private"] else "public"
+                size, commit = in_bytes(upload["bytes"]), upload["commit"]
+                said = f"uploaded to {upload['url']} ({seen}, {size}, commit {commit})"
+            say(f"  {name}: {self.folder / name}, {said}")
 
     def next(self, line: CommandLine) -> list[Step]:
         """Load, serve and upload what was assembled."""
@@ -199,14 +200,6 @@ class Release(Stage):
         if unnamed:
             steps.append(Step("upload", line.recipe("publish", *unnamed)))
         return steps
-
-
-def _uploaded(release: Path) -> dict[str, Any] | None:
-    """What was uploaded, where to; None if nothing was."""
-    from eval.reporting.release import UPLOAD
-
-    path = release / UPLOAD
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def _serve(config: PipelineConfig, draft: str) -> list[Step]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from recipes.checks import check_hub, check_paths, check_weights, is_path
+from recipes.checks import check_hub, check_paths, check_weights
 from recipes.config import SHARED, PipelineConfig, parse
 from recipes.layout import folder
 from recipes.run import (
@@ -186,8 +186,8 @@ def _absent(source: str, output: str) -> str:
     """The message for an input that is not on this machine, or not whole; else nothing."""
     if Path(source).exists():
         return " (its config.json, no weights)" if is_without_weights(source) else ""
-    here = is_within(source, output) or is_path(source)
-    return " (not made yet)" if here else " (from the Hub: no such folder here)"
+    is_inside = is_within(source, output)
+    return " (not made yet)" if is_inside else " (from the Hub: no such folder here)"
 
 
 def _state(stage: Stage) -> str:

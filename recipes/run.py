@@ -21,7 +21,6 @@ from specdata.errors import (
     USER_ERRORS,
     ConfigError,
     ManifestError,
-    OtherSettingsError,
     TrainingDivergedError,
 )
 from specdata.processes import is_main, local_rank, process_count, rank
@@ -57,7 +56,7 @@ REMINDER = 15
 RETRIES = 5
 # Stands, in what is stored, for the run's own output folder.
 OUTPUT = "OUTPUT"
-KEYS = ("stage", "settings", "inputs", "finished", "wall_seconds", "results")
+KEYS = ("stage", "settings", "inputs", "finished", "wall_seconds", "results", "files")
 
 # Tables of a report need 100 columns; a narrower terminal wraps them, a log file has no width.
 console = Console(highlight=False, soft_wrap=True, width=max(100, Console().width))
@@ -152,8 +151,8 @@ class Stage(ABC):
         return f"{elsewhere}, or remove {', '.join(map(str, [self.folder, *made]))}"
 
     def made(self) -> list[Path]:
-        """The folders that hold some of it."""
-        return [self.folder] if self.folder.exists() else []
+        """The folders of the run that hold some of it: of heads and evaluations perhaps several."""
+        return sorted(each.parent for each in Path(self.config.output).glob(f"{self.name}*/{RUN}"))
 
     @property
     def settings(self) -> Settings:
@@ -314,7 +313,7 @@ def finished(folder: Path) -> bool:
 def check_files(stage: Stage) -> None:
     """Raise ManifestError if a finished folder no longer holds what the stage made."""
     now = digests(stage.folder)
-    for name, digest in stage_record(stage.folder).get("files", {}).items():
+    for name, digest in stage_record(stage.folder)["files"].items():
         if now.get(name) != digest:
             what = "has other contents than when it was made" if name in now else "is missing"
             raise ManifestError(
@@ -448,15 +447,7 @@ def _stored(stage: Stage, decisive: Settings) -> dict[str, Any] | None:
         stage.check_folder()
         return None
     stored = stage_record(stage.folder)
-    try:
-        decisive.check({key: stored[key] for key in decisive.values}, stage.folder)
-    except OtherSettingsError as error:
-        if stored["inputs"] == decisive.values["inputs"]:
-            raise
-        raise OtherSettingsError(
-            f"{error}\n  (inputs: digests of what was read then and of what is there now; with the "
-            f"former files back, {stage.folder} is right as it is)"
-        ) from error
+    decisive.check({key: stored[key] for key in decisive.values}, stage.folder)
     return stored
 
 

@@ -77,10 +77,6 @@ class Eval(Stage):
         """output/eval, unless eval.folder or head.folder says otherwise."""
         return eval_folder(self.config)
 
-    def made(self) -> list[Path]:
-        """Of evaluations there may be several: eval.folder begins with "eval"."""
-        return sorted(Path(self.config.output).glob("eval*"))
-
     def decisive(self) -> dict[str, Any]:
         """Its section, the methods by name, so that a refusal lists those that differ."""
         evaluation = self.config.eval
@@ -168,8 +164,7 @@ class Eval(Stage):
                     )
         models = [*given_models(config), *path_drafts(config.eval)]
         check_room(config, "eval", config.eval.max_new_tokens, models)
-        given = [config.models.draft] if config.models.draft else []
-        check_shared(config, [*given, *path_drafts(config.eval)])
+        check_shared(config, models)
         has_template = has_chat_template(config)
         check_sets(config.eval.sets, config.seed, here_alone=True, has_template=has_template)
 

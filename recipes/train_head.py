@@ -151,10 +151,6 @@ class Head(Stage):
         """output/head, unless head.folder says otherwise."""
         return head_folder(self.config)
 
-    def made(self) -> list[Path]:
-        """Of heads there may be several: head.folder begins with "head"."""
-        return sorted(Path(self.config.output).glob("head*"))
-
     @property
     def remedy(self) -> str:
         """Another folder."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -19,8 +18,6 @@ _FULL_TEXTS = (
     ". unexpected pos ",
     "basic_ios::clear: iostream error",
 )
-
-
 # What torch says on a CPU, on a GPU and in cuBLAS; numpy raises MemoryError.
 _MEMORY_TEXTS = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 # What gloo, NCCL and the store say when the process at the other end is gone.
@@ -111,8 +108,8 @@ USER_ERRORS = (ConfigError, ManifestError, VocabularyMismatchError, CacheNotRewi
 """What a user can mend; all else is trouble outside (OSError) or a defect with its traceback."""
 
 
-def full_disk(error: BaseException) -> OSError | None:
-    """The full disk (or the quota that is used up) behind an error, if that is what it is.
+def trouble_outside(error: BaseException) -> OSError | None:
+    """What a machine lacks behind an error, if that is what it is: disk, memory, another process.
 
     Libraries wrap what the system reported: `datasets` in an error of generating, safetensors,
     tokenizers and torch in errors of their own that carry no error number.
@@ -122,48 +119,28 @@ def full_disk(error: BaseException) -> OSError | None:
             at as well.
 
     Returns:
-        An error that says what is full; None if `error` is something else.
-    """
-    for link in _links(error):
-        if isinstance(link, OSError) and link.errno in _FULL:
-            return link
-        if any(text in str(link) for text in _FULL_TEXTS):
-            return OSError(errno.ENOSPC, f"the disk seems to be full, or a quota used up ({link})")
-    return None
-
-
-def trouble_outside(error: BaseException) -> OSError | None:
-    """What a machine lacks behind an error, if that is what it is: disk, memory, another process.
-
-    Returns:
         An error that says it, and what to lower; None if `error` is something else.
     """
-    if full := full_disk(error):
-        return full
-    for link in _links(error):
-        text = str(link)
-        if isinstance(link, MemoryError) or (
-            isinstance(link, RuntimeError) and any(sign in text for sign in _MEMORY_TEXTS)
-        ):
-            first = next(iter(text.splitlines()), "")
-            return OSError(
-                f"out of memory ({first or type(link).__name__}): lower batch_size (eval: batch) "
-                "of the stage at work or max_new_tokens, load the models in bfloat16 "
-                "(models.dtype), or spread them (models.load)",
-            )
-        if isinstance(link, RuntimeError) and any(sign in text for sign in _LOST_TEXTS):
-            return OSError("another process of this run ended or was lost")
-    return None
-
-
-def _links(error: BaseException) -> Iterator[BaseException]:
-    """An error, and those that it was raised from, or while handling."""
     link: BaseException | None = error
     seen: set[int] = set()
     while link is not None and id(link) not in seen:
         seen.add(id(link))
-        yield link
+        text = str(link)
+        if isinstance(link, OSError) and link.errno in _FULL:
+            return link
+        if any(sign in text for sign in _FULL_TEXTS):
+            return OSError(errno.ENOSPC, f"the disk seems to be full, or a quota used up ({link})")
+        is_memory = isinstance(link, RuntimeError) and any(sign in text for sign in _MEMORY_TEXTS)
+        if is_memory or isinstance(link, MemoryError):
+            return OSError(
+                f"out of memory ({text.partition(chr(10))[0] or type(link).__name__}): lower "
+                "batch_size (eval: batch) of the stage at work or max_new_tokens, load the models "
+                "in bfloat16 (models.dtype), or spread them (models.load)",
+            )
+        if isinstance(link, RuntimeError) and any(sign in text for sign in _LOST_TEXTS):
+            return OSError("another process of this run ended or was lost")
         link = link.__cause__ or link.__context__
+    return None
 
 
 def without_passwords(text: str) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from specdata.errors import ConfigError, without_passwords
+from specdata.errors import ConfigError
+from specdata.storage.files import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -16,16 +16,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def hub_source(name: str) -> tuple[str, str | None]:
-    """Split OWNER/NAME@REVISION; anything that exists here is a folder, whatever its name.
-
-    Raises:
-        ConfigError: for an address with a password, which is not repeated.
-    """
-    if without_passwords(name) != name:
-        raise ConfigError(
-            "a model's name must hold no password: give a folder or a Hub id, and log in with `hf "
-            "auth login`"
-        )
+    """Split OWNER/NAME@REVISION; anything that exists here is a folder, whatever its name."""
     source, at, revision = name.partition("@")
     return (source, revision) if at and not Path(name).exists() else (name, None)
 
@@ -46,11 +37,10 @@ def base_of_adapters(folder: str) -> str | None:
     if not path.is_file() or path.with_name("config.json").is_file():
         return None
     try:
-        settings: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        base = settings["base_model_name_or_path"]
-        revision = settings.get("revision")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        base = None
+        settings = read_object(path)
+    except (OSError, ValueError):
+        settings = {}
+    base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     theirs = Path(str(base)) / ADAPTER_CONFIG  # adapters of adapters, perhaps of these
     if theirs.is_file() and not theirs.with_name("config.json").is_file():
         base = None

@@ -89,14 +89,14 @@ def tell(error: Exception, *mistakes: type[Exception]) -> int:
     """
     from safetensors import SafetensorError
 
-    status, text = 2, f"error: {error}"
-    if not isinstance(error, USER_ERRORS):
-        outside = trouble_outside(error) or error
-        if isinstance(outside, OSError | SafetensorError) and not isinstance(error, mistakes):
-            status, text = 1, f"error while running: {outside}. Nothing finished is lost: mend the "
-            text += "cause and run the same command again"
-        elif not isinstance(error, mistakes):
-            raise error
+    outside = trouble_outside(error) or error
+    if isinstance(error, (*USER_ERRORS, *mistakes)):
+        status, text = 2, f"error: {error}"
+    elif isinstance(outside, OSError | SafetensorError):
+        status, text = 1, f"error while running: {outside}. Nothing finished is lost: mend the "
+        text += "cause and run the same command again"
+    else:
+        raise error
     sys.stderr.write(f"{visible(without_passwords(text))}\n")
     return status
 

@@ -190,7 +190,7 @@ def test_the_remedy_for_other_settings_names_all_that_was_made_of_a_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("labels", "head", "eval", "eval-mine", "release"):
-        (tmp_path / "runs" / "toy" / name).mkdir(parents=True)
+        write_json(tmp_path / "runs" / "toy" / name / "run.json", {})
     made = "runs/toy/head, runs/toy/eval, runs/toy/eval-mine, runs/toy/release"
     assert Head(parse([]).config).settings.remedy.endswith(f"or remove {made}")
 
@@ -201,7 +201,7 @@ def test_the_plan_of_a_folder_that_was_made_with_other_settings_says_what_to_do(
     monkeypatch.chdir(tmp_path)
     stage = Head(parse([]).config)
     record = {"stage": "head", "settings": stage.settings.values, "inputs": {}}
-    record |= {"finished": True, "wall_seconds": 1.0, "results": {}}
+    record |= {"finished": True, "wall_seconds": 1.0, "results": {}, "files": {}}
     write_json(stage.folder / "run.json", record)
     for flags, status, state in (
         ([], 0, "head (done)"),

@@ -23,7 +23,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import save_file
 
-from specdata.errors import ManifestError, full_disk
+from specdata.errors import ManifestError, trouble_outside
 from specdata.storage.dataset import fill_dataset, load_stored, stream_stored
 from specdata.storage.files import locked, try_locked
 from specdata.storage.manifest import read_manifest
@@ -139,7 +139,7 @@ def test_a_manifest_of_another_program_or_version_is_refused(tmp_path: Path) -> 
     fill(tmp_path, shards([]))
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "schema_version": 99}))
-    with pytest.raises(ManifestError, match="schema version 99"):
+    with pytest.raises(ManifestError, match="schema_version: Input should be 2"):
         load_stored(tmp_path)
     for text in (
         "{",
@@ -296,11 +296,11 @@ def test_a_full_disk_is_told_from_the_errors_of_every_library(
     with small_disk(disk, f"{size}k"):
         with pytest.raises(Exception, match=r"\S") as failure:
             write(disk / "file")
-        full = full_disk(failure.value)
+        full = trouble_outside(failure.value)
         assert full is not None, repr(failure.value)
         assert full.errno == errno.ENOSPC
-    assert full_disk(ValueError("no such thing")) is None
-    assert full_disk(FileNotFoundError(errno.ENOENT, "No such file")) is None
+    assert trouble_outside(ValueError("no such thing")) is None
+    assert trouble_outside(FileNotFoundError(errno.ENOENT, "No such file")) is None
 
 
 def test_a_full_disk_stops_the_dataset_which_goes_on_when_there_is_room(

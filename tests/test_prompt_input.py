@@ -112,7 +112,7 @@ def test_a_set_of_which_nothing_is_left_is_refused_with_the_reasons(tmp_path: Pa
     name = jsonl(tmp_path / "long.jsonl", [{"prompt": "word " * 99}, {"prompt": "."}])
     with pytest.raises(
         ConfigError,
-        match=r"none of its 2 prompts.*1 near_empty, 1 over_long \(at most 9 tokens fit",
+        match=r"0 of 2 kept.*1 near_empty, 1 over_long \(at most 9 tokens fit",
     ):
         load_prompts([PromptSet(name, "train", 2)], PLAIN, seed=0, max_tokens=9)
 
@@ -133,7 +133,7 @@ def bad_sets(folder: Path) -> list[tuple[PromptSet, str]]:
         (PromptSet(str(folder / "no.parquet"), count=1), "there is no file"),
         (PromptSet("gsm8k", source=gsm), r"no column 'question'.*did you mean 'qestion'"),
         (PromptSet("gsm8k", "validation"), "no split 'validation'; choose from train, dev, test"),
-        (PromptSet("gsm8"), r"unknown prompt set 'gsm8' \(did you mean 'gsm8k'"),
+        (PromptSet("gsm8"), r"unknown prompt set 'gsm8': did you mean 'gsm8k'"),
         (PromptSet(both, count=1), "mixes rows"),
         (PromptSet(good, count=1, template="{prompt!r}"), "may hold a column's name"),
         (PromptSet(good, count=1, template="{q}"), r"no column 'q'; it has 'prompt'"),
@@ -262,8 +262,8 @@ def test_of_a_hub_data_set_the_asked_revision_configuration_and_split_are_read(h
         (['{"prmpt": "a"}'], 1, r"no column 'prompt'; it has 'prmpt' \(did you mean 'prmpt'\?\)"),
         (["not json"], 1, "line 1: must be a JSON object"),
         (["[1]"], 1, "must be a JSON object with a `prompt` or `messages`, got list"),
-        (['{"prompt": 3}'], 1, "none of its 1 prompts can be used: 1 undecodable"),
-        (['{"prompt": " .. "}'], 1, "none of its 1 prompts can be used: 1 near_empty"),
+        (['{"prompt": 3}'], 1, "0 of 1 kept; 1 undecodable"),
+        (['{"prompt": " .. "}'], 1, "0 of 1 kept; 1 near_empty"),
         (['{"prompt": "a"}', '{"messages": []}'], 2, "row 2, has no column 'prompt'"),
         (['{"messages": []}', '{"prompt": "a"}'], 2, "row 2, has no column 'messages'"),
         ([], 0, "is empty: it must hold prompts"),

@@ -295,7 +295,6 @@ def test_a_folder_is_replaced_only_by_a_whole_one(tmp_path: Path) -> None:
     [
         ("owner/name", "from the Hub: no such folder here"),
         ("https://example.org/a/b.jsonl", "from the Hub: no such folder here"),
-        ("runs/pair/target", "not made yet"),
         ("out/draft", "not made yet"),
         (".", ""),
     ],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from eval.measuring.methods import PLAIN
@@ -29,67 +29,44 @@ ROWS = 14
 RESULTS, PICTURE = "results.json", "speedup.png"
 
 
-def readme_table(results: Results, methods: Sequence[str] = ()) -> str:
+def readme_table(results: Results | Mapping[str, Results], methods: Sequence[str] = ()) -> str:
     """A Markdown table: a method a row, its speed-up on each prompt set and its counts over all.
 
     Args:
-        results: of one evaluation.
+        results: of one evaluation, or of those of a run by their folders' names: then a row names
+            its evaluation and its head.
         methods: which, in this order; by default of each kind of method the one setting that is
             fastest over all prompt sets, plain decoding first, at most ROWS.
 
     Raises:
         ConfigError: if a method is not in the results.
     """
-    sets = results.datasets()
-    lines = [
-        _line("method", *(escape_markdown(name) for name in sets), *COUNTS),
-        _line("---", *["---:"] * (len(sets) + len(COUNTS))),
-    ]
-    lines += [_line(*cells) for cells in _rows(results, chosen(results, methods), sets)]
-    return "\n".join([*lines, "", _footnote(results, by_hand=bool(methods))]) + "\n"
-
-
-def run_table(evaluations: Mapping[str, Results], methods: Sequence[str] = ()) -> str:
-    """`readme_table` of several evaluations of one run; a row names its evaluation and its head.
-
-    Args:
-        evaluations: their results by their folders' names.
-        methods: which, of the evaluations that measured them; by default as in `readme_table`.
-
-    Raises:
-        ConfigError: if a method is in none of the results.
-    """
-    sets = list(dict.fromkeys(name for each in evaluations.values() for name in each.datasets()))
-    heading = ["evaluation", "head", "method", *(escape_markdown(name) for name in sets), *COUNTS]
-    lines, notes = [_line(*heading), _line(*["---"] * 3, *["---:"] * (len(heading) - 3))], []
-    known = list(dict.fromkeys(run.method for each in evaluations.values() for run in each.runs))
-    for name in methods:
-        if name not in known:
-            raise ConfigError(f"no method {name!r} was measured: {nearest(name, known)}")
-    for folder, results in evaluations.items():
-        heads = {run.method: run.head for run in results.runs}
-        names = [name for name in methods if name in heads] if methods else chosen(results)
-        for name, cells in zip(names, _rows(results, names, sets), strict=True):
-            lines.append(_line(folder, public_name(heads[name] or NOT_MEASURED), *cells))
-        notes.append(f"{folder}: {_footnote(results, by_hand=bool(methods))}")
+    by_folder = {"": results} if isinstance(results, Results) else results
+    names = ["method"] if isinstance(results, Results) else ["evaluation", "head", "method"]
+    sets = list(dict.fromkeys(name for each in by_folder.values() for name in each.datasets()))
+    rates = [*(escape_markdown(name) for name in sets), *COUNTS]
+    lines, notes = [_line(*names, *rates), _line(*["---"] * len(names), *["---:"] * len(rates))], []
+    for folder, each in by_folder.items():
+        pooled = {row.method: row for row in pool(each)}
+        for name in chosen(each, methods):
+            runs = {run.dataset: run for run in each.runs if run.method == name}
+            first = next(iter(runs.values()))
+            mark = "" if first.lossless else " †"
+            cells = [folder, public_name(first.head or NOT_MEASURED), escape_markdown(name) + mark]
+            cells = cells[-len(names) :]
+            for place in sets:
+                if place in runs and (speed := runs[place].speedup) is not None:
+                    low, high = runs[place].intervals["speedup"]
+                    cells.append(f"{speed:.2f}x [{low:.2f}, {high:.2f}]")
+                else:
+                    cells.append(NOT_MEASURED)
+            for rate, decimals in COUNTS.values():
+                value = pooled[name].value(rate) if name in pooled else None
+                cells.append(NOT_MEASURED if value is None else f"{value:.{decimals}f}")
+            lines.append(_line(*cells))
+        note = _footnote(each, by_hand=bool(methods))
+        notes.append(f"{folder}: {note}" if folder else note)
     return "\n".join([*lines, "", *notes]) + "\n"
-
-
-def _rows(results: Results, names: Sequence[str], sets: Sequence[str]) -> Iterator[list[str]]:
-    """The cells of methods: name, speed-up on each set, counts over all."""
-    pooled = {row.method: row for row in pool(results)}
-    for name in names:
-        runs = {run.dataset: run for run in results.runs if run.method == name}
-        cells = [NOT_MEASURED] * len(sets)
-        for place, each in enumerate(sets):
-            if each in runs and (speed := runs[each].speedup) is not None:
-                low, high = runs[each].intervals["speedup"]
-                cells[place] = f"{speed:.2f}x [{low:.2f}, {high:.2f}]"
-        for rate, decimals in COUNTS.values():
-            value = pooled[name].value(rate) if name in pooled else None
-            cells.append(NOT_MEASURED if value is None else f"{value:.{decimals}f}")
-        mark = "" if all(run.lossless for run in runs.values()) else " †"
-        yield [escape_markdown(name) + mark, *cells]
 
 
 COUNTS = {
@@ -198,7 +175,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         if evaluations := {each.parent.name: read_results(each) for each in sorted(found)}:
             for name, results in evaluations.items():
                 check_metrics(results, asked.results / name / RESULTS)
-            sys.stdout.write(run_table(evaluations, asked.method))
+            sys.stdout.write(readme_table(evaluations, asked.method))
             return 0
         results = read_results(path)
         check_metrics(results, path)

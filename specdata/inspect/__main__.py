@@ -23,7 +23,7 @@ from specdata.errors import ManifestError
 from specdata.prompts.loading import dropped
 from specdata.sources import hub_source
 from specdata.storage.manifest import MANIFEST, read_manifest, verify
-from specdata.terminal import accept_any_text, tell, visible
+from specdata.terminal import accept_any_text, tell, visible, whole_number
 
 if TYPE_CHECKING:  # help is shown without them
     from transformers import PreTrainedTokenizerBase
@@ -118,12 +118,10 @@ def main(
     """Show one dataset. Returns the exit status: 0, or 2 for a folder that cannot be shown."""
     parser = argparse.ArgumentParser(prog=program, description=__doc__)
     parser.add_argument("folder", type=Path, help="output/rollouts or output/labels of a run")
-    parser.add_argument("--samples", type=int, default=3, help="rows whose text is shown")
+    parser.add_argument("--samples", type=whole_number, default=3, help="rows whose text is shown")
     accept_any_text()
     options = parser.parse_args(arguments)
     folder: Path = options.folder
-    if options.samples < 0:
-        parser.error(f"--samples must be 0 or larger, got {options.samples}")
     try:
         summary = summarise(folder, options.samples)
         # A log file has no width, and a narrower one would cut the tables.

@@ -21,46 +21,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from specdata.errors import ConfigError
-from specdata.server.client import Answer, ServerClient
+from specdata.server.client import SPARE_MASS, Answer, Completions, LogProbability, ServerClient
 from specdata.storage.schema import Logits, Rollout
 
 Place = tuple[dict[int, float], int, float]
 """Of one position: log probabilities by id, the text's own token, and that of it."""
 
-# Mass that may be missing or too much in float32 sums; more means that it is another distribution.
-SPARE_MASS = 1e-3
 # vLLM writes this for -inf, which JSON does not have.
 LEAST = -9999.0
 ASKED_MORE = "serve with --max-logprobs {count} or more"
-
-LogProbability = Annotated[float, Field(le=SPARE_MASS)]  # NaN is none
-Id = Annotated[str, Field(pattern=r"^\d{1,9}$")]
-
-
-class ByVllm(Answer):
-    """The log probability of a token."""
-
-    logprob: LogProbability
-
-
-class VllmChoice(Answer):
-    """What vLLM says of one text."""
-
-    prompt_logprobs: list[dict[Id, ByVllm] | None] | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class VllmAnswer(Answer):
-    """What /v1/completions answers."""
-
-    choices: list[VllmChoice] = Field(min_length=1)
 
 
 class SglangMeta(Answer):
@@ -130,7 +105,7 @@ class ServedLogits:
             "add_special_tokens": False,
             "return_token_ids": True,
         }
-        choice = self.client.ask(VllmAnswer, "POST", "/v1/completions", body).choices[0]
+        choice = self.client.ask(Completions, "POST", "/v1/completions", body).choices[0]
         found, read = choice.prompt_logprobs, choice.prompt_token_ids
         if found is None:
             raise ConfigError(

@@ -192,31 +192,26 @@ def dropped(report: Sequence[Mapping[str, Any]]) -> list[str]:
         if account["read"] < account["asked"]:
             said.append(f"it has no more ({account['asked']} were asked for)")
         if said:
+            causes = [account[key] for name in REASONS if (key := f"{name}_because") in account]
             lines.append(
                 f"prompts of {account['name']}/{account['split']}: {account['kept']} of "
-                f"{account['read']} kept; {', '.join(said)}{'. '.join(['', *_causes(account)])}"
+                f"{account['read']} kept; {', '.join(said)}{'. '.join(['', *causes])}"
             )
     return lines
 
 
-def _causes(account: Mapping[str, Any]) -> list[str]:
-    """What was wrong with the first prompt that was dropped for each reason."""
-    return [account[key] for name in REASONS if (key := f"{name}_because") in account]
-
-
 def _check_account(account: Mapping[str, Any], max_tokens: int | None) -> None:
-    what = f"prompt set {account['name']!r} (split {account['split']!r})"
     if not account["read"]:
-        raise ConfigError(f"{what} is empty: it must hold prompts")
-    if account["kept"] or account["dropped"]["duplicate"]:
-        return
-    limit = f" (at most {max_tokens} tokens fit beside the completion)" if max_tokens else ""
-    reasons = ", ".join(f"{count} {name}" for name, count in account["dropped"].items() if count)
-    raise ConfigError(
-        f"{what}: none of its {account['read']} prompts can be used: {reasons}{limit}. "
-        f"{'. '.join([*_causes(account), ''])}Mend the set, lower max_new_tokens "
-        "if they are too long, or take it out"
-    )
+        raise ConfigError(
+            f"prompt set {account['name']!r} (split {account['split']!r}) is empty: it must hold "
+            "prompts"
+        )
+    if not account["kept"] and not account["dropped"]["duplicate"]:
+        limit = f" (at most {max_tokens} tokens fit beside the completion)" if max_tokens else ""
+        raise ConfigError(
+            f"{dropped([account])[0]}{limit}. Mend the set, lower max_new_tokens if they are too "
+            "long, or take it out"
+        )
 
 
 def _keep(

@@ -8,7 +8,6 @@ refusals need only the sources.
 from __future__ import annotations
 
 import codecs
-import difflib
 import glob
 import gzip
 import hashlib
@@ -21,7 +20,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdata.errors import ConfigError, full_disk
+from specdata.config import nearest
+from specdata.errors import ConfigError, trouble_outside
 from specdata.prompts.catalogue import CATALOGUE, EMBEDDED, CataloguedSet, Form, Part
 from specdata.prompts.config import PromptSet
 from specdata.prompts.forms import (
@@ -104,12 +104,9 @@ def check_split(wanted: PromptSet) -> None:
     on_hub = _HUB_ID.fullmatch(wanted.name) and not path.exists()
     is_source = is_file(wanted.name) or path.is_dir() or on_hub
     if not (catalogued or wanted.name in EMBEDDED or is_source):
-        known = [*EMBEDDED, *CATALOGUE]
-        near = difflib.get_close_matches(wanted.name, known, n=1, cutoff=0.5)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ConfigError(
-            f"unknown prompt set {wanted.name!r}{hint}: give one of {', '.join(known)}, a file "
-            f"that ends in {', '.join(FORMATS)}, a folder, or a Hub id OWNER/NAME"
+            f"unknown prompt set {wanted.name!r}: {nearest(wanted.name, [*EMBEDDED, *CATALOGUE])}; "
+            f"or give a file that ends in {', '.join(FORMATS)}, a folder, or a Hub id OWNER/NAME"
         )
 
 
@@ -372,12 +369,12 @@ def _at(data: Any, indices: Iterable[int]) -> Iterator[PromptRow]:
 
 
 def _or_refuse(name: str, source: str, load: Callable[[], T]) -> T:
-    """Load, or raise ConfigError with what to do; a full disk stays the OSError that it is."""
+    """Load, or raise ConfigError with what to do; a full disk, or no memory, stays an OSError."""
     try:
         return load()
     except Exception as error:
-        if full := full_disk(error):
-            raise full from error
+        if outside := trouble_outside(error):
+            raise outside from error
         from datasets.exceptions import DatasetNotFoundError
         from huggingface_hub.errors import (
             LocalEntryNotFoundError,

@@ -17,27 +17,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import Field
-
 from specdata.errors import ConfigError
 from specdata.rollouts.backend import Completion, Request
 from specdata.sampling import SamplingConfig, seed_for
-from specdata.server.client import Answer, ServerClient
+from specdata.server.client import Completions, ServerClient
 from specdata.server.config import ServerConfig
-
-
-class Choice(Answer):
-    """One completion."""
-
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    finish_reason: str | None = None
-
-
-class Completions(Answer):
-    """What /v1/completions answers."""
-
-    choices: list[Choice] = Field(min_length=1)
 
 
 class VllmBackend:

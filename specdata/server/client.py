@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import httpx2
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from specdata.errors import ConfigError
 from specdata.server.config import ServerConfig
@@ -21,6 +21,12 @@ PASSING = (408, 425, 429, 500, 502, 503, 504)
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+# Mass that may be missing or too much in float32 sums; more means that it is another distribution.
+SPARE_MASS = 1e-3
+LogProbability = Annotated[float, Field(le=SPARE_MASS)]  # NaN is none
+Id = Annotated[str, Field(pattern=r"^\d{1,9}$")]
 
 
 class Answer(BaseModel):
@@ -46,6 +52,27 @@ class Models(Answer):
     """The models that a server has."""
 
     data: list[Served]
+
+
+class Chance(Answer):
+    """The log probability of a token, as vLLM gives it."""
+
+    logprob: LogProbability
+
+
+class Choice(Answer):
+    """One completion, and what is said of its prompt: of each token but the first, by id."""
+
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[Id, Chance] | None] | None = None
+
+
+class Completions(Answer):
+    """What /v1/completions answers."""
+
+    choices: list[Choice] = Field(min_length=1)
 
 
 class ServerClient:

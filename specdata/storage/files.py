@@ -40,12 +40,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     # The same name each time, so that what a killed run left is replaced by the next one.
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    temporary.touch()
-    mode = temporary.stat().st_mode  # which some writers (safetensors) narrow to their owner
     try:
         yield temporary
-        temporary.chmod(mode)
         with temporary.open("rb+") as handle:
             os.fsync(handle.fileno())
         temporary.replace(path)
@@ -72,7 +68,7 @@ def atomic_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     for left in (temporary, former):  # by a killed run
         shutil.rmtree(left, ignore_errors=True)
     temporary.mkdir()
-    mode = temporary.stat().st_mode & 0o666  # of its files, as in `atomic_write`
+    mode = temporary.stat().st_mode & 0o666  # which some writers (safetensors) narrow
     try:
         yield temporary
         for file in temporary.rglob("*"):
@@ -274,12 +270,14 @@ def digests(folder: Path) -> dict[str, str]:
     """Path in a folder -> digest, of the files that `fingerprint` reads and those in its folders.
 
     Weights are read whole, however large: they were made here, and nothing else checks them.
+    Pages and cards are left out: people edit them.
     """
     files = {file.relative_to(folder): file for file in sorted(folder.rglob("*"))}
     return {
         str(name): _digest(file, whole=file.suffix == ".safetensors")[:16]
         for name, file in files.items()
         if file.is_file()
+        and file.suffix not in (".md", ".html")
         and file.name not in TIMED
         and not any(part.startswith(".") for part in name.parts)
     }

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    ValidationError,
-)
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from specdata.errors import ManifestError
-from specdata.storage.files import read_object, sha256
+from specdata.storage.files import sha256
 
 MANIFEST = "manifest.json"
 # The folder, beside it, of what is known of the shards while a dataset is being made.
@@ -46,14 +40,6 @@ class _Model(_Shape):
     revision: str | None = None
 
 
-class _Sampling(_Shape):
-    model_config = ConfigDict(extra="forbid")
-
-    temperature: NonNegativeFloat = 1.0
-    top_k: NonNegativeInt = 0
-    top_p: PositiveFloat = 1.0
-
-
 class _Account(_Shape):
     name: str
     split: str
@@ -65,12 +51,12 @@ class _Account(_Shape):
 class _Settings(_Shape):
     target: _Model | str | None = None
     draft: _Model | str | None = None
-    sampling: _Sampling | None = None
+    sampling: dict[Literal["temperature", "top_k", "top_p"], float] | None = None
     prompts: list[_Account] | None = None
 
 
 class _Manifest(_Shape):
-    schema_version: int
+    schema_version: Literal[2]
     settings: _Settings
     counts: dict[str, Any]
     shards: list[_Shard]
@@ -97,27 +83,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         raise ManifestError(f"{folder} holds no dataset: {MANIFEST} is missing")
+    text = path.read_bytes()
     try:
-        manifest = read_object(path)
-        version = manifest.get("schema_version")
-        if type(version) is int and version != SCHEMA_VERSION:
-            raise ManifestError(
-                f"{path} has schema version {version}, this program reads {SCHEMA_VERSION}: make "
-                "the dataset again in an empty folder"
-            )
-        _Manifest.model_validate(manifest)
-    except ManifestError:
-        raise
-    except ValueError as error:
-        reason = str(error)
-        if isinstance(error, ValidationError):
-            first = error.errors(include_url=False, include_input=False)[0]
-            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        _Manifest.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
         raise ManifestError(
-            f"{path} is not a manifest of this program ({reason}): remove {folder} and make the "
-            "dataset again"
+            f"{path} is not a manifest of this program ({where}: {first['msg']}): remove {folder} "
+            "and make the dataset again"
         ) from error
-    return {key: manifest[key] for key in new_manifest({})}
+    manifest: dict[str, Any] = json.loads(text)
+    return manifest
 
 
 def describe_shard(path: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
