@@ -209,25 +209,26 @@ def _backend(config: PipelineConfig, stack: ExitStack) -> tuple[Backend, dict[st
     from specdata.models import load_generation, load_model, positions, revision_of
     from specdata.rollouts.backend import TransformersBackend
     from specdata.rollouts.vllm import VllmBackend
+    from specdata.server.client import ServerClient
 
     models, wanted = config.models, config.rollouts
     identity: dict[str, Any] = {"name": models.target, "backend": wanted.backend}
     if wanted.backend == "vllm":
         described, ends = load_generation(models.target)
         served = wanted.vllm.model or models.target
-        server = VllmBackend(
-            wanted.vllm,
-            served,
-            config.sampling,
+        client = ServerClient(wanted.vllm, "rollouts.vllm")
+        stack.callback(client.close)
+        limit = min(positions(described), client.check(served) or sys.maxsize)
+        identity |= {"served": served}
+        backend: Backend = VllmBackend(
+            client=client,
+            model=served,
+            sampling=config.sampling,
             max_new_tokens=wanted.max_new_tokens,
             ends=ends,
             vocabulary=described.get_text_config().vocab_size,
             seed=config.seed,
         )
-        stack.callback(server.close)
-        limit = min(positions(described), server.check() or sys.maxsize)
-        identity |= {"served": served}
-        backend: Backend = server
     else:
         model = load_model(models.target, load=models.loading("target"))
         described, limit = model.config, positions(model.config)

@@ -22,6 +22,7 @@ from specdata.prompts.config import PromptSet
 from specdata.rollouts.backend import Request, TransformersBackend
 from specdata.rollouts.config import RolloutConfig
 from specdata.rollouts.vllm import VllmBackend
+from specdata.server.client import ServerClient
 from specdata.server.config import ServerConfig
 from tests.tiny import END, tiny_llama
 
@@ -153,14 +154,14 @@ def serving(edit: Edit = dict, troubles: tuple[int, ...] = (), **more: Any) -> I
 def client(
     server: Server,
     *,
-    model: str = "served",
     sampling: SamplingConfig | None = None,
     **changes: Any,
 ) -> Iterator[VllmBackend]:
+    config = ServerConfig(**{"url": server.url, "concurrency": 4, "retries": 2, **changes})
     backend = VllmBackend(
-        ServerConfig(**{"url": server.url, "concurrency": 4, "retries": 2, **changes}),
-        model,
-        sampling or SamplingConfig(),
+        client=ServerClient(config, "rollouts.vllm"),
+        model="served",
+        sampling=sampling or SamplingConfig(),
         max_new_tokens=20,
         ends=frozenset([END]),
         vocabulary=VOCABULARY,
@@ -169,7 +170,7 @@ def client(
     try:
         yield backend
     finally:
-        backend.close()
+        backend.client.close()
 
 
 def requests(count: int) -> list[Request]:
@@ -209,32 +210,21 @@ def test_every_field_that_decides_the_distribution_is_sent_and_each_request_has_
 def test_another_model_a_wrong_address_and_a_dead_server_are_told_apart() -> None:
     with serving() as server:
         with client(server) as backend:
-            assert backend.check() == 128
+            assert backend.client.check("served") == 128
+            with pytest.raises(ConfigError, match="serves 'served', not 'my/target'"):
+                backend.client.check("my/target")
         with client(server, url=f"{server.url}/v1/") as backend:
-            assert backend.check() == 128
+            assert backend.client.check("served") == 128
         with (
-            client(server, model="my/target") as backend,
-            pytest.raises(ConfigError, match="serves 'served', not 'my/target'"),
+            client(server, url=f"{server.url}/elsewhere", retries=1) as backend,
+            pytest.raises(ConfigError, match="refuses \\(status 404\\)"),
         ):
-            backend.check()
-        wrong = ServerConfig(url=f"{server.url}/elsewhere", retries=1)
-        backend = VllmBackend(
-            wrong,
-            "served",
-            SamplingConfig(),
-            max_new_tokens=2,
-            ends=frozenset(),
-            vocabulary=VOCABULARY,
-            seed=0,
-        )
-        with pytest.raises(ConfigError, match="refuses \\(status 404\\)"):
-            backend.check()
-        backend.close()
+            backend.client.check("served")
     with (
         client(server, retries=1) as backend,
         pytest.raises(ConnectionError, match="did not answer /v1/models in 1 tries"),
     ):
-        backend.check()
+        backend.client.check("served")
 
 
 def without_ids(answer: dict[str, Any]) -> dict[str, Any]:

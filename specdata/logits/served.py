@@ -109,7 +109,7 @@ class ServedLogits:
         found, read = choice.prompt_logprobs, choice.prompt_token_ids
         if found is None:
             raise ConfigError(
-                f"{self._server} returned no prompt_logprobs: it must be vLLM 0.10.2 or newer"
+                f"{self.client} returned no prompt_logprobs: it must be vLLM 0.10.2 or newer"
             )
         if (read is not None and read != list(ids)) or len(found) != len(ids):
             count = len(found if read is None else read)
@@ -137,7 +137,7 @@ class ServedLogits:
         own, tops = meta.input_token_logprobs, meta.input_top_logprobs
         if not own or not tops:
             raise ConfigError(
-                f"{self._server} returned no input_top_logprobs: is it SGLang's own /generate?"
+                f"{self.client} returned no input_top_logprobs: is it SGLang's own /generate?"
             )
         read = [entry[1] for entry in own]
         count = len(ids) if meta.prompt_tokens is None else meta.prompt_tokens
@@ -156,13 +156,13 @@ class ServedLogits:
         for found, token, own in places:
             if len(found) < self.asked:
                 raise ConfigError(
-                    f"{self._server} returned {len(found)} log probabilities at a position where "
+                    f"{self.client} returned {len(found)} log probabilities at a position where "
                     f"{self.asked} were asked for (logits.top_logits {self.count} and the next "
                     f"one): {ASKED_MORE.format(count=self.asked)}, or lower logits.top_logits"
                 )
             if beyond := [each for each in found if not 0 <= each < self.vocabulary]:
                 raise ConfigError(
-                    f"{self._server} gave token {beyond[0]} a probability, and the vocabulary of "
+                    f"{self.client} gave token {beyond[0]} a probability, and the vocabulary of "
                     f"models.target has {self.vocabulary}: serve that model"
                 )
             # Rounding aside, the text's own token is among the listed or less likely than they are.
@@ -170,7 +170,7 @@ class ServedLogits:
             off = own - least if listed is None else abs(own - listed)
             if not (math.isfinite(own) and off <= SPARE_MASS):
                 raise ConfigError(
-                    f"{self._server} gave the text's own token {token} a log probability of "
+                    f"{self.client} gave the text's own token {token} a log probability of "
                     f"{own:g}, and among the {len(found)} largest "
                     f"{f'at least {least:g}' if listed is None else f'{listed:g}'}: they must agree"
                 )
@@ -211,26 +211,22 @@ class ServedLogits:
         if bool(wrong.any()):
             first = int(wrong.nonzero()[0])
             raise ConfigError(
-                f"{self._server} returned {self.count} probabilities that sum to "
+                f"{self.client} returned {self.count} probabilities that sum to "
                 f"{1 - float(rest[first]):.4f} at {int(wrong.sum())} of {len(wrong)} positions, "
                 f"and the others, of {self.vocabulary}, cannot make that 1: they must be the "
                 "model's own at temperature 1, untruncated (vLLM: --logprobs-mode raw_logprobs), "
                 "over the vocabulary of models.target"
             )
 
-    @property
-    def _server(self) -> str:
-        return f"the server at {self.client.config.url}"
-
     def _other_text(self, read: int, sent: int) -> ConfigError:
         return ConfigError(
-            f"{self._server} read another text ({read} tokens) than it was sent ({sent} tokens): "
+            f"{self.client} read another text ({read} tokens) than it was sent ({sent} tokens): "
             "it must not truncate or add tokens"
         )
 
     def _missing(self, entry: object) -> ConfigError:
         return ConfigError(
-            f"{self._server} returned no log probabilities at a position of the completion, but "
+            f"{self.client} returned no log probabilities at a position of the completion, but "
             f"{str(entry)[:80]!r}"
         )
 

@@ -180,7 +180,17 @@ def _read(
             account["dropped"][reason] += 1
         else:
             account["kept"] += 1
-    _check_account(account, max_tokens)
+    if not account["read"]:
+        raise ConfigError(
+            f"prompt set {account['name']!r} (split {account['split']!r}) is empty: it must hold "
+            "prompts"
+        )
+    if not account["kept"] and not account["dropped"]["duplicate"]:
+        limit = f" (at most {max_tokens} tokens fit beside the completion)" if max_tokens else ""
+        raise ConfigError(
+            f"{dropped([account])[0]}{limit}. Mend the set, lower max_new_tokens if they are too "
+            "long, or take it out"
+        )
     return account
 
 
@@ -198,20 +208,6 @@ def dropped(report: Sequence[Mapping[str, Any]]) -> list[str]:
                 f"{account['read']} kept; {', '.join(said)}{'. '.join(['', *causes])}"
             )
     return lines
-
-
-def _check_account(account: Mapping[str, Any], max_tokens: int | None) -> None:
-    if not account["read"]:
-        raise ConfigError(
-            f"prompt set {account['name']!r} (split {account['split']!r}) is empty: it must hold "
-            "prompts"
-        )
-    if not account["kept"] and not account["dropped"]["duplicate"]:
-        limit = f" (at most {max_tokens} tokens fit beside the completion)" if max_tokens else ""
-        raise ConfigError(
-            f"{dropped([account])[0]}{limit}. Mend the set, lower max_new_tokens if they are too "
-            "long, or take it out"
-        )
 
 
 def _keep(

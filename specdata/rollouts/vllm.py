@@ -15,22 +15,22 @@ is stored is stored once, and no prompt comes twice or not at all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from specdata.errors import ConfigError
 from specdata.rollouts.backend import Completion, Request
 from specdata.sampling import SamplingConfig, seed_for
 from specdata.server.client import Completions, ServerClient
-from specdata.server.config import ServerConfig
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VllmBackend:
     """A `Backend` whose sampling a server does.
 
     Temperature, then top-k, then top-p, as in `specdata.probability`.
 
-    Args:
-        config: the server.
+    Attributes:
+        client: asks it.
         model: the name it serves the target under.
         sampling: the sampler of every token.
         max_new_tokens: longest completion, in tokens.
@@ -39,98 +39,68 @@ class VllmBackend:
         seed: the run's seed.
     """
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        model: str,
-        sampling: SamplingConfig,
-        *,
-        max_new_tokens: int,
-        ends: frozenset[int],
-        vocabulary: int,
-        seed: int,
-    ) -> None:
-        self.config = config
-        self.model = model
-        self.seed = seed
-        self.ends = ends
-        self.vocabulary = vocabulary
-        self.max_new_tokens = max_new_tokens
-        self._fixed: dict[str, Any] = {
-            "model": model,
+    client: ServerClient
+    model: str
+    sampling: SamplingConfig
+    max_new_tokens: int
+    ends: frozenset[int]
+    vocabulary: int
+    seed: int
+
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """See `Backend`; many requests are under way at once.
+
+        Raises:
+            ConfigError: if an answer is refused or unusable.
+            ConnectionError: if the server does not answer.
+        """
+        return self.client.each(self._complete, requests)
+
+    def _complete(self, request: Request) -> Completion:
+        body = {
+            "model": self.model,
+            "prompt": request.ids,
+            "seed": seed_for(self.seed, "rollout", *request.key),
             "n": 1,
-            "max_tokens": max_new_tokens,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,  # 0 keeps all, here and there
-            "top_p": sampling.top_p,
+            "max_tokens": self.max_new_tokens,
+            "temperature": self.sampling.temperature,
+            "top_k": self.sampling.top_k,  # 0 keeps all, here and there
+            "top_p": self.sampling.top_p,
             "min_p": 0.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
-            "stop_token_ids": sorted(ends),
+            "stop_token_ids": sorted(self.ends),
             "add_special_tokens": False,
             "return_token_ids": True,
         }
-        self._client = ServerClient(config, "rollouts.vllm")
-
-    def check(self) -> int | None:
-        """Make sure that the server serves this model.
-
-        Returns:
-            The longest sequence it takes (prompt and completion, in tokens), if it states one.
-
-        Raises:
-            ConfigError: if it serves another model.
-            ConnectionError: if it cannot be reached.
-        """
-        return self._client.check(self.model)
-
-    def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """See `Backend`; up to `config.concurrency` requests are under way at once.
-
-        Raises:
-            ConfigError: if an answer is refused or unusable.
-            ConnectionError: if the server does not answer in `config.retries` tries.
-        """
-        return self._client.each(self._complete, requests)
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._client.close()
-
-    def _complete(self, request: Request) -> Completion:
-        body = {
-            **self._fixed,
-            "prompt": request.ids,
-            "seed": seed_for(self.seed, "rollout", *request.key),
-        }
-        choice = self._client.ask(Completions, "POST", "/v1/completions", body).choices[0]
+        choice = self.client.ask(Completions, "POST", "/v1/completions", body).choices[0]
         ids, read = choice.token_ids, choice.prompt_token_ids
         if not ids:
             raise ConfigError(
-                f"the server at {self.config.url} returned no token ids: it must know "
+                f"{self.client} returned no token ids: it must know "
                 "return_token_ids (vLLM 0.10.2 or newer)"
             )
         if foreign := [token for token in ids if not 0 <= token < self.vocabulary]:
             raise ConfigError(
-                f"the server at {self.config.url} returned token {foreign[0]}, and the vocabulary "
+                f"{self.client} returned token {foreign[0]}, and the vocabulary "
                 f"of models.target has {self.vocabulary}: serve that model"
             )
         if read is not None and read != request.ids:
             raise ConfigError(
-                f"the server at {self.config.url} read another prompt ({len(read)} tokens) than it "
+                f"{self.client} read another prompt ({len(read)} tokens) than it "
                 f"was sent ({len(request.ids)} tokens): it must not truncate or add tokens"
             )
         if len(ids) > self.max_new_tokens or not self.ends.isdisjoint(ids[:-1]):
             raise ConfigError(
-                f"the server at {self.config.url} went on for {len(ids)} tokens: it must stop at "
+                f"{self.client} went on for {len(ids)} tokens: it must stop at "
                 f"max_tokens ({self.max_new_tokens}) and after an end token ({sorted(self.ends)})"
             )
         if ids[-1] in self.ends:
             return Completion(ids, "eos")
         if len(ids) != self.max_new_tokens:
             raise ConfigError(
-                f"the server at {self.config.url} ended a completion after {len(ids)} tokens "
+                f"{self.client} ended a completion after {len(ids)} tokens "
                 f"(finish_reason {choice.finish_reason!r}) with neither an end token "
                 f"({sorted(self.ends)}) nor max_new_tokens {self.max_new_tokens}: serve the target "
                 "with its own generation_config.json and a max_model_len that holds the prompts"

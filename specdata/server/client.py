@@ -106,6 +106,9 @@ class ServerClient:
                 "environment's HTTP_PROXY, HTTPS_PROXY and ALL_PROXY, too"
             ) from error
 
+    def __str__(self) -> str:
+        return f"the server at {self.config.url}"
+
     def check(self, model: str) -> int | None:
         """Make sure that the server serves a model, by the name that it has there.
 
@@ -120,7 +123,7 @@ class ServerClient:
         served = {entry.id: entry for entry in answer.data}
         if model not in served:
             raise ConfigError(
-                f"the server at {self.config.url} serves {', '.join(map(repr, served))}, not "
+                f"{self} serves {', '.join(map(repr, served))}, not "
                 f"{model!r}: start it with the target (vllm serve), or name it in "
                 f"{self.section}.model as it is served"
             )
@@ -164,8 +167,7 @@ class ServerClient:
                 return self._read(kind, response)
             trouble = f"status {response.status_code}: {self._shown(response)[:200]}"
         raise ConnectionError(
-            f"the server at {self.config.url} did not answer {path} in "
-            f"{self.config.retries} tries ({trouble})"
+            f"{self} did not answer {path} in {self.config.retries} tries ({trouble})"
         )
 
     def close(self) -> None:
