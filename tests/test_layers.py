@@ -43,7 +43,7 @@ BELOW = {
         "probability": "errors sampling",
         # A leaf: rollouts and labels run any model through it.
         "prepack": "",
-        "sources": "errors",
+        "sources": "errors storage",
         "draft_vocabulary": "errors",
         "loading": "config errors processes sources",
         "models": "draft_vocabulary errors loading processes sources storage",
@@ -52,7 +52,7 @@ BELOW = {
         "storage": "config errors interruption processes",
         "target_states": "errors lm_head storage",
         "expected_tokens": "",
-        "prompts": "errors sampling sources storage toy",
+        "prompts": "config errors sampling sources storage toy",
         "server": "config errors",
         "rollouts": "config errors lm_head models prepack probability prompts sampling "
         "server storage target_states",

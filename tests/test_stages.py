@@ -14,7 +14,6 @@ from huggingface_hub import constants
 
 from eval.measuring.results import read_results
 from eval.reporting import release
-from eval.reporting.table import main
 from recipes.command import RECIPES
 from recipes.config import PipelineConfig, parse
 from recipes.pipeline import RECIPE
@@ -279,10 +278,6 @@ def test_another_head_is_one_flag_and_leaves_the_first_with_its_evaluation(
         for folder in ("out/release/head", "out/eval-2")
     )
     assert released == measured
-    assert main(["out"]) == 0
-    table = capsys.readouterr().out
-    assert "| eval | head |" in table
-    assert "| eval-2 | head-2 |" in table
     page = Path("out/eval-2/report.html").read_text(encoding="utf-8")
     assert re.search(
         r"Heads of this run.*head-2, .*\(this page\).*head, .*\(eval\)", page, re.DOTALL

@@ -1,8 +1,7 @@
-"""The table and picture of a finished evaluation for a README, and one of all those of a run.
+"""The table and picture of a finished evaluation for a README.
 
 python -m eval.reporting.table RESULTS [--method NAME ...] [--out FOLDER] [--format vllm]
 draftsmith table RESULTS [--method NAME ...] [--out FOLDER]
-draftsmith table RUN [--method NAME ...]
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from eval.measuring.methods import PLAIN
 from eval.measuring.pooled import PooledRow, merit, pool
 from eval.measuring.results import Results, check_metrics, read_results
-from eval.reporting.metadata import public_name
 from eval.reporting.rendering import NOT_MEASURED, escape_markdown
 from eval.reporting.vllm_metrics import vllm_metrics
 from specdata.config import nearest
@@ -29,44 +27,37 @@ ROWS = 14
 RESULTS, PICTURE = "results.json", "speedup.png"
 
 
-def readme_table(results: Results | Mapping[str, Results], methods: Sequence[str] = ()) -> str:
+def readme_table(results: Results, methods: Sequence[str] = ()) -> str:
     """A Markdown table: a method a row, its speed-up on each prompt set and its counts over all.
 
     Args:
-        results: of one evaluation, or of those of a run by their folders' names: then a row names
-            its evaluation and its head.
+        results: of one evaluation.
         methods: which, in this order; by default of each kind of method the one setting that is
             fastest over all prompt sets, plain decoding first, at most ROWS.
 
     Raises:
         ConfigError: if a method is not in the results.
     """
-    by_folder = {"": results} if isinstance(results, Results) else results
-    names = ["method"] if isinstance(results, Results) else ["evaluation", "head", "method"]
-    sets = list(dict.fromkeys(name for each in by_folder.values() for name in each.datasets()))
-    rates = [*(escape_markdown(name) for name in sets), *COUNTS]
-    lines, notes = [_line(*names, *rates), _line(*["---"] * len(names), *["---:"] * len(rates))], []
-    for folder, each in by_folder.items():
-        pooled = {row.method: row for row in pool(each)}
-        for name in chosen(each, methods):
-            runs = {run.dataset: run for run in each.runs if run.method == name}
-            first = next(iter(runs.values()))
-            mark = "" if first.lossless else " †"
-            cells = [folder, public_name(first.head or NOT_MEASURED), escape_markdown(name) + mark]
-            cells = cells[-len(names) :]
-            for place in sets:
-                if place in runs and (speed := runs[place].speedup) is not None:
-                    low, high = runs[place].intervals["speedup"]
-                    cells.append(f"{speed:.2f}x [{low:.2f}, {high:.2f}]")
-                else:
-                    cells.append(NOT_MEASURED)
-            for rate, decimals in COUNTS.values():
-                value = pooled[name].value(rate) if name in pooled else None
-                cells.append(NOT_MEASURED if value is None else f"{value:.{decimals}f}")
-            lines.append(_line(*cells))
-        note = _footnote(each, by_hand=bool(methods))
-        notes.append(f"{folder}: {note}" if folder else note)
-    return "\n".join([*lines, "", *notes]) + "\n"
+    sets, pooled = results.datasets(), {row.method: row for row in pool(results)}
+    lines = [
+        _line("method", *(escape_markdown(name) for name in sets), *COUNTS),
+        _line("---", *["---:"] * (len(sets) + len(COUNTS))),
+    ]
+    for name in chosen(results, methods):
+        runs = {run.dataset: run for run in results.runs if run.method == name}
+        mark = "" if all(run.lossless for run in runs.values()) else " †"
+        cells = [escape_markdown(name) + mark]
+        for each in sets:
+            cell = NOT_MEASURED
+            if each in runs and (speed := runs[each].speedup) is not None:
+                low, high = runs[each].intervals["speedup"]
+                cell = f"{speed:.2f}x [{low:.2f}, {high:.2f}]"
+            cells.append(cell)
+        for rate, decimals in COUNTS.values():
+            value = pooled[name].value(rate) if name in pooled else None
+            cells.append(NOT_MEASURED if value is None else f"{value:.{decimals}f}")
+        lines.append(_line(*cells))
+    return "\n".join([*lines, "", _footnote(results, by_hand=bool(methods))]) + "\n"
 
 
 COUNTS = {
@@ -146,9 +137,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         program or "python -m eval.reporting.table",
         description="Print a finished evaluation as a Markdown table, for a README.",
     )
-    parser.add_argument(
-        "results", type=Path, help="results.json, the folder that holds it, or that of a run"
-    )
+    parser.add_argument("results", type=Path, help="results.json, or the folder that holds it")
     parser.add_argument(
         "--method",
         action="append",
@@ -171,12 +160,6 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     asked = parser.parse_args(arguments)
     try:
         path = asked.results / RESULTS if asked.results.is_dir() else asked.results
-        found = [] if path.is_file() or asked.out else asked.results.glob(f"eval*/{RESULTS}")
-        if evaluations := {each.parent.name: read_results(each) for each in sorted(found)}:
-            for name, results in evaluations.items():
-                check_metrics(results, asked.results / name / RESULTS)
-            sys.stdout.write(readme_table(evaluations, asked.method))
-            return 0
         results = read_results(path)
         check_metrics(results, path)
         methods = chosen(results, asked.method)
