@@ -213,15 +213,13 @@ def json_lines(path: Path) -> Iterator[PromptRow]:
                     continue
                 try:
                     row = json.loads(text)
+                    if not isinstance(row, dict):
+                        raise ValueError(f"it is of type {type(row).__name__}")
                 except (ValueError, RecursionError) as error:
                     raise ConfigError(
-                        f"{path}, line {number}: must be a JSON object ({error})"
-                    ) from error
-                if not isinstance(row, dict):
-                    raise ConfigError(
                         f"{path}, line {number}: must be a JSON object with a `prompt` or "
-                        f"`messages`, got {type(row).__name__}"
-                    )
+                        f"`messages` ({error})"
+                    ) from error
                 yield row
     except OSError as error:
         raise ConfigError(f"prompt file {path} cannot be read: {error.strerror}") from error

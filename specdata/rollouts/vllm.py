@@ -91,18 +91,14 @@ class VllmBackend:
                 f"{self.client} read another prompt ({len(read)} tokens) than it "
                 f"was sent ({len(request.ids)} tokens): it must not truncate or add tokens"
             )
-        if len(ids) > self.max_new_tokens or not self.ends.isdisjoint(ids[:-1]):
+        ended = ids[-1] in self.ends
+        is_cut = len(ids) < self.max_new_tokens and not ended
+        if is_cut or len(ids) > self.max_new_tokens or not self.ends.isdisjoint(ids[:-1]):
             raise ConfigError(
-                f"{self.client} went on for {len(ids)} tokens: it must stop at "
-                f"max_tokens ({self.max_new_tokens}) and after an end token ({sorted(self.ends)})"
+                f"{self.client} ended a completion after {len(ids)} tokens (finish_reason "
+                f"{choice.finish_reason!r}): it must end at its first end token "
+                f"({sorted(self.ends)}), else at max_new_tokens {self.max_new_tokens}. Serve the "
+                "target with its own generation_config.json and a max_model_len that holds the "
+                "prompts"
             )
-        if ids[-1] in self.ends:
-            return Completion(ids, "eos")
-        if len(ids) != self.max_new_tokens:
-            raise ConfigError(
-                f"{self.client} ended a completion after {len(ids)} tokens "
-                f"(finish_reason {choice.finish_reason!r}) with neither an end token "
-                f"({sorted(self.ends)}) nor max_new_tokens {self.max_new_tokens}: serve the target "
-                "with its own generation_config.json and a max_model_len that holds the prompts"
-            )
-        return Completion(ids, "length")
+        return Completion(ids, "eos" if ended else "length")
