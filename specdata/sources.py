@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdata.errors import ConfigError
+from specdata.errors import ConfigError, without_passwords
 from specdata.storage.files import read_object
 
 if TYPE_CHECKING:
@@ -16,7 +16,16 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def hub_source(name: str) -> tuple[str, str | None]:
-    """Split OWNER/NAME@REVISION; anything that exists here is a folder, whatever its name."""
+    """Split OWNER/NAME@REVISION; anything that exists here is a folder, whatever its name.
+
+    Raises:
+        ConfigError: for an address with a password, which is not repeated.
+    """
+    if without_passwords(name) != name:
+        raise ConfigError(
+            "a model's name must hold no password: give a folder or a Hub id, and log in with `hf "
+            "auth login`"
+        )
     source, at, revision = name.partition("@")
     return (source, revision) if at and not Path(name).exists() else (name, None)
 
