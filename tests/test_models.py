@@ -186,6 +186,8 @@ def test_a_hub_id_may_carry_a_revision_and_a_folder_any_name(tmp_path: Path) -> 
     folder = tmp_path / "run@night"
     folder.mkdir()
     assert hub_source(str(folder)) == (str(folder), None)
+    with pytest.raises(ConfigError, match="must hold no password"):
+        hub_source("https://user:hunter2@host/name")
 
 
 def test_sequences_beyond_the_models_positions_are_refused() -> None:
