@@ -174,8 +174,13 @@ def show_plan(given: Mapping[str, Any], stages: Sequence[Stage]) -> None:
         return
     text = yaml.safe_dump(dict(given), sort_keys=False, default_flow_style=None, width=100)
     console.print(text + "# everything else has its default: see --help", markup=False)
+    is_new = False
     for stage in stages:
-        console.print(f"\n{stage.name} ({_state(stage)})", style="bold", markup=False)
+        state = _state(stage)
+        if is_new and stage.is_copy and state == "done":
+            state = "of others: it is made again"
+        is_new = is_new or state != "done"
+        console.print(f"\n{stage.name} ({state})", style="bold", markup=False)
         for name, source in stage.inputs.items():
             there = _absent(source, str(given.get("output")))
             console.print(f"  reads {name}: {source}{there}", markup=False)

@@ -46,7 +46,7 @@ from recipes.run import RUN, Stage, Step, all_stages, console, finished, say, st
 from recipes.sizes import in_bytes
 from specdata.errors import ConfigError, without_passwords
 from specdata.processes import is_main, local_process_count, local_rank, process_count, rank
-from specdata.prompts.reading import prompt_inputs, size_of
+from specdata.prompts.reading import content_of, prompt_inputs, size_of
 from specdata.storage.files import locked, write_json
 from specdata.storage.manifest import PROGRESS
 from specdata.storage.resume import read_record
@@ -166,6 +166,14 @@ class Eval(Stage):
         check_room(config, "eval", config.eval.max_new_tokens, models)
         check_shared(config, models)
         has_template = has_chat_template(config)
+        if config.draft or config.head:
+            trained = {content_of(each) for each in config.rollouts.sets if each.split == "train"}
+            for wanted in config.eval.sets:
+                if content_of(wanted) in trained:
+                    raise ConfigError(
+                        f"eval.sets must hold prompts that nothing was trained on, and "
+                        f"{wanted.name} is in rollouts.sets with split train: name other prompts"
+                    )
         check_sets(config.eval.sets, config.seed, here_alone=True, has_template=has_template)
 
     def run(self) -> dict[str, Any]:

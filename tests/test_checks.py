@@ -67,6 +67,7 @@ def test_models_without_weights_are_planned_with_and_refused_before_the_first_st
     assert not (tmp_path / "out").exists()
 
 
+TRAINED = "[{name: maths, split: train, count: 2}]"
 TYPO = "[{name: instrct, split: train}]"
 SPLIT = "[{name: maths, split: tset, count: 1}]"
 MANY = "[{name: maths, split: test, count: 999999}]"
@@ -104,6 +105,7 @@ MANY = "[{name: maths, split: test, count: 999999}]"
             "to eval.methods (--method leaves only the methods that it names: give it once more",
         ),
         ("pipeline", ["--eval.sets", TYPO], "did you mean 'instruct'?"),
+        ("pipeline", ["--eval.sets", TRAINED], "must hold prompts that nothing was trained on"),
     ],
 )
 def test_a_plan_refuses_what_a_run_refuses_before_anything_is_made(

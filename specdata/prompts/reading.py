@@ -116,6 +116,14 @@ def is_remote(wanted: PromptSet) -> bool:
     return source is not None and not (is_file(source) or Path(source).is_dir())
 
 
+def content_of(wanted: PromptSet) -> tuple[str | None, ...]:
+    """The source and part of it that a set is read from, equal for sets of the same prompts."""
+    source = source_of(wanted)
+    if source is not None and is_file(source):
+        return (str(Path(source).resolve()),)
+    return (source or wanted.name, wanted.subset, wanted.source_split or wanted.split)
+
+
 def is_file(name: str) -> bool:
     """True if a name is a data file's rather than a set's, a folder's or a Hub id."""
     return Path(name.removesuffix(".gz")).suffix in FORMATS
