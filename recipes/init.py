@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from recipes.config import parse
+from recipes.pipeline import RECIPE
 from specdata.errors import ConfigError
 from specdata.terminal import tell
 
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     parser.add_argument("--prompts", required=True, type=Path, help="JSONL file, split in three")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where it runs")
     parser.add_argument("--out", type=Path, default=Path("my-pair.yaml"), help="file to write")
-    given = parser.parse_args(arguments)
+    given, made = parser.parse_args(arguments), []
     try:
         lines = {line.strip() for line in given.prompts.read_bytes().split(b"\n")} - {b""}
         if given.prompts.suffix != ".jsonl" or len(lines) < 3:
@@ -57,13 +59,19 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
         files = {name: given.out.with_name(f"{given.out.stem}-{name}.jsonl") for name in splits}
         if there := [str(path) for path in (given.out, *files.values()) if path.exists()]:
             raise ConfigError(f"{', '.join(there)} is there already: give another --out")
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        made = [given.out, *files.values()]
         for name, path in files.items():
             path.write_bytes(b"".join(line + b"\n" for line in splits[name]))
         dtype = "bfloat16" if given.device == "cuda" else "float32"
         values = {"output": f"runs/{given.out.stem}", "target": given.target, **files}
         shown = {name: json.dumps(str(value), ensure_ascii=False) for name, value in values.items()}
         given.out.write_text(MINIMAL.format(**shown, dtype=dtype), encoding="utf-8")
+        # What a plan would refuse is refused here, and leaves nothing.
+        RECIPE.check(RECIPE.asked(parse(["--config", str(given.out)]).config))
     except Exception as error:  # noqa: BLE001 - raised again if it is a defect
+        for path in made:
+            path.unlink(missing_ok=True)
         return tell(error, OSError)
     counts = ", ".join(f"{len(lines)} {name}" for name, lines in splits.items())
     print(f"wrote {given.out} and its prompts ({counts})")

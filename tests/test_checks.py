@@ -224,6 +224,10 @@ def test_init_writes_a_configuration_that_can_be_planned(
     assert "18 completions" in capsys.readouterr().out
     assert main(asked) == 2
     assert "my-pair.yaml, my-pair-train.jsonl" in capsys.readouterr().err
+    useless = rows(tmp_path, "numbers.jsonl", *({"prompt": n} for n in range(25)))
+    assert main([*asked, "--prompts", useless, "--out", "new/pair.yaml"]) == 2
+    assert "must hold text" in capsys.readouterr().err
+    assert not any(Path("new").iterdir())
 
 
 @pytest.mark.parametrize("stop", [name for name, rule in STOPPING_RULES.items() if rule.adaptive])
