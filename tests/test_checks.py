@@ -83,7 +83,7 @@ MANY = "[{name: maths, split: test, count: 999999}]"
         ("make-rollouts", ["--rollouts.sets", "[{name: /no/x.jsonl}]"], "cannot be read"),
         ("make-rollouts", ["--rollouts.max_new_tokens", "1024"], "set it to 1023 or less"),
         ("make-rollouts", ["--rollouts.samples=2", "--sampling.temperature=0"], "is the same"),
-        ("make-rollouts", ["--method", "K=2"], "this recipe measures nothing"),
+        ("make-rollouts", ["--method", "K=4"], "this recipe measures nothing"),
         ("run-eval", ["--eval.max_new_tokens", "1024"], "set it to 1023 or less"),
         ("run-eval", ["--eval.threads", "9999"], "the processors of this machine"),
         ("run-eval", ["--method", "{name: a, verifier: blok}"], "did you mean 'block'?"),
@@ -201,7 +201,7 @@ def test_a_plan_looks_for_what_a_run_reads_and_writes(
 
 
 def test_an_evaluation_without_a_method_that_stops_by_the_head_leaves_it_alone() -> None:
-    config = parse(["--method", "K=2"]).config
+    config = parse(["--method", "K=4"]).config
     assert config.head is not None
     assert not {"head", "labels"} & {*run_eval.Eval(config).inputs}
     assert run_eval._verdict(config, synthetic_results()) is None

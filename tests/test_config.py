@@ -177,9 +177,9 @@ def test_plan_says_what_would_be_read_and_written_and_writes_nothing(tmp_path: P
     assert done.stderr == "", "no noise on import"
     for stage in ("pair", "rollouts", "draft", "labels", "head", "eval", "release"):
         assert f"writes {out}/{stage}" in done.stdout
-    assert "1,464 completions, at most 140,544 tokens, about 562.2 KB" in done.stdout
-    # 40 bytes a token, and 8 for each of five more draws along the 1,056 that are trained on.
-    assert "1,464 completions, at most 140,544 tokens, about 9.7 MB" in done.stdout
+    assert "1,368 completions, at most 131,328 tokens, about 525.3 KB" in done.stdout
+    # 40 bytes a token, and 8 for each of five more draws along the 960 that are trained on.
+    assert "1,368 completions, at most 131,328 tokens, about 8.9 MB" in done.stdout
     assert "head: {kind: immediate, epochs: 10, cache: disk}" in done.stdout
     assert "max_grad_norm" not in done.stdout, "values that were not given are not printed"
     assert not out.exists()

@@ -35,18 +35,18 @@ def test_a_method_can_be_written_on_the_command_line() -> None:
     flags = [
         "--method",
         "{name: my tree, verifier: traversal, drafter: tree, widths: [2, 2]}",
-        "--method=confidence .4",
+        "--method=head h=.5",
     ]
     plain, tree, rule = parse(flags, "").config.eval.methods
     assert (plain.decoder, tree.name, tree.widths) == ("plain", "my tree", (2, 2))
-    assert rule.stop.threshold == 0.4
+    assert rule.stop.threshold == 0.5
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("block K=9", "unknown method 'block K=9': did you mean 'block K=8'?"),
-        ("zzz", "unknown method 'zzz': known: plain, K=2"),
+        ("zzz", "unknown method 'zzz': known: plain, K=4"),
         ("7", "unknown method '7'"),
         ("{name: a, widht: [2]}", "method 'a': widht: unknown key: did you mean 'widths'?"),
         ("{verifier: block}", "--method '{verifier: block}': name: is missing"),
@@ -210,18 +210,18 @@ def test_a_fitted_calibration_reaches_the_methods_that_give_none() -> None:
 
 
 def test_another_list_of_methods_goes_to_another_folder_and_is_read_from_there() -> None:
-    config = parse(["--method", "K=2", "--eval.folder", "eval-k2"], "").config
+    config = parse(["--method", "K=4", "--eval.folder", "eval-k2"], "").config
     assert Eval(config).folder.name == "eval-k2"
     assert "eval-k2/results.json" in Release(config).inputs["results"]
     # Each method has its own key, so a refusal names those that differ.
-    assert set(Eval(config).settings.values["eval"]["methods"]) == {"plain", "K=2"}
+    assert set(Eval(config).settings.values["eval"]["methods"]) == {"plain", "K=4"}
     for bad in ("head", "eval/x", "../eval", ""):
         with pytest.raises(ConfigError, match="begins with 'eval', of letters"):
             parse(["--eval.folder", f"'{bad}'"], "")
 
 
 def test_labels_are_an_input_of_an_evaluation_that_fits_on_them() -> None:
-    plain = parse(["--method", "K=2"], "").config
+    plain = parse(["--method", "K=4"], "").config
     fitted = parse(["--method", "{name: a, stop: cost}"], "").config
     given = parse(["--method", "{name: a, stop: cost, calibration: [1, 1]}"], "").config
     assert "labels" in Eval(fitted).inputs

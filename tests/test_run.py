@@ -47,7 +47,7 @@ def test_a_stage_whose_input_is_not_made_names_the_recipe_that_makes_it(tmp_path
 
 def test_a_refused_evaluation_shows_the_methods_that_differ_and_names_eval_folder() -> None:
     stored = Eval(parse([], "").config)
-    asked = Eval(parse(["--method", "K=2", "--method", "{name: mine, length: 3}"]).config)
+    asked = Eval(parse(["--method", "K=4", "--method", "{name: mine, length: 3}"]).config)
     with pytest.raises(ConfigError, match=r"--eval\.folder NAME") as refusal:
         asked.settings.check(stored.settings.values, stored.folder)
     assert "--output" not in str(refusal.value)
@@ -55,7 +55,7 @@ def test_a_refused_evaluation_shows_the_methods_that_differ_and_names_eval_folde
     assert all(line.startswith("  eval.methods.") for line in lines)
     assert any(line.startswith("  eval.methods.mine: absent -> {") for line in lines)
     assert not any(
-        line.startswith(("  eval.methods.K=2", "  eval.methods.plain")) for line in lines
+        line.startswith(("  eval.methods.K=4", "  eval.methods.plain")) for line in lines
     )
 
 
