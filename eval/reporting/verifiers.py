@@ -28,7 +28,11 @@ COLUMNS = (
         "The best tokens a call: of siblings the optimum of all lossless rules (a proved bound), of"
         " chains what block verification reaches.",
     ),
-    ("reached", "Share of that: of siblings of the acceptance, of chains of the tokens."),
+    (
+        "reached",
+        "Share of that on the drafts that were drawn, of siblings of the acceptance, of chains of"
+        " the tokens: their luck can carry it past 100 %. Not given for too few places.",
+    ),
     ("one takes", "Median time of one sampled verification."),
     (
         "predicted",
@@ -141,7 +145,9 @@ def cells(row: VerifierRow, measured: Mapping[str, PooledRow]) -> list[str]:
         gain,
         f"{row.positions:,}" + " !" * (row.positions < ENOUGH),
         NOT_MEASURED if row.ceiling is None else f"{row.ceiling:.2f}",
-        NOT_MEASURED if row.share_of_ceiling is None else f"{100 * row.share_of_ceiling:.1f} %",
+        NOT_MEASURED
+        if row.share_of_ceiling is None or row.positions < ENOUGH
+        else f"{100 * row.share_of_ceiling:.1f} %",
         NOT_MEASURED if row.microseconds is None else f"{row.microseconds:,.0f} µs",
         NOT_MEASURED if row.speedup is None else f"{row.speedup:.2f}x",
         (f"{speed:.2f}x, " if speed else "") + (f"{tokens:.2f}" if tokens else NOT_MEASURED),
