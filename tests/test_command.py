@@ -21,8 +21,8 @@ from tests.light_imports import run_without_heavy_libraries
 ROOT = Path(__file__).parent.parent
 
 
-def command(*arguments: str) -> str:
-    return run_without_heavy_libraries("-m", "recipes.command", *arguments)
+def command(*arguments: str, cwd: Path = ROOT) -> str:
+    return run_without_heavy_libraries("-m", "recipes.command", *arguments, cwd=cwd)
 
 
 # Of sections that the embedded pair's configuration does not have.
@@ -30,12 +30,12 @@ ASKED_FOR = {"make-logits": ["--logits", "{top_logits: 64}"]}
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_help_and_plan_import_no_heavy_library(name: str) -> None:
+def test_help_and_plan_import_no_heavy_library(name: str, tmp_path: Path) -> None:
     assert f"usage: draftsmith {name}" in command(name, "--help")
     plan = ["--plan", *ASKED_FOR.get(name, [])]
-    assert "writes runs/toy/" in command(name, *plan)
+    assert "writes runs/toy/" in command(name, *plan, cwd=tmp_path)
     module = f"recipes.{name.replace('-', '_')}"
-    assert "writes runs/toy/" in run_without_heavy_libraries("-m", module, *plan)
+    assert "writes runs/toy/" in run_without_heavy_libraries("-m", module, *plan, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["inspect", "compare", "replay", "sweep", "reproduce"])

@@ -43,8 +43,10 @@ def program(code: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A suite that runs in the background has it ignored, which its children inherit.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        # A suite that runs in the background has them ignored, which its children inherit.
+        preexec_fn=lambda: [
+            signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)
+        ],
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
