@@ -538,6 +538,9 @@ def verifier_rows(kind: str, measured: Measured, seconds: float) -> list[Verifie
                 most = float(part.mean(np.array(best[alike]))[0])
                 share = float(part.mean(part.accepted[alike])[0]) / most if most > 0 else None
                 ceiling = 1.0 + float(first.mean(np.array(best[: len(first.text)]))[0])
+            # Where no place of a set has a weight, its means are of nothing.
+            ceiling = None if ceiling is None or np.isnan(ceiling) else ceiling
+            share = None if share is None or np.isnan(share) else share
             speedup = bias = None
             if measured.times is not None:
                 extra = 1e-6 * (micros[index] - micros[0])
